@@ -1,0 +1,58 @@
+"""plait: 3D-parallel training for PyTorch, woven around an ordinary model.
+
+The names below are what a user meets first. They load on first use, so that `import plait` is instant and
+whoever only wants schedules never waits for torch.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from plait import models
+    from plait.comm.launch import launch
+    from plait.comm.mesh import Mesh
+    from plait.composer import parallelize
+    from plait.errors import PlaitError
+    from plait.plan import Plan
+    from plait.schedules.check import check
+    from plait.schedules.policies import schedule
+    from plait.tensor.losses import cross_entropy
+
+__version__ = "0.1.0"
+
+_HOME = {
+    "Mesh": "plait.comm.mesh",
+    "Plan": "plait.plan",
+    "PlaitError": "plait.errors",
+    "check": "plait.schedules.check",
+    "cross_entropy": "plait.tensor.losses",
+    "launch": "plait.comm.launch",
+    "parallelize": "plait.composer",
+    "schedule": "plait.schedules.policies",
+}
+
+__all__ = [
+    "Mesh",
+    "PlaitError",
+    "Plan",
+    "check",
+    "cross_entropy",
+    "launch",
+    "models",
+    "parallelize",
+    "schedule",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "models":
+        return import_module("plait.models")
+    if name in _HOME:
+        return getattr(import_module(_HOME[name]), name)
+    raise AttributeError(f"module 'plait' has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)

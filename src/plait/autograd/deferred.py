@@ -1,0 +1,150 @@
+"""Deferred weight gradients: the backward of a linear or an embedding gives the gradient of its input at
+once and *keeps* what the gradient of its weight needs. That part runs later, straight into the gradient
+buffer of the weight.
+
+One mechanism serves three ends: the `W` actions of a schedule, overlap with communication, and
+accumulation over micro-batches without a temporary. First-order only: a second backward through the same
+graph, or a backward of the backward, is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+from plait.errors import ModelError
+
+WeightWork = Callable[[], None]
+"""Adds one weight gradient of one micro-batch to `weight.grad`."""
+
+
+@dataclass
+class Keeper:
+    """Collects the weight work that a backward leaves behind, until `take` carries it away."""
+
+    kept: list[WeightWork] = field(default_factory=list)
+
+    def keep(self, work: WeightWork) -> None:
+        """Add one piece of weight work."""
+        self.kept.append(work)
+
+    def take(self) -> list[WeightWork]:
+        """Everything kept since the last call, in the order of the backward."""
+        taken, self.kept = self.kept, []
+        return taken
+
+
+def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
+    """Make every `nn.Linear` and plain `nn.Embedding` in `layer` keep its weight gradient with `keeper`.
+
+    Only these instances change (their `forward` is bound anew), so `layer` should be a private copy.
+    Subclasses and parametrised modules are left alone: their gradients are right, only not deferred.
+    """
+    for module in layer.modules():
+        if type(module) is nn.Linear:
+            _bind(module, _deferred_linear(module, keeper))
+        elif type(module) is nn.Embedding and _is_plain(module):
+            _bind(module, _deferred_embedding(module, keeper))
+
+
+def _bind(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
+    # setattr: an instance's own forward is what nn.Module calls, but types know methods of classes only.
+    setattr(module, "forward", forward)  # noqa: B010
+
+
+def _is_plain(embedding: nn.Embedding) -> bool:
+    return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+def _deferred_linear(linear: nn.Linear, keeper: Keeper) -> Callable[[Tensor], Tensor]:
+    def forward(input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return functional.linear(input, linear.weight, linear.bias)
+        output: Tensor = _Linear.apply(input, linear.weight, linear.bias, keeper)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+def _deferred_embedding(embedding: nn.Embedding, keeper: Keeper) -> Callable[[Tensor], Tensor]:
+    padding = embedding.padding_idx
+
+    def forward(input: Tensor) -> Tensor:
+        if not torch.is_grad_enabled():
+            return functional.embedding(input, embedding.weight, padding)
+        output: Tensor = _Embedding.apply(input, embedding.weight, padding, keeper)  # type: ignore[no-untyped-call]
+        return output
+
+    return forward
+
+
+class _Linear(torch.autograd.Function):
+    """`y = x Wᵀ + b` for `x: [..., in]`, `W: [out, in]`, `b: [out]` or none."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper) -> Tensor:
+        ctx.save_for_backward(input if weight.requires_grad else None)
+        ctx.weight, ctx.bias, ctx.keeper, ctx.ran = weight, bias, keeper, False
+        return functional.linear(input, weight, bias)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+        _refuse_second(ctx, "linear")
+        (input,) = ctx.saved_tensors
+        weight, bias = ctx.weight, ctx.bias
+        needs_bias = bias is not None and bias.requires_grad
+        if weight.requires_grad or needs_bias:
+
+            def work() -> None:
+                rows = gradient.reshape(-1, gradient.shape[-1])
+                if weight.requires_grad:
+                    weight.grad.addmm_(rows.t(), input.reshape(-1, input.shape[-1]))
+                if needs_bias:
+                    bias.grad.add_(rows.sum(0))
+
+            ctx.keeper.keep(work)
+        return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+class _Embedding(torch.autograd.Function):
+    """`y[...] = W[x[...]]` for whole numbers `x: [...]` and `W: [rows, width]`."""
+
+    @staticmethod
+    def forward(ctx: Any, input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper) -> Tensor:
+        ctx.save_for_backward(input)
+        ctx.weight, ctx.padding, ctx.keeper, ctx.ran = weight, padding, keeper, False
+        return functional.embedding(input, weight, padding)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
+        _refuse_second(ctx, "embedding")
+        (input,) = ctx.saved_tensors
+        weight, padding = ctx.weight, ctx.padding
+
+        def work() -> None:
+            rows = gradient.reshape(-1, gradient.shape[-1])
+            tokens = input.reshape(-1)
+            if padding is not None:
+                rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
+            weight.grad.index_add_(0, tokens, rows)
+
+        if weight.requires_grad:
+            ctx.keeper.keep(work)
+        return None, None, None, None
+
+
+def _refuse_second(ctx: Any, name: str) -> None:
+    if ctx.ran:
+        raise ModelError(
+            f"a second backward went through the same {name}: its weight gradient is added once, when it "
+            "is due, so retain_graph and create_graph cannot be used inside a layer."
+        )
+    ctx.ran = True

@@ -1,0 +1,75 @@
+"""`plait`: finds the command, runs it, and turns what went wrong into a sentence and an exit code.
+
+Commands are imported only when they run, so that those without tensors start without torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass
+from difflib import get_close_matches
+from importlib import import_module, metadata
+
+from plait.errors import PlaitError, RankError
+
+
+@dataclass(frozen=True)
+class Command:
+    """A command: the module whose `run(argv) -> exit code` does it, and what it is for."""
+
+    name: str
+    module: str
+    summary: str
+
+
+COMMANDS = (Command("train", "plait.cli.train", "train a model over pipeline and data parallel ranks"),)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command that `argv` (default: `sys.argv`) names and return the exit code.
+
+    0: done. 1: a rank failed (its traceback is shown). 2: something the user can mend. 130: interrupted.
+    """
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    try:
+        return _dispatch(arguments)
+    except RankError as error:
+        told = error.traceback in str(error)
+        _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")
+        return 1
+    except PlaitError as error:
+        _complain(str(error))
+        return 2
+    except KeyboardInterrupt:
+        _complain("interrupted.")
+        return 130
+
+
+def _dispatch(arguments: list[str]) -> int:
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(_help(), file=sys.stdout if arguments else sys.stderr)
+        return 0 if arguments else 2
+    name, *rest = arguments
+    if name == "--version":
+        print(f"plait {metadata.version('plait')}")
+        return 0
+    for command in COMMANDS:
+        if command.name == name:
+            return int(import_module(command.module).run(rest))
+    near = get_close_matches(name, [command.name for command in COMMANDS], n=1)
+    remedy = f"did you mean {near[0]}?" if near else "see `plait --help` for all commands."
+    raise PlaitError(f'"{name}" is not a command: {remedy}')
+
+
+def _help() -> str:
+    width = max(len(command.name) for command in COMMANDS)
+    commands = "\n".join(f"  {command.name:<{width}}  {command.summary}" for command in COMMANDS)
+    return (
+        f"usage: plait COMMAND [options]\n\ncommands:\n{commands}\n\n"
+        "`plait COMMAND --help` lists a command's options; `plait --version` prints the version."
+    )
+
+
+def _complain(message: str) -> None:
+    print(f"plait: {message}", file=sys.stderr)

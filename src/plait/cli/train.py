@@ -1,0 +1,66 @@
+"""`plait train`: read the configuration, check what can be checked alone, then start the ranks."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
+
+from plait.errors import ConfigError
+from plait.train.settings import config_from_arguments, sections, takes
+
+_USAGE = """\
+usage: plait train [--config FILE.toml] [--section.field value ...]
+
+Trains a model over pipeline and data parallel ranks: starts them here, or
+joins the world that torchrun, mpirun or srun made. Options override the file."""
+
+
+def run(argv: Sequence[str]) -> int:
+    """Train as `argv` asks and return 0. Raises `PlaitError` where the user has something to mend."""
+    if "--help" in argv or "-h" in argv:
+        _print_help()
+        return 0
+    config = config_from_arguments(argv)
+
+    # Imported late, so that help and refusals need not wait for torch.
+    from plait.comm.launch import launch
+    from plait.comm.world import find_world
+    from plait.train.data import check_data
+    from plait.train.loop import train
+
+    plan, world = config.plan(), find_world()
+    if world is not None and world.world_size != plan.world:
+        raise ConfigError(
+            f"parallel.pp = {plan.pp} times parallel.dp = {plan.dp} times parallel.tp = {plan.tp} needs "
+            f"{plan.world} ranks, but {world.launcher} started {world.world_size}: "
+            f"start {plan.world}, or change the degrees."
+        )
+    check_data(config)
+    launch(
+        train,
+        config,
+        ranks=plan.world,
+        threads=config.run.threads,
+        timeout=config.run.timeout,
+        device=config.run.device,
+    )
+    return 0
+
+
+def _print_help() -> None:
+    console = Console(markup=False, highlight=False)
+    console.print(_USAGE)
+    for section, schema in sections().items():
+        console.print(f"\n[{section}] {schema['description']}", style="bold")
+        table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        for name, field in schema["properties"].items():
+            default = json.dumps(field["default"]).replace("null", "none")
+            about = Text(field["description"]).append(f" ({takes(field)}; default {default})", style="dim")
+            table.add_row(f"  --{section}.{name}", about)
+        console.print(table)

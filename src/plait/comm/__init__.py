@@ -1,0 +1,37 @@
+"""How ranks talk: mesh, groups, collectives, messages, traffic; nothing else touches `torch.distributed`."""
+
+from plait.comm.collectives import (
+    all_gather,
+    all_reduce,
+    all_to_all,
+    barrier,
+    broadcast,
+    gather,
+    reduce,
+    reduce_scatter,
+    scatter,
+)
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.comm.mesh import Mesh
+from plait.comm.point_to_point import receive, send
+from plait.comm.traffic import Count, Traffic
+
+__all__ = [
+    "Count",
+    "Group",
+    "Handle",
+    "Mesh",
+    "Traffic",
+    "all_gather",
+    "all_reduce",
+    "all_to_all",
+    "barrier",
+    "broadcast",
+    "gather",
+    "receive",
+    "reduce",
+    "reduce_scatter",
+    "scatter",
+    "send",
+]

@@ -1,0 +1,107 @@
+"""What every collective does first and last: refuse, agree, count; then start and hand out a handle."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm.agreement import agree
+from plait.comm.backend import as_bytes, describe
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.errors import CommunicationError
+
+T = TypeVar("T")
+
+
+def begin(
+    kind: str,
+    tensor: Tensor | None,
+    group: Group,
+    *,
+    detail: str = "",
+    flaw: str | None,
+    checked: bool,
+    payload: int | None = None,
+) -> None:
+    """Refuse a call that has a `flaw`, on every rank if it is `checked`; count it otherwise.
+
+    `payload` is in bytes, by default all of `tensor`.
+    """
+    alone = group.process_group is None
+    if flaw or (checked and not alone):
+        words = (kind, detail, tensor is not None and f"of {describe(tensor)}", flaw and f"but {flaw}")
+        call = " ".join(word for word in words if word)
+        if checked and not alone:
+            agree(call, group, torch.device("cuda") if tensor is None else tensor.device)
+        if flaw:
+            sentence = f"rank {group.rank} cannot call {call} over {group.name}: mend the arguments."
+            raise CommunicationError(sentence)
+    if not alone:
+        size = 0 if tensor is None else tensor.nbytes
+        group.traffic.record(group.name, kind, size if payload is None else payload)
+
+
+def start(
+    kind: str,
+    group: Group,
+    launch: Callable[[], dist.Work | None],
+    finish: Callable[[], T],
+    *keep: Tensor | None,
+) -> Handle[T]:
+    """Launch the collective; `keep` are tensors that must live until then and that `finish` does not hold."""
+    others = ", ".join(str(rank) for rank in group.ranks if rank != group.rank)
+
+    def finish_and_let_go(_keep: tuple[Tensor | None, ...] = keep) -> T:
+        return finish()
+
+    return Handle(launch, finish_and_let_go, f"{kind} over {group.name} with {others}", group)
+
+
+def swap(output: Tensor, input: Tensor, group: Group) -> dist.Work | None:
+    """Start an all-to-all of contiguous tensors: equal pieces, in order of the index."""
+    work: dist.Work | None = dist.all_to_all_single(
+        as_bytes(output), as_bytes(input), group=group.process_group, async_op=True
+    )
+    return work
+
+
+def alone(result: Tensor, out: Tensor | None) -> Tensor:
+    """The result of a collective without others: `out` with a copy, or `result` itself."""
+    return result if out is None else out.detach().copy_(result)
+
+
+def whole_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """The shape of all ranks' tensors one after the other along dim 0."""
+    first, *rest = tensor.shape or (1,)
+    return (group.size * first, *rest)
+
+
+def piece_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """The shape of one of `size` equal pieces of dim 0."""
+    first, *rest = tensor.shape or (0,)
+    return (first // group.size, *rest)
+
+
+def undivided(tensor: Tensor, group: Group) -> str | None:
+    """What is wrong with cutting `tensor` in `size` equal pieces, if anything."""
+    if tensor.dim() == 0 or tensor.shape[0] % group.size:
+        return f"dim 0 does not divide into {group.size} equal pieces"
+    return None
+
+
+def unfit(memory: Tensor | None, shape: Sequence[int], like: Tensor) -> str | None:
+    """What is wrong with `memory` as the place of a result of `shape`, if anything."""
+    if memory is None or (memory.shape == torch.Size(shape) and memory.dtype == like.dtype):
+        return None
+    dtype = str(like.dtype).removeprefix("torch.")
+    return f"the place of the whole or the piece is {describe(memory)} and not {dtype}{list(shape)}"
+
+
+def outside(index: int, group: Group) -> str | None:
+    """What is wrong with `index` as a place in the group, if anything."""
+    return None if 0 <= index < group.size else f"the group has indices 0 to {group.size - 1} only"

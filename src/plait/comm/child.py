@@ -1,0 +1,139 @@
+"""The inside of a local rank: takes jobs from its pool, runs each in a fresh process group, reports."""
+
+from __future__ import annotations
+
+import faulthandler
+import multiprocessing
+import os
+import pickle
+import queue
+import random
+import shutil
+import signal
+import socket
+import sys
+import threading
+from dataclasses import dataclass
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import cloudpickle
+import numpy
+import torch
+
+from plait.comm.failure import Failure, from_exception
+from plait.comm.world import World, join_world, leave_world
+from plait.errors import PlaitError
+
+STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack to its stack file, even from within blocked C++
+
+
+@dataclass(frozen=True)
+class Job:
+    """One call for one rank, with all of the parent's state that the function may depend on."""
+
+    call: bytes  # the function and its arguments, pickled
+    world: World
+    folder: str  # private to the run: where the ranks meet, and their stack files
+    environment: dict[str, str]
+    directory: str
+    path: list[str]
+    threads: int
+    timeout: float
+    device: str
+
+
+@dataclass(frozen=True)
+class Done:
+    """The pickled result of one rank."""
+
+    rank: int
+    result: bytes
+
+
+def stack_file(folder: str, rank: int) -> Path:
+    """Where a rank leaves its stack when asked to, or when it crashes."""
+    return Path(folder, f"stack-{rank}")
+
+
+def serve(connection: Connection) -> None:
+    """The life of a local rank: a job after another until the pool lets go of the other end."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
+    multiprocessing.current_process().daemon = False
+    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    threading.Thread(target=_listen, args=(connection, jobs), name="plait-parent", daemon=True).start()
+    while True:
+        report = _run(jobs.get())
+        sys.stdout.flush()
+        sys.stderr.flush()
+        connection.send_bytes(pickle.dumps(report))
+
+
+def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
+    """Takes jobs in; ends the process, however busy, once the parent is gone: only it holds the other end."""
+    folder = None
+    try:
+        while True:
+            job: Job = pickle.loads(connection.recv_bytes())
+            folder = job.folder
+            jobs.put(job)
+    except (EOFError, OSError):
+        if folder is not None:
+            shutil.rmtree(folder, ignore_errors=True)
+        os._exit(1)
+
+
+def _run(job: Job) -> Done | Failure:
+    rank = job.world.rank
+    with stack_file(job.folder, rank).open("w") as stack:
+        faulthandler.enable(stack, all_threads=False)
+        faulthandler.register(STACK_SIGNAL, stack, all_threads=False)
+        try:
+            return _call(job)
+        except BaseException as error:
+            return from_exception(rank, error)
+        finally:
+            faulthandler.unregister(STACK_SIGNAL)
+            faulthandler.disable()
+
+
+def _call(job: Job) -> Done | Failure:
+    _settle(job)
+    join_world(job.world, job.timeout, job.device)
+    try:
+        function, arguments = pickle.loads(job.call)
+        result = function(*arguments)
+    except BaseException as error:
+        return from_exception(job.world.rank, error)
+    try:
+        payload: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise PlaitError(
+            f"rank {job.world.rank}'s result, of type {type(result).__name__}, cannot be sent back "
+            f"({error}): return numbers, text, tensors and containers of them."
+        ) from error
+    if not leave_world():
+        raise PlaitError(
+            f"rank {job.world.rank} returned while messages of its own were still under way: wait for every "
+            "asynchronous operation before the function returns."
+        )
+    return Done(job.world.rank, payload)
+
+
+def _settle(job: Job) -> None:
+    """Makes this process like the parent at the time of the call, and its seeds its own."""
+    os.environ.clear()
+    os.environ.update(job.environment)
+    os.environ["OMP_NUM_THREADS"] = str(job.threads)
+    loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
+    if loopback:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # no wait for a name server
+    os.chdir(job.directory)
+    sys.path[:] = job.path
+    torch.set_num_threads(job.threads)
+    torch.set_default_dtype(torch.float32)
+    random.seed(job.world.rank)
+    numpy.random.seed(job.world.rank)
+    torch.manual_seed(job.world.rank)

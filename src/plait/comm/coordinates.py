@@ -1,0 +1,99 @@
+"""Ranks and coordinates of a mesh: pure arithmetic, without torch.
+
+Row-major, outermost axis first: ranks that differ by one are neighbours along `tp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from itertools import product
+from math import prod
+
+from plait.errors import MeshError
+
+AXES = ("pp", "replicate", "shard", "tp")
+COMBINED = {"dp": ("replicate", "shard"), "world": AXES}
+
+
+def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
+    """The size of each axis, outermost first. Raises `MeshError` for degrees that make no mesh."""
+    for name, degree in (("pp", pp), ("dp", dp), ("tp", tp), ("replicate", replicate)):
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            raise MeshError(f"the mesh's {name} is {degree!r}: give a whole number of at least 1.")
+    if dp % replicate:
+        raise MeshError(
+            f"the mesh's replicate = {replicate} does not divide dp = {dp}: "
+            "choose a divisor, the shard axis is dp / replicate."
+        )
+    return {"pp": pp, "replicate": replicate, "shard": dp // replicate, "tp": tp}
+
+
+def axes_of(axis: str) -> tuple[str, ...]:
+    """The axes that a name stands for: itself, or those that `dp` and `world` combine. Raises `MeshError`."""
+    if axis in AXES:
+        return (axis,)
+    if axis in COMBINED:
+        return COMBINED[axis]
+    raise MeshError(f"the mesh has no axis {axis!r}: choose one of {', '.join((*AXES, *COMBINED))}.")
+
+
+def size_along(axis: str, sizes: Mapping[str, int]) -> int:
+    """How many ranks there are along an axis, combined or not."""
+    return prod(sizes[name] for name in axes_of(axis))
+
+
+def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The place of `coordinate` along an axis; for `dp` that is replicate index · shard + shard index."""
+    index = 0
+    for name in axes_of(axis):
+        index = index * sizes[name] + coordinate[name]
+    return index
+
+
+def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
+    """The coordinate of a rank, one index per axis. Raises `MeshError` for a rank that the mesh has not."""
+    world = prod(sizes.values())
+    if not 0 <= rank < world:
+        raise MeshError(f"the mesh has no rank {rank}: its ranks are 0 to {world - 1}.")
+    coordinate = {}
+    for name in reversed(AXES):
+        rank, coordinate[name] = divmod(rank, sizes[name])
+    return {name: coordinate[name] for name in AXES}
+
+
+def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
+    """The rank at a coordinate; the inverse of `coordinate_of`. Raises `MeshError` outside the mesh."""
+    for name in AXES:
+        if not 0 <= coordinate[name] < sizes[name]:
+            raise MeshError(
+                f"the mesh has no {name} = {coordinate[name]}: there are {sizes[name]}, counted from 0."
+            )
+    return index_along("world", coordinate, sizes)
+
+
+def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
+    """The same coordinate, with `dp` (if it is there) as `replicate` and `shard`. Raises `MeshError`."""
+    plain = dict(coordinate)
+    if "dp" in plain:
+        if "replicate" in plain or "shard" in plain:
+            raise MeshError("a coordinate has dp and also replicate or shard: give one or the other.")
+        plain["replicate"], plain["shard"] = divmod(plain.pop("dp"), sizes["shard"])
+    unknown = set(plain) - set(AXES)
+    if unknown:
+        raise MeshError(
+            f"the mesh has no axis {sorted(unknown)[0]!r}: choose among {', '.join((*AXES, 'dp'))}."
+        )
+    return plain
+
+
+def groups_along(axis: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
+    """The disjoint groups of ranks that differ along `axis` only, each in order of the index."""
+    moving = axes_of(axis)
+    fixed: Collection[str] = [name for name in AXES if name not in moving]
+
+    def ranks_at(held: Mapping[str, int]) -> tuple[int, ...]:
+        places = product(*(range(sizes[name]) for name in moving))
+        return tuple(rank_at({**held, **dict(zip(moving, place, strict=True))}, sizes) for place in places)
+
+    held_places = product(*(range(sizes[name]) for name in fixed))
+    return [ranks_at(dict(zip(fixed, held, strict=True))) for held in held_places]

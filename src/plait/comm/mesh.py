@@ -1,0 +1,180 @@
+"""The mesh: all ranks of a run, laid out along named axes, and the groups that run along them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from math import prod
+
+import torch
+import torch.distributed as dist
+
+from plait.comm import coordinates
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.errors import MeshError
+from plait.plan import Plan
+
+
+class Mesh:
+    """Ranks along the axes `pp`, `replicate`, `shard`, `tp`: outermost first, row-major, `tp` innermost.
+
+    `dp` stands for `replicate` × `shard`, `world` for all. The world is that of the initialised
+    `torch.distributed`; without it there is one rank and no backend.
+    """
+
+    def __init__(
+        self,
+        plan: Plan | None = None,
+        *,
+        pp: int = 1,
+        dp: int = 1,
+        tp: int = 1,
+        replicate: int = 1,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+    ) -> None:
+        """Make every group, with all ranks of the world: call it on each, with the same degrees or plan.
+
+        `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
+        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. Raises `MeshError` for a plan together with
+        degrees, and for degrees whose product is not the number of ranks in the world.
+        """
+        if plan is not None:
+            if (pp, dp, tp, replicate) != (1, 1, 1, 1):
+                raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
+            pp, dp, tp, replicate = plan.pp, plan.dp, plan.tp, plan.replicate
+        self.sizes = coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=replicate)
+        joined = dist.is_available() and dist.is_initialized()
+        self.rank = dist.get_rank() if joined else 0
+        self.world = dist.get_world_size() if joined else 1
+        _check_world(self.sizes, self.world)
+        self.device = _device(device, joined)
+        self.timeout = float(timeout)
+        self.traffic = Traffic()
+        self.coordinate = self.coordinate_of(self.rank)
+        self._made: list[dist.ProcessGroup] = []
+        # All ranks make all groups in this order, each with a process group of its own, so that the traffic
+        # of one axis never waits behind that of another.
+        self._groups = {
+            axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
+            for axis in (*coordinates.AXES, *coordinates.COMBINED)
+        }
+        along_pp = coordinates.groups_along("pp", self.sizes)
+        self._pipeline_groups = (self._make_groups(along_pp, "pp"), self._make_groups(along_pp, "pp"))
+
+    @property
+    def pipeline_groups(self) -> tuple[Group, Group]:
+        """Two more groups over the ranks of `pp`, for messages forward and backward; both count as `pp`."""
+        return self._pipeline_groups
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis; `dp` and `world` are allowed."""
+        return coordinates.size_along(axis, self.sizes)
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis; for `dp` replicate index · shard + shard index."""
+        return coordinates.index_along(axis, self.coordinate, self.sizes)
+
+    def group(self, axis: str) -> Group:
+        """The group along an axis that this rank is in. Raises `MeshError` for an unknown axis."""
+        coordinates.axes_of(axis)
+        return self._groups[axis]
+
+    def coordinate_of(self, rank: int) -> dict[str, int]:
+        """The index of a global rank along each of the four axes. Raises `MeshError` for an unknown rank."""
+        return coordinates.coordinate_of(rank, self.sizes)
+
+    def rank_at(self, **coordinate: int) -> int:
+        """The global rank at a coordinate; axes that are not given are this rank's own. `dp` is allowed.
+
+        Raises `MeshError` for an unknown axis or an index outside the mesh.
+        """
+        given = coordinates.split_dp(coordinate, self.sizes)
+        return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
+
+    def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
+        """Make disjoint groups, in which traffic is counted as `name`; give the one this rank is in, if any.
+
+        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap, or
+        that the mesh has not.
+        """
+        groups = [tuple(ranks) for ranks in ranks_per_group]
+        members = [rank for ranks in groups for rank in ranks]
+        if len(set(members)) != len(members) or not all(0 <= rank < self.world for rank in members):
+            raise MeshError(
+                f"groups of {name} are {groups}: give each rank from 0 to {self.world - 1} at most once."
+            )
+        return self._make_group(groups, name)
+
+    def same_degrees(self, plan: Plan) -> bool:
+        """Whether the plan lays out ranks as this mesh does."""
+        return self._difference(plan) is None
+
+    def check_plan(self, plan: Plan) -> None:
+        """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
+        name = self._difference(plan)
+        if name is not None:
+            raise MeshError(
+                f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
+                "make the mesh from the same plan, Mesh(plan)."
+            )
+
+    def close(self) -> None:
+        """Give back the connections of all groups; every rank calls it when none communicates any more.
+
+        Only a process that makes many meshes needs it. Groups of the mesh are of no use afterwards.
+        """
+        for process_group in self._made:
+            dist.destroy_process_group(process_group)
+        self._made.clear()
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
+        return f"Mesh({sizes}; rank {self.rank}{' at ' + place if place else ''})"
+
+    def _difference(self, plan: Plan) -> str | None:
+        return next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
+
+    def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
+        """As `_make_group`, for groups that cover the world."""
+        group = self._make_group(groups, name)
+        assert group is not None
+        return group
+
+    def _make_group(self, groups: Sequence[tuple[int, ...]], name: str) -> Group | None:
+        mine = None
+        for ranks in groups:
+            process_group = None
+            if len(ranks) > 1:
+                process_group = dist.new_group(
+                    list(ranks), timeout=timedelta(seconds=self.timeout), group_desc=name, sort_ranks=False
+                )
+            if self.rank in ranks:
+                index = ranks.index(self.rank)
+                mine = Group(name, ranks, index, process_group, self.traffic, self.timeout)
+                self._made += [] if process_group is None else [process_group]
+        return mine
+
+
+def _check_world(sizes: dict[str, int], world: int) -> None:
+    needed = prod(sizes.values())
+    if needed != world:
+        product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        raise MeshError(
+            f"the mesh needs {needed} ranks ({product}) but the world has {world}: "
+            f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
+        )
+
+
+def _device(device: str | torch.device | None, joined: bool) -> torch.device:
+    """The device asked for, where `cuda` means this rank's own; or the one the backend is made for."""
+    if device is None:
+        config = dist.distributed_c10d.get_backend_config() if joined else ""
+        device = "cuda" if "nccl" in config and torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+    return chosen

@@ -1,0 +1,63 @@
+"""Messages from one rank of a group to another.
+
+A send is a rendezvous: it is done when the other rank has posted its receive, so post receives early and let
+the program decide the order. Messages of one pair arrive in the order in which they were sent, per tag on
+Gloo (NCCL knows no tags). Shapes and dtypes are agreed on before: Gloo ends the process if a message is
+longer than the buffer.
+"""
+
+from __future__ import annotations
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm.backend import as_bytes, deliver, dense, landing
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.errors import CommunicationError
+
+
+def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag: int = 0) -> Handle[None]:
+    """Start to send to the rank with index `destination`; do not write to `tensor` before the wait is over.
+
+    `label` names the message in errors, e.g. `"1F3"`. Any shape, dtype and strides. Traffic: its bytes.
+    Raises `CommunicationError` for an index that is no other rank; the wait raises what happens on the way.
+    """
+    peer = _peer(destination, group, "send to")
+    mine = dense(tensor)
+    group.traffic.record(group.name, "send", tensor.nbytes)
+
+    def start() -> dist.Work | None:
+        return dist.isend(as_bytes(mine), group=group.process_group, tag=tag, group_dst=destination)
+
+    def finish(_keep: Tensor = mine) -> None:
+        return None
+
+    awaited = f"{label or 'its message'} to reach rank {peer} over {group.name}"
+    return Handle(start, finish, awaited, group)
+
+
+def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: int = 0) -> Handle[Tensor]:
+    """Post a receive into `buffer` from the rank with index `source`; the handle gives `buffer`, filled.
+
+    Shape and dtype are the sender's; strides may differ. Otherwise as `send`.
+    """
+    peer = _peer(source, group, "receive from")
+    landed = landing(buffer, buffer.shape, buffer)
+    group.traffic.record(group.name, "receive", buffer.nbytes)
+
+    def start() -> dist.Work | None:
+        return dist.irecv(as_bytes(landed), group=group.process_group, tag=tag, group_src=source)
+
+    awaited = f"{label or 'a message'} from rank {peer} over {group.name}"
+    return Handle(start, lambda: deliver(landed, buffer), awaited, group)
+
+
+def _peer(index: int, group: Group, what: str) -> int:
+    """The global rank of another member."""
+    if not 0 <= index < group.size or index == group.index:
+        raise CommunicationError(
+            f"rank {group.rank} cannot {what} index {index} of {group.name}: the group has indices 0 to "
+            f"{group.size - 1} and this rank is {group.index}, give another one of them."
+        )
+    return group.ranks[index]

@@ -1,0 +1,255 @@
+"""Local ranks that live on between calls: importing torch is paid once, a further run costs milliseconds."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import multiprocessing
+import os
+import pickle
+import sys
+import tempfile
+import time
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerProcess
+from typing import Any, TypeVar
+
+import cloudpickle
+
+from plait.comm.child import STACK_SIGNAL, Done, Job, serve, stack_file
+from plait.comm.failure import Failure, from_exit, root_cause
+from plait.comm.world import World
+from plait.errors import MeshError, PlaitError, RankError
+
+Result = TypeVar("Result")
+
+_GRACE = 1.0  # seconds: for a better cause to be reported, for a stack to be written, for a process to end
+
+
+@dataclass(frozen=True)
+class _Child:
+    """A rank's process and the parent's end of its pipe."""
+
+    process: ForkServerProcess
+    connection: Connection
+
+    def send(self, job: Job) -> None:
+        with contextlib.suppress(OSError):  # it is gone: its sentinel says so
+            self.connection.send_bytes(pickle.dumps(job))
+
+    def receive(self, rank: int, folder: str) -> Done | Failure:
+        """The report that waits in the pipe, else the manner of its death."""
+        with contextlib.suppress(EOFError, OSError):
+            if self.connection.poll():
+                report: Done | Failure = pickle.loads(self.connection.recv_bytes())
+                return report
+        self.process.join(_GRACE)
+        return from_exit(rank, self.process.exitcode, _written(folder, rank))
+
+
+class RankPool:
+    """Up to `ranks` processes on this host, started when first needed, that run one function after another.
+
+    Each run has its own default process group (Gloo; with NCCL for CUDA tensors when GPUs are used) and sees
+    the environment variables, directory and module path of the caller. torch's, Python's and NumPy's random
+    generators are seeded with the rank. Functions and results travel by cloudpickle, so closures, lambdas and
+    functions of a notebook do too; a script needs no `if __name__ == "__main__"`.
+
+    A failure in one rank ends all of them, and the next run starts fresh ones. Not to be shared by threads.
+    """
+
+    def __init__(self, ranks: int, *, threads: int = 1, timeout: float = 600.0, device: str = "auto") -> None:
+        """Starts nothing yet.
+
+        Args:
+            ranks: how many take part in a run that does not say.
+            threads: of torch, in each rank.
+            timeout: seconds that a rank waits for its peers, and that a run may take if it does not say.
+            device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
+        """
+        self.ranks = ranks
+        self.threads = threads
+        self.timeout = timeout
+        self.device = device
+        self._children: list[_Child] = []
+
+    def __enter__(self) -> RankPool:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def run(
+        self,
+        function: Callable[..., Result],
+        *arguments: Any,
+        ranks: int | None = None,
+        timeout: float | None = None,
+    ) -> list[Result]:
+        """Calls `function(*arguments)` in ranks 0 to `ranks - 1` and returns their results, rank 0 first.
+
+        Args:
+            function: what every rank calls.
+            arguments: what it is called with, equal on all ranks.
+            ranks: how many take part; more than the pool has makes it grow.
+            timeout: seconds that the run may take; `math.inf` for no limit.
+
+        Raises:
+            RankError: a rank failed, died or did not finish; names it and shows its traceback.
+            PlaitError: the one that a rank raised, as it was.
+        """
+        count = self.ranks if ranks is None else ranks
+        if count < 1:
+            raise MeshError(f"{count} ranks were asked for: give at least 1.")
+        call = _pickled(function, arguments)
+        with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
+            try:
+                _grow(self._children, count, function.__module__)
+                children = dict(enumerate(self._children[:count]))
+                for rank, child in children.items():
+                    child.send(self._job(call, folder, rank, count))
+                results = _collect(children, folder, self.timeout if timeout is None else timeout)
+                return [_unpickled(results[rank]) for rank in range(count)]
+            except BaseException:  # Ctrl-C too
+                self.close()
+                raise
+
+    def close(self) -> None:
+        """Ends the processes; a later run starts new ones."""
+        children, self._children = self._children, []
+        for child in children:
+            child.process.terminate()
+        deadline = time.monotonic() + _GRACE
+        for child in children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+            if child.process.exitcode is None:
+                child.process.kill()
+                child.process.join()
+            child.process.close()
+            child.connection.close()
+
+    def _job(self, call: bytes, folder: str, rank: int, count: int) -> Job:
+        return Job(
+            call=call,
+            world=World(rank, count, rank, count, "plait", f"file://{folder}/store"),
+            folder=folder,
+            environment=dict(os.environ),
+            directory=os.getcwd(),
+            path=list(sys.path),
+            threads=self.threads,
+            timeout=self.timeout,
+            device=self.device,
+        )
+
+
+def _grow(children: list[_Child], count: int, module: str) -> None:
+    """Starts processes until there are `count`.
+
+    They come from a fork server, never from this process, which may have threads. It imports what every rank
+    needs before it forks: the optimizers import torch's compiler when first used, a second for each rank.
+    """
+    context = multiprocessing.get_context("forkserver")
+    ours = [module] if module.startswith("plait.") else []
+    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.child", *ours])
+    while len(children) < count:
+        here, there = context.Pipe()
+        process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
+        with _without_main():
+            process.start()
+        there.close()
+        children.append(_Child(process, here))
+
+
+@contextlib.contextmanager
+def _without_main() -> Iterator[None]:
+    """Hides the main module while a process starts, for multiprocessing would run it again in the new one.
+
+    Functions of the main module travel by value, so no rank needs it.
+    """
+    main = sys.modules["__main__"]
+    sys.modules["__main__"] = types.ModuleType("__main__")
+    try:
+        yield
+    finally:
+        sys.modules["__main__"] = main
+
+
+def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dict[int, Done]:
+    """Waits for every rank's result; raises the cause of the first failure, or that time is up."""
+    deadline = time.monotonic() + timeout
+    waiting = dict(children)
+    results: dict[int, Done] = {}
+    failures: list[Failure] = []
+    while waiting and all(failure.secondary for failure in failures):
+        remaining = deadline - time.monotonic()
+        if remaining <= 0:
+            break
+        handles: dict[Any, int] = {child.connection: rank for rank, child in waiting.items()}
+        handles |= {child.process.sentinel: rank for rank, child in waiting.items()}
+        ready = wait(list(handles), None if math.isinf(remaining) else remaining)
+        for rank in {handles[handle] for handle in ready}:
+            report = waiting.pop(rank).receive(rank, folder)
+            if isinstance(report, Done):
+                results[rank] = report
+                continue
+            failures.append(report)
+            deadline = min(deadline, time.monotonic() + _GRACE)  # often the cause follows its consequence
+    if failures:
+        cause = root_cause(failures)
+        raise cause.exception(_others(waiting, list(results), folder) if cause.secondary else "")
+    if waiting:
+        late, others = ", ".join(map(str, sorted(waiting))), _others(waiting, list(results), folder)
+        raise RankError(f"not finished within {timeout:g} s: rank {late}.\n\n{others}", min(waiting), others)
+    return results
+
+
+def _others(waiting: Mapping[int, _Child], finished: list[int], folder: str) -> str:
+    """What the ranks without a failure of their own do: shown when a rank waited in vain."""
+    done = f"Finished before: rank {', '.join(map(str, sorted(finished)))}.\n" if finished else ""
+    return done + _stacks(waiting, folder)
+
+
+def _stacks(children: Mapping[int, _Child], folder: str) -> str:
+    """Where each rank stands, written by the rank's signal handler."""
+    for child in children.values():
+        if child.process.pid is not None and child.process.is_alive():
+            os.kill(child.process.pid, STACK_SIGNAL)
+    deadline = time.monotonic() + _GRACE
+    while time.monotonic() < deadline and not all(_written(folder, rank) for rank in children):
+        time.sleep(0.02)
+    time.sleep(0.02)  # a stack is written line by line
+    answers = (
+        (rank, _written(folder, rank) or "no answer: the process is stopped\n") for rank in sorted(children)
+    )
+    return "\n".join(f"rank {rank}: {answer}" for rank, answer in answers)
+
+
+def _written(folder: str, rank: int) -> str:
+    """What a rank has written to its stack file so far."""
+    file = stack_file(folder, rank)
+    return file.read_text() if file.exists() else ""
+
+
+def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
+    try:
+        call: bytes = cloudpickle.dumps((function, arguments))
+    except Exception as error:
+        name = getattr(function, "__qualname__", repr(function))
+        raise PlaitError(
+            f"the function {name} or its arguments cannot be sent to the ranks ({error}): "
+            "build what cannot be pickled inside the function."
+        ) from error
+    return call
+
+
+def _unpickled(done: Done) -> Any:
+    try:
+        return pickle.loads(done.result)
+    except Exception as error:
+        raise PlaitError(
+            f"rank {done.rank}'s result cannot be read here ({type(error).__name__}: {error}): "
+            "return numbers, text, tensors and containers of them."
+        ) from error

@@ -1,0 +1,244 @@
+"""The world: which rank this process is, who started it, and how the ranks find each other.
+
+`find_world` reads the environment and decides nothing else; `join_world` and `leave_world` make and
+end torch's default process group. The launchers, in order of precedence (the innermost one first,
+for `torchrun` may run inside `srun`, and `mpirun` inside a Slurm job):
+
+| launcher | told by | ranks meet at |
+|---|---|---|
+| torchrun, or by hand | `RANK`, `WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` (both needed) |
+| Open MPI | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | as below |
+| MPICH and others with PMI | `PMI_RANK`, `PMI_SIZE` | as below |
+| Slurm, inside a step of several tasks | `SLURM_PROCID`, `SLURM_STEP_NUM_TASKS` | as below |
+
+Address: `MASTER_ADDR`, else the first host of the Slurm step, else this host if all ranks are here.
+Port: `MASTER_PORT`, else one derived from the job's id.
+"""
+
+from __future__ import annotations
+
+import datetime
+import os
+import re
+import threading
+import zlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+
+from plait.errors import CommunicationError, MeshError
+
+_LOOPBACK = "127.0.0.1"
+_JOB_IDS = (
+    "SLURM_JOB_ID",
+    "SLURM_STEP_ID",
+    "PMIX_NAMESPACE",
+    "OMPI_MCA_ess_base_jobid",
+    "PBS_JOBID",
+    "LSB_JOBID",
+)
+
+
+@dataclass(frozen=True)
+class World:
+    """This process's place among the ranks: `rank` of `world_size`, here `local_rank` of `local_size`.
+
+    `launcher` is `plait`, `torchrun`, `openmpi`, `pmi` or `slurm`; `init_method` is where the ranks meet, as
+    `torch.distributed.init_process_group` takes it.
+    """
+
+    rank: int
+    world_size: int
+    local_rank: int
+    local_size: int
+    launcher: str
+    init_method: str
+
+
+@dataclass(frozen=True)
+class _Names:
+    """The environment variables by which one launcher speaks."""
+
+    launcher: str
+    rank: str
+    size: str
+    local_rank: str
+    local_size: str
+
+
+_LAUNCHERS = (
+    _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Names(
+        "openmpi",
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_RANK",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+    _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+)
+_SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+
+
+def find_world(environment: Mapping[str, str] | None = None) -> World | None:
+    """The world that a launcher put this process in; None when it stands alone. Communicates nothing.
+
+    Args:
+        environment: what to read instead of `os.environ`.
+
+    Raises:
+        MeshError: the environment is half set or contradicts itself.
+    """
+    variables = os.environ if environment is None else environment
+    for names in _LAUNCHERS:
+        if names.rank in variables or names.size in variables:
+            return _read(names, variables)
+    if "SLURM_STEP_NODELIST" not in variables and "SLURM_STEP_NUM_TASKS" not in variables:
+        return None  # no Slurm, or the body of a batch script, which is none of the tasks it counts
+    names = _SLURM
+    if names.size not in variables:
+        names = _Names("slurm", names.rank, "SLURM_NTASKS", names.local_rank, "")
+    world = _read(names, variables) if names.size in variables else None
+    return world if world is not None and world.world_size > 1 else None
+
+
+def _read(names: _Names, variables: Mapping[str, str]) -> World:
+    rank, size = (_number(name, names, variables) for name in (names.rank, names.size))
+    if not 0 <= rank < size:
+        raise MeshError(f"{names.rank} = {rank} is not a rank of {names.size} = {size}: mend or unset both.")
+    local_size = min(size, _local_size(names, size, variables))
+    local_rank = rank % local_size
+    if names.local_rank in variables:
+        local_rank = _number(names.local_rank, names, variables)
+    meeting = _meeting(names, local_size == size, variables)
+    return World(rank, size, local_rank, local_size, names.launcher, meeting)
+
+
+def _number(name: str, names: _Names, variables: Mapping[str, str]) -> int:
+    text = variables.get(name)
+    if text is None:
+        present = names.size if name == names.rank else names.rank
+        raise MeshError(
+            f"the environment has {present} but not {name}: set both to join a world of ranks, "
+            "or unset both to run alone."
+        )
+    if not text.isdecimal():
+        raise MeshError(f"the environment has {name} = {text!r}: it must be a whole number of at least 0.")
+    return int(text)
+
+
+def _local_size(names: _Names, size: int, variables: Mapping[str, str]) -> int:
+    """Ranks on this host; where the launcher does not say, all of them."""
+    if names.local_size in variables:
+        return max(1, _number(names.local_size, names, variables))
+    per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") if names.launcher == "slurm" else None
+    if per_node is None:
+        return size
+    counts = [  # "4(x2),3" is 4, 4, 3
+        int(count)
+        for count, times in re.findall(r"(\d+)(?:\(x(\d+)\))?", per_node)
+        for _ in range(int(times or 1))
+    ]
+    node = int(variables.get("SLURM_NODEID", "0"))
+    return counts[node] if node < len(counts) else size
+
+
+def _meeting(names: _Names, one_host: bool, variables: Mapping[str, str]) -> str:
+    address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
+    if names.launcher == "torchrun":
+        for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
+            if not value:
+                raise MeshError(
+                    f"the environment has RANK and WORLD_SIZE but not {name}: set it to where rank 0 "
+                    "listens, or unset RANK and WORLD_SIZE to run alone."
+                )
+        return "env://"
+    nodes = variables.get("SLURM_STEP_NODELIST") or variables.get("SLURM_NODELIST")
+    if not address:
+        address = _LOOPBACK if one_host else _first_host(nodes) if nodes else None
+    if address is None:
+        raise MeshError(
+            f"the ranks of {names.launcher} are on several hosts and MASTER_ADDR is not set: "
+            "set it to the host of rank 0."
+        )
+    return f"tcp://{address}:{port or _port(variables)}"
+
+
+def _first_host(nodes: str) -> str:
+    """First name of a Slurm node list: `gpu[03-05,9],login` begins with `gpu03`."""
+    first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
+    assert first is not None, nodes
+    return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
+
+
+def _port(variables: Mapping[str, str]) -> int:
+    """A port below the range that systems hand out: the same on all ranks of a job, another in another."""
+    job = " ".join(variables[name] for name in _JOB_IDS if name in variables)
+    return 10_000 + zlib.crc32(job.encode()) % 20_000
+
+
+def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> None:
+    """Makes torch's default process group: Gloo for CPU tensors and, when GPUs are used, NCCL for theirs.
+
+    All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
+
+    Args:
+        world: this process's place.
+        timeout: seconds that a rank waits for its peers, here and in everything sent over the group.
+        device: `cpu`, `cuda`, or `auto`: CUDA where every rank on this host has a GPU of its own.
+
+    Raises:
+        MeshError: the device is not there.
+        CommunicationError: the ranks did not find each other.
+    """
+    backend = "gloo"
+    index = _gpu(world, device)
+    if index is not None:
+        torch.cuda.set_device(index)
+        backend = "cpu:gloo,cuda:nccl"
+    try:
+        dist.init_process_group(
+            backend,
+            init_method=world.init_method,
+            rank=world.rank,
+            world_size=world.world_size,
+            timeout=datetime.timedelta(seconds=timeout),
+        )
+    except (RuntimeError, ValueError) as error:
+        raise CommunicationError(
+            f"rank {world.rank} of {world.world_size} could not join the world of {world.launcher} at "
+            f"{world.init_method}: {str(error).splitlines()[0]} "
+            "(start all ranks, and see that the port is free)"
+        ) from error
+
+
+def _gpu(world: World, device: str) -> int | None:
+    """The CUDA device of this rank, or None for CPU."""
+    if device not in ("auto", "cpu", "cuda"):
+        raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
+    count = torch.cuda.device_count() if device != "cpu" and dist.is_nccl_available() else 0
+    if count >= world.local_size:
+        return world.local_rank
+    if device != "cuda":
+        return None
+    if count == 0 or world.launcher == "plait":
+        raise MeshError(
+            f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
+            "use as many ranks as GPUs, or device cpu."
+        )
+    return world.local_rank % count  # the launcher gave each rank a GPU of its own to see
+
+
+def leave_world(patience: float = 10.0) -> bool:
+    """Ends the default process group, if there is one; False when that took longer than `patience` seconds.
+
+    Ending waits for what is still under way, which never ends when a peer is gone: so a thread does it.
+    """
+    if not dist.is_initialized():
+        return True
+    closing = threading.Thread(target=dist.destroy_process_group, name="plait-leave", daemon=True)
+    closing.start()
+    closing.join(patience)
+    return not closing.is_alive()

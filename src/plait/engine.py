@@ -1,0 +1,221 @@
+"""The engine: one training run's step, as a user calls it. Each call is a program that the executor runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.collectives import all_reduce, broadcast
+from plait.comm.mesh import Mesh
+from plait.comm.traffic import Counts
+from plait.errors import DataError
+from plait.pipeline.boundary import LayerInfo, infer
+from plait.pipeline.executor import Executor
+from plait.pipeline.modes import evaluating
+from plait.pipeline.sequence import NamedLayer
+from plait.pipeline.values import Value, map_tensors, signature, split
+from plait.pipeline.worker import Worker
+from plait.plan import Plan
+from plait.schedules.program import Program
+from plait.schedules.steps import Steps
+from plait.sharding.norm import scale_to, total_norm
+from plait.sharding.reducer import Reducer
+from plait.tensor.losses import Loss
+from plait.tensor.sampling import next_token
+
+REMEMBERED_SHAPES = 8
+"""Micro-batch shapes whose boundaries are remembered."""
+
+
+@dataclass(frozen=True)
+class Parts:
+    """What `parallelize` puts together."""
+
+    plan: Plan
+    mesh: Mesh
+    loss: Loss
+    counts: tuple[int, ...]
+    """Layers per stage."""
+    skeleton: Sequence[NamedLayer]
+    """All layers of the model, on the meta device."""
+    steps: Steps
+    worker: Worker
+    reducer: Reducer
+    context: int | None
+    """The longest sequence that the model takes, if it says so."""
+
+
+class Engine:
+    """A model woven over a mesh. Made by `parallelize`; every method is called by every rank of the mesh."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.plan = parts.plan
+        self.mesh = parts.mesh
+        self._parts = parts
+        self._worker = parts.worker
+        self._executor = Executor(parts.worker.handlers(), parts.reducer.handlers())
+        self._infos: dict[Any, list[LayerInfo]] = {}
+        self._weights: list[Tensor] = []
+        self._traffic_before = parts.mesh.traffic.snapshot()
+
+    def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
+        """One step's forward and backward; gradients are then final, and equal on all ranks that hold them.
+
+        `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
+        pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
+        `plan.microbatches` micro-batches. Returns the mean loss over the global batch, 0-d, equal on every
+        rank. Gradients add to those that are there; `zero_grad` starts anew. Communication: the loss's
+        weight over `dp`, boundary tensors over `pp`, one reduction per unit, the loss over `world`.
+        """
+        self._traffic_before = self.mesh.traffic.snapshot()
+        for stage in self._worker.stages.values():
+            stage.input_gradients = input_gradients
+        self._parts.reducer.begin()
+        with torch.enable_grad():
+            return self._run_with_loss(self._parts.steps.train, inputs, targets, input_gradients)
+
+    def evaluate(self, inputs: Value, targets: Value) -> Tensor:
+        """The mean loss over the global batch, without gradients and with layers in evaluation mode.
+
+        Takes and returns what `forward_backward` does.
+        """
+        with torch.no_grad(), evaluating(self._modules()):
+            return self._run_with_loss(self._parts.steps.evaluate, inputs, targets, input_gradients=False)
+
+    def generate(
+        self,
+        prompt: Tensor,
+        tokens: int,
+        *,
+        temperature: float = 1.0,
+        top_k: int | None = None,
+        seed: int = 0,
+    ) -> Tensor:
+        """Continue `prompt` `[rows, length]`: int64 `[rows, length + tokens]`, equal on every rank.
+
+        The model's output has to be logits `[rows, length, vocab]`. It sees at most its context's last
+        tokens. Communication: per token the boundary tensors and one broadcast of the token over `pp`.
+        """
+        if prompt.dim() != 2 or prompt.shape[1] == 0:
+            raise DataError(
+                f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1."
+            )
+        generator = torch.Generator().manual_seed(seed)
+        sequence = prompt.to(self.mesh.device)
+        with torch.no_grad(), evaluating(self._modules()):
+            for _ in range(tokens):
+                seen = sequence[:, -self._parts.context :] if self._parts.context else sequence
+                self._run(self._parts.steps.output, [seen], [], None, input_gradients=False)
+                token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
+                if self._is_last:
+                    logits = self._worker.loss_end.outputs[0][:, -1]
+                    token = next_token(logits, temperature=temperature, top_k=top_k, generator=generator)
+                broadcast(token, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
+                sequence = torch.cat([sequence, token[:, None]], dim=1)
+        return sequence
+
+    def clip_grad_norm_(self, max_norm: float) -> Tensor:
+        """Scale all gradients of the model so that their L2 norm is at most `max_norm`; the norm before, 0-d.
+
+        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp`.
+        """
+        units = self._parts.reducer.units
+        norm = total_norm(self._parts.reducer.owned, self.mesh.group("pp"), self.mesh.device)
+        scale_to(units.values(), norm, max_norm)
+        return norm
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """This rank's parameters under their names in the model, in model order."""
+        for unit in self._parts.reducer.units.values():
+            yield from unit.parameters.items()
+
+    def parameters(self) -> Iterator[nn.Parameter]:
+        """This rank's parameters."""
+        for _, parameter in self.named_parameters():
+            yield parameter
+
+    def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
+        """Two groups for an optimizer: matrices and tables decay; vectors (biases, norm scales) do not."""
+        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        return [
+            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
+            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    def microbatch_losses(self) -> Tensor:
+        """The mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
+
+        Communication: one broadcast over `pp`.
+        """
+        losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
+        if self._is_last:
+            losses = torch.stack(self._worker.loss_end.totals).double() / torch.stack(self._weights).double()
+        return broadcast(losses, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
+
+    def input_gradients(self) -> Value | None:
+        """The gradient of the last step's inputs, if asked for; shaped like them, None for whole numbers.
+
+        Only the ranks of the first stage have it; the others get None.
+        """
+        pieces = self._worker.input_gradients
+        if not pieces:
+            return None
+        columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
+        whole = iter([None if column[0] is None else torch.cat(column) for column in columns])  # type: ignore[arg-type]
+        return map_tensors(lambda _: next(whole), self._worker.batch[0])
+
+    def traffic(self) -> Counts:
+        """This rank's bytes and calls since the last `forward_backward` began: `{axis: {kind: Count}}`."""
+        return self.mesh.traffic.since(self._traffic_before)
+
+    @property
+    def _is_last(self) -> bool:
+        return self.mesh.index("pp") == self._parts.steps.last_rank
+
+    def _modules(self) -> list[nn.Module]:
+        return [layer.module for stage in self._worker.stages.values() for layer in stage.layers]
+
+    def _run_with_loss(
+        self, program: Program, inputs: Value, targets: Value, input_gradients: bool
+    ) -> Tensor:
+        count = self.plan.microbatches
+        to_device = self.mesh.device
+        batch = split(map_tensors(lambda t: t.to(to_device, non_blocking=True), inputs), count, "inputs")
+        parts = split(map_tensors(lambda t: t.to(to_device, non_blocking=True), targets), count, "targets")
+        self._weights = [self._parts.loss.weight(part) for part in parts]
+        weight = torch.stack(self._weights).sum().double()
+        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
+        self._run(program, batch, parts, weight.reciprocal(), input_gradients)
+        mean = torch.zeros((), dtype=torch.float64, device=to_device)
+        if self._is_last and self.mesh.index("tp") == 0:
+            mean = torch.stack(self._worker.loss_end.totals).double().sum() / weight
+        return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
+
+    def _run(
+        self,
+        program: Program,
+        batch: Sequence[Value],
+        targets: Sequence[Value],
+        scale: Tensor | None,
+        input_gradients: bool,
+    ) -> None:
+        self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
+        self._worker.loss_end.begin(targets, scale)
+        try:
+            self._executor.run(program)
+        except BaseException:
+            self._worker.clear()
+            self._parts.reducer.clear()
+            raise
+
+    def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
+        key = (signature(microbatch), input_gradients)
+        if key not in self._infos:
+            if len(self._infos) >= REMEMBERED_SHAPES:
+                self._infos.pop(next(iter(self._infos)))
+            self._infos[key] = infer(self._parts.skeleton, microbatch, input_gradients=input_gradients)
+        return self._infos[key]

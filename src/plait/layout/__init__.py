@@ -1,0 +1,33 @@
+"""Layouts: which piece of which global tensor each rank of the mesh holds.
+
+A layout gives every mesh axis one placement: `Replicate` (all hold the same), `Shard(dim)` (each holds a
+piece of that dim) or `Partial` (each holds a summand). Sizes need not divide: the first ranks hold one more,
+and ranks beyond the rows hold empty pieces. Axes that shard the same dim are nested, the outermost first:
+
+    Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})
+
+                tp 0        tp 1     tp 2
+    shard 0     rows 0, 1   row 2    row 3
+    shard 1     row 4       row 5    row 6
+
+`shard` and `assemble` are inverses, and `reshape` carries a layout over to another shape. Nothing here
+communicates: these are for the edges (initial values, checkpoints, comparison), where pieces are at hand.
+"""
+
+from plait.layout.pieces import assemble, shard
+from plait.layout.placing import Box, Coordinate, Layout, Partial, Placement, Replicate, Shard, divide
+from plait.layout.reshaping import reshape
+
+__all__ = [
+    "Box",
+    "Coordinate",
+    "Layout",
+    "Partial",
+    "Placement",
+    "Replicate",
+    "Shard",
+    "assemble",
+    "divide",
+    "reshape",
+    "shard",
+]

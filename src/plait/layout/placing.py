@@ -1,0 +1,158 @@
+"""The layout itself: placements, the rule that divides rows, and the box that each coordinate holds."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import pairwise, product
+
+from plait.errors import LayoutError
+
+Coordinate = tuple[int, ...]  # a rank's index along each axis of a layout, in the order of its axes
+
+
+@dataclass(frozen=True)
+class Replicate:
+    """Every rank along the axis holds the same."""
+
+
+@dataclass(frozen=True)
+class Shard:
+    """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end)."""
+
+    dim: int
+
+
+@dataclass(frozen=True)
+class Partial:
+    """Each rank along the axis holds a summand; the value is their sum, which is still to be made."""
+
+
+Placement = Replicate | Shard | Partial
+
+
+@dataclass(frozen=True)
+class Box:
+    """A rectangular piece of a global tensor: where it starts and how large it is, dim by dim."""
+
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+
+    @property
+    def slices(self) -> tuple[slice, ...]:
+        """The index that takes this box out of the global tensor."""
+        return tuple(
+            slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True)
+        )
+
+
+def divide(size: int, parts: int) -> tuple[range, ...]:
+    """Cut `size` rows into `parts` consecutive ranges; the first `size % parts` hold one more.
+
+    `divide(10, 3)` is `(range(0, 4), range(4, 7), range(7, 10))`; parts beyond the rows are empty.
+    Raises `LayoutError` unless `size >= 0` and `parts >= 1`.
+    """
+    if size < 0 or parts < 1:
+        raise LayoutError(f"cannot divide {size} rows into {parts} parts: give size >= 0 and parts >= 1.")
+    each, rest = divmod(size, parts)
+    return tuple(range(*cut) for cut in pairwise(part * each + min(part, rest) for part in range(parts + 1)))
+
+
+@dataclass(frozen=True, init=False, repr=False)
+class Layout:
+    """The global shape, and per mesh axis (outermost first) its name, number of ranks and placement.
+
+    Two layouts are equal when shape, axes (with their order) and placements are. Methods take a coordinate as
+    indices in the order of the axes, or as a mapping by axis name; the mapping may name further axes of the
+    mesh, over which the tensor is replicated. They raise `LayoutError` for a coordinate that is not there.
+    """
+
+    shape: tuple[int, ...]
+    axes: tuple[str, ...]
+    degrees: tuple[int, ...]
+    placements: tuple[Placement, ...]
+
+    def __init__(
+        self, shape: Sequence[int], axes: Mapping[str, int], placements: Mapping[str, Placement] | None = None
+    ) -> None:
+        """Lay `shape` over `axes` (name to number of ranks); an axis without a placement replicates.
+
+        Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis or a missing dim.
+        """
+        shape, placements = tuple(shape), placements or {}
+        if any(size < 0 for size in shape):
+            raise LayoutError(f"a layout has shape {shape}: give sizes of at least 0.")
+        for axis, degree in axes.items():
+            if degree < 1:
+                raise LayoutError(f"axis {axis!r} has {degree} ranks: give at least 1.")
+        for axis in placements.keys() - axes.keys():
+            known = ", ".join(axes) or "none"
+            raise LayoutError(
+                f"a placement is for axis {axis!r}, but the axes are {known}: name one of these."
+            )
+        chosen = tuple(_from_front(placements.get(axis, Replicate()), axis, shape) for axis in axes)
+        object.__setattr__(self, "shape", shape)
+        object.__setattr__(self, "axes", tuple(axes))
+        object.__setattr__(self, "degrees", tuple(axes.values()))
+        object.__setattr__(self, "placements", chosen)
+
+    def __repr__(self) -> str:
+        axes = zip(self.axes, self.degrees, self.placements, strict=True)
+        return f"Layout({', '.join([str(self.shape), *(f'{a}={n}: {p}' for a, n, p in axes)])})"
+
+    def coordinates(self) -> Iterator[Coordinate]:
+        """All coordinates in row-major order: the last axis runs fastest, as ranks do."""
+        return product(*map(range, self.degrees))
+
+    def coordinate(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
+        """`where` as indices in the order of the axes."""
+        found = (
+            tuple(where.get(axis, -1) for axis in self.axes) if isinstance(where, Mapping) else tuple(where)
+        )
+        if len(found) == len(self.degrees) and all(
+            0 <= i < n for i, n in zip(found, self.degrees, strict=True)
+        ):
+            return found
+        raise LayoutError(f"{where} is no coordinate of {self}: give each axis an index below its ranks.")
+
+    def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
+        """The piece of the global tensor that the rank at this coordinate holds; it may be empty."""
+        pieces = [range(size) for size in self.shape]
+        for index, degree, placement in self._along(where):
+            if isinstance(placement, Shard):
+                piece = pieces[placement.dim]
+                cut = divide(len(piece), degree)[index]
+                pieces[placement.dim] = range(piece.start + cut.start, piece.start + cut.stop)
+        return Box(tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces))
+
+    def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of the piece at this coordinate."""
+        return self.box(where).sizes
+
+    def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
+        """The coordinates whose piece must equal this one's, itself included; not those of other summands."""
+        along = self._along(where)
+        return tuple(product(*(range(n) if isinstance(p, Replicate) else (i,) for i, n, p in along)))
+
+    def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
+        """The coordinate that counts for this box: the first along `Replicate` and `Partial` axes.
+
+        The boxes of all owners tile the global tensor: a sum over owners counts each element once.
+        """
+        return tuple(i if isinstance(placement, Shard) else 0 for i, _, placement in self._along(where))
+
+    def _along(self, where: Sequence[int] | Mapping[str, int]) -> list[tuple[int, int, Placement]]:
+        """Index, number of ranks and placement, axis by axis."""
+        return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
+
+
+def _from_front(placement: Placement, axis: str, shape: tuple[int, ...]) -> Placement:
+    """The placement with its dim counted from the front; `LayoutError` where the shape has no such dim."""
+    if not isinstance(placement, Shard):
+        return placement
+    if not -len(shape) <= placement.dim < len(shape):
+        raise LayoutError(
+            f"axis {axis!r} shards dim {placement.dim} of shape {shape}, which has {len(shape)} dims: "
+            "choose one of those, or replicate."
+        )
+    return Shard(placement.dim % len(shape))

@@ -1,0 +1,97 @@
+"""Carrying a layout over to another shape without moving data."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
+from math import prod
+
+from plait.errors import LayoutError
+from plait.layout.placing import Layout, Placement, Shard
+
+
+def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
+    """The layout under which each rank's piece of `tensor.reshape(shape)` is its own piece, reshaped.
+
+    A sharded dim may stay, be split (the shard moves to the leading factor) or be merged (as the outermost of
+    those merged), as long as no rank's cuts move. Anything else would need communication: `LayoutError`.
+    """
+    shape = tuple(shape)
+    if prod(shape) != prod(layout.shape) or any(size < 0 for size in shape):
+        raise LayoutError(f"cannot reshape {layout.shape} to {shape}: both must have as many elements.")
+    degrees = dict(zip(layout.axes, layout.degrees, strict=True))
+    placements: dict[str, Placement] = dict(zip(layout.axes, layout.placements, strict=True))
+    for before, after in _groups(layout.shape, shape):
+        dims = {
+            axis: placement.dim
+            for axis, placement in zip(layout.axes, layout.placements, strict=True)
+            if isinstance(placement, Shard) and placement.dim in before
+        }
+        if dims:
+            moved = _moved(layout.shape, shape, before, after, degrees, dims)
+            placements |= {axis: Shard(dim) for axis, dim in moved.items()}
+    return Layout(shape, degrees, placements)
+
+
+def _moved(
+    old: tuple[int, ...],
+    new: tuple[int, ...],
+    before: range,
+    after: range,
+    degrees: Mapping[str, int],
+    dims: Mapping[str, int],
+) -> dict[str, int]:
+    """For each sharding axis of a group its dim of `after`, such that every rank holds the same elements."""
+    held = _intervals(old, before, degrees, dims)
+    # Dims of one row come last: a shard belongs there only where it was on such a dim.
+    for choice in product(sorted(after, key=lambda dim: new[dim] == 1), repeat=len(dims)):
+        candidate = dict(zip(dims, choice, strict=True))
+        if held is not None and _intervals(new, after, degrees, candidate) == held:
+            return candidate
+    cuts = " and ".join(
+        f"axis {axis!r} ({degrees[axis]} ranks) shards dim {dim}" for axis, dim in dims.items()
+    )
+    raise LayoutError(
+        f"cannot reshape {old} to {new} without moving data while {cuts}: keep that dim, make it the "
+        "outermost of those split or merged with a size that divides, or gather it first."
+    )
+
+
+def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range, range]]:
+    """The smallest runs of old and new dims with as many elements: (2, 3, 4) to (6, 4) has two."""
+    i = j = 0
+    while i < len(old) or j < len(new):
+        end_i, end_j = min(i + 1, len(old)), min(j + 1, len(new))
+        while (left := prod(old[i:end_i])) != (right := prod(new[j:end_j])):
+            if left < right and end_i < len(old):
+                end_i += 1
+            elif left > right and end_j < len(new):
+                end_j += 1
+            else:  # only in a tensor without elements: the rest is one group
+                end_i, end_j = len(old), len(new)
+                break
+        yield range(i, end_i), range(j, end_j)
+        i, j = end_i, end_j
+
+
+def _intervals(
+    shape: tuple[int, ...], group: range, degrees: Mapping[str, int], dims: Mapping[str, int]
+) -> list[range] | None:
+    """What each rank holds of a group of dims, flattened; None if that is not one interval for every rank.
+
+    `dims` says which dim each sharding axis cuts.
+    """
+    sizes = shape[group.start : group.stop]
+    axes = {axis: degrees[axis] for axis in dims}
+    layout = Layout(sizes, axes, {axis: Shard(dim - group.start) for axis, dim in dims.items()})
+    found = []
+    for coordinate in layout.coordinates():
+        box = layout.box(coordinate)
+        first = last = 0
+        for size, offset, held in zip(sizes, box.offsets, box.sizes, strict=True):
+            first, last = first * size + offset, last * size + offset + held - 1
+        interval = range(first, last + 1) if prod(box.sizes) else range(0)
+        if len(interval) != prod(box.sizes):
+            return None
+        found.append(interval)
+    return found

@@ -1,0 +1,163 @@
+"""GPT-2 (Radford et al. 2019) as a plain sequence of layers. Nothing in it knows of ranks.
+
+    embedding → blocks.0.attention → blocks.0.mlp → … → head
+
+Attention and MLP are layers of their own: finer cuts between stages, smaller pieces to move.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import OrderedDict
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plait.errors import ModelError
+from plait.models.initial import Initial, Normal
+
+SPREAD = 0.02
+"""Standard deviation of initial weights (Radford et al. 2018, section 4.1)."""
+
+
+def gpt2(
+    *,
+    layers: int = 12,
+    hidden: int = 768,
+    heads: int = 12,
+    vocab: int = 50257,
+    context: int = 1024,
+    tied: bool = True,
+) -> nn.Sequential:
+    """GPT-2 on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
+
+    `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
+    token embedding's. ModelError when the sizes do not fit each other.
+    """
+    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
+    for name, size in sizes.items():
+        if size < 1:
+            raise ModelError(f"model.{name} is {size}: give at least 1.")
+    if hidden % heads:
+        raise ModelError(
+            f"model.hidden = {hidden} is not divisible by model.heads = {heads}: "
+            f"set hidden to {heads * max(1, hidden // heads)} or {heads * (hidden // heads + 1)}."
+        )
+    with torch.device("meta"):
+        embedding = Embedding(vocab, hidden, context)
+        blocks = [block(hidden, heads, layers) for _ in range(layers)]
+        head = Head(hidden, vocab)
+    if tied:
+        head.output.weight = embedding.token.weight
+    model = nn.Sequential(OrderedDict(embedding=embedding, blocks=nn.Sequential(*blocks), head=head))
+    model.context = context  # type: ignore[assignment]  # what Engine.generate must not exceed
+    return model
+
+
+def block(hidden: int, heads: int, layers: int) -> nn.Sequential:
+    """One transformer block: an attention layer and an MLP layer, each with its residual connection."""
+    # Residual projections start smaller, so that the sum over all layers keeps its size
+    # (Radford et al. 2019, section 2.3).
+    spread = SPREAD / math.sqrt(2 * layers)
+    attention = Attention(hidden, heads, spread)
+    return nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, spread)))
+
+
+class Embedding(nn.Module):
+    """Tokens `[batch, length]` → `[batch, length, hidden]`: token embedding plus position embedding."""
+
+    def __init__(self, vocab: int, hidden: int, context: int) -> None:
+        super().__init__()
+        self.token = nn.Embedding(vocab, hidden)
+        self.position = nn.Embedding(context, hidden)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up and add. ModelError when the sequence is longer than the context."""
+        length = tokens.shape[1]
+        if length > self.position.num_embeddings:
+            raise ModelError(
+                f"a sequence of {length} tokens is longer than the model's context of "
+                f"{self.position.num_embeddings}: shorten it or enlarge model.context."
+            )
+        positions = torch.arange(length, device=tokens.device)
+        embedded: Tensor = self.token(tokens) + self.position(positions)
+        return embedded
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts."""
+        return {"token.weight": Normal(SPREAD), "position.weight": Normal(SPREAD / 2)}
+
+
+class Attention(nn.Module):
+    """`[batch, length, hidden]` → the same: x + causal attention of its layer norm, several heads."""
+
+    def __init__(self, hidden: int, heads: int, spread: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.spread = spread
+        self.norm = nn.LayerNorm(hidden)
+        self.query = nn.Linear(hidden, hidden)
+        self.key = nn.Linear(hidden, hidden)
+        self.value = nn.Linear(hidden, hidden)
+        self.output = nn.Linear(hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual connection is inside."""
+        normed = self.norm(x)
+        query, key, value = (
+            linear(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            for linear in (self.query, self.key, self.value)
+        )
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts."""
+        inner = {f"{name}.weight": Normal(SPREAD) for name in ("query", "key", "value")}
+        biases = {f"{name}.bias": Normal(0.0) for name in ("query", "key", "value", "output")}
+        return {**inner, **biases, "output.weight": Normal(self.spread)}
+
+
+class MLP(nn.Module):
+    """`[batch, length, hidden]` → the same: x + two linears with a GELU between, of its layer norm."""
+
+    def __init__(self, hidden: int, spread: float) -> None:
+        super().__init__()
+        self.spread = spread
+        self.norm = nn.LayerNorm(hidden)
+        self.up = nn.Linear(hidden, 4 * hidden)
+        self.down = nn.Linear(4 * hidden, hidden)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual connection is inside."""
+        result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x)), approximate="tanh"))
+        return result
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts."""
+        return {
+            "up.weight": Normal(SPREAD),
+            "up.bias": Normal(0.0),
+            "down.weight": Normal(self.spread),
+            "down.bias": Normal(0.0),
+        }
+
+
+class Head(nn.Module):
+    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
+
+    def __init__(self, hidden: int, vocab: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(hidden)
+        self.output = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits; the softmax belongs to the loss."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+    def initial_values(self) -> dict[str, Initial]:
+        """How each parameter starts."""
+        return {"output.weight": Normal(SPREAD)}

@@ -1,0 +1,1 @@
+"""Stages, the executor that runs programs, and the exchange of boundary tensors."""

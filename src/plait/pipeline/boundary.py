@@ -1,0 +1,99 @@
+"""What crosses each boundary between layers: shapes, dtypes and whether a gradient comes back.
+
+Found by running the layers once on the meta device: no memory, no arithmetic and no message. Every rank
+does it for the whole model, so sender and receiver agree without asking each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.errors import ModelError, PlaitError
+from plait.pipeline.sequence import NamedLayer
+from plait.pipeline.values import Value, leaf_of, map_leaves, map_tensors, tensors_of
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """How a layer takes its input and what it gives, for one shape of micro-batch.
+
+    `output` is the layer's output with a `TensorInfo` in place of each tensor.
+    """
+
+    writes_input: bool
+    output: Value
+
+    def tensors(self) -> list[TensorInfo]:
+        """The tensors of the output, in the order in which they are sent."""
+        infos: list[TensorInfo] = []
+        self.rebuild(infos.append)
+        return infos
+
+    def rebuild(self, make: Callable[[TensorInfo], Any]) -> Value:
+        """A value shaped like the output, its tensors made by `make`, in order."""
+        return map_leaves(lambda leaf: isinstance(leaf, TensorInfo), make, self.output)
+
+
+def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) -> list[LayerInfo]:
+    """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`."""
+    value = map_tensors(
+        lambda tensor: leaf_of(
+            torch.empty_like(tensor, device="meta"), input_gradients and tensor.is_floating_point()
+        ),
+        batch,
+    )
+    infos = []
+    for layer in layers:
+        output, writes_input = _run(layer, value)
+        infos.append(LayerInfo(writes_input, map_tensors(_info_of, output)))
+        value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
+    return infos
+
+
+def _info_of(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _run(layer: NamedLayer, value: Value) -> tuple[Value, bool]:
+    """The layer's output, and whether it writes to its input (autograd refuses that on a leaf)."""
+    versions = [tensor._version for tensor in tensors_of(value)]
+    try:
+        output = _on_meta(layer.module, value)
+        written = versions != [tensor._version for tensor in tensors_of(value)]
+    except PlaitError:
+        raise
+    except Exception as error:
+        try:
+            output, written = _on_meta(layer.module, map_tensors(torch.clone, value)), True
+        except Exception:
+            raise ModelError(
+                f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
+                f"{_described(value)}: {type(error).__name__}: {error}"
+            ) from error
+    if not any(True for _ in tensors_of(output)):
+        raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
+    return output, written
+
+
+def _on_meta(module: nn.Module, value: Value) -> Any:
+    # Tensors that a layer makes without naming a device land on meta as well.
+    with torch.device("meta"), torch.enable_grad():
+        return module(value)
+
+
+def _described(value: Value) -> str:
+    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors_of(value)) or "no tensor"

@@ -1,0 +1,63 @@
+"""The end of the last stage: the loss, and the gradient that the backward starts from."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError
+from plait.pipeline.stage import Gradients
+from plait.pipeline.values import Value, tensors_of
+
+
+class LossLike(Protocol):
+    """A loss as a sum; its weight is applied by the scale that `begin` is given."""
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        """The summed loss of one micro-batch, 0-d."""
+
+
+class LossEnd:
+    """Computes each micro-batch's loss and, for training, the gradient of the global mean."""
+
+    def __init__(self, loss: LossLike) -> None:
+        self.loss = loss
+        self.totals: list[Tensor] = []
+        self.outputs: list[Value] = []
+        self._targets: Sequence[Value] = ()
+        self._scale: Tensor | None = None
+        self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
+
+    def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
+        """Start a step: the targets per micro-batch, and what the gradient is multiplied by (0-d)."""
+        self.totals, self.outputs = [], []
+        self._targets, self._scale = targets, scale
+
+    def compute(self, microbatch: int, output: Value) -> None:
+        """The loss of one micro-batch; its sum is added to `totals`, in micro-batch order."""
+        total = self.loss.total(output, self._targets[microbatch])
+        if not isinstance(total, Tensor) or total.dim():
+            shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
+            raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
+        self.totals.append(total.detach())
+        if torch.is_grad_enabled():
+            self._open[microbatch] = total, list(tensors_of(output))
+
+    def keep(self, output: Value) -> None:
+        """Keep an output for the caller; there are no targets."""
+        self.outputs.append(output)
+
+    def seed(self, microbatch: int) -> Gradients:
+        """The gradient of the global mean loss in the last layer's output."""
+        total, leaves = self._open.pop(microbatch)
+        if total.requires_grad:
+            assert self._scale is not None, "a training step begins with a scale"
+            torch.autograd.backward(total, self._scale.to(total.dtype))
+        return [leaf.grad for leaf in leaves]
+
+    def clear(self) -> None:
+        """Forget what is in flight."""
+        self._open.clear()

@@ -1,0 +1,22 @@
+"""Evaluation mode for a while."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import nn
+
+
+@contextmanager
+def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
+    """Put every module of `layers` in evaluation mode; afterwards each is back in the mode it was in."""
+    modules = [module for layer in layers for module in layer.modules()]
+    before = [module.training for module in modules]
+    for module in modules:
+        module.training = False
+    try:
+        yield
+    finally:
+        for module, training in zip(modules, before, strict=True):
+            module.training = training

@@ -1,0 +1,102 @@
+"""A model as a sequence of layers: flatten it, find its ties, make private copies of a part of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from plait.errors import ModelError
+
+RANDOM_MODULES = (
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.AlphaDropout,
+    nn.FeatureAlphaDropout,
+)
+
+
+@dataclass(frozen=True)
+class NamedLayer:
+    """A layer and its path in the model, as in `named_modules`."""
+
+    path: str
+    module: nn.Module
+
+
+@dataclass(frozen=True)
+class LayerSequence:
+    """The layers in order, and the parameters by their first name with the layers that use them."""
+
+    layers: tuple[NamedLayer, ...]
+    parameters: dict[str, nn.Parameter]
+    users: dict[str, tuple[int, ...]]
+
+    def unit_of(self, name: str) -> str:
+        """The unit that a parameter belongs to: its layer's, or one of its own when layers share it."""
+        users = self.users[name]
+        return name if len(users) > 1 else self.layers[users[0]].path
+
+
+def sequence_of(model: nn.Module) -> LayerSequence:
+    """`model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
+
+    ModelError when there is no layer, or when a layer draws random numbers (see `refuse_randomness`).
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}: give an nn.Module, best an nn.Sequential.")
+    layers = tuple(_flatten(model, ""))
+    if not layers:
+        raise ModelError("the model is an empty nn.Sequential: give it at least one layer.")
+    names: dict[int, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    users: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.module.named_parameters():
+            full_name = names.setdefault(id(parameter), join(layer.path, name))
+            parameters[full_name] = parameter
+            users.setdefault(full_name, []).append(index)
+    return LayerSequence(layers, parameters, {name: tuple(indexes) for name, indexes in users.items()})
+
+
+def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
+    if not (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward):
+        return [NamedLayer(path, module)]
+    # _modules and not named_children: a layer that stands twice in the sequence runs twice.
+    return [
+        layer
+        for name, child in module._modules.items()
+        if child is not None
+        for layer in _flatten(child, join(path, name))
+    ]
+
+
+def join(path: str, name: str) -> str:
+    """`path.name`, where either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
+
+
+def refuse_randomness(sequence: LayerSequence) -> None:
+    """ModelError for a layer whose random numbers would depend on the layout."""
+    for layer in sequence.layers:
+        for name, module in layer.module.named_modules():
+            if isinstance(module, RANDOM_MODULES) and module.p > 0 and module.training:
+                raise ModelError(
+                    f"{join(layer.path, name)} is a {type(module).__name__} with p = {module.p}: its random "
+                    "numbers would depend on the layout, so set p to 0 or call eval() on it."
+                )
+
+
+def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
+    """The same layers on other tensors; those given by the user are never altered.
+
+    `tensors` holds, by the `id` of each parameter and buffer, what stands in its place in the copy. What
+    several of `layers` share, their copies share.
+    """
+    memo: dict[int, object] = dict(tensors)
+    copies = copy.deepcopy([layer.module for layer in layers], memo)
+    return [NamedLayer(layer.path, module) for layer, module in zip(layers, copies, strict=True)]

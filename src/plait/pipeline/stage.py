@@ -1,0 +1,138 @@
+"""A stage: consecutive layers, run one at a time, forward and backward.
+
+The autograd graph is cut at each layer boundary. Per micro-batch and layer a stage holds a `Run`: the
+layer's input (a leaf), its output (the root of a small graph) and, between `I` and `W`, the weight work.
+
+    forward:   leaf → layer → root, cut → next leaf
+    I:         gradient of the root → gradient of the leaf = gradient of the previous root
+    W:         the weight work that I left behind
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.autograd.deferred import Keeper, WeightWork
+from plait.errors import ModelError
+from plait.pipeline.boundary import LayerInfo
+from plait.pipeline.sequence import NamedLayer
+from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
+
+Gradients = list[Tensor | None]
+"""One per tensor of a value, in the order of `tensors_of`; none where no gradient flows."""
+
+
+@dataclass
+class Run:
+    """One layer's forward of one micro-batch, until its backward is done."""
+
+    inputs: list[Tensor]
+    outputs: list[Tensor]
+    work: list[WeightWork] = field(default_factory=list)
+
+
+@dataclass
+class Stage:
+    """Consecutive layers of the model, and what their micro-batches in flight hold."""
+
+    number: int
+    layers: Sequence[NamedLayer]
+    keeper: Keeper
+    infos: Sequence[LayerInfo] = ()
+    input_gradients: bool = False
+    """Whether a stage fed by the batch collects the gradient of its floating-point input."""
+
+    values: dict[int, Value] = field(default_factory=dict)
+    """Per micro-batch: what flows forward now, the input of the next layer to run."""
+    gradients: dict[int, Gradients] = field(default_factory=dict)
+    """Per micro-batch: what flows backward now."""
+    runs: dict[tuple[int, int], Run] = field(default_factory=dict)
+    """Per (micro-batch, layer)."""
+
+    def feed(self, microbatch: int, value: Value) -> None:
+        """Give the first layer's input. The tensors are leaves already (see `leaf_of`)."""
+        self.values[microbatch] = value
+
+    def seed(self, microbatch: int, gradients: Gradients) -> None:
+        """Give the gradients of the last layer's output."""
+        self.gradients[microbatch] = gradients
+
+    def forward(self, microbatch: int, layer: int) -> None:
+        """Run one layer on what flows, and let its output flow on, cut off from the graph."""
+        value = self.values.pop(microbatch)
+        info = self.infos[layer]
+        given = map_tensors(torch.clone, value) if info.writes_input else value
+        with self._named(microbatch, layer):
+            output = self.layers[layer].module(given)
+        if torch.is_grad_enabled():
+            self.runs[microbatch, layer] = Run(list(tensors_of(value)), list(tensors_of(output)))
+        self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
+
+    def backward_input(self, microbatch: int, layer: int) -> None:
+        """Turn the gradient of the layer's output into that of its input; keep the weight work."""
+        run = self.runs[microbatch, layer]
+        roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
+        if roots:
+            with self._named(microbatch, layer):
+                torch.autograd.backward(roots, seeds)
+        run.work = self.keeper.take()
+        self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
+        # From here on only what the weight work itself holds stays alive.
+        run.inputs, run.outputs = [], []
+
+    def backward_weight(self, microbatch: int, layer: int) -> None:
+        """Add the layer's weight gradients to their buffers, and forget the run."""
+        with torch.no_grad():
+            for work in self.runs.pop((microbatch, layer)).work:
+                work()
+
+    def take_output(self, microbatch: int) -> Value:
+        """The last layer's output (leaves), once."""
+        return self.values.pop(microbatch)
+
+    def take_gradients(self, microbatch: int) -> Gradients:
+        """The gradients of the first layer's input, once."""
+        return self.gradients.pop(microbatch)
+
+    def clear(self) -> None:
+        """Forget every micro-batch in flight, after an exception in the middle of a step."""
+        self.keeper.take()
+        for held in (self.values, self.gradients, self.runs):
+            held.clear()
+
+    def _named(self, microbatch: int, layer: int) -> Any:
+        return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
+
+
+def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
+    """The outputs that a gradient flows into, with it. A frozen or unused output takes no part."""
+    roots, seeds = [], []
+    for output, gradient in zip(outputs, gradients, strict=True):
+        if gradient is None or not output.requires_grad:
+            continue
+        if gradient.shape != output.shape:
+            raise ModelError(
+                f"a gradient of shape {list(gradient.shape)} came back for an output of {list(output.shape)}."
+            )
+        roots.append(output)
+        seeds.append(gradient)
+    return roots, seeds
+
+
+class _Named:
+    """Says in which layer an exception happened, without changing its type."""
+
+    def __init__(self, place: str) -> None:
+        self.place = place
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if error is not None:
+            error.add_note(f"in {self.place}")

@@ -1,0 +1,148 @@
+"""The worker of one rank: a method for each pipeline instruction, over its stages and its exchange."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from plait.pipeline.boundary import LayerInfo, TensorInfo
+from plait.pipeline.exchange import Exchange
+from plait.pipeline.executor import Handlers
+from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.stage import Gradients, Stage
+from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
+from plait.schedules.action import Action, Kind
+from plait.schedules.program import (
+    AwaitReceive,
+    ComputeLoss,
+    Finish,
+    HandOver,
+    KeepOutput,
+    PostReceive,
+    Release,
+    RunLayer,
+    SeedGradient,
+    Send,
+    TakeBatch,
+)
+
+
+class Worker:
+    """Carries out the pipeline instructions of one rank."""
+
+    def __init__(self, stages: Mapping[int, Stage], exchange: Exchange, loss_end: LossEnd) -> None:
+        self.stages = stages
+        self.exchange = exchange
+        self.loss_end = loss_end
+        self.batch: Sequence[Value] = ()
+        self.input_gradients: dict[int, Gradients] = {}
+        self._ends: Mapping[int, LayerInfo] = {}
+
+    def handlers(self) -> Handlers:
+        """What each pipeline instruction does."""
+        return {
+            TakeBatch: self._take_batch,
+            PostReceive: lambda i: self.exchange.post(i.action, i.peer),
+            AwaitReceive: self._await_receive,
+            HandOver: self._hand_over,
+            Send: self._send,
+            RunLayer: self._run_layer,
+            ComputeLoss: self._compute_loss,
+            KeepOutput: self._keep_output,
+            SeedGradient: self._seed_gradient,
+            Release: self._release,
+            Finish: lambda i: self.exchange.finish(),
+        }
+
+    def begin(self, batch: Sequence[Value], infos: Sequence[LayerInfo], counts: Sequence[int]) -> None:
+        """Start a step on a batch (per micro-batch), with `infos` for all layers of the model.
+
+        `counts` are the layers of each stage of the model.
+        """
+        self.batch = batch
+        self.input_gradients = {}
+        ends: dict[int, LayerInfo] = {}
+        crossing: dict[int, list[TensorInfo]] = {}
+        first = 0
+        for number, count in enumerate(counts):
+            if number in self.stages:
+                self.stages[number].infos = infos[first : first + count]
+            first += count
+            ends[number] = infos[first - 1]
+            crossing[number] = infos[first - 1].tensors()
+        self._ends = ends
+        self.exchange.begin(crossing)
+
+    def clear(self) -> None:
+        """Forget everything in flight, after an exception in the middle of a step."""
+        for stage in self.stages.values():
+            stage.clear()
+        self.exchange.clear()
+        self.loss_end.clear()
+
+    def _take_batch(self, instruction: TakeBatch) -> None:
+        action = instruction.action
+        stage = self.stages[action.stage]
+        value = map_tensors(
+            lambda tensor: leaf_of(tensor, stage.input_gradients and tensor.is_floating_point()),
+            self.batch[action.microbatch],
+        )
+        stage.feed(action.microbatch, value)
+
+    def _await_receive(self, instruction: AwaitReceive) -> None:
+        action = instruction.action
+        stage, received = self.stages[action.stage], iter(self.exchange.take(action))
+        if action.kind is Kind.F:
+            value = self._ends[action.stage - 1].rebuild(
+                lambda info: leaf_of(next(received), info.requires_grad)
+            )
+            stage.feed(action.microbatch, value)
+        else:
+            infos = self._ends[action.stage].tensors()
+            gradients = [next(received) if info.requires_grad else None for info in infos]
+            stage.seed(action.microbatch, gradients)
+
+    def _hand_over(self, instruction: HandOver) -> None:
+        stage, kind, microbatch = (
+            instruction.action.stage,
+            instruction.action.kind,
+            instruction.action.microbatch,
+        )
+        if kind is Kind.F:
+            self.stages[stage].feed(microbatch, self.stages[stage - 1].take_output(microbatch))
+        else:
+            self.stages[stage].seed(microbatch, self.stages[stage + 1].take_gradients(microbatch))
+
+    def _send(self, instruction: Send) -> None:
+        action, stage = instruction.action, self.stages[instruction.action.stage]
+        if action.kind is Kind.F:
+            tensors = list(tensors_of(stage.take_output(action.microbatch)))
+            self.exchange.send(action, [tensor.detach() for tensor in tensors], instruction.peer)
+        else:
+            gradients = stage.take_gradients(action.microbatch)
+            self.exchange.send_gradients(action, gradients, instruction.peer)
+
+    def _run_layer(self, instruction: RunLayer) -> None:
+        action = instruction.action
+        stage = self.stages[action.stage]
+        run = {Kind.F: stage.forward, Kind.I: stage.backward_input, Kind.W: stage.backward_weight}
+        run[action.kind](action.microbatch, instruction.layer)
+
+    def _compute_loss(self, instruction: ComputeLoss) -> None:
+        action = instruction.action
+        self.loss_end.compute(action.microbatch, self.stages[action.stage].take_output(action.microbatch))
+
+    def _keep_output(self, instruction: KeepOutput) -> None:
+        action = instruction.action
+        self.loss_end.keep(self.stages[action.stage].take_output(action.microbatch))
+
+    def _seed_gradient(self, instruction: SeedGradient) -> None:
+        action = instruction.action
+        self.stages[action.stage].seed(action.microbatch, self.loss_end.seed(action.microbatch))
+
+    def _release(self, instruction: Release) -> None:
+        action: Action = instruction.action
+        if action.stage == 0 and action.kind is not Kind.F:
+            gradients = self.stages[0].take_gradients(action.microbatch)
+            if self.stages[0].input_gradients:
+                self.input_gradients[action.microbatch] = gradients
+        self.exchange.release(action.stage, action.microbatch)

@@ -1,0 +1,1 @@
+"""Units: the parameters that are reduced together, in flat buffers."""

@@ -1,0 +1,37 @@
+"""The norm of all gradients of the model, and clipping by it. Each parameter counts once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_reduce
+from plait.comm.group import Group
+from plait.sharding.unit import Unit
+
+
+def total_norm(units: Iterable[Unit], group: Group, device: torch.device) -> Tensor:
+    """The L2 norm over the gradients of `units` and those of the other ranks of `group`, 0-d float64.
+
+    Communication: one all-reduce of 8 bytes over `group` (`pp`). A unit that several ranks of the group
+    hold has to be given by one of them only.
+    """
+    squares = torch.zeros((), dtype=torch.float64, device=device)
+    for unit in units:
+        for buffer in unit.trainable:
+            assert buffer.gradient is not None
+            wide = buffer.gradient.dtype if buffer.gradient.dtype == torch.float64 else torch.float32
+            squares += torch.linalg.vector_norm(buffer.gradient, dtype=wide).double().square()
+    return all_reduce(squares, group, checked=False).wait().sqrt()
+
+
+def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
+    """Scale all gradients so that their norm is at most `max_norm`; smaller ones stay as they are."""
+    # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for unit in units:
+        for buffer in unit.trainable:
+            assert buffer.gradient is not None
+            buffer.gradient.mul_(factor.to(buffer.gradient.dtype))

@@ -1,0 +1,67 @@
+"""The reduction of gradients: one all-reduce per unit and step, started as soon as the unit is final."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_reduce
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.schedules.program import Finish, ReduceGradient
+from plait.sharding.unit import FlatBuffer, Unit
+
+
+class Reducer:
+    """Sums the gradients of units over the ranks that hold them."""
+
+    def __init__(
+        self, units: Mapping[str, Unit], groups: Mapping[str, Group], owned: Collection[str]
+    ) -> None:
+        """`groups[name]`: the ranks that hold unit `name` and saw other data, or use it on another stage.
+
+        `owned`: the units that count as this rank's; of the several holders along `pp` one owns a unit.
+        """
+        self.units = units
+        self.groups = groups
+        self.owned = [units[name] for name in units if name in owned]
+        self._carried: list[tuple[FlatBuffer, Tensor]] = []
+        self._under_way: list[Handle[Tensor]] = []
+
+    def handlers(self) -> dict[type, Callable[[Any], None]]:
+        """What each instruction about units does."""
+        return {ReduceGradient: lambda i: self.reduce(i.unit), Finish: lambda i: self.finish()}
+
+    def begin(self) -> None:
+        """Before a step: gradients become views again; those of earlier steps wait until this one is done."""
+        self._carried = []
+        for unit in self.units.values():
+            for buffer in unit.trainable:
+                carried = buffer.attach_gradients()
+                if carried is not None:
+                    self._carried.append((buffer, carried))
+
+    def reduce(self, name: str) -> None:
+        """Start the sum of a unit's gradients over its group."""
+        for buffer in self.units[name].trainable:
+            assert buffer.gradient is not None
+            self._under_way.append(all_reduce(buffer.gradient, self.groups[name], checked=False))
+
+    def finish(self) -> None:
+        """Wait for all reductions; gradients are then final and the same on every rank that holds them."""
+        for handle in self._under_way:
+            handle.wait()
+        self._under_way = []
+        with torch.no_grad():
+            for buffer, carried in self._carried:
+                assert buffer.gradient is not None
+                buffer.gradient.add_(carried)
+        self._carried = []
+
+    def clear(self) -> None:
+        """Forget what is under way, after an exception in the middle of a step."""
+        self._under_way = []
+        self._carried = []

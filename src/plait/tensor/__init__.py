@@ -1,0 +1,1 @@
+"""Losses. (The tensor-parallel layers will stand here too.)"""

@@ -1,0 +1,1 @@
+"""The batteries: configuration, data, the training loop, metrics and progress."""

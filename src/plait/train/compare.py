@@ -1,0 +1,83 @@
+"""The first steps again on a single rank: does the woven run compute what one device computes?"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_reduce, barrier
+from plait.comm.mesh import Mesh
+from plait.plan import Plan, Precision
+from plait.train.config import Config
+from plait.train.data import Data
+from plait.train.trainer import Trainer
+
+# Largest relative difference that rounding explains, by precision.
+_TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
+
+Step = tuple[float, float]  # loss, gradient norm
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Largest relative differences between the first `steps` steps of a run and those of one rank."""
+
+    steps: int
+    loss: float
+    grad_norm: float
+    tolerance: float
+
+    @property
+    def matches(self) -> bool:
+        """Whether rounding explains the differences."""
+        return self.loss <= self.tolerance and self.grad_norm <= self.tolerance  # False for NaN
+
+    def __str__(self) -> str:
+        steps = "first step" if self.steps == 1 else f"first {self.steps} steps"
+        numbers = f"loss to {self.loss:.1e}, gradient norm to {self.grad_norm:.1e} (relative)"
+        if self.matches:
+            return f"The {steps} match{'es' if self.steps == 1 else ''} one rank: {numbers}."
+        verb = "does" if self.steps == 1 else "do"
+        return f"The {steps} {verb} NOT match one rank: {numbers}, beyond {self.tolerance:g}."
+
+
+def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[Step]) -> Comparison:
+    """Run the first `len(woven)` steps again on rank 0 alone and compare them with `woven`.
+
+    Every rank calls it and gets the same answer; the others wait, in a barrier after each step, so that none
+    waits longer than one step takes. Communication: those, and two numbers all-reduced over the world.
+    """
+    world = mesh.group("world")
+    alone = _single_rank(config, data, mesh) if mesh.rank == 0 else None
+    measured: list[Step] = []
+    for step in range(len(woven)):
+        if alone is not None:
+            loss, norm = alone.step(step)
+            measured.append((float(loss), float(norm)))
+        barrier(world, checked=False).wait()
+    differences = torch.zeros(2, dtype=torch.float64, device=mesh.device)
+    if alone is not None:
+        differences.copy_(largest_differences(woven, measured))
+    all_reduce(differences, world, "sum", checked=False).wait()
+    loss_difference, norm_difference = differences.tolist()
+    return Comparison(len(woven), loss_difference, norm_difference, _TOLERANCE[config.train.precision])
+
+
+def single_plan(plan: Plan) -> Plan:
+    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together."""
+    return Plan(microbatches=plan.dp * plan.microbatches, precision=plan.precision, schedule=plan.schedule)
+
+
+def largest_differences(woven: Sequence[Step], alone: Sequence[Step]) -> Tensor:
+    """Give the largest relative difference of losses and of gradient norms, `[2]`; NaN where one is NaN."""
+    ours, theirs = (torch.tensor(steps, dtype=torch.float64) for steps in (woven, alone))
+    scale = theirs.abs().clamp(min=torch.finfo(torch.float64).tiny)
+    return ((ours - theirs).abs() / scale).amax(dim=0)
+
+
+def _single_rank(config: Config, data: Data, mesh: Mesh) -> Trainer:
+    plan = single_plan(config.plan())
+    return Trainer(config, plan, Mesh(plan, device=mesh.device, alone=True), data)

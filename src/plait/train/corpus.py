@@ -1,0 +1,131 @@
+"""Where text comes from: Python's own standard library, a file, a folder, a glob, or token arrays."""
+
+from __future__ import annotations
+
+import glob
+import os
+import sysconfig
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+
+from plait.errors import DataError
+from plait.train.tokenizer import Tokens
+
+STDLIB_BYTES = 20_000_000  # about the whole library; a bound in case an installation is unusual
+_SKIPPED = frozenset({"__pycache__", "dist-packages", "site-packages", "test", "tests", "idlelib"})
+_ARRAYS = frozenset({".bin", ".npy"})
+
+
+def holds_tokens(source: str) -> bool:
+    """Tell whether `data.source` names a token array rather than text."""
+    return Path(source).suffix in _ARRAYS
+
+
+def read_documents(source: str) -> list[bytes]:
+    """Read all text that `data.source` names, one UTF-8 document a file, in the order of their paths.
+
+    Raises `DataError` when nothing is there, or a file is empty of text or binary.
+    """
+    if source == "stdlib":
+        return list(_standard_library(Path(sysconfig.get_path("stdlib"))))
+    documents = [_read_text(path) for path in _files(source)]
+    if not any(documents):
+        raise DataError(f"data.source = {source!r} is empty: give a file, folder or glob with text in it.")
+    return documents
+
+
+def open_tokens(source: str, dtype: str) -> Tokens:
+    """Map a `.bin` (of `dtype`) or `.npy` token array into memory; nothing is read yet.
+
+    Raises `DataError` when the file is missing, empty, or no array of whole numbers in one dim.
+    """
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise DataError(f"data.source = {source!r} does not exist: give the path of a token array.")
+    size = path.stat().st_size
+    if size == 0:
+        raise DataError(f"data.source = {source!r} is empty: give a token array with tokens in it.")
+    if path.suffix == ".bin":
+        if size % np.dtype(dtype).itemsize:
+            raise DataError(
+                f"data.source = {source!r} has {size} bytes, which is no whole number of {dtype} tokens: "
+                "set data.dtype to the type it was written with."
+            )
+        return np.memmap(path, dtype=dtype, mode="r")
+    try:
+        tokens = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {error}.") from None
+    if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
+        raise DataError(
+            f"data.source = {source!r} holds {tokens.dtype} of shape {tokens.shape}: "
+            "save the tokens as whole numbers in one dim."
+        )
+    return tokens  # type: ignore[no-any-return]
+
+
+def _standard_library(root: Path) -> Iterator[bytes]:
+    """Give the library's modules in the order of their paths, without its tests, up to `STDLIB_BYTES`."""
+    total = 0
+    for path in _walk(root):
+        data = path.read_bytes() if path.suffix == ".py" else b""
+        if data and _is_text(data):
+            total += len(data)
+            if total > STDLIB_BYTES:
+                return
+            yield data
+    if not total:
+        raise DataError(
+            f'data.source = "stdlib" found no Python source in {root}: '
+            "this Python comes without it, so give a file or folder of text."
+        )
+
+
+def _files(source: str) -> list[Path]:
+    """List the files that a path or glob names."""
+    path = Path(source).expanduser()
+    if path.is_file():
+        return [path]
+    if path.is_dir():
+        found = list(_walk(path))
+        if not found:
+            raise DataError(f"data.source = {source!r} is a folder without files: give one with text in it.")
+        return found
+    found = [Path(name) for name in sorted(glob.glob(str(path), recursive=True))]
+    found = [path for path in found if path.is_file()]
+    if not found:
+        raise DataError(
+            f"data.source = {source!r} does not exist: "
+            'give "stdlib", "random", or the path of a file, folder, glob or token array.'
+        )
+    return found
+
+
+def _walk(root: Path) -> Iterator[Path]:
+    """Give every file below `root` in a fixed order, without hidden ones and folders of no interest."""
+    for folder, folders, names in os.walk(root):
+        folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
+        yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))
+
+
+def _read_text(path: Path) -> bytes:
+    try:
+        data = path.read_bytes()
+    except OSError as error:
+        raise DataError(f"data.source: {path} cannot be read: {error.strerror}.") from None
+    if not _is_text(data):
+        raise DataError(
+            f"data.source: {path} is binary, not UTF-8 text: "
+            "name the text files alone, for instance with a glob such as 'folder/**/*.txt'."
+        )
+    return data
+
+
+def _is_text(data: bytes) -> bool:
+    try:
+        data.decode()
+    except UnicodeDecodeError:
+        return False
+    return b"\0" not in data

@@ -1,0 +1,27 @@
+"""The lines that a run begins with: what is trained, how it is spread, on what, and where it is written."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from plait.comm.mesh import Mesh
+from plait.train.config import Config
+from plait.train.data import Data
+
+
+def introduce(config: Config, mesh: Mesh, data: Data, parameters: int) -> Iterator[str]:
+    """Give the lines; `parameters` are counted over the whole model."""
+    model, settings, plan = config.model, config.train, config.plan()
+    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    yield (
+        f"Model: {model.name}, {size} parameters ({model.layers} blocks, hidden {model.hidden}, "
+        f"context {model.context}, vocabulary {data.vocab:,})."
+    )
+    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    yield (
+        f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}), "
+        f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
+        "micro-batches."
+    )
+    yield f"Data: {data.summary}."
+    yield f"Run: {config.run.dir}"

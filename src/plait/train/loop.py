@@ -1,0 +1,95 @@
+"""`train(config)`: the whole run, as each rank lives through it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from plait.comm.mesh import Mesh
+from plait.train.compare import Comparison, Step, compare
+from plait.train.config import Config
+from plait.train.data import load_data
+from plait.train.introduction import introduce
+from plait.train.meter import Meter
+from plait.train.metrics import Metrics, open_metrics
+from plait.train.progress import Follower
+from plait.train.trainer import Trainer
+
+
+@dataclass(frozen=True)
+class Report:
+    """How a run ended; the same on every rank."""
+
+    steps: int
+    loss: float
+    validation_loss: float | None
+    sample: str | None
+    metrics: Path
+    comparison: Comparison | None
+
+    @property
+    def matches(self) -> bool:
+        """False where the comparison with a single rank was asked for and failed."""
+        return self.comparison is None or self.comparison.matches
+
+
+def train(config: Config) -> Report:
+    """Train as `config` says: called in every rank of a world of `config.plan().world`, or alone for one.
+
+    Rank 0 shows the progress and writes to `run.dir`. Raises `ConfigError`, `DataError`, `PlanError`,
+    `MeshError`, and `NonFiniteError` when the loss or the gradient norm stops being a number.
+    """
+    plan, settings = config.plan(), config.train
+    device = None if config.run.device == "auto" else config.run.device
+    mesh = Mesh(plan, device=device, timeout=config.run.timeout)
+    follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
+    with _metrics(config, mesh) as metrics:
+        data = load_data(config)
+        trainer = Trainer(config, plan, mesh, data)
+        for line in introduce(config, mesh, data, trainer.parameters):
+            follower.note(line)
+        meter = Meter(config, mesh, data.vocab)
+        first: list[Step] = []
+        validation_loss = None
+        with follower:
+            for step in range(settings.steps):
+                row = meter.measure(trainer, step)
+                follower.update(step + 1, row["loss"], row["tokens_per_second"])
+                if _validates(config, step):
+                    validation_loss = trainer.validate()
+                    if validation_loss is not None:
+                        row["validation_loss"] = validation_loss
+                        follower.note(f"step {step + 1}: validation loss {validation_loss:.3f}")
+                metrics.write(row)
+                if step < config.run.compare:
+                    first.append((row["loss"], row["grad_norm"]))
+        sample = trainer.sample()
+    del trainer  # the comparison needs the memory
+    if sample is not None:
+        follower.note(f"\n{sample}\n")
+    follower.note(f"Metrics are in {config.run.dir / 'metrics.jsonl'}.")
+    comparison = compare(config, data, mesh, first) if first else None
+    if comparison is not None:
+        follower.note(str(comparison))
+    return Report(
+        steps=settings.steps,
+        loss=row["loss"],
+        validation_loss=validation_loss,
+        sample=sample,
+        metrics=config.run.dir / "metrics.jsonl",
+        comparison=comparison,
+    )
+
+
+def _metrics(config: Config, mesh: Mesh) -> Metrics:
+    if mesh.rank != 0:
+        return Metrics()
+    run = config.run
+    return open_metrics(
+        run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard
+    )
+
+
+def _validates(config: Config, step: int) -> bool:
+    every = config.train.validate_every
+    return step + 1 == config.train.steps or (every > 0 and (step + 1) % every == 0)

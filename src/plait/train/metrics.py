@@ -1,0 +1,129 @@
+"""What is written down: `metrics.jsonl`, one object a step, and the same as CSV and TensorBoard logs."""
+
+from __future__ import annotations
+
+import csv
+import json
+from collections.abc import Mapping
+from contextlib import ExitStack
+from importlib.util import find_spec
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Protocol, Self, TextIO
+
+from plait.errors import ConfigError
+
+Row = Mapping[str, float]
+
+COLUMNS = (
+    "step",  # counted from 1
+    "loss",  # mean over the tokens of the step's global batch
+    "grad_norm",  # over all parameters of the mesh, before clipping
+    "lr",
+    "tokens",  # trained on in this step, by all ranks together
+    "step_seconds",
+    "tokens_per_second",
+    "peak_memory_bytes",  # so far, of the rank that had most
+    "mfu",  # model FLOPs utilisation, where the device's peak is known
+    "validation_loss",  # on the steps that end with a validation
+)
+
+
+class Sink(Protocol):
+    """A place that rows go to."""
+
+    def write(self, row: Row) -> None:
+        """Take one step's row."""
+        ...
+
+    def close(self) -> None:
+        """Flush and close."""
+        ...
+
+
+class Metrics:
+    """All sinks of a run; a context manager. Without sinks (on ranks other than 0) it does nothing."""
+
+    def __init__(self, sinks: tuple[Sink, ...] = ()) -> None:
+        self._sinks = sinks
+
+    def write(self, row: Row) -> None:
+        """Write a step's row, whose keys are among `COLUMNS`, to every sink."""
+        for sink in self._sinks:
+            sink.write(row)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        with ExitStack() as stack:  # closes each, whatever another one raises
+            for sink in self._sinks:
+                stack.callback(sink.close)
+
+
+def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
+    """Make the run's folder, write `config.json` and start the metrics anew.
+
+    `configuration` is JSON. TensorBoard logs are written where it is asked for and installed. Raises
+    `ConfigError` when the folder cannot be written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "config.json").write_text(configuration + "\n", encoding="utf-8")
+        sinks: list[Sink] = [_Lines(folder / "metrics.jsonl")]
+        table = folder / "metrics.csv"
+        table.unlink(missing_ok=True)
+        if csv_too:
+            sinks.append(_Table(table))
+        if tensorboard and find_spec("tensorboard") is not None:
+            sinks.append(_TensorBoard(folder / "tensorboard"))
+    except OSError as error:
+        raise ConfigError(
+            f"run.dir = {str(folder)!r} cannot be written to ({error.strerror}): choose another folder."
+        ) from None
+    return Metrics(tuple(sinks))
+
+
+class _Lines:
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8")
+
+    def write(self, row: Row) -> None:
+        self._file.write(json.dumps(dict(row)) + "\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _Table:
+    def __init__(self, path: Path) -> None:
+        self._file: TextIO = path.open("w", encoding="utf-8", newline="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        self._writer.writeheader()
+
+    def write(self, row: Row) -> None:
+        self._writer.writerow(row)
+        self._file.flush()
+
+    def close(self) -> None:
+        self._file.close()
+
+
+class _TensorBoard:
+    def __init__(self, folder: Path) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        for old in folder.glob("events.out.tfevents.*") if folder.is_dir() else ():
+            old.unlink()
+        self._writer: Any = SummaryWriter(str(folder))
+
+    def write(self, row: Row) -> None:
+        for name, value in row.items():
+            if name != "step":
+                self._writer.add_scalar(name, value, int(row["step"]))
+
+    def close(self) -> None:
+        self._writer.close()

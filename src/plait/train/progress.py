@@ -1,0 +1,88 @@
+"""How a run is followed: a progress bar on a terminal, a plain line every few seconds elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
+
+_SECONDS_BETWEEN_LINES = 5.0
+_SMOOTHING = 0.8  # how much of the shown speed is the earlier steps'
+
+
+class Follower:
+    """Shows step, loss, tokens a second and the time left; a context manager.
+
+    With `shown=False` (on ranks other than 0) it shows nothing. `bar=False` asks for lines on a terminal too.
+    """
+
+    def __init__(
+        self,
+        steps: int,
+        *,
+        shown: bool = True,
+        bar: bool = True,
+        console: Console | None = None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self._console = console or Console(highlight=False, markup=False, soft_wrap=True)
+        self._steps = steps
+        self._shown = shown
+        self._clock = clock
+        self._started = self._spoke = clock()
+        self._speed = 0.0
+        self._bar = _make_bar(self._console) if shown and bar and self._console.is_terminal else None
+        self._task: TaskID | None = None
+
+    def note(self, text: str) -> None:
+        """Print a line, above the bar if there is one."""
+        if self._shown:
+            self._console.print(text)
+
+    def update(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """Tell that `step`, counted from 1, is done."""
+        earlier = _SMOOTHING if self._speed else 0.0
+        self._speed = earlier * self._speed + (1 - earlier) * tokens_per_second
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{self._speed:,.0f}")
+        elif self._shown:
+            self._line(step, loss)
+
+    def __enter__(self) -> Self:
+        self._started = self._spoke = self._clock()
+        if self._bar is not None:
+            self._bar.start()
+            self._task = self._bar.add_task("", total=self._steps, loss="…", speed="…")
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+
+    def _line(self, step: int, loss: float) -> None:
+        now = self._clock()
+        if 1 < step < self._steps and now - self._spoke < _SECONDS_BETWEEN_LINES:
+            return
+        self._spoke = now
+        left = timedelta(seconds=round((now - self._started) / step * (self._steps - step)))
+        self.note(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
+
+
+def _make_bar(console: Console) -> Progress:
+    return Progress(
+        TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+        BarColumn(bar_width=None),
+        TextColumn("loss {task.fields[loss]}"),
+        TextColumn("{task.fields[speed]} tokens/s"),
+        TimeRemainingColumn(),
+        TextColumn("left"),
+        console=console,
+        expand=True,
+    )

@@ -1,0 +1,101 @@
+"""From text to tokens and back: the bytes themselves, or a Hugging Face `tokenizer.json`."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from plait.errors import ConfigError, DataError
+
+Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
+
+
+class Tokenizer(Protocol):
+    """What the data and the sample need of a tokenizer."""
+
+    @property
+    def name(self) -> str:
+        """As it is shown to the user."""
+        ...
+
+    @property
+    def vocab(self) -> int:
+        """How many different tokens there are."""
+        ...
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """Turn UTF-8 documents into the tokens of all of them, one after the other."""
+        ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; what is no text becomes a replacement character."""
+        ...
+
+
+class ByteTokenizer:
+    """Each byte is a token: nothing to download, nothing to train."""
+
+    name = "bytes"
+    vocab = 256
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """Lay the bytes end to end (uint8)."""
+        return np.frombuffer(b"".join(documents), dtype=np.uint8)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Read the bytes as UTF-8; a token beyond 255 and a broken sequence are shown as `�`."""
+        replacement = "�".encode()
+        parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
+        return b"".join(parts).decode(errors="replace")
+
+
+class FileTokenizer:
+    """A Hugging Face `tokenizer.json`; needs the `tokenizers` extra."""
+
+    def __init__(self, path: Path) -> None:
+        if not path.is_file():
+            raise ConfigError(
+                f"data.tokenizer = {str(path)!r} is no file: "
+                'give "bytes" or the path of a Hugging Face tokenizer.json.'
+            )
+        try:
+            from tokenizers import Tokenizer as Reader
+        except ImportError:
+            raise ConfigError(
+                f"data.tokenizer = {str(path)!r} needs the package tokenizers: "
+                "install it with pip install 'plait[tokenizers]'."
+            ) from None
+        try:
+            self._reader = Reader.from_file(str(path))
+        except Exception as error:  # the library raises bare Exception
+            raise DataError(f"data.tokenizer = {str(path)!r} is no tokenizer.json: {error}.") from None
+        self.name = path.name
+        self.vocab: int = self._reader.get_vocab_size()
+
+    def encode(self, documents: Sequence[bytes]) -> Tokens:
+        """Encode all documents at once (uint32), without special tokens."""
+        texts = [document.decode() for document in documents]
+        encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
+        pieces = [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
+        return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Turn tokens into text; tokens that the file does not know are left out."""
+        return str(self._reader.decode([token for token in tokens if token < self.vocab]))
+
+
+def printable(text: str) -> str:
+    """Replace what would steer a terminal, such as escape codes, by `�`; lines and tabs stay."""
+    return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
+
+
+def open_tokenizer(name: str) -> Tokenizer:
+    """Open the tokenizer that `data.tokenizer` names.
+
+    Raises `ConfigError` when there is no such file or its package is missing, `DataError` when it is broken.
+    """
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(Path(name).expanduser())

@@ -1,0 +1,135 @@
+"""One rank's part of a training run: model, engine and optimizer, and what a step does with them.
+
+Read this file to see how plait is used; everything else in this package is batteries.
+"""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_reduce
+from plait.comm.mesh import Mesh
+from plait.composer import parallelize
+from plait.errors import NonFiniteError
+from plait.models import gpt2
+from plait.plan import Plan
+from plait.tensor.losses import cross_entropy
+from plait.train.batches import rows_of
+from plait.train.config import Config
+from plait.train.data import Data
+from plait.train.rate import learning_rate
+from plait.train.tokenizer import printable
+
+
+class Trainer:
+    """Trains `config.model` on `data`, spread over `mesh` as `plan` says. Every rank makes one alike."""
+
+    def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
+        settings, shape = config.train, config.model
+        model = gpt2(
+            layers=shape.layers,
+            hidden=shape.hidden,
+            heads=shape.heads,
+            vocab=data.vocab,
+            context=shape.context,
+            tied=shape.tied,
+        )
+        self.parameters = sum(parameter.numel() for parameter in model.parameters())
+        self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed)
+        self.optimizer = torch.optim.AdamW(
+            self.engine.parameter_groups(weight_decay=settings.weight_decay),
+            lr=settings.lr,
+            betas=settings.betas,
+            eps=settings.eps,
+            fused=True,
+        )
+        self._settings = settings
+        self._data = data
+        self._mesh = mesh
+        self._rows = rows_of(mesh.index("dp"), mesh.size("dp"), settings.batch)
+
+    def step(self, step: int) -> tuple[Tensor, Tensor]:
+        """Train on the batch of `step`, counted from 0; give its loss and gradient norm, 0-d.
+
+        The loss is the mean over the global batch, the norm is that before clipping. Both are
+        the same on every rank, and neither is waited for.
+        Communication: the engine's (activations over `pp`, gradients over `dp`, the norm over the world).
+        """
+        rate = self.rate(step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        inputs, targets = self._data.training.batch(step, self._rows)
+
+        self.optimizer.zero_grad()
+        loss = self.engine.forward_backward(inputs.to(self._mesh.device), targets.to(self._mesh.device))
+        norm = self.engine.clip_grad_norm_(self._settings.clip or math.inf)
+        self.optimizer.step()
+        return loss, norm
+
+    def rate(self, step: int) -> float:
+        """The learning rate of `step`, counted from 0."""
+        settings = self._settings
+        floor = settings.lr * settings.min_lr
+        return learning_rate(
+            step, steps=settings.steps, peak=settings.lr, floor=floor, warmup=settings.warmup
+        )
+
+    def validate(self) -> float | None:
+        """Mean loss over the validation batches, the same on every rank; None where there are none."""
+        batches, count = self._data.validation, self._settings.validate_batches
+        if batches is None:
+            return None
+        device = self._mesh.device
+        total = torch.zeros((), dtype=torch.float64, device=device)
+        for number in range(count):
+            inputs, targets = batches.batch(number, self._rows)
+            total += self.engine.evaluate(inputs.to(device), targets.to(device))
+        return float(total) / count
+
+    def sample(self) -> str | None:
+        """Continue the prompt `train.sample`; None without one, or where tokens are no text.
+
+        Every rank calls it and gets the same text. Communication: the engine's.
+        """
+        settings, tokenizer = self._settings, self._data.tokenizer
+        prompt = tokenizer.encode([settings.sample.encode()])
+        if not self._data.readable or not len(prompt):
+            return None
+        start = torch.tensor([prompt.tolist()], dtype=torch.int64, device=self._mesh.device)
+        tokens = self.engine.generate(start, settings.sample_tokens, temperature=0.8, seed=settings.seed)
+        return printable(tokenizer.decode(tokens[0].tolist()))
+
+    def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
+        """Raise `NonFiniteError` on every rank when a number of the step is not finite; say where it began.
+
+        Call it before the next step. Communication, only then: one number, all-reduced over the world.
+        """
+        if math.isfinite(loss) and math.isfinite(norm):
+            return
+        mesh = self._mesh
+        if not math.isfinite(loss):
+            stage = mesh.size("pp") - 1
+            rank, what, value = mesh.rank_at(pp=stage, dp=0, tp=0), "loss", loss
+        else:
+            stage, rank = self._first_non_finite()
+            what, value = "gradient norm", norm
+        raise NonFiniteError(
+            f"step {step + 1}: the {what} is {value} on rank {rank}, stage {stage}: "
+            "lower train.lr, raise train.warmup, or look at the data of that step."
+        )
+
+    def _first_non_finite(self) -> tuple[int, int]:
+        """Give the first stage, and in it the first rank, whose own gradients are not finite."""
+        mesh = self._mesh
+        gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
+        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
+        world = mesh.size("world")
+        place = mesh.size("pp") * world if finite else mesh.index("pp") * world + mesh.rank
+        first = torch.tensor([place], dtype=torch.int64, device=mesh.device)
+        all_reduce(first, mesh.group("world"), "min", checked=False).wait()
+        stage, rank = divmod(int(first), world)
+        # All finite: the squares overflowed in the sum over everyone, so the first rank is as good as any.
+        return (0, 0) if stage == mesh.size("pp") else (stage, rank)

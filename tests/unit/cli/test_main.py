@@ -1,0 +1,130 @@
+"""The `plait` command: what it prints, its exit codes, and that it starts without torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from types import ModuleType
+from typing import NoReturn
+
+import pytest
+
+from plait.cli import main as module
+from plait.cli.main import Command, main
+from plait.errors import NonFiniteError, RankError
+from plait.train.settings import fields
+
+
+@pytest.fixture
+def break_command(monkeypatch: pytest.MonkeyPatch) -> Callable[[BaseException], None]:
+    """Put a command `broken` in place that raises the given error."""
+
+    def install(error: BaseException) -> None:
+        def run(argv: list[str]) -> NoReturn:
+            raise error
+
+        broken = ModuleType("broken_command")
+        vars(broken)["run"] = run
+        monkeypatch.setitem(sys.modules, broken.__name__, broken)
+        monkeypatch.setattr(module, "COMMANDS", (Command("broken", broken.__name__, "fails"),))
+
+    return install
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("train --train.steps abc", 'train.steps is "abc" (from the command line): give a whole number'),
+        ("train --train.stepz 3", "did you mean train.steps?"),
+        ("train --train.microbatches 0", "train.microbatches is 0"),
+        ("train --config nowhere.toml", "There is no configuration file nowhere.toml"),
+        ("train --model.hidden 100 --model.heads 3", "set model.hidden to 99 or 102"),
+        ("train --parallel.tp 2", "tensor parallelism is not available yet, set it to 1."),
+        ("trian", '"trian" is not a command: did you mean train?'),
+        ("zzz", '"zzz" is not a command: see `plait --help` for all commands.'),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(
+    arguments: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(arguments.split()) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plait: ")
+    assert message in err
+    assert err.count("\n") == 1
+
+
+def test_an_error_of_the_run_is_one_sentence(
+    break_command: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_command(NonFiniteError("the loss of step 3 is nan: lower train.lr."))
+    assert main(["broken"]) == 2
+    assert capsys.readouterr().err == "plait: the loss of step 3 is nan: lower train.lr.\n"
+
+
+@pytest.mark.parametrize(
+    "message", ["rank 1 failed: ValueError: no.", "rank 1 failed: ValueError: no.\n\nTrace\n"]
+)
+def test_a_failed_rank_shows_its_traceback_once(
+    message: str, break_command: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_command(RankError(message, 1, "Trace\n"))
+    assert main(["broken"]) == 1
+    assert capsys.readouterr().err == "plait: rank 1 failed: ValueError: no.\n\nTrace\n"
+
+
+def test_ctrl_c_is_no_error(
+    break_command: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    break_command(KeyboardInterrupt())
+    assert main(["broken"]) == 130
+    assert capsys.readouterr().err == "plait: interrupted.\n"
+
+
+def test_a_mistake_of_ours_keeps_its_traceback(break_command: Callable[[BaseException], None]) -> None:
+    break_command(ZeroDivisionError())
+    with pytest.raises(ZeroDivisionError):
+        main(["broken"])
+
+
+def test_help_and_version(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    assert "train" in capsys.readouterr().out
+    assert main([]) == 2
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out.startswith("plait ")
+
+
+def test_the_help_of_train_lists_every_field(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert [name for name in fields() if f"--{name} " not in shown] == []
+
+
+def test_a_launcher_must_start_as_many_ranks_as_the_degrees_ask_for(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert main(["train", "--parallel.pp", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "plait: parallel.pp = 2 times parallel.dp = 1 times parallel.tp = 1 needs 2 ranks, "
+        "but torchrun started 3: start 2, or change the degrees.\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"), [("--help", 0), ("train --help", 0), ("train --train.steps 0", 2), ("zzz", 2)]
+)
+def test_starts_without_torch(arguments: str, code: int) -> None:
+    script = (
+        "import sys\nfrom plait.cli.main import main\n"
+        "code = main(sys.argv[1:])\nassert 'torch' not in sys.modules, 'torch was imported'\nsys.exit(code)"
+    )
+    command = [sys.executable, "-c", script, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == code, done.stderr
+    assert "Traceback" not in done.stderr

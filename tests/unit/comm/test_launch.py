@@ -1,0 +1,129 @@
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.comm.launch import launch
+from plait.errors import MeshError, RankError
+
+SCRIPT = """
+import sys, torch, torch.distributed as dist
+from plait.comm.launch import launch
+from plait.errors import MeshError
+
+def total(offset):
+    value = torch.tensor(float(dist.get_rank() + offset))
+    dist.all_reduce(value)
+    if "fail" in sys.argv and dist.get_rank() == 1:
+        pending = dist.all_reduce(value, async_op=True)
+        raise ValueError("the culprit")
+    return dist.get_rank(), value.item()
+
+results = launch(total, 1, device="cpu")
+assert not dist.is_initialized()
+try:
+    launch(total, 1, ranks=5)
+except MeshError as error:
+    sys.stdout.write(f"{results} {error}\\n")  # one write: two ranks share the pipe
+"""
+EXPECTED = "[(0, 3.0), (1, 3.0)] launch was asked for 5 ranks and {} started 2: "
+
+
+@pytest.fixture
+def script(tmp_path):
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def free_port():
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        return str(listener.getsockname()[1])
+
+
+def start_two(script, *arguments):
+    """Two processes with what MPICH's mpirun tells its ranks."""
+    port = free_port()
+    return [
+        subprocess.Popen(
+            [sys.executable, script, *arguments],
+            env=os.environ | {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        for rank in range(2)
+    ]
+
+
+def test_alone_it_starts_local_ranks():
+    assert launch(lambda x: (dist.get_rank(), dist.get_world_size(), x), 7, ranks=2, device="cpu") == [
+        (0, 2, 7),
+        (1, 2, 7),
+    ]
+
+
+def test_alone_the_callers_threads_are_shared_out():
+    torch.set_num_threads(5)
+    try:
+        assert launch(torch.get_num_threads, ranks=2, device="cpu") == [2, 2]
+    finally:
+        torch.set_num_threads(1)
+
+
+def test_alone_without_a_gpu_the_default_is_one_rank():
+    assert launch(dist.get_world_size, device="cpu") == [1]
+
+
+def test_inside_a_rank_it_is_refused(rank_pool):
+    def nested():
+        with pytest.raises(MeshError, match="launch was called inside rank 0 of 1"):
+            launch(print)
+
+    rank_pool.run(nested, ranks=1)
+
+
+def test_no_ranks_are_refused():
+    with pytest.raises(MeshError, match="0 ranks were asked for"):
+        launch(print, ranks=0)
+
+
+def test_a_failure_is_the_ranks_own():
+    def fail():
+        raise ValueError("the culprit")
+
+    with pytest.raises(RankError, match="rank 0 failed: ValueError: the culprit"):
+        launch(fail)
+
+
+def test_under_torchrun(script):
+    torchrun = Path(sys.executable).with_name("torchrun")
+    run = subprocess.run(
+        [torchrun, "--nproc-per-node", "2", "--master-port", free_port(), script],
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert run.returncode == 0, run.stderr
+    assert run.stdout.count(EXPECTED.format("torchrun")) == 2
+
+
+def test_under_mpi(script):
+    for process in start_two(script):
+        output, errors = process.communicate(timeout=60)
+        assert process.returncode == 0, errors
+        assert output.startswith(EXPECTED.format("pmi"))
+
+
+def test_in_a_joined_world_a_failure_ends_every_rank(script):
+    ranks = start_two(script, "fail")
+    errors = [process.communicate(timeout=30)[1] for process in ranks]
+    assert all(process.returncode != 0 for process in ranks)
+    assert "ValueError: the culprit" in errors[1]
+    assert "by peer" in errors[0]

@@ -1,0 +1,169 @@
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+
+from plait.comm import Mesh, all_reduce, coordinates
+from plait.errors import MeshError
+from plait.plan import Plan
+
+degrees = some.integers(1, 4)
+all_sizes = some.builds(
+    lambda pp, replicate, shard, tp: coordinates.sizes_of(
+        pp=pp, dp=replicate * shard, tp=tp, replicate=replicate
+    ),
+    degrees,
+    degrees,
+    degrees,
+    degrees,
+)
+
+
+def world_of(sizes: dict[str, int]) -> int:
+    return coordinates.size_along("world", sizes)
+
+
+@given(all_sizes)
+def test_rank_and_coordinate_are_inverses(sizes):
+    places = [coordinates.coordinate_of(rank, sizes) for rank in range(world_of(sizes))]
+    assert [coordinates.rank_at(place, sizes) for place in places] == list(range(world_of(sizes)))
+    assert [tuple(place.values()) for place in places] == sorted(tuple(place.values()) for place in places)
+    assert all(tuple(place) == coordinates.AXES for place in places)
+
+
+@given(all_sizes, some.sampled_from([*coordinates.AXES, *coordinates.COMBINED]))
+def test_groups_cut_the_world_into_equal_parts(sizes, axis):
+    groups = coordinates.groups_along(axis, sizes)
+    assert sorted(rank for ranks in groups for rank in ranks) == list(range(world_of(sizes)))
+    assert {len(ranks) for ranks in groups} == {coordinates.size_along(axis, sizes)}
+    for ranks in groups:
+        places = [coordinates.coordinate_of(rank, sizes) for rank in ranks]
+        assert [coordinates.index_along(axis, place, sizes) for place in places] == list(range(len(ranks)))
+        fixed = [
+            {name: place[name] for name in set(place) - set(coordinates.axes_of(axis))} for place in places
+        ]
+        assert all(held == fixed[0] for held in fixed)
+
+
+@given(all_sizes, some.data())
+def test_dp_combines_replicate_and_shard(sizes, data):
+    dp = data.draw(some.integers(0, coordinates.size_along("dp", sizes) - 1))
+    place = coordinates.split_dp({"dp": dp}, sizes)
+    assert coordinates.index_along("dp", {"pp": 0, "tp": 0, **place}, sizes) == dp
+
+
+def test_tp_is_innermost_and_pp_outermost():
+    sizes = coordinates.sizes_of(pp=2, dp=4, tp=2, replicate=2)
+    assert coordinates.groups_along("tp", sizes)[:2] == [(0, 1), (2, 3)]
+    assert coordinates.groups_along("shard", sizes)[:2] == [(0, 2), (1, 3)]
+    assert coordinates.groups_along("replicate", sizes)[:2] == [(0, 4), (1, 5)]
+    assert coordinates.groups_along("dp", sizes)[:2] == [(0, 2, 4, 6), (1, 3, 5, 7)]
+    assert coordinates.groups_along("pp", sizes)[:2] == [(0, 8), (1, 9)]
+
+
+def test_a_mesh_of_one_needs_no_backend():
+    mesh = Mesh()
+    assert (mesh.rank, mesh.world, mesh.device) == (0, 1, torch.device("cpu"))
+    assert mesh.sizes == dict.fromkeys(coordinates.AXES, 1)
+    assert mesh.coordinate == dict.fromkeys(coordinates.AXES, 0)
+    for group in (mesh.group("dp"), mesh.group("world"), *mesh.pipeline_groups):
+        assert (group.ranks, group.index, group.process_group) == ((0,), 0, None)
+    assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, tp=1; rank 0)"
+
+
+@pytest.mark.parametrize(
+    ("make", "parts"),
+    [
+        (lambda: Mesh(pp=2, tp=2), ["needs 4 ranks", "the world has 1", "plait.launch(fn, ranks=4)"]),
+        (lambda: Mesh(Plan(), pp=2), ["a plan and degrees"]),
+        (lambda: Mesh(dp=4, replicate=3), ["replicate = 3 does not divide dp = 4"]),
+        (lambda: Mesh(tp=0), ["tp is 0"]),
+        (lambda: Mesh(tp=True), ["tp is True"]),
+        (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, tp, dp, world"]),
+        (lambda: Mesh().size("rows"), ["no axis 'rows'"]),
+        (lambda: Mesh().coordinate_of(1), ["no rank 1"]),
+        (lambda: Mesh().rank_at(tp=1), ["no tp = 1"]),
+        (lambda: Mesh().rank_at(rows=0), ["no axis 'rows'"]),
+        (lambda: Mesh().rank_at(dp=0, shard=0), ["dp and also"]),
+        (lambda: Mesh().new_group([[0, 0]], "pairs"), ["groups of pairs"]),
+        (lambda: Mesh().new_group([[1]], "pairs"), ["rank from 0 to 0"]),
+        (lambda: Mesh().check_plan(Plan(tp=2)), ["tp = 2 but the mesh has tp = 1"]),
+        (
+            lambda: Mesh().check_plan(Plan(dp=4, replicate=2)),
+            ["replicate = 2 but the mesh has replicate = 1"],
+        ),
+    ],
+)
+def test_errors_say_what_and_how_to_mend(make, parts):
+    with pytest.raises(MeshError) as caught:
+        make()
+    assert all(part in str(caught.value) for part in parts), str(caught.value)
+
+
+def test_same_degrees_ignores_what_is_no_degree():
+    assert Mesh().same_degrees(Plan(microbatches=8, schedule="gpipe"))
+    assert not Mesh().same_degrees(Plan(dp=2))
+    Mesh().check_plan(Plan(microbatches=8))
+
+
+def test_a_mesh_of_eight(rank_pool):
+    def body():
+        mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
+        groups = [*(mesh.group(axis) for axis in (*coordinates.AXES, "dp", "world")), *mesh.pipeline_groups]
+        made = [group.process_group for group in groups if group.process_group is not None]
+        default = torch.distributed.group.WORLD
+        return {
+            "text": repr(mesh),
+            "ranks": [group.ranks for group in groups],
+            "indices": [group.index for group in groups],
+            "names": [group.name for group in groups],
+            "distinct": len({id(group) for group in made}) == 7 and default not in made,
+            "dp": (mesh.index("dp"), mesh.size("dp")),
+            "left of me": mesh.rank_at(pp=0),
+            "dp 0 of mine": mesh.rank_at(dp=0),
+        }
+
+    results = rank_pool.run(body, ranks=8)
+    assert results[7] == {
+        "text": "Mesh(pp=2, replicate=2, shard=2, tp=1; rank 7 at pp=1 replicate=1 shard=1)",
+        "ranks": [(3, 7), (5, 7), (6, 7), (7,), (4, 5, 6, 7), tuple(range(8)), (3, 7), (3, 7)],
+        "indices": [1, 1, 1, 0, 3, 7, 1, 1],
+        "names": ["pp", "replicate", "shard", "tp", "dp", "world", "pp", "pp"],
+        "distinct": True,
+        "dp": (3, 4),
+        "left of me": 3,
+        "dp 0 of mine": 4,
+    }
+    assert all(result["distinct"] for result in results)
+
+
+def test_new_groups_are_disjoint_and_keep_their_order(rank_pool):
+    def body():
+        mesh = Mesh(pp=4)
+        group = mesh.new_group([[2, 0], [3]], "ties")
+        if group is None:
+            return None
+        total = all_reduce(torch.tensor([10.0**mesh.rank]), group).wait().item()
+        return group.ranks, group.index, total, mesh.traffic.snapshot().keys()
+
+    assert rank_pool.run(body, ranks=4) == [
+        ((2, 0), 1, 101.0, {"ties"}),
+        None,
+        ((2, 0), 0, 101.0, {"ties"}),
+        ((3,), 0, 1000.0, set()),
+    ]
+
+
+def test_closing_gives_the_connections_back(rank_pool):
+    def body():
+        import os
+
+        before = len(os.listdir("/proc/self/fd"))
+        for _ in range(3):
+            mesh = Mesh(dp=2, tp=2)
+            all_reduce(torch.ones(1), mesh.group("world")).wait()
+            mesh.close()
+        del mesh
+        return len(os.listdir("/proc/self/fd")) <= before
+
+    assert rank_pool.run(body, ranks=4) == [True] * 4

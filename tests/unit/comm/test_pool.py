@@ -1,0 +1,260 @@
+import os
+import random
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+import numpy
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.comm.pool import RankPool
+from plait.errors import CommunicationError, PlaitError, PlanError, RankError
+
+
+@pytest.fixture(scope="module")
+def pool():
+    """A pool of this module's own: most of these tests end its ranks."""
+    with RankPool(3, timeout=30.0, device="cpu") as pool:
+        yield pool
+
+
+def total():
+    value = torch.tensor(float(dist.get_rank() + 1))
+    dist.all_reduce(value)
+    return dist.get_rank(), value.item()
+
+
+def wait_for_all():
+    dist.all_reduce(torch.ones(4))
+
+
+def gone(pids):
+    deadline = time.monotonic() + 5
+    while time.monotonic() < deadline and any(Path(f"/proc/{pid}").exists() for pid in pids):
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def test_results_stand_in_rank_order(pool):
+    assert pool.run(total) == [(0, 6.0), (1, 6.0), (2, 6.0)]
+
+
+def test_fewer_ranks_and_more(rank_pool):
+    assert rank_pool.run(total, ranks=1) == [(0, 1.0)]
+    assert len(rank_pool.run(total, ranks=2)) == 2
+    assert len(rank_pool.run(total, ranks=3)) == 3
+
+
+def test_ranks_live_on(pool):
+    assert pool.run(os.getpid) == pool.run(os.getpid)
+
+
+def test_environment_directory_and_threads_are_the_callers(pool, monkeypatch, tmp_path):
+    pool.run(os.getpid)
+    monkeypatch.setenv("PLAIT_TEST", "yes")
+    monkeypatch.chdir(tmp_path)
+
+    def look():
+        return os.environ["PLAIT_TEST"], os.getcwd(), torch.get_num_threads(), os.environ["OMP_NUM_THREADS"]
+
+    assert pool.run(look) == [("yes", str(tmp_path), 1, "1")] * 3
+
+
+def test_seeds_differ_between_ranks_and_repeat(pool):
+    def draw():
+        return torch.rand(1).item(), random.random(), numpy.random.rand()
+
+    first = pool.run(draw)
+    assert first == pool.run(draw)
+    assert all(len(set(column)) == 3 for column in zip(*first, strict=True))
+
+
+def test_closures_and_functions_without_a_file(pool):
+    offset = 5
+    names = {"__name__": "__main__"}
+    exec("def twice(x):\n    return 2 * helper(x)\ndef helper(x):\n    return x + 1", names)
+    assert pool.run(lambda x: x + offset, 1, ranks=2) == [6, 6]
+    assert pool.run(names["twice"], 1, ranks=2) == [4, 4]
+
+
+def test_one_error_ends_a_blocked_run_with_its_traceback(pool):
+    def fail():
+        if dist.get_rank() == 1:
+            raise ValueError("the culprit")
+        wait_for_all()
+
+    pids = pool.run(os.getpid)
+    with pytest.raises(RankError, match=r"^rank 1 failed: ValueError: the culprit") as caught:
+        pool.run(fail)
+    assert caught.value.rank == 1
+    assert "in fail" in caught.value.traceback
+    assert caught.value.traceback.strip() in str(caught.value)
+    assert gone(pids)
+    assert len(pool.run(total)) == 3
+
+
+def test_a_late_cause_comes_before_its_consequences(pool):
+    def fail():
+        if dist.get_rank() == 2:
+            dist.destroy_process_group()  # the others notice at once
+            time.sleep(0.4)
+            raise ValueError("the culprit")
+        wait_for_all()
+
+    with pytest.raises(RankError, match=r"^rank 2 failed: ValueError: the culprit"):
+        pool.run(fail)
+
+
+def test_a_peer_that_left_early_is_named(pool):
+    def leave():
+        if dist.get_rank() > 0:
+            dist.recv(torch.ones(1), 0)
+
+    with pytest.raises(RankError, match=r"by peer(?s:.)*Finished before: rank 0"):
+        pool.run(leave)
+
+
+@pytest.mark.parametrize("kind", [PlanError, CommunicationError])
+def test_our_errors_keep_their_type(pool, kind):
+    def fail():
+        if dist.get_rank() == 2:
+            raise kind("one sentence.")
+        time.sleep(20)
+
+    with pytest.raises(kind, match=r"^one sentence\.$") as caught:
+        pool.run(fail)
+    assert isinstance(caught.value.__cause__, RankError)
+    assert caught.value.__cause__.rank == 2
+
+
+def test_a_killed_rank(pool):
+    def die():
+        if dist.get_rank() == 2:
+            os.kill(os.getpid(), signal.SIGKILL)
+        wait_for_all()
+
+    with pytest.raises(RankError, match=r"^rank 2 was killed by SIGKILL") as caught:
+        pool.run(die)
+    assert caught.value.rank == 2
+
+
+def test_a_crash_shows_where(pool):
+    def crash():
+        os.kill(os.getpid(), signal.SIGSEGV)
+
+    with pytest.raises(RankError, match=r"^rank 0 was killed by SIGSEGV") as caught:
+        pool.run(crash, ranks=1)
+    assert "in crash" in caught.value.traceback
+
+
+@pytest.mark.parametrize(
+    ("leave", "words"),
+    [(lambda: os._exit(3), "ended with exit code 3"), (lambda: sys.exit(3), "failed: SystemExit: 3")],
+)
+def test_an_exit_is_a_failure(pool, leave, words):
+    with pytest.raises(RankError, match=f"^rank 0 {words}"):
+        pool.run(leave, ranks=1)
+
+
+def test_what_cannot_be_pickled_is_named(pool):
+    with pytest.raises(PlaitError, match=r"the function .*lambda.* cannot be sent to the ranks"):
+        pool.run(lambda lock: None, threading.Lock())
+    with pytest.raises(PlaitError, match="rank 0's result, of type generator, cannot be sent back"):
+        pool.run(lambda: (x for x in ()), ranks=1)
+
+    class Trap(Exception):
+        def __reduce__(self):
+            return int, ("no number",)
+
+    def trap(fail):
+        if fail:
+            raise Trap("sprung")
+        return Trap()
+
+    with pytest.raises(PlaitError, match="rank 0's result cannot be read here"):
+        pool.run(trap, False, ranks=1)
+    with pytest.raises(RankError, match=r"rank 0 failed: .*Trap: sprung"):
+        pool.run(trap, True, ranks=1)
+
+
+def test_time_out_says_who_stands_where(pool):
+    def loiter():
+        if dist.get_rank() == 1:
+            dist.recv(torch.ones(1), 2)
+        if dist.get_rank() == 2:
+            time.sleep(60)
+
+    pids = pool.run(os.getpid)
+    with pytest.raises(RankError, match=r"^not finished within 0\.5 s: rank 1, 2\.") as caught:
+        pool.run(loiter, timeout=0.5)
+    assert "Finished before: rank 0" in str(caught.value)
+    assert " in recv" in str(caught.value)
+    assert " in loiter" in str(caught.value)
+    assert gone(pids)
+
+
+def test_a_stopped_rank_is_ended_too(pool):
+    pids = pool.run(os.getpid, ranks=1)
+    with pytest.raises(RankError, match="rank 0: no answer: the process is stopped"):
+        pool.run(lambda: os.kill(os.getpid(), signal.SIGSTOP), ranks=1, timeout=0.3)
+    assert gone(pids)
+
+
+def test_a_run_leaves_no_files(pool, monkeypatch, tmp_path):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    pool.run(total)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_rank_may_have_children(pool):
+    def children():
+        data = torch.utils.data.TensorDataset(torch.arange(4.0))
+        loader = torch.utils.data.DataLoader(data, num_workers=1)
+        return sum(batch.item() for (batch,) in loader)
+
+    assert pool.run(children, ranks=1) == [6.0]
+
+
+SCRIPT = """
+import os, time, torch, torch.distributed as dist
+from plait.comm.pool import RankPool
+
+def block():
+    os.write(1, b"%d\\n" % os.getpid())  # one write: two ranks share the pipe
+    if dist.get_rank() == 0:
+        dist.recv(torch.ones(1), 1)
+    time.sleep(60)
+
+RankPool(2, device="cpu").run(block)  # without a guard for __main__
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_parent_leaves_nothing_running(number, tmp_path):
+    script = tmp_path / "script.py"
+    script.write_text(SCRIPT)
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        [sys.executable, str(script)],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        start_new_session=True,
+    ) as parent:
+        assert parent.stdout is not None
+        pids = [int(parent.stdout.readline()) for _ in range(2)]
+        if number == signal.SIGINT:
+            os.killpg(parent.pid, number)  # as a terminal does
+        else:
+            parent.send_signal(number)
+        _, errors = parent.communicate(timeout=10)
+    assert parent.returncode == -number
+    assert gone(pids)
+    assert errors.count("Traceback") == (number == signal.SIGINT)  # the parent's own
+    assert not list(tmp_path.glob("plait-*"))

@@ -1,0 +1,33 @@
+from plait.comm import Count, Traffic
+
+
+def test_calls_and_bytes_add_up_per_axis_and_kind():
+    traffic = Traffic()
+    traffic.record("dp", "all_reduce", 100)
+    traffic.record("dp", "all_reduce", 20)
+    traffic.record("dp", "all_gather", 3)
+    traffic.record("tp", "all_reduce", 0)
+    assert traffic.snapshot() == {
+        "dp": {"all_reduce": Count(2, 120), "all_gather": Count(1, 3)},
+        "tp": {"all_reduce": Count(1, 0)},
+    }
+
+
+def test_a_snapshot_does_not_change_with_later_calls():
+    traffic = Traffic()
+    traffic.record("dp", "all_reduce", 100)
+    before = traffic.snapshot()
+    traffic.record("dp", "all_reduce", 100)
+    assert before == {"dp": {"all_reduce": Count(1, 100)}}
+
+
+def test_since_has_only_what_happened_after():
+    traffic = Traffic()
+    traffic.record("dp", "all_reduce", 100)
+    traffic.record("tp", "send", 7)
+    before = traffic.snapshot()
+    assert traffic.since(before) == {}
+    traffic.record("dp", "all_reduce", 5)
+    traffic.record("pp", "send", 0)
+    assert traffic.since(before) == {"dp": {"all_reduce": Count(1, 5)}, "pp": {"send": Count(1, 0)}}
+    assert traffic.since({}) == traffic.snapshot()

@@ -1,0 +1,82 @@
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+
+import pytest
+
+from plait.comm.watchdog import Watchdog
+
+BLOCKED = """
+import datetime, os, sys, threading, time, signal
+import torch.distributed as dist
+from plait.comm.watchdog import Watchdog
+
+store = dist.HashStore()
+signal.signal(signal.SIGTERM, lambda *_: None)  # SIGTERM without a handler needs no watchdog
+with Watchdog("rank 1", grace=0.3):
+    print("ready", flush=True)
+    store.wait(["never"], datetime.timedelta(seconds=20))  # blocks in C++, as a receive does
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_a_process_blocked_in_cpp(number):
+    with subprocess.Popen(
+        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)
+        process.send_signal(number)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + number
+    assert errors == f"rank 1 got {number.name} while it waited for a peer, and ends.\n"
+
+
+def test_a_signal_that_is_handled_ends_nothing():
+    seen = []
+    previous = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))
+    try:
+        with Watchdog("rank 0", grace=0.1):
+            os.kill(os.getpid(), signal.SIGTERM)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline:
+                time.sleep(0.01)
+    finally:
+        signal.signal(signal.SIGTERM, previous)
+    assert seen == [1]
+
+
+def test_keyboard_interrupt_comes_through():
+    def interrupted():
+        with Watchdog("rank 0", grace=0.1):
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(5)
+
+    with pytest.raises(KeyboardInterrupt):
+        interrupted()
+    time.sleep(0.2)  # longer than the grace: the watchdog is gone
+
+
+def test_everything_is_put_back():
+    before = signal.getsignal(signal.SIGURG), threading.active_count()
+    with Watchdog("rank 0"):
+        assert threading.active_count() == before[1] + 1
+    assert (signal.getsignal(signal.SIGURG), threading.active_count()) == before
+    assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_outside_the_main_thread_it_does_nothing():
+    def enter():
+        with Watchdog("rank 0"):
+            done.append(threading.active_count())
+
+    done: list[int] = []
+    before = threading.active_count()
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert done == [before + 1]

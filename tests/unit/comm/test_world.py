@@ -1,0 +1,112 @@
+import pytest
+
+from plait.comm.world import World, find_world, join_world
+from plait.errors import CommunicationError, MeshError
+
+TORCHRUN = {
+    "RANK": "3",
+    "WORLD_SIZE": "4",
+    "LOCAL_RANK": "1",
+    "LOCAL_WORLD_SIZE": "2",
+    "MASTER_ADDR": "a",
+    "MASTER_PORT": "1",
+}
+OPEN_MPI = {
+    "OMPI_COMM_WORLD_RANK": "1",
+    "OMPI_COMM_WORLD_SIZE": "2",
+    "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+    "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+}
+SLURM = {
+    "SLURM_PROCID": "5",
+    "SLURM_NTASKS": "7",
+    "SLURM_STEP_NUM_TASKS": "7",
+    "SLURM_LOCALID": "1",
+    "SLURM_NODEID": "1",
+    "SLURM_STEP_NODELIST": "gpu[03-05,9],login",
+    "SLURM_STEP_TASKS_PER_NODE": "4,2,1",
+    "SLURM_JOB_ID": "77",
+}
+
+
+def test_alone():
+    assert find_world({}) is None
+
+
+def test_torchrun():
+    assert find_world(TORCHRUN) == World(3, 4, 1, 2, "torchrun", "env://")
+
+
+def test_open_mpi_on_one_host():
+    world = find_world(OPEN_MPI | {"MASTER_PORT": "4000"})
+    assert world == World(1, 2, 1, 2, "openmpi", "tcp://127.0.0.1:4000")
+
+
+def test_pmi():
+    world = find_world({"PMI_RANK": "0", "PMI_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "5"})
+    assert world == World(0, 2, 0, 2, "pmi", "tcp://h:5")
+
+
+def test_slurm_step_meets_at_its_first_host():
+    world = find_world(SLURM)
+    assert world is not None
+    assert (world.rank, world.world_size, world.local_rank, world.local_size) == (5, 7, 1, 2)
+    assert world.init_method.startswith("tcp://gpu03:")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "host"),
+    [("solo", "solo"), ("a1,a2", "a1"), ("r[2-3]n[07,9]", "r2n07"), ("x[1,3]-ib,y", "x1-ib")],
+)
+def test_first_host_of_a_node_list(nodes, host):
+    world = find_world(SLURM | {"SLURM_STEP_NODELIST": nodes, "MASTER_PORT": "9"})
+    assert world is not None
+    assert world.init_method == f"tcp://{host}:9"
+
+
+def test_the_port_depends_on_the_job_only():
+    ports = [
+        find_world(SLURM | {"SLURM_JOB_ID": job, "SLURM_PROCID": rank}).init_method.split(":")[-1]
+        for job, rank in [("1", "0"), ("1", "4"), ("2", "0")]
+    ]
+    assert ports[0] == ports[1] != ports[2]
+
+
+def test_a_batch_script_and_a_single_task_stand_alone():
+    assert find_world({"SLURM_PROCID": "0", "SLURM_NTASKS": "4", "SLURM_NODELIST": "a"}) is None
+    assert find_world(SLURM | {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}) is None
+
+
+def test_the_innermost_launcher_wins():
+    assert find_world(SLURM | OPEN_MPI | TORCHRUN).launcher == "torchrun"
+    assert find_world(SLURM | OPEN_MPI).launcher == "openmpi"
+    assert find_world(SLURM | {"PMI_RANK": "0", "PMI_SIZE": "2"}).launcher == "pmi"
+
+
+@pytest.mark.parametrize("name", ["RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT"])
+def test_half_set_is_refused_with_the_missing_name(name):
+    with pytest.raises(MeshError, match=f"not {name}: set"):
+        find_world({key: value for key, value in TORCHRUN.items() if key != name})
+
+
+def test_bad_values_are_refused():
+    with pytest.raises(MeshError, match="WORLD_SIZE = 'four'"):
+        find_world(TORCHRUN | {"WORLD_SIZE": "four"})
+    with pytest.raises(MeshError, match="RANK = 4 is not a rank of WORLD_SIZE = 4"):
+        find_world(TORCHRUN | {"RANK": "4"})
+
+
+def test_several_hosts_need_an_address():
+    with pytest.raises(MeshError, match="MASTER_ADDR is not set"):
+        find_world(OPEN_MPI | {"OMPI_COMM_WORLD_LOCAL_SIZE": "1"})
+
+
+def test_a_missing_peer_is_a_sentence(tmp_path):
+    world = World(0, 2, 0, 2, "plait", f"file://{tmp_path}/store")
+    with pytest.raises(CommunicationError, match="rank 0 of 2 could not join the world of plait"):
+        join_world(world, timeout=0.3, device="cpu")
+
+
+def test_devices_are_checked():
+    with pytest.raises(MeshError, match="'tpu': choose one of"):
+        join_world(World(0, 1, 0, 1, "plait", "env://"), device="tpu")

@@ -1,0 +1,317 @@
+from __future__ import annotations
+
+import copy
+import pickle
+from itertools import product
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import assume, given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from plait.errors import LayoutError
+from plait.layout import Box, Layout, Partial, Placement, Replicate, Shard, assemble, divide, reshape, shard
+
+UNEVEN = Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})
+DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8, torch.bool)
+
+
+@st.composite
+def layouts(draw: st.DrawFn, partial: bool = True, sizes: tuple[int, ...] = tuple(range(8))) -> Layout:
+    """Up to 3 dims over up to 3 axes of 1 to 4 ranks: empty dims and more ranks than rows included."""
+    shape = draw(st.lists(st.sampled_from(sizes), max_size=3))
+    degrees = draw(st.lists(st.integers(1, 4), max_size=3))
+    axes = dict(zip(("replicate", "shard", "tp"), degrees, strict=False))
+    kinds: list[Any] = [st.just(Replicate())]
+    kinds += [st.just(Partial())] * partial
+    kinds += [st.integers(-len(shape), len(shape) - 1).map(Shard)] * (2 * bool(shape))
+    return Layout(shape, axes, {axis: draw(st.one_of(kinds)) for axis in axes})
+
+
+def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
+    """A tensor whose elements differ (as far as the dtype allows) and have varied signs."""
+    return (torch.arange(prod(shape)) * 37 % 101 - 50).reshape(shape).to(dtype)
+
+
+def cut(tensor: Tensor, layout: Layout) -> dict[tuple[int, ...], Tensor]:
+    return {coordinate: shard(tensor, layout, coordinate) for coordinate in layout.coordinates()}
+
+
+class TestDivide:
+    def test_the_first_ranks_hold_one_more(self) -> None:
+        assert divide(10, 3) == (range(0, 4), range(4, 7), range(7, 10))
+
+    def test_more_parts_than_rows_leave_empty_ones(self) -> None:
+        assert [len(part) for part in divide(2, 4)] == [1, 1, 0, 0]
+
+    @given(st.integers(0, 1000), st.integers(1, 40))
+    def test_covers_every_row_once_and_evenly(self, size: int, parts: int) -> None:
+        pieces = divide(size, parts)
+        assert [row for piece in pieces for row in piece] == list(range(size))
+        lengths = [len(piece) for piece in pieces]
+        assert len(lengths) == parts
+        assert lengths == sorted(lengths, reverse=True)
+        assert lengths[0] - lengths[-1] <= 1
+
+    @pytest.mark.parametrize(("size", "parts"), [(-1, 2), (4, 0), (4, -1)])
+    def test_refuses_what_cannot_be_divided(self, size: int, parts: int) -> None:
+        with pytest.raises(LayoutError, match=f"divide {size} rows into {parts} parts"):
+            divide(size, parts)
+
+
+class TestLayout:
+    def test_nested_and_uneven_as_in_the_table(self) -> None:
+        rows = [[list(range(7))[UNEVEN.box((s, t)).slices[0]] for t in range(3)] for s in range(2)]
+        assert rows == [
+            [[0, 1], [2], [3]],
+            [[4], [5], [6]],
+        ]
+
+    def test_two_axes_over_two_dims(self) -> None:
+        layout = Layout((5, 3), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Shard(1)})
+        assert [layout.box(c) for c in layout.coordinates()] == [
+            Box((0, 0), (3, 2)),
+            Box((0, 2), (3, 1)),
+            Box((3, 0), (2, 2)),
+            Box((3, 2), (2, 1)),
+        ]
+
+    def test_the_outer_axis_cuts_first_whatever_the_order_of_the_placements(self) -> None:
+        swapped = Layout((7, 6), {"shard": 2, "tp": 3}, {"tp": Shard(0), "shard": Shard(-2)})
+        assert swapped == UNEVEN
+        assert Layout((7, 6), {"tp": 3, "shard": 2}, {"tp": Shard(0), "shard": Shard(0)}) != UNEVEN
+
+    def test_is_a_value(self) -> None:
+        assert hash(copy.deepcopy(UNEVEN)) == hash(UNEVEN)
+        assert pickle.loads(pickle.dumps(UNEVEN)) == UNEVEN
+        with pytest.raises(AttributeError):
+            UNEVEN.shape = (1,)  # type: ignore[misc]
+
+    def test_prints_in_one_line(self) -> None:
+        layout = Layout((7, 6), {"replicate": 2, "tp": 3}, {"tp": Shard(-1)})
+        assert str(layout) == "Layout((7, 6), replicate=2: Replicate(), tp=3: Shard(dim=1))"
+
+    def test_a_coordinate_may_be_named_among_other_axes_of_the_mesh(self) -> None:
+        assert UNEVEN.box({"pp": 3, "tp": 2, "shard": 1}) == UNEVEN.box((1, 2))
+        assert UNEVEN.local_shape({"tp": 0, "shard": 0}) == (2, 6)
+
+    def test_replicas_and_owner(self) -> None:
+        layout = Layout((4,), {"replicate": 2, "shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Partial()})
+        assert layout.replicas((1, 1, 1)) == ((0, 1, 1), (1, 1, 1))
+        assert layout.owner((1, 1, 1)) == (0, 1, 0)
+
+    @given(layouts())
+    def test_owners_tile_the_global_tensor(self, layout: Layout) -> None:
+        hits = torch.zeros(layout.shape, dtype=torch.int64)
+        for owner in {layout.owner(c) for c in layout.coordinates()}:
+            assert layout.owner(owner) == owner
+            hits[layout.box(owner).slices] += 1
+        assert torch.equal(hits, torch.ones_like(hits))
+
+    @given(layouts())
+    def test_the_owner_is_the_first_with_the_same_box(self, layout: Layout) -> None:
+        for coordinate in layout.coordinates():
+            box = layout.box(coordinate)
+            if prod(box.sizes):
+                first = next(c for c in layout.coordinates() if layout.box(c) == box)
+                assert layout.owner(coordinate) == first
+
+    @given(layouts())
+    def test_replicas_hold_the_same_box_and_agree_on_each_other(self, layout: Layout) -> None:
+        for coordinate in layout.coordinates():
+            replicas = layout.replicas(coordinate)
+            assert coordinate in replicas
+            assert all(layout.replicas(r) == replicas for r in replicas)
+            assert {layout.box(r) for r in replicas} == {layout.box(coordinate)}
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (((4, -1), {"tp": 2}), r"shape \(4, -1\)"),
+            (((4,), {"tp": 0}), "axis 'tp' has 0 ranks"),
+            (((4,), {"tp": 2}, {"shard": Shard(0)}), "for axis 'shard', but the axes are tp"),
+            (((4,), {"tp": 2}, {"tp": Shard(1)}), r"axis 'tp' shards dim 1 of shape \(4,\)"),
+            (((), {"tp": 2}, {"tp": Shard(0)}), r"axis 'tp' shards dim 0 of shape \(\)"),
+            (((4,), {"tp": 2}, {"tp": Shard(-2)}), r"axis 'tp' shards dim -2 of shape \(4,\)"),
+        ],
+    )
+    def test_refuses_contradictions(self, arguments: Any, message: str) -> None:
+        with pytest.raises(LayoutError, match=message):
+            Layout(*arguments)
+
+    @pytest.mark.parametrize("where", [(0,), (0, 3), (-1, 0), (0, 0, 0), {"shard": 0}, {"shard": 2, "tp": 0}])
+    def test_refuses_coordinates_off_the_mesh(self, where: Any) -> None:
+        with pytest.raises(LayoutError, match="is no coordinate of Layout"):
+            UNEVEN.box(where)
+
+
+class TestPieces:
+    @given(layouts(), st.sampled_from(DTYPES))
+    def test_assemble_undoes_shard(self, layout: Layout, dtype: torch.dtype) -> None:
+        tensor = filled(layout.shape, dtype)
+        pieces = cut(tensor, layout)
+        for coordinate, piece in pieces.items():
+            assert tuple(piece.shape) == layout.local_shape(coordinate)
+            assert piece.dtype == dtype
+        for given_as in (pieces, list(pieces.values()), dict(reversed(pieces.items()))):
+            whole = assemble(given_as, layout)
+            assert whole.dtype == dtype
+            assert torch.equal(whole, tensor)
+
+    @given(layouts())
+    def test_shard_undoes_assemble(self, layout: Layout) -> None:
+        pieces = cut(filled(layout.shape), layout)
+        again = cut(assemble(pieces, layout), layout)
+        assert all(torch.equal(pieces[c], again[c]) for c in pieces)
+
+    @given(layouts(), st.data())
+    def test_a_piece_of_another_shape_is_refused(self, layout: Layout, data: st.DataObject) -> None:
+        pieces = cut(filled(layout.shape), layout)
+        victim = data.draw(st.sampled_from(sorted(pieces)))
+        pieces[victim] = torch.zeros((*pieces[victim].shape, 2), dtype=torch.int64)
+        with pytest.raises(LayoutError, match="give the piece that shard"):
+            assemble(pieces, layout)
+
+    @given(layouts(sizes=(1, 2, 3, 5)), st.data())
+    def test_a_replica_that_drifted_is_refused(self, layout: Layout, data: st.DataObject) -> None:
+        pieces = cut(filled(layout.shape), layout)
+        copies = [c for c in pieces if pieces[c].numel() and len(layout.replicas(c)) > 1]
+        assume(copies)
+        victim = data.draw(st.sampled_from(copies))
+        pieces[victim].view(-1)[-1] += 1
+        with pytest.raises(LayoutError, match=r"the replicas at .* differ"):
+            assemble(pieces, layout)
+        whole = assemble(pieces, layout, check_replicas=False)
+        assert torch.equal(whole, filled(layout.shape)) == (victim != layout.replicas(victim)[0])
+
+    def test_summands_are_added_in_rank_order(self) -> None:
+        layout = Layout((1,), {"tp": 3}, {"tp": Partial()})
+        large, small = torch.tensor([1e16], dtype=torch.float64), torch.tensor([1.0], dtype=torch.float64)
+        assert assemble([large, small, -large], layout).item() == 0.0
+        assert assemble([large, -large, small], layout).item() == 1.0
+
+    def test_a_piece_is_a_detached_contiguous_copy(self) -> None:
+        tensor = torch.nn.Parameter(torch.ones(4, 6))
+        for placement in (Replicate(), Shard(1), Partial()):
+            layout = Layout((4, 6), {"tp": 2}, {"tp": placement})
+            piece = shard(tensor, layout, (0,))
+            assert piece.is_contiguous()
+            assert not piece.requires_grad
+            piece.zero_()
+            assert not assemble([tensor[layout.box((i,)).slices] for i in (0, 1)], layout).requires_grad
+        assert torch.equal(tensor, torch.ones(4, 6))
+
+    def test_equal_replicas_may_hold_nan(self) -> None:
+        pieces = [torch.tensor([float("nan"), 1.0])] * 2
+        assert torch.isnan(assemble(pieces, Layout((2,), {"tp": 2}))[0])
+
+    def test_meta_tensors_have_pieces(self) -> None:
+        piece = shard(torch.empty(7, 6, device="meta"), UNEVEN, (0, 0))
+        assert piece.device.type == "meta"
+        assert piece.shape == (2, 6)
+
+    def test_refusals_name_what_is_wrong(self) -> None:
+        pieces = cut(filled((7, 6)), UNEVEN)
+        with pytest.raises(LayoutError, match=r"shape \(6, 7\) cannot be cut"):
+            shard(filled((6, 7)), UNEVEN, (0, 0))
+        with pytest.raises(LayoutError, match=r"5 pieces .* one per rank, 6 in all"):
+            assemble(list(pieces.values())[:5], UNEVEN)
+        with pytest.raises(LayoutError, match=r"piece at \(0, 1\) .* is missing"):
+            assemble({c: p for c, p in pieces.items() if c != (0, 1)}, UNEVEN)
+        with pytest.raises(LayoutError, match=r"piece at \(2, 0\) .* is not one of its coordinates"):
+            assemble({**pieces, (2, 0): pieces[0, 0]}, UNEVEN)
+        with pytest.raises(LayoutError, match=r"\(shard=1, tp=2\) is \(1, 6\) in torch.float32"):
+            assemble({**pieces, (1, 2): pieces[1, 2].float()}, UNEVEN)
+
+
+def over_tp(shape: tuple[int, ...], dim: int, degree: int = 2) -> Layout:
+    return Layout(shape, {"tp": degree}, {"tp": Shard(dim)})
+
+
+class TestReshape:
+    @pytest.mark.parametrize(
+        ("layout", "shape", "expected"),
+        [
+            (over_tp((2, 5, 12), 2), (2, 5, 4, 3), 2),  # heads out of a hidden dim
+            (over_tp((2, 5, 4, 3), 2), (2, 5, 12), 2),  # and back
+            (over_tp((2, 5, 12), 2), (10, 12), 1),  # flatten batch and sequence
+            (over_tp((10, 5), 0, 3), (10, 5, 1), 0),  # uneven, but unchanged
+            (over_tp((9, 4), 0, 3), (36,), 0),
+            (over_tp((10, 4), 1, 3), (2, 5, 4), 2),
+            (over_tp((1, 4), 1), (4,), 0),
+            (over_tp((4,), 0), (1, 4), 1),
+            (over_tp((6,), 0, 1), (1, 6), 1),
+            (over_tp((0, 4), 1), (0, 2, 2), 1),
+            (over_tp((0, 4), 0), (0,), 0),
+        ],
+    )
+    def test_keeps_the_shard(self, layout: Layout, shape: tuple[int, ...], expected: int) -> None:
+        assert reshape(layout, shape) == over_tp(shape, expected, *layout.degrees)
+
+    def test_nested_axes_move_together_or_part(self) -> None:
+        nested = Layout((12,), {"shard": 2, "tp": 3}, {"shard": Shard(0), "tp": Shard(0)})
+        assert reshape(nested, (6, 2)).placements == (Shard(0), Shard(0))
+        assert reshape(nested, (2, 6)).placements == (Shard(0), Shard(1))
+        assert reshape(reshape(nested, (2, 6)), (12,)) == nested
+
+    def test_other_placements_stay(self) -> None:
+        layout = Layout((6, 2), {"replicate": 2, "tp": 2}, {"tp": Partial()})
+        assert reshape(layout, (3, 4)).placements == (Replicate(), Partial())
+
+    @pytest.mark.parametrize(
+        ("layout", "shape"),
+        [
+            (over_tp((10, 6), 0, 3), (60,)),  # merged, but uneven
+            (over_tp((4, 6), 1), (24,)),  # merged, but not the outermost
+            (over_tp((12,), 0), (3, 4)),  # split, but 3 does not divide
+            (over_tp((6, 1, 4), 1), (6, 4)),  # the sharded dim is gone
+        ],
+    )
+    def test_refuses_cuts_that_would_move(self, layout: Layout, shape: tuple[int, ...]) -> None:
+        with pytest.raises(LayoutError) as refusal:
+            reshape(layout, shape)
+        for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} ranks"):
+            assert str(part) in str(refusal.value)
+
+    @pytest.mark.parametrize("shape", [(41,), (-7, -6), (0,)])
+    def test_refuses_another_number_of_elements(self, shape: tuple[int, ...]) -> None:
+        with pytest.raises(LayoutError, match=r"cannot reshape \(7, 6\) to .* as many elements"):
+            reshape(UNEVEN, shape)
+
+    @given(layouts(sizes=(0, 1, 2, 3, 4, 6)), st.data())
+    def test_the_piece_of_the_reshaped_is_the_reshaped_piece(
+        self, layout: Layout, data: st.DataObject
+    ) -> None:
+        shape = data.draw(st.sampled_from(factorings(prod(layout.shape))))
+        tensor = filled(layout.shape)
+        try:
+            reshaped = reshape(layout, shape)
+        except LayoutError:
+            assume(False)
+        for coordinate in layout.coordinates():
+            piece = shard(tensor, layout, coordinate).reshape(reshaped.local_shape(coordinate))
+            assert torch.equal(piece, shard(tensor.reshape(shape), reshaped, coordinate))
+
+    @given(layouts(partial=False, sizes=(2, 3, 4, 6)), st.data())
+    def test_refuses_only_where_no_layout_would_do(self, layout: Layout, data: st.DataObject) -> None:
+        shape = data.draw(st.sampled_from([f for f in factorings(prod(layout.shape)) if 1 not in f]))
+        numbers = torch.arange(prod(shape))
+        held = list(cut(numbers.reshape(layout.shape), layout).values())
+        try:
+            reshape(layout, shape)
+        except LayoutError:
+            axes = dict(zip(layout.axes, layout.degrees, strict=True))
+            places: list[Placement] = [Replicate(), *map(Shard, range(len(shape)))]
+            for choice in product(places, repeat=len(axes)):
+                other = Layout(shape, axes, dict(zip(axes, choice, strict=True)))
+                would = cut(numbers.reshape(shape), other).values()
+                assert not all(torch.equal(a.view(-1), b.view(-1)) for a, b in zip(held, would, strict=True))
+
+
+def factorings(count: int) -> list[tuple[int, ...]]:
+    """Shapes of up to 3 dims with `count` elements."""
+    sizes = [size for size in range(1, count + 1) if count % size == 0] or [0, 1, 2, 3]
+    return [shape for dims in range(4) for shape in product(sizes, repeat=dims) if prod(shape) == count]

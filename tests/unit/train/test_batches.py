@@ -1,0 +1,113 @@
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.errors import DataError
+from plait.train.batches import Batches, Corpus, Shuffled, Spread, Uniform, rows_of
+from plait.train.permutation import permute
+
+
+def counting(windows: int, context: int) -> Corpus:
+    """Tokens that name their own position."""
+    tokens = np.arange(windows * context + 1, dtype=np.uint32)
+    return Corpus(tokens, context, vocab=len(tokens), source="counting")
+
+
+@given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
+def test_permutation_is_one_to_one(count: int, seed: int, epoch: int) -> None:
+    permuted = permute(np.arange(count), count, seed, np.full(count, epoch))
+    assert sorted(permuted.tolist()) == list(range(count))
+
+
+def test_permutations_differ_by_seed_and_epoch() -> None:
+    places, zeros = np.arange(1000), np.zeros(1000, dtype=np.int64)
+    first = permute(places, 1000, 0, zeros)
+    for other in (permute(places, 1000, 1, zeros), permute(places, 1000, 0, zeros + 1), places):
+        assert (first == other).mean() < 0.02
+
+
+def test_permutation_scatters_neighbours() -> None:
+    permuted = permute(np.arange(4096), 4096, 7, np.zeros(4096, dtype=np.int64))
+    assert abs(np.corrcoef(permuted[:-1], permuted[1:])[0, 1]) < 0.1
+    assert abs(np.corrcoef(permuted, np.arange(4096))[0, 1]) < 0.1
+
+
+def batches(kind: str, size: int) -> Batches:
+    corpus = counting(windows=23, context=5)
+    if kind == "shuffled":
+        return Shuffled(corpus, size, seed=3)
+    if kind == "spread":
+        return Spread(corpus, size, count=4)
+    return Uniform(vocab=100, context=5, size=size, seed=3)
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])
+@given(share=st.integers(1, 5), ranks=st.integers(1, 4), step=st.integers(0, 3))
+def test_ranks_together_take_the_global_batch(kind: str, share: int, ranks: int, step: int) -> None:
+    made = batches(kind, size=share * ranks)
+    whole = made.batch(step, slice(None))
+    parts = [made.batch(step, rows_of(rank, ranks, share * ranks)) for rank in range(ranks)]
+    for place in (0, 1):
+        assert torch.equal(torch.cat([part[place] for part in parts]), whole[place])
+        assert whole[place].shape == (share * ranks, 5)
+        assert whole[place].dtype == torch.int64
+
+
+@pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])
+def test_targets_are_the_next_tokens(kind: str) -> None:
+    inputs, targets = batches(kind, size=4).batch(1, slice(None))
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+
+
+@given(windows=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 100))
+def test_each_window_is_seen_once_an_epoch(windows: int, size: int, seed: int) -> None:
+    context, epochs = 3, 2
+    made = Shuffled(counting(windows, context), size, seed)
+    steps = -(-windows * epochs // size)
+    starts = torch.cat([made.batch(step, slice(None))[0][:, 0] for step in range(steps)]) // context
+    for epoch in range(epochs):
+        seen = starts[epoch * windows : (epoch + 1) * windows].tolist()
+        assert sorted(seen) == list(range(windows))
+
+
+def test_every_token_but_the_first_is_a_target_once() -> None:
+    made = Shuffled(counting(windows=8, context=4), size=8, seed=0)
+    assert sorted(made.batch(0, slice(None))[1].flatten().tolist()) == list(range(1, 33))
+
+
+def test_validation_is_spread_and_fixed() -> None:
+    made = Spread(counting(windows=100, context=2), size=5, count=4)
+    starts = [
+        window for number in range(4) for window in (made.batch(number, slice(None))[0][:, 0] // 2).tolist()
+    ]
+    assert starts == list(range(0, 100, 5))
+
+
+def test_validation_repeats_windows_when_there_are_few() -> None:
+    made = Spread(counting(windows=2, context=2), size=3, count=2)
+    assert (made.batch(1, slice(None))[0][:, 0] // 2).tolist() == [1, 1, 1]
+
+
+def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> None:
+    made = Uniform(vocab=7, context=50, size=20, seed=1)
+    inputs, _ = made.batch(0, slice(None))
+    assert set(inputs.flatten().tolist()) == set(range(7))
+    assert not torch.equal(inputs, made.batch(1, slice(None))[0])
+    assert not torch.equal(inputs, Uniform(7, 50, 20, seed=2).batch(0, slice(None))[0])
+    assert not torch.equal(inputs, Uniform(7, 50, 20, seed=1, stream=1).batch(0, slice(None))[0])
+
+
+@pytest.mark.parametrize(("token", "remedy"), [(300, "at least 301"), (-1, "from 0 on")])
+def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: int, remedy: str) -> None:
+    tokens = np.zeros(21, dtype=np.int64)
+    tokens[13] = token
+    corpus = Corpus(tokens, context=4, vocab=256, source="some.npy", start=1000)
+    expected = rf"'some\.npy' holds token {token} at position 1013, outside the vocabulary of 256.*{remedy}"
+    with pytest.raises(DataError, match=expected):
+        corpus.check(len(tokens))
+    with pytest.raises(DataError, match=expected):
+        corpus.take(np.arange(5))
+    corpus.check(13)  # no further than that
+    corpus.take(np.array([0, 1, 2, 4]))

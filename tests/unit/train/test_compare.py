@@ -1,0 +1,38 @@
+import math
+
+import pytest
+
+from plait.plan import Plan
+from plait.train.compare import Comparison, largest_differences, single_plan
+
+
+def test_largest_relative_differences() -> None:
+    woven = [(5.0, 1.0), (4.0, 2.2)]
+    alone = [(5.0, 1.0), (4.4, 2.0)]
+    assert largest_differences(woven, alone).tolist() == pytest.approx([0.4 / 4.4, 0.1])
+
+
+def test_a_number_that_is_none_is_a_difference() -> None:
+    for woven in ([(5.0, 1.0), (math.nan, 1.0)], [(math.nan, 1.0), (5.0, 1.0)]):
+        loss, norm = largest_differences(woven, [(5.0, 1.0), (5.0, 1.0)]).tolist()
+        assert math.isnan(loss)
+        assert norm == 0
+        assert not Comparison(2, loss, norm, 1e-4).matches
+
+
+def test_sentences() -> None:
+    assert str(Comparison(3, 2.1e-7, 3.4e-7, 1e-4)) == (
+        "The first 3 steps match one rank: loss to 2.1e-07, gradient norm to 3.4e-07 (relative)."
+    )
+    assert str(Comparison(1, 0.0, 0.0, 1e-4)).startswith("The first step matches one rank")
+    different = Comparison(3, 2e-7, 3e-2, 1e-4)
+    assert not different.matches
+    assert str(different) == (
+        "The first 3 steps do NOT match one rank: "
+        "loss to 2.0e-07, gradient norm to 3.0e-02 (relative), beyond 0.0001."
+    )
+
+
+def test_one_rank_runs_everyone_s_micro_batches() -> None:
+    plan = Plan(pp=2, dp=3, microbatches=4, schedule="gpipe", precision="fp64")
+    assert single_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")

@@ -1,0 +1,230 @@
+"""The configuration tree: its defaults, its checks, and how a file and options become one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from plait.errors import ConfigError
+from plait.plan import Plan
+from plait.train.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from plait.train.settings import config_from_arguments, fields, load_config, takes
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> Path:
+    path = tmp_path / "demo.toml"
+    path.write_text('[model]\nlayers = 2\ntied = false\n[train]\nlr = 1\n[run]\ndir = "a folder"\n')
+    return path
+
+
+def test_defaults_make_a_single_rank_plan() -> None:
+    assert Config().plan() == Plan(schedule="1f1b", microbatches=4)
+    assert load_config(None, []) == Config()
+
+
+def test_the_plan_takes_every_parallel_field() -> None:
+    parallel = ParallelConfig(pp=2, dp=2, replicate=2, schedule="gpipe", layers_per_stage=(4, 6))
+    plan = Config(parallel=parallel, train=TrainConfig(microbatches=2, precision="fp64")).plan()
+    expected = Plan(
+        pp=2,
+        dp=2,
+        replicate=2,
+        schedule="gpipe",
+        layers_per_stage=(4, 6),
+        microbatches=2,
+        precision="fp64",
+    )
+    assert plan == expected
+
+
+def test_options_override_the_file(demo: Path) -> None:
+    config = load_config(demo, ["--model.layers", "3", "--train.lr=.5", "--train.sample", "5"])
+    assert config.model == ModelConfig(layers=3, tied=False)
+    assert (config.train.lr, config.train.sample) == (0.5, "5")
+    assert config.run.dir == Path("a folder")
+    assert config_from_arguments(["--config", str(demo)]).train.lr == 1.0
+
+
+@pytest.mark.parametrize(
+    ("option", "field", "value"),
+    [
+        (["--run.progress", "false"], "run.progress", False),
+        (["--run.progress=True"], "run.progress", True),
+        (["--train.betas", "[0.8, 0.9]"], "train.betas", (0.8, 0.9)),
+        (["--parallel.layers_per_stage", "[10]"], "parallel.layers_per_stage", (10,)),
+        (["--parallel.layers-per-stage=[10]"], "parallel.layers_per_stage", (10,)),
+        (["--model.vocab", "none"], "model.vocab", None),
+        (["--train.sample=--x"], "train.sample", "--x"),
+        (["--data.source", "none"], "data.source", "none"),
+        (["--train.lr", "2"], "train.lr", 2.0),
+        (["--train.seed", "1", "--train.seed", "2"], "train.seed", 2),
+        (["--run.threads", "2"], "run.threads", 2),
+    ],
+)
+def test_values_are_read_as_the_field_wants_them(option: list[str], field: str, value: object) -> None:
+    section, name = field.split(".")
+    read = getattr(getattr(load_config(None, option), section), name)
+    assert read == value
+    assert type(read) is type(value)
+
+
+def test_a_configuration_survives_json() -> None:
+    config = load_config(None, ["--parallel.pp", "2", "--parallel.layers_per_stage", "[5, 5]"])
+    assert Config.model_validate_json(config.model_dump_json()) == config
+
+
+def test_the_examples_are_valid() -> None:
+    examples = Path(__file__).parents[3] / "examples"
+    configs = {path.name: load_config(path, []) for path in examples.glob("*.toml")}
+    assert configs["demo.toml"].plan().world == 4
+
+
+def test_every_field_is_described() -> None:
+    assert all(field["description"] and takes(field) for field in fields().values())
+    assert takes(fields()["model.vocab"]) == "a whole number of at least 2 or none"
+    assert takes(fields()["train.betas"]) == "a list [...] of 2 numbers of at least 0 and below 1"
+    assert takes(fields()["train.precision"]) == "one of fp64, fp32, bf16"
+
+
+WRONG_OPTIONS = [
+    ("--train.steps abc", 'train.steps is "abc" (from the command line): give a whole number of at least 1.'),
+    ("--train.steps 1.5", 'train.steps is "1.5" (from the command line): give a whole number of at least 1.'),
+    (
+        "--train.steps true",
+        'train.steps is "true" (from the command line): give a whole number of at least 1.',
+    ),
+    ("--train.microbatches 0", "train.microbatches is 0 (from the command line): give a whole number of at"),
+    ("--train.lr nan", "train.lr is NaN (from the command line): give a number above 0."),
+    ("--train.lr 1e999", "train.lr is Infinity (from the command line): give a number above 0."),
+    (
+        "--train.min_lr 2",
+        "train.min_lr is 2.0 (from the command line): give a number of at least 0 and at most 1.",
+    ),
+    ("--train.betas [0.9]", "train.betas is [0.9] (from the command line): give a list [...] of 2 numbers"),
+    ("--train.betas [0.9,1]", "train.betas is [0.9, 1] (from the command line): give a list"),
+    ("--train.lr {(1,2):3}", 'train.lr is "{(1,2):3}" (from the command line): give a number above 0.'),
+    pytest.param(f"--train.lr x{'9' * 5000}", "9999… (from the command line): give a number", id="long text"),
+    pytest.param(
+        f"--train.steps {'9' * 5000}", "9999… (from the command line): give a whole", id="long number"
+    ),
+    pytest.param(f"--train.betas {'[' * 9999}", "[[[[… (from the command line): give a list", id="deep list"),
+    ("--=3", '"--=3" is not an option'),
+    ("--run.progress 1", 'run.progress is "1" (from the command line): give true or false.'),
+    (
+        "--train.precision fp8",
+        'train.precision is "fp8" (from the command line): give one of fp64, fp32, bf16.',
+    ),
+    ("--model.name bert", 'model.name is "bert" (from the command line): give gpt2.'),
+    ("--data.source=", 'data.source is "" (from the command line): give text, not empty.'),
+    ("--model.vocab 1", "give a whole number of at least 2 or none."),
+    (
+        "--train.stepz 3",
+        "train.stepz (from the command line) is not a known field: did you mean train.steps?",
+    ),
+    ("--steps 3", "steps (from the command line) is not a known field: did you mean train.steps?"),
+    (
+        "--trian.steps 3",
+        "trian.steps (from the command line) is not a known field: did you mean train.steps?",
+    ),
+    ("--model.hiden 3", "did you mean model.hidden?"),
+    ("--zzz 3", "zzz (from the command line) is not a known field: see `plait train --help`"),
+    (
+        "--model gpt2",
+        "model (from the command line) is a section: set one of its fields, such as model.name.",
+    ),
+    ("--train.steps", "--train.steps has no value: give a whole number of at least 1 after it."),
+    ("--train.steps --train.lr 1", "--train.steps has no value"),
+    ("demo.toml", '"demo.toml" is not an option: write --section.field value, or --config FILE for a file.'),
+    ("--config a --config b", "--config is given 2 times: give one configuration file."),
+    ("--config nowhere.toml", "There is no configuration file nowhere.toml: check --config."),
+]
+
+CONTRADICTIONS = [
+    (
+        "--model.hidden 100 --model.heads 3",
+        "model.hidden = 100 is not divisible by model.heads = 3: "
+        "set model.hidden to 99 or 102, or change model.heads.",
+    ),
+    (
+        "--train.batch 10 --parallel.dp 2",
+        "train.batch = 10 does not divide into parallel.dp = 2 times train.microbatches = 4 equal parts: "
+        "set train.batch to 8 or 16, or change train.microbatches.",
+    ),
+    ("--train.batch 2", "set train.batch to 4, or change train.microbatches."),
+    (
+        "--parallel.dp 4 --parallel.replicate 3",
+        "parallel.replicate = 3 does not divide parallel.dp = 4: set parallel.replicate to 1 or 2 or 4.",
+    ),
+    (
+        "--parallel.pp 2 --parallel.layers_per_stage [10]",
+        "parallel.layers_per_stage = [10] cuts another number of stages than parallel.pp = 2 times",
+    ),
+    (
+        "--run.compare 5 --train.steps 3",
+        "run.compare = 5 is more than train.steps = 3: set run.compare to at most 3.",
+    ),
+]
+
+NOT_YET = [
+    ("--parallel.tp 2", "parallel.tp is 2: tensor parallelism is not available yet, set it to 1."),
+    ("--parallel.strategy full", "parallel.strategy is full: sharding over the data-parallel ranks is not"),
+    ("--parallel.reduce each", "parallel.reduce is each: reducing after each micro-batch is not available"),
+    ("--parallel.schedule zb-h1", "this schedule is not available yet, set it to 1f1b or gpipe."),
+    (
+        "--parallel.chunks 2",
+        "parallel.chunks is 2: more than one stage a rank is not available yet, set it to 1.",
+    ),
+    ("--parallel.recompute full", "parallel.recompute is full: recomputing activations is not available yet"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), [*WRONG_OPTIONS, *CONTRADICTIONS, *NOT_YET])
+def test_wrong_options_are_refused_in_one_sentence(options: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        config_from_arguments(options.split())
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        (b'[train]\nsteps = "abc"', 'train.steps is "abc" (from {path}): give a whole number of at least 1.'),
+        (b'[model]\nlayers = "4"', 'model.layers is "4" (from {path}): give a whole number'),
+        (b"[train]\nsteps = 2020-01-01", 'train.steps is "2020-01-01" (from {path}): give a whole number'),
+        (b"[train]\nstep = 1", "train.step (from {path}) is not a known field: did you mean train.steps?"),
+        (b"[train.steps]\na = 1", 'train.steps is {{"a": 1}} (from {path}): give a whole number'),
+        (
+            b"[modle]\nlayers = 1",
+            "modle.layers (from {path}) is not a known field: did you mean model.layers?",
+        ),
+        (b"[zzz]", "zzz (from {path}) is not a known field"),
+        (b"steps = 1", "steps (from {path}) is not a known field: did you mean train.steps?"),
+        (b"model = 1", "model (from {path}) is a section: set one of its fields, such as model.name."),
+        (b"[train]\nsteps 3", "{path} is not valid TOML, mend it there: "),
+        (b"[train]\nsteps 3", "(at line 2, column 7)."),
+        pytest.param(b"[train]\nsteps = " + b"9" * 5000, "{path} is not valid TOML", id="long number"),
+        (b"\xff\xfe", "{path} is not text in UTF-8: give --config a TOML file."),
+    ],
+)
+def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, text: bytes, message: str) -> None:
+    path = tmp_path / "wrong.toml"
+    path.write_bytes(text)
+    with pytest.raises(ConfigError) as caught:
+        load_config(path, [])
+    assert message.format(path=path) in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_folder_is_no_configuration_file(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be read"):
+        load_config(tmp_path, [])
+
+
+def test_what_was_overridden_is_not_blamed_on_the_file(demo: Path) -> None:
+    with pytest.raises(ConfigError, match="from the command line"):
+        load_config(demo, ["--model.layers", "0"])
+    demo.write_text("[model]\nlayers = 0")
+    assert load_config(demo, ["--model.layers", "1"]).model.layers == 1

@@ -1,0 +1,96 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from plait.errors import DataError
+from plait.train import corpus
+from plait.train.corpus import holds_tokens, open_tokens, read_documents
+
+
+def test_standard_library_is_python_and_always_the_same() -> None:
+    documents = read_documents("stdlib")
+    assert documents == read_documents("stdlib")
+    assert sum(map(len, documents)) > 1_000_000
+    assert any(b"def dataclass(" in document for document in documents)
+
+
+def test_standard_library_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus, "STDLIB_BYTES", 500_000)
+    assert 250_000 < sum(map(len, read_documents("stdlib"))) <= 500_000
+
+
+def test_standard_library_that_is_not_there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(corpus.sysconfig, "get_path", lambda name: str(tmp_path))
+    with pytest.raises(DataError, match='"stdlib" found no Python source'):
+        read_documents("stdlib")
+
+
+def make_folder(root: Path) -> None:
+    for name in ("b.txt", "a/z.txt", "a/c.md", ".hidden", ".git/object", "__pycache__/x.txt"):
+        path = root / name
+        path.parent.mkdir(exist_ok=True)
+        path.write_text(name)
+
+
+def test_file_folder_and_glob(tmp_path: Path) -> None:
+    make_folder(tmp_path)
+    assert read_documents(str(tmp_path / "b.txt")) == [b"b.txt"]
+    assert read_documents(str(tmp_path)) == [b"b.txt", b"a/c.md", b"a/z.txt"]
+    assert read_documents(f"{tmp_path}/a/*.md") == [b"a/c.md"]
+    assert read_documents(f"{tmp_path}/[ab]/**/*.txt") == [b"a/z.txt"]
+
+
+@pytest.mark.parametrize("name", ["none.txt", "*.none"])
+def test_missing(tmp_path: Path, name: str) -> None:
+    with pytest.raises(DataError, match=r"data\.source = .* does not exist: give"):
+        read_documents(str(tmp_path / name))
+
+
+def test_empty(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is a folder without files"):
+        read_documents(str(tmp_path))
+    (tmp_path / "text.txt").touch()
+    for source in (tmp_path, tmp_path / "text.txt"):
+        with pytest.raises(DataError, match="is empty"):
+            read_documents(str(source))
+
+
+@pytest.mark.parametrize("data", [b"text\0text", b"caf\xe9"])
+def test_binary_names_the_file(tmp_path: Path, data: bytes) -> None:
+    (tmp_path / "a.txt").write_text("text")
+    (tmp_path / "picture.png").write_bytes(data)
+    with pytest.raises(DataError, match=r"picture\.png is binary, not UTF-8 text"):
+        read_documents(str(tmp_path))
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_token_arrays_are_mapped(tmp_path: Path, dtype: str) -> None:
+    tokens = np.arange(60_000, dtype=dtype)
+    tokens.tofile(tmp_path / "tokens.bin")
+    np.save(tmp_path / "tokens.npy", tokens)
+    for name in ("tokens.bin", "tokens.npy"):
+        assert holds_tokens(name)
+        opened = open_tokens(str(tmp_path / name), dtype)
+        assert isinstance(opened, np.memmap)
+        assert opened.dtype == dtype
+        assert np.array_equal(opened, tokens)
+    assert not holds_tokens("tokens.txt")
+
+
+def test_token_arrays_that_cannot_be_used(tmp_path: Path) -> None:
+    def refused(name: str, match: str) -> None:
+        with pytest.raises(DataError, match=match):
+            open_tokens(str(tmp_path / name), "uint32")
+
+    refused("none.bin", "does not exist")
+    (tmp_path / "empty.bin").touch()
+    refused("empty.bin", "is empty")
+    (tmp_path / "odd.bin").write_bytes(b"123456")
+    refused("odd.bin", r"has 6 bytes, which is no whole number of uint32 tokens: set data\.dtype")
+    (tmp_path / "broken.npy").write_bytes(b"no array")
+    refused("broken.npy", r"cannot be read as a \.npy array")
+    np.save(tmp_path / "float.npy", np.zeros(3))
+    refused("float.npy", r"holds float64 of shape \(3,\)")
+    np.save(tmp_path / "square.npy", np.zeros((2, 2), dtype=np.uint16))
+    refused("square.npy", r"holds uint16 of shape \(2, 2\)")

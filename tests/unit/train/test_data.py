@@ -1,0 +1,134 @@
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from plait.errors import ConfigError, DataError, PlaitError
+from plait.train.config import Config
+from plait.train.data import check_data, load_data
+
+ALL = slice(None)
+
+
+def make(source: object, *, train: dict[str, Any] | None = None, **fields: Any) -> Config:
+    model = {"context": fields.pop("context", 8), "vocab": fields.pop("vocab", None)}
+    data = {"source": str(source), **fields}
+    return Config.model_validate({"model": model, "data": data, "train": train or {}})
+
+
+def test_standard_library_in_bytes() -> None:
+    data = load_data(make("stdlib", context=64))
+    inputs, targets = data.training.batch(0, slice(4))
+    assert inputs.shape == targets.shape == (4, 64)
+    assert data.vocab == 256
+    assert data.readable
+    assert data.summary.startswith("Python's standard library, ")
+    assert data.summary.endswith("tokens (bytes), 5.0% of them for validation")
+
+
+def test_validation_is_the_end_of_the_corpus(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 900 + "b" * 100)
+    data = load_data(make(path, validation=0.1, train={"batch": 4}))
+    assert data.validation is not None
+    assert {int(token) for token in data.validation.batch(0, ALL)[0].flatten()} == {ord("b")}
+    steps = range(900 // 8 // 4 + 1)
+    assert {int(t) for step in steps for t in data.training.batch(step, ALL)[1].flatten()} == {ord("a")}
+
+
+def test_without_validation(tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a" * 100)
+    assert load_data(make(tmp_path / "text.txt", validation=0)).validation is None
+    assert load_data(make("random", validation=0)).validation is None
+
+
+def test_random_needs_no_corpus() -> None:
+    config = make("random", vocab=8192, context=256)
+    check_data(config)
+    data = load_data(config)
+    assert data.vocab == 8192
+    assert not data.readable
+    assert data.validation is not None
+    assert not torch.equal(data.training.batch(0, ALL)[0], data.validation.batch(0, ALL)[0])
+    assert torch.equal(data.training.batch(3, ALL)[0], load_data(config).training.batch(3, ALL)[0])
+
+
+def test_token_array(tmp_path: Path) -> None:
+    np.arange(1000, dtype=np.uint16).tofile(tmp_path / "tokens.bin")
+    data = load_data(make(tmp_path / "tokens.bin", vocab=1000))
+    assert int(data.training.batch(0, ALL)[1].max()) > 255
+    assert not data.readable  # these are no bytes
+    with pytest.raises(
+        DataError, match=r"holds token 256 at position 256, .*set model\.vocab to at least 257"
+    ):
+        check_data(make(tmp_path / "tokens.bin"))
+
+
+def test_tokenizer_file_and_padded_vocabulary(tmp_path: Path, word_tokenizer: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c " * 100)
+    config = make(tmp_path / "text.txt", tokenizer=str(word_tokenizer))
+    check_data(config)
+    assert load_data(config).vocab == 4
+    assert load_data(make(tmp_path / "text.txt", tokenizer=config.data.tokenizer, vocab=128)).vocab == 128
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], type[PlaitError], str]] = {
+    "too short": (
+        "a" * 9,
+        {"validation": 0, "context": 9},
+        DataError,
+        "9 tokens for training, fewer than the 10",
+    ),
+    "short validation": (
+        "a" * 100,
+        {"validation": 0.05},
+        DataError,
+        r"data\.validation = 0\.05 leaves 5 tokens .* fewer than the 9 of one sequence",
+    ),
+    "beyond the vocabulary": (
+        "a" * 50 + "z" * 50,
+        {"vocab": 100, "validation": 0.1},
+        DataError,
+        "token 122 at pos",
+    ),
+    "empty": ("", {}, DataError, "is empty"),
+    "binary": ("a\0b", {}, DataError, "is binary"),
+    "prompt": (
+        "!" * 200,
+        {"vocab": 50, "train": {"sample": "def"}},
+        ConfigError,
+        "train.sample = 'def' holds token",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_refused_before_the_ranks_start(tmp_path: Path, case: str) -> None:
+    text, fields, kind, match = REFUSED[case]
+    path = tmp_path / "text.txt"
+    path.write_text(text)
+    with pytest.raises(kind, match=match):
+        check_data(make(path, **fields))
+
+
+def test_just_long_enough(tmp_path: Path) -> None:
+    path = tmp_path / "text.txt"
+    path.write_text("a" * 18)
+    config = make(path, validation=0.5)
+    check_data(config)
+    data = load_data(config)
+    assert data.training.batch(5, slice(2))[0].shape == (2, 8)
+    assert data.validation is not None
+    assert data.validation.batch(0, slice(2))[0].shape == (2, 8)
+
+
+def test_checking_needs_no_torch() -> None:
+    program = (
+        "import sys; from plait.train.config import Config; from plait.train.data import check_data; "
+        "check_data(Config()); sys.exit('torch' in sys.modules)"
+    )
+    assert subprocess.run([sys.executable, "-c", program], check=False).returncode == 0

@@ -1,0 +1,77 @@
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.comm.pool import RankPool
+from plait.errors import NonFiniteError
+from plait.train.config import Config
+from plait.train.loop import Report, train
+
+
+def make(folder: Path, *, pp: int = 1, dp: int = 1, **settings: Any) -> Config:
+    """A model of one block that trains for a moment."""
+    run = {"dir": folder, "compare": settings.pop("compare", 0), "tensorboard": False}
+    return Config.model_validate(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 2, "warmup": 2}
+            | settings,
+            "parallel": {"pp": pp, "dp": dp},
+            "run": run,
+        }
+    )
+
+
+def run(pool: RankPool, config: Config) -> list[Report]:
+    return pool.run(train, config, ranks=config.plan().world)
+
+
+def rows(folder: Path) -> list[dict[str, float]]:
+    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_a_run_is_written_down_and_matches_one_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    config = make(
+        tmp_path, pp=2, dp=2, microbatches=1, validate_every=3, sample="def ", sample_tokens=5, compare=3
+    )
+    reports = run(rank_pool, config)
+    written = rows(tmp_path)
+    assert [row["step"] for row in written] == [1, 2, 3, 4]
+    assert [row["step"] for row in written if "validation_loss" in row] == [3, 4]
+    for row in written:
+        assert row["tokens"] == 4 * 16
+        assert row["tokens_per_second"] == pytest.approx(64 / row["step_seconds"])
+        assert row["peak_memory_bytes"] > 50e6
+        assert row["grad_norm"] > 0
+        assert "mfu" not in row  # a CPU's peak is not known
+    assert [row["lr"] for row in written[:2]] == [0.0005, 0.001]
+    assert written[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
+    for report in reports:
+        assert (report.loss, report.validation_loss) == (written[-1]["loss"], written[-1]["validation_loss"])
+        assert report.sample == reports[0].sample
+        assert report.sample is not None
+        assert report.sample.startswith("def ")
+        assert report.matches
+        assert report.comparison is not None
+        assert report.comparison.steps == 3
+    assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
+
+
+def test_random_tokens_have_no_sample(rank_pool: RankPool, tmp_path: Path) -> None:
+    config = make(tmp_path, sample="def ")
+    config = config.model_copy(update={"data": config.data.model_copy(update={"source": "random"})})
+    (report,) = run(rank_pool, config)
+    assert report.sample is None
+    assert report.matches  # nothing was compared
+
+
+def test_a_loss_that_is_no_number_ends_the_run(rank_pool: RankPool, tmp_path: Path) -> None:
+    config = make(tmp_path, pp=2, lr=1e25, clip=0, warmup=0)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 2: the (loss|gradient norm) is (nan|inf) on rank 1, stage 1: "
+    ):
+        run(rank_pool, config)
+    assert len(rows(tmp_path)) == 1

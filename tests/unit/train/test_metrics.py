@@ -1,0 +1,77 @@
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from plait.errors import ConfigError
+from plait.train import metrics
+from plait.train.metrics import COLUMNS, Metrics, open_metrics
+
+ROWS = (
+    {"step": 1, "loss": 5.5, "tokens": 2048},
+    {"step": 2, "loss": 5.25, "tokens": 2048, "validation_loss": 5.0},
+)
+
+
+def write(folder: Path, *, csv_too: bool = True, tensorboard: bool = False, rows: int = 2) -> None:
+    with open_metrics(folder, '{"a": 1}', csv_too=csv_too, tensorboard=tensorboard) as opened:
+        for row in ROWS[:rows]:
+            opened.write(row)
+
+
+def test_lines_and_table_hold_the_same(tmp_path: Path) -> None:
+    write(tmp_path / "deep" / "run")
+    folder = tmp_path / "deep" / "run"
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert lines == list(ROWS)
+    assert json.loads((folder / "config.json").read_text()) == {"a": 1}
+    with (folder / "metrics.csv").open(newline="") as file:
+        table = list(csv.DictReader(file))
+    assert tuple(table[0]) == COLUMNS
+    filled = [{name: float(value) for name, value in row.items() if value} for row in table]
+    assert filled == list(ROWS)
+
+
+def test_a_second_run_starts_anew(tmp_path: Path) -> None:
+    write(tmp_path)
+    write(tmp_path, rows=1)
+    assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+    write(tmp_path, csv_too=False)
+    assert not (tmp_path / "metrics.csv").exists()
+
+
+def test_lines_are_there_at_once(tmp_path: Path) -> None:
+    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
+        opened.write(ROWS[0])
+        assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
+        assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2
+
+
+def test_tensorboard(tmp_path: Path) -> None:
+    accumulator = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    for _ in range(2):  # the second starts anew
+        write(tmp_path, tensorboard=True)
+    read = accumulator.EventAccumulator(str(tmp_path / "tensorboard"))
+    read.Reload()
+    assert [(event.step, event.value) for event in read.Scalars("loss")] == [(1, 5.5), (2, 5.25)]
+    assert [event.step for event in read.Scalars("validation_loss")] == [2]
+
+
+def test_tensorboard_that_is_not_installed_is_left_out(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(metrics, "find_spec", lambda name: None)
+    write(tmp_path, tensorboard=True)
+    assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with pytest.raises(ConfigError, match=r"run\.dir = .* cannot be written to .*: choose another folder"):
+        write(tmp_path / "file" / "run")
+
+
+def test_without_sinks_nothing_is_written() -> None:
+    with Metrics() as nothing:
+        nothing.write(ROWS[0])

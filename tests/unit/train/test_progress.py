@@ -1,0 +1,57 @@
+import io
+from collections.abc import Iterator
+
+from rich.console import Console
+
+from plait.train.progress import Follower
+
+
+def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seconds: float = 1.0) -> str:
+    """What 20 steps that take `seconds` each print."""
+    out = io.StringIO()
+    console = Console(file=out, force_terminal=terminal, width=100, highlight=False, markup=False)
+
+    def clock() -> Iterator[float]:
+        now = 0.0
+        yield now  # made
+        yield now  # entered
+        while True:
+            now += seconds
+            yield now
+
+    ticks = clock()
+    with Follower(20, shown=shown, bar=bar, console=console, clock=lambda: next(ticks)) as follower:
+        follower.note("[hello]")
+        for step in range(1, 21):
+            follower.update(step, 5.0 - step / 10, 1000.0)
+    return out.getvalue()
+
+
+def test_lines_come_every_few_seconds() -> None:
+    lines = follow().splitlines()
+    assert lines[0] == "[hello]"
+    assert lines[1] == "step 1/20  loss 4.900  1,000 tokens/s  0:00:19 left"
+    assert [line.split()[1] for line in lines[1:]] == ["1/20", "6/20", "11/20", "16/20", "20/20"]
+    assert lines[-1] == "step 20/20  loss 3.000  1,000 tokens/s  0:00:00 left"
+
+
+def test_quick_steps_give_first_and_last_line() -> None:
+    assert [line.split()[1] for line in follow(seconds=0.01).splitlines()[1:]] == ["1/20", "20/20"]
+
+
+def test_a_terminal_gets_a_bar() -> None:
+    printed = follow(terminal=True)
+    assert "[hello]" in printed
+    for part in ("step 20/20", "loss 3.000", "1,000 tokens/s", "left"):
+        assert part in printed
+    assert "━" in printed
+
+
+def test_a_terminal_gets_lines_when_asked_for() -> None:
+    printed = follow(terminal=True, bar=False)
+    assert "━" not in printed
+    assert "step 20/20  loss 3.000" in printed
+
+
+def test_other_ranks_show_nothing() -> None:
+    assert follow(shown=False) == follow(shown=False, terminal=True) == ""
