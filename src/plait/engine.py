@@ -25,7 +25,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
-from plait.tensor.sampling import next_token
+from plait.tensor.sampling import next_token, padded
 
 REMEMBERED_SHAPES = 8
 """Micro-batch shapes whose boundaries are remembered."""
@@ -97,8 +97,8 @@ class Engine:
     ) -> Tensor:
         """Continue `prompt` `[rows, length]`: int64 `[rows, length + tokens]`, equal on every rank.
 
-        The model's output has to be logits `[rows, length, vocab]`. It sees at most its context's last
-        tokens. Communication: per token the boundary tensors and one broadcast of the token over `pp`.
+        The model has to be causal, and its output logits `[rows, length, vocab]`. It sees at most its
+        context's last tokens. Communication: per token the boundary tensors, and the token over `pp`.
         """
         if prompt.dim() != 2 or prompt.shape[1] == 0:
             raise DataError(
@@ -108,11 +108,11 @@ class Engine:
         sequence = prompt.to(self.mesh.device)
         with torch.no_grad(), evaluating(self._modules()):
             for _ in range(tokens):
-                seen = sequence[:, -self._parts.context :] if self._parts.context else sequence
+                seen, length = padded(sequence, self._parts.context)
                 self._run(self._parts.steps.output, [seen], [], None, input_gradients=False)
                 token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
                 if self._is_last:
-                    logits = self._worker.loss_end.outputs[0][:, -1]
+                    logits = self._worker.loss_end.outputs[0][:, length - 1]
                     token = next_token(logits, temperature=temperature, top_k=top_k, generator=generator)
                 broadcast(token, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
                 sequence = torch.cat([sequence, token[:, None]], dim=1)
@@ -214,8 +214,10 @@ class Engine:
 
     def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
         key = (signature(microbatch), input_gradients)
-        if key not in self._infos:
-            if len(self._infos) >= REMEMBERED_SHAPES:
-                self._infos.pop(next(iter(self._infos)))
-            self._infos[key] = infer(self._parts.skeleton, microbatch, input_gradients=input_gradients)
-        return self._infos[key]
+        known = self._infos.pop(key, None)
+        if known is None:
+            known = infer(self._parts.skeleton, microbatch, input_gradients=input_gradients)
+        self._infos[key] = known  # the latest used stands last
+        if len(self._infos) > REMEMBERED_SHAPES:
+            del self._infos[next(iter(self._infos))]
+        return known

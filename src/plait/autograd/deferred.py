@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from plait.errors import ModelError
@@ -94,9 +93,8 @@ class _Linear(torch.autograd.Function):
         return functional.linear(input, weight, bias)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
-        _refuse_second(ctx, "linear")
+        _refuse_other_orders(ctx, "a linear")
         (input,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         needs_bias = bias is not None and bias.requires_grad
@@ -123,9 +121,8 @@ class _Embedding(torch.autograd.Function):
         return functional.embedding(input, weight, padding)
 
     @staticmethod
-    @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        _refuse_second(ctx, "embedding")
+        _refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
         weight, padding = ctx.weight, ctx.padding
 
@@ -141,10 +138,11 @@ class _Embedding(torch.autograd.Function):
         return None, None, None, None
 
 
-def _refuse_second(ctx: Any, name: str) -> None:
-    if ctx.ran:
+def _refuse_other_orders(ctx: Any, name: str) -> None:
+    # Gradients are enabled inside a backward only when it was asked to make a graph of itself.
+    if ctx.ran or torch.is_grad_enabled():
         raise ModelError(
-            f"a second backward went through the same {name}: its weight gradient is added once, when it "
-            "is due, so retain_graph and create_graph cannot be used inside a layer."
+            f"{name} met a second backward, or one with create_graph: its weight gradient is added once, "
+            "when it is due, so retain_graph and create_graph cannot be used inside a layer."
         )
     ctx.ran = True

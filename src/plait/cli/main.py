@@ -23,7 +23,10 @@ class Command:
     summary: str
 
 
-COMMANDS = (Command("train", "plait.cli.train", "train a model over pipeline and data parallel ranks"),)
+COMMANDS = (
+    Command("train", "plait.cli.train", "train a model over pipeline and data parallel ranks"),
+    Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
+)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -20,7 +20,10 @@ joins the world that torchrun, mpirun or srun made. Options override the file.""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as `argv` asks and return 0. Raises `PlaitError` where the user has something to mend."""
+    """Train as `argv` asks. Returns 0, or 1 when the first steps do not match those of one rank.
+
+    Raises `PlaitError` where the user has something to mend.
+    """
     if "--help" in argv or "-h" in argv:
         _print_help()
         return 0
@@ -40,7 +43,7 @@ def run(argv: Sequence[str]) -> int:
             f"start {plan.world}, or change the degrees."
         )
     check_data(config)
-    launch(
+    reports = launch(
         train,
         config,
         ranks=plan.world,
@@ -48,7 +51,7 @@ def run(argv: Sequence[str]) -> int:
         timeout=config.run.timeout,
         device=config.run.device,
     )
-    return 0
+    return 0 if reports[0].matches else 1
 
 
 def _print_help() -> None:

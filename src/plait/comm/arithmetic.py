@@ -14,8 +14,8 @@ Op = Literal["sum", "mean", "product", "min", "max"]
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank may send in all for a whole exchange to be preferred to Gloo's ring.
 
-Measured with up to 256 KiB on two cores: 4 ranks take about half of the ring's time, 2 ranks between half and the
-same; with 1 MiB on each rank and more the ring wins clearly.
+Measured with up to 256 KiB on two cores: 4 ranks take about half of the ring's time, 2 ranks between half and
+the same; with 1 MiB on each rank and more the ring wins clearly.
 """
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)

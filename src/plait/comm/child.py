@@ -13,6 +13,7 @@ import signal
 import socket
 import sys
 import threading
+import time
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -102,6 +103,7 @@ def _run(job: Job) -> Done | Failure:
 def _call(job: Job) -> Done | Failure:
     _settle(job)
     join_world(job.world, job.timeout, job.device)
+    _mark(job, "joined")
     try:
         function, arguments = pickle.loads(job.call)
         result = function(*arguments)
@@ -114,12 +116,29 @@ def _call(job: Job) -> Done | Failure:
             f"rank {job.world.rank}'s result, of type {type(result).__name__}, cannot be sent back "
             f"({error}): return numbers, text, tensors and containers of them."
         ) from error
+    # To leave is to close connections: not while a peer still makes them, and not while it may still read.
+    # A peer that goes on for longer either needs us no more or waits in vain, and is told so by our leaving.
+    _mark(job, "finished")
+    _meet(job, "joined", job.timeout)
+    _meet(job, "finished", 1.0)
     if not leave_world():
         raise PlaitError(
             f"rank {job.world.rank} returned while messages of its own were still under way: wait for every "
             "asynchronous operation before the function returns."
         )
     return Done(job.world.rank, payload)
+
+
+def _mark(job: Job, event: str) -> None:
+    Path(job.folder, f"{event}-{job.world.rank}").touch()
+
+
+def _meet(job: Job, event: str, patience: float) -> None:
+    """Waits until every rank has marked `event`, for at most `patience` seconds."""
+    deadline = time.monotonic() + patience
+    for rank in range(job.world.world_size):
+        while not Path(job.folder, f"{event}-{rank}").exists() and time.monotonic() < deadline:
+            time.sleep(0.001)
 
 
 def _settle(job: Job) -> None:

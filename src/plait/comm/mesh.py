@@ -34,11 +34,13 @@ class Mesh:
         replicate: int = 1,
         device: str | torch.device | None = None,
         timeout: float = 600.0,
+        alone: bool = False,
     ) -> None:
         """Make every group, with all ranks of the world: call it on each, with the same degrees or plan.
 
         `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
-        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. Raises `MeshError` for a plan together with
+        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
+        whatever world it is in, and asks nothing of the others. Raises `MeshError` for a plan together with
         degrees, and for degrees whose product is not the number of ranks in the world.
         """
         if plan is not None:
@@ -46,7 +48,7 @@ class Mesh:
                 raise MeshError("a mesh was given a plan and degrees as well: give one or the other.")
             pp, dp, tp, replicate = plan.pp, plan.dp, plan.tp, plan.replicate
         self.sizes = coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=replicate)
-        joined = dist.is_available() and dist.is_initialized()
+        joined = dist.is_available() and dist.is_initialized() and not alone
         self.rank = dist.get_rank() if joined else 0
         self.world = dist.get_world_size() if joined else 1
         _check_world(self.sizes, self.world)

@@ -77,7 +77,8 @@ def _reset(owner: nn.Module, attribute: str, path: str, seed: int) -> Tensor:
     twin = copy.deepcopy(owner).to_empty(device="cpu")
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(int.from_bytes(digest, "little"))
+        # The CPU's generator alone: torch.manual_seed would also seed every accelerator's, for good.
+        torch.default_generator.manual_seed(int.from_bytes(digest, "little"))
         twin.reset_parameters()  # type: ignore[operator]
     result: Tensor = getattr(twin, attribute)
     return result.detach()

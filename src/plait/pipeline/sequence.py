@@ -45,7 +45,7 @@ class LayerSequence:
 def sequence_of(model: nn.Module) -> LayerSequence:
     """`model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
 
-    ModelError when there is no layer, or when a layer draws random numbers (see `refuse_randomness`).
+    ModelError when it is no module, or has no layer.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: give an nn.Module, best an nn.Sequential.")

@@ -69,6 +69,8 @@ class Stage:
         given = map_tensors(torch.clone, value) if info.writes_input else value
         with self._named(microbatch, layer):
             output = self.layers[layer].module(given)
+        # A layer that differentiates something while it runs (autograd.grad) asks for no weight gradient.
+        self.keeper.take()
         if torch.is_grad_enabled():
             self.runs[microbatch, layer] = Run(list(tensors_of(value)), list(tensors_of(output)))
         self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)

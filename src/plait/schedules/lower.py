@@ -3,7 +3,8 @@
 What is added, and where:
 
 - around each action: where its input comes from (batch, message, hand-over) and where its result goes;
-- inside each action: one instruction a layer, forwards in model order, backwards in reverse;
+- inside each action: one instruction a layer, forwards in model order, backwards in reverse; a full
+  backward whose result is sent does all of its `I` first, then sends, then does its `W`;
 - a receive is posted as soon as the one before it on the same channel was taken, so that exactly one
   buffer per channel waits ahead and memory does not grow with the number of micro-batches. A channel is
   a pair of ranks and a direction; its messages are received in the order in which they are sent;
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from typing import Literal, NamedTuple
 
 from plait.schedules.action import Action, Kind
@@ -126,7 +128,7 @@ def _lower_rank(
 
 
 def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Ending) -> Iterator[Instruction]:
-    stage, microbatch = action.stage, action.microbatch
+    stage = action.stage
     last = stage + 1 == schedule.stages
     yield from _input_of(action, schedule)
     if action.kind is Kind.F:
@@ -134,16 +136,33 @@ def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Endi
             yield RunLayer(action, layer)
         if last:
             yield ComputeLoss(action) if ending == "loss" else KeepOutput(action)
+        yield from _result_of(action, schedule)
     else:
-        parts = {Kind.B: (Kind.I, Kind.W)}.get(action.kind, (action.kind,))
-        for layer in reversed(range(shape.layers[stage])):
-            for part in parts:
-                yield RunLayer(Action(stage, part, microbatch), layer)
-    consumer = consumer_of(action, schedule)
-    if consumer is not None and schedule.rank_of[consumer.stage] != schedule.rank_of[stage]:
-        yield Send(_needed_by(action), schedule.rank_of[consumer.stage])
+        yield from _backward(action, schedule, shape)
     if action.kind in (Kind.W, Kind.B) or not schedule.trains:
         yield Release(action)
+
+
+def _backward(action: Action, schedule: Schedule, shape: Shape) -> Iterator[Instruction]:
+    """`I`, `W`, or both: layer by layer where nobody waits, else all of `I` first, to send early."""
+    layers = range(shape.layers[action.stage])[::-1]
+    result = tuple(_result_of(action, schedule))
+    parts = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
+    runs = [
+        [RunLayer(Action(action.stage, part, action.microbatch), layer) for layer in layers] for part in parts
+    ]
+    if not result:
+        yield from (run for layer in zip(*runs, strict=True) for run in layer)
+        return
+    yield from runs[0]
+    yield from result
+    yield from chain.from_iterable(runs[1:])
+
+
+def _result_of(action: Action, schedule: Schedule) -> Iterator[Send]:
+    consumer = consumer_of(action, schedule)
+    if consumer is not None and schedule.rank_of[consumer.stage] != schedule.rank_of[action.stage]:
+        yield Send(_needed_by(action), schedule.rank_of[consumer.stage])
 
 
 def _input_of(action: Action, schedule: Schedule) -> Iterator[Instruction]:

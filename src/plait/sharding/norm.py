@@ -31,6 +31,8 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     """Scale all gradients so that their norm is at most `max_norm`; smaller ones stay as they are."""
     # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    # A norm that is no number would spread to every gradient and hide where it began.
+    factor = torch.where(norm.isfinite(), factor, 1.0)
     for unit in units:
         for buffer in unit.trainable:
             assert buffer.gradient is not None

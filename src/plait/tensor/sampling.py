@@ -1,9 +1,26 @@
-"""Drawing the next token from logits."""
+"""Continuing a sequence: what the model is shown, and how the next token is drawn from its logits."""
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+
+LENGTH_STEP = 64
+"""Sequences are padded to multiples of it, so that few shapes occur while one grows token by token."""
+
+
+def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
+    """The last `context` tokens of `sequence` `[rows, length]`, padded on the right, and how many are real.
+
+    A causal model does not look at the padding. Without a context nothing is cut or padded.
+    """
+    if context is None:
+        return sequence, sequence.shape[1]
+    seen = sequence[:, -context:]
+    length = seen.shape[1]
+    wanted = min(context, -(-length // LENGTH_STEP) * LENGTH_STEP)
+    return functional.pad(seen, (0, wanted - length)), length
 
 
 def next_token(

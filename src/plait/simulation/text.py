@@ -1,0 +1,122 @@
+"""A timeline in the terminal: a line per rank, time in columns, readable without colour.
+
+rank 0  F0 F1 ······B0--- ···B1---      1f1b of 2 micro-batches: an action is its label and dashes
+rank 1  ···F0 B0--- F1 B1--- ······     as long as it runs, idle time is dotted
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from math import floor, log10
+
+from plait.schedules.action import Action, Kind
+from plait.schedules.schedule import Schedule
+from plait.simulation.timeline import Cell, Timeline
+
+NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+
+_SHADES = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
+"""Backgrounds, of a terminal's 256 colours, for even and odd micro-batches."""
+
+
+def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
+    """`timeline` in at most `width` columns: ranks, a time axis and a legend. `colour` adds ANSI colours.
+
+    An action shows its kind and micro-batch (`F3`; with several chunks a rank also its stage: `2F3`), or its
+    kind alone where there is no room.
+    """
+    margin = len(_head(timeline.schedule.ranks - 1))
+    columns = _columns(timeline, max(width - margin, 10))
+    lines = [
+        _head(rank).ljust(margin) + "".join(_row(timeline, row, columns, colour))
+        for rank, row in enumerate(timeline.cells)
+    ]
+    below = [_axis(timeline, columns), _legend(timeline, colour)]
+    return "\n".join([*lines, *(" " * margin + line for line in below)])
+
+
+def label(action: Action, schedule: Schedule) -> str:
+    """`action` as short as it is clear on its rank's line: without the stage where a rank has only one."""
+    return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
+
+
+def kinds_of(timeline: Timeline) -> list[Kind]:
+    """The kinds of action that occur, forward first."""
+    present = {action.kind for row in timeline.cells for action, _, _ in row}
+    return [kind for kind in NAMES if kind in present]
+
+
+def round_times(makespan: float, at_most: int) -> list[float]:
+    """Evenly spaced round times from 0 to `makespan`, for an axis: no more than `at_most` (at least 2)."""
+    if makespan <= 0:
+        return [0.0]
+    power = 10.0 ** floor(log10(makespan / (at_most - 1)))
+    step = next(power * factor for factor in (1, 2, 5, 10, 20) if makespan < power * factor * at_most)
+    return [step * number for number in range(floor(makespan / step) + 1)]
+
+
+def _head(rank: int) -> str:
+    return f"rank {rank}  "
+
+
+def _columns(timeline: Timeline, available: int) -> int:
+    """How wide to draw: so that each label fits, with a space where possible, else whatever is available."""
+    if not timeline.length:
+        return 0
+    letters: dict[int, int] = {}
+    for cell in (cell for row in timeline.cells for cell in row):
+        ticks = cell.end - cell.start
+        letters[ticks] = max(letters.get(ticks, 0), len(label(cell.action, timeline.schedule)))
+    letters.pop(0, None)
+    for space in (1, 0):
+        per_tick = max(-(-(length + space) // ticks) for ticks, length in letters.items())
+        if timeline.length * per_tick <= available:
+            return timeline.length * per_tick
+    return available // timeline.length * timeline.length or available
+
+
+def _row(timeline: Timeline, row: Sequence[Cell], columns: int, colour: bool) -> Iterator[str]:
+    """The pieces of a rank's line: idle, action, idle, action, …"""
+    at = 0
+    for action, start, end in row:
+        left, right = (_column(timeline, tick, columns) for tick in (start, end))
+        yield _idle(left - at, colour)
+        yield _bar(label(action, timeline.schedule), action, right - left, colour)
+        at = right
+    yield _idle(columns - at, colour)
+
+
+def _column(timeline: Timeline, tick: int, columns: int) -> int:
+    return round((tick - timeline.first) * columns / timeline.length) if timeline.length else 0
+
+
+def _bar(text: str, action: Action, width: int, colour: bool) -> str:
+    if width <= 0:
+        return ""
+    text = text if len(text) <= width else str(action.kind)
+    apart = " " if width > len(text) else ""
+    bar = text.ljust(width - len(apart), "-")
+    if colour:
+        shade = _SHADES[action.kind][action.microbatch % 2]
+        return f"\x1b[38;5;16;48;5;{shade}m{bar.replace('-', ' ')}{apart}\x1b[0m"
+    return bar + apart
+
+
+def _idle(width: int, colour: bool) -> str:
+    return f"\x1b[2m{'·' * width}\x1b[0m" if colour and width else "·" * width
+
+
+def _axis(timeline: Timeline, columns: int) -> str:
+    line = ""
+    for time in round_times(timeline.makespan, max(columns // 8, 2)):
+        at = round(time / timeline.makespan * columns) if timeline.makespan else 0
+        line = line.ljust(at) + f"{time:g}"
+    return line
+
+
+def _legend(timeline: Timeline, colour: bool) -> str:
+    entries = []
+    for kind in kinds_of(timeline):
+        mark = f"\x1b[38;5;16;48;5;{_SHADES[kind][1]}m {kind} \x1b[0m" if colour else str(kind)
+        entries.append(f"{mark} {NAMES[kind]}")
+    return ", ".join([*entries, "· idle"])

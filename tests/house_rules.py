@@ -1,0 +1,331 @@
+"""The rules of the house, as CONTRIBUTING.md describes it. They read the source and do not run it.
+
+A rule takes a `Source` and gives one line per breach: where, what, and how to mend it.
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import sys
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass
+from functools import cache, cached_property
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+FLOORS: tuple[tuple[str, ...], ...] = (
+    ("cli",),
+    ("train",),
+    ("verification",),
+    ("composer",),
+    ("engine",),
+    ("tensor", "sharding", "pipeline", "checkpoint", "models"),
+    ("autograd",),
+    ("comm",),
+    ("planner",),
+    ("simulation",),
+    ("schedules",),
+    ("layout",),
+    ("plan",),
+    ("errors",),
+)
+"""Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
+FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
+WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "errors"}
+WITH_DISTRIBUTED = {"comm", "checkpoint"}
+PRIVATE_USES = {
+    ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
+    ("pipeline/sequence.py", "_flatten", "_modules"): "named_children leaves out a module that stands twice",
+    ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
+}
+"""File, function, private name: why there is no public way."""
+ENDING_PROCESS = "_exit"
+"""`os._exit` is public in spite of its name."""
+FROZEN_VALUES = {("tensor/losses.py", "cross_entropy"): "a frozen dataclass: the loss as a value"}
+"""Lower-case names of values at module level that cannot change."""
+IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
+MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}
+MOST_LINES, MOST_FUNCTION_LINES = 400, 60
+UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
+ABSOLUTE_PATH = re.compile(r"(?<![\w.~*])/(home|root|tmp|usr|var|etc|opt|mnt|srv|Users|work)/|\b[A-Z]:\\\\")
+
+
+@dataclass(frozen=True)
+class Source:
+    """A module of the project: its dotted name, its path below the package, and its text."""
+
+    name: str
+    path: str
+    text: str
+
+    @cached_property
+    def tree(self) -> ast.Module:
+        return ast.parse(self.text)
+
+    @property
+    def room(self) -> str:
+        parts = self.name.split(".")
+        return parts[1] if len(parts) > 1 else ""
+
+    def breach(self, line: int, what: str) -> str:
+        return f"src/plait/{self.path}:{line}: {what}"
+
+    @cached_property
+    def _imports(self) -> list[tuple[int, str, str | None]]:
+        """Line, module, and the name that is taken from it."""
+        found: list[tuple[int, str, str | None]] = []
+        for node in ast.walk(self.tree):
+            if isinstance(node, ast.Import):
+                found += ((node.lineno, alias.name, None) for alias in node.names)
+            elif isinstance(node, ast.ImportFrom):
+                found += ((node.lineno, self._absolute(node), alias.name) for alias in node.names)
+        return found
+
+    def imports(self, modules: Collection[str]) -> Iterator[tuple[int, str]]:
+        """`(line, module)` for every import, those for type checking and inside functions too.
+
+        `from plait import models` imports the module `plait.models` if `modules` has it.
+        """
+        for line, module, name in self._imports:
+            inner = f"{module}.{name}"
+            yield line, inner if inner in modules or module == "torch" else module
+
+    def _absolute(self, node: ast.ImportFrom) -> str:
+        if not node.level:
+            return node.module or ""
+        package = self.name.split(".")
+        kept = package[: len(package) - node.level + self.path.endswith("__init__.py")]
+        return ".".join([*kept, *([node.module] if node.module else [])])
+
+
+House = Mapping[str, Source]
+Rule = Callable[[Source, House], Iterator[str]]
+
+
+@cache
+def house() -> House:
+    """Every module of the package by its dotted name."""
+    package = ROOT / "src" / "plait"
+    sources = {}
+    for file in sorted(package.rglob("*.py")):
+        path = file.relative_to(package)
+        name = ".".join(["plait", *path.with_suffix("").parts]).removesuffix(".__init__")
+        sources[name] = Source(name, path.as_posix(), file.read_text())
+    return sources
+
+
+def _is(module: str, package: str) -> bool:
+    return module == package or module.startswith(f"{package}.")
+
+
+def imports_go_down(source: Source, house: House) -> Iterator[str]:
+    if source.name == "plait":
+        return  # the door: it may name any room
+    if source.room not in FLOOR_OF:
+        yield source.breach(1, f"room {source.room!r} stands in no floor: add it to CONTRIBUTING.md and here")
+        return
+    for line, module in source.imports(house):
+        if module == "plait":
+            yield source.breach(line, "imports the package itself: import from the module that has the name")
+        elif _is(module, "plait"):
+            room = module.split(".")[1]
+            above = FLOOR_OF.get(room, -1) <= FLOOR_OF[source.room]
+            if room != source.room and above:
+                yield source.breach(
+                    line, f"{source.room} imports {room}, which is not below it: move the code down or up"
+                )
+
+
+def no_cycles(source: Source, house: House) -> Iterator[str]:
+    """A module that is reached from itself, told at each import that leads back."""
+    below: dict[str, set[str]] = {
+        name: {module for _, module in other.imports(house) if module in house and name != "plait"}
+        for name, other in house.items()
+    }
+    for line, module in source.imports(house):
+        reached, waiting = set[str](), [module] if module in house else []
+        while waiting:
+            current = waiting.pop()
+            if current not in reached:
+                reached.add(current)
+                waiting += below[current]
+        if source.name in reached and source.name != "plait":
+            yield source.breach(
+                line, f"{module} leads back here, a cycle: move what both need to a third module"
+            )
+
+
+def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
+    for line, module in source.imports(house):
+        if _is(module, "torch.distributed") and source.room not in WITH_DISTRIBUTED:
+            yield source.breach(line, f"{source.room} imports torch.distributed: use plait.comm")
+        elif _is(module, "torch") and source.room in WITHOUT_TORCH:
+            yield source.breach(line, f"{source.room} imports torch: it decides on numbers, without tensors")
+    if source.room not in WITH_DISTRIBUTED:
+        for node in ast.walk(source.tree):
+            if isinstance(node, ast.Attribute) and ast.unparse(node) == "torch.distributed":
+                yield source.breach(node.lineno, f"{source.room} uses torch.distributed: use plait.comm")
+
+
+def small(source: Source, house: House) -> Iterator[str]:
+    count = len(source.text.splitlines())
+    if count > MOST_LINES:
+        yield source.breach(count, f"a file of {count} lines: cut it into modules of at most {MOST_LINES}")
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            lines = (node.end_lineno or node.lineno) - node.lineno + 1
+            if lines > MOST_FUNCTION_LINES:
+                yield source.breach(
+                    node.lineno,
+                    f"{node.name} has {lines} lines: cut it into functions of at most {MOST_FUNCTION_LINES}",
+                )
+
+
+def shallow(source: Source, house: House) -> Iterator[str]:
+    """Of a class's bases that are ours, none has bases of ours."""
+    for node in ast.walk(source.tree):
+        if not isinstance(node, ast.ClassDef):
+            continue
+        for home, base in _our_bases(source, node, house):
+            if any(_our_bases(home, base, house)):
+                yield source.breach(
+                    node.lineno,
+                    f"{node.name} inherits through {base.name}, two levels: hold an object instead",
+                )
+
+
+def _our_bases(source: Source, node: ast.ClassDef, house: House) -> Iterator[tuple[Source, ast.ClassDef]]:
+    """The bases of a class that the project defines, with their homes."""
+    for base in node.bases:
+        plain = base.value if isinstance(base, ast.Subscript) else base
+        name = ast.unparse(plain).rpartition(".")[2]
+        for home in (source, *_homes_of(source, name, house)):
+            for other in home.tree.body:
+                if isinstance(other, ast.ClassDef) and other.name == name and other is not node:
+                    yield home, other
+
+
+def _homes_of(source: Source, name: str, house: House) -> Iterator[Source]:
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.ImportFrom) and node.module in house:
+            yield from (house[node.module] for alias in node.names if (alias.asname or alias.name) == name)
+
+
+def no_state(source: Source, house: House) -> Iterator[str]:
+    """No mutable values at module or class level, but tables in capitals that nobody changes."""
+    frozen = {name for path, name in FROZEN_VALUES if path == source.path}
+    for node in source.tree.body:
+        for name, value in assigned(node):
+            is_value = isinstance(value, ast.Call) and _called(value) not in IMMUTABLE_MAKERS
+            if (is_value or _is_container(value)) and not _is_table(name) and name not in frozen:
+                yield source.breach(
+                    node.lineno, f"{name} is module state: pass it, or make it a table in capitals"
+                )
+    for node in ast.walk(source.tree):
+        if isinstance(node, ast.Global):
+            yield source.breach(node.lineno, f"global {', '.join(node.names)}: return the value instead")
+        elif isinstance(node, ast.ClassDef):
+            for name, value in (pair for inner in node.body for pair in assigned(inner)):
+                if _is_container(value) and not _is_table(name):
+                    yield source.breach(
+                        node.lineno, f"{node.name}.{name} is shared by all objects: set it in __init__"
+                    )
+        else:
+            table = _changed_table(node)
+            if table:
+                yield source.breach(node.lineno, f"changes {table}: tables are constant, return a new value")
+
+
+def assigned(node: ast.stmt) -> Iterator[tuple[str, ast.expr]]:
+    targets = (
+        node.targets
+        if isinstance(node, ast.Assign)
+        else [node.target]
+        if isinstance(node, ast.AnnAssign)
+        else []
+    )
+    value = node.value if isinstance(node, ast.Assign | ast.AnnAssign) else None
+    for target in targets:
+        if isinstance(target, ast.Name) and value is not None:
+            yield target.id, value
+
+
+def _called(call: ast.Call) -> str:
+    return ast.unparse(call.func).rpartition(".")[2]
+
+
+def _is_container(value: ast.expr) -> bool:
+    made = isinstance(value, ast.Call) and _called(value) in {"dict", "list", "set", "defaultdict", "deque"}
+    literals = ast.Dict | ast.List | ast.Set | ast.DictComp | ast.ListComp | ast.SetComp
+    return made or isinstance(value, literals)
+
+
+def _is_table(name: str) -> bool:
+    return name.isupper() or (name.startswith("__") and name.endswith("__"))
+
+
+def _changed_table(node: ast.AST) -> str | None:
+    """The name in capitals whose contents `node` changes."""
+    held: ast.expr | None = None
+    if isinstance(node, ast.Subscript) and isinstance(node.ctx, ast.Store | ast.Del):
+        held = node.value
+    elif isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in MUTATORS:
+        held = node.func.value
+    return held.id if isinstance(held, ast.Name) and held.id.isupper() else None
+
+
+def private_names_are_listed(source: Source, house: House) -> Iterator[str]:
+    for line, function, name in private_uses(source):
+        if not {(source.path, function, name), (source.path, "*", name)} & PRIVATE_USES.keys():
+            yield source.breach(
+                line,
+                f"{function} uses the private name {name}: find a public way, or say why in PRIVATE_USES",
+            )
+
+
+def private_uses(source: Source) -> Iterator[tuple[int, str, str]]:
+    """`(line, function, name)` of private names of others: attributes, imports, and modules named as text."""
+
+    def visit(node: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+            function = node.name
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr != ENDING_PROCESS:
+            if ast.unparse(node.value) not in {"self", "cls"}:
+                yield node.lineno, function, node.attr
+        elif isinstance(node, ast.Import | ast.ImportFrom):
+            origin = f"{node.module}." if isinstance(node, ast.ImportFrom) else ""
+            for alias in node.names:
+                standard = (origin + alias.name).split(".")[0] in sys.stdlib_module_names
+                if not standard and any(map(_is_private, (origin + alias.name).split("."))):
+                    yield node.lineno, function, origin + alias.name
+        elif isinstance(node, ast.Constant) and re.fullmatch(r"torch(\.\w+)*\._[\w.]+", str(node.value)):
+            yield node.lineno, function, str(node.value)
+        for child in ast.iter_child_nodes(node):
+            yield from visit(child, function)
+
+    yield from visit(source.tree, "")
+
+
+def _is_private(name: str) -> bool:
+    return name.startswith("_") and not name.startswith("__")
+
+
+def tidy(source: Source, house: House) -> Iterator[str]:
+    for number, line in enumerate(source.text.splitlines(), start=1):
+        if UNFINISHED.search(line):
+            yield source.breach(number, "a note of unfinished work: finish it, or write an issue")
+        if ABSOLUTE_PATH.search(line):
+            yield source.breach(number, "an absolute path: take it from the environment or as an argument")
+
+
+RULES: tuple[Rule, ...] = (
+    imports_go_down,
+    no_cycles,
+    torch_stays_in_its_rooms,
+    small,
+    shallow,
+    no_state,
+    private_names_are_listed,
+    tidy,
+)
