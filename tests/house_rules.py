@@ -15,6 +15,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 FLOORS: tuple[tuple[str, ...], ...] = (
+    ("__main__",),
     ("cli",),
     ("train",),
     ("verification",),

@@ -19,11 +19,19 @@ from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
 from plait.errors import PlanError
+from plait.layout import Layout, shard
 from plait.models.initial import initial_value
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_end import LossEnd
-from plait.pipeline.sequence import LayerSequence, private_copy, refuse_randomness, sequence_of
+from plait.pipeline.sequence import (
+    LayerSequence,
+    convert,
+    on_meta,
+    private_copy,
+    refuse_randomness,
+    sequence_of,
+)
 from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
@@ -62,7 +70,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
     users = unit_users(sequence, counts)
     steps = Steps(order, Shape(counts, users), mesh.index("pp"))
     mine = {stage: span(stage, counts) for stage in order.stages_of(mesh.index("pp"))}
-    units = build_units(sequence, mine.values(), plan, mesh, seed)
+    layouts = parameter_layouts(sequence, mesh)
+    units = build_units(sequence, mine.values(), layouts, plan, mesh, seed)
     stages = build_stages(sequence, mine, units, plan, mesh, seed)
     owned = {unit for unit, places in users.items() if owner(places, order.rank_of) == mesh.index("pp")}
     reducer = Reducer(units, reduction_groups(users, order.rank_of, mesh), owned)
@@ -72,7 +81,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
         mesh=mesh,
         loss=loss,
         counts=counts,
-        skeleton=private_copy(sequence.layers, on_meta(sequence, plan)),
+        layouts=layouts,
+        skeleton=private_copy(sequence.layers, on_meta(sequence, DTYPES[plan.precision])),
         steps=steps,
         worker=worker,
         reducer=reducer,
@@ -130,8 +140,19 @@ def span(stage: int, counts: Sequence[int]) -> range:
     return range(first, first + counts[stage])
 
 
+def parameter_layouts(sequence: LayerSequence, mesh: Mesh) -> dict[str, Layout]:
+    """Which piece of each parameter a rank of its stage holds: all of it, as long as nothing is sharded."""
+    inside = {axis: size for axis, size in mesh.sizes.items() if axis != "pp"}
+    return {name: Layout(parameter.shape, inside) for name, parameter in sequence.parameters.items()}
+
+
 def build_units(
-    sequence: LayerSequence, spans: Iterable[range], plan: Plan, mesh: Mesh, seed: int
+    sequence: LayerSequence,
+    spans: Iterable[range],
+    layouts: Mapping[str, Layout],
+    plan: Plan,
+    mesh: Mesh,
+    seed: int,
 ) -> dict[str, Unit]:
     """The units of this rank's layers, filled with initial values."""
     mine = {layer for layers in spans for layer in layers}
@@ -142,7 +163,8 @@ def build_units(
 
     def value_of(name: str) -> Tensor:
         layer = sequence.layers[sequence.users[name][0]]
-        return initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), seed)
+        whole = initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), seed)
+        return shard(whole, layouts[name], mesh.coordinate)
 
     return {
         unit: build_unit(unit, parameters, value_of, mesh.device, DTYPES[plan.precision])
@@ -178,25 +200,6 @@ def build_stages(
         for layer in stage.layers:
             defer_weight_gradients(layer.module, keeper)
     return stages
-
-
-def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A copy of `value` on `device`; floating-point numbers get `dtype`, if given."""
-    kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
-    return torch.empty_like(value, device=device, dtype=kept).copy_(value)
-
-
-def on_meta(sequence: LayerSequence, plan: Plan) -> dict[int, Tensor]:
-    """For every parameter and buffer of the model (by id) one like it on the meta device."""
-    dtype, meta = DTYPES[plan.precision], torch.device("meta")
-    twins: dict[int, Tensor] = {}
-    for layer in sequence.layers:
-        for parameter in layer.module.parameters():
-            empty = convert(parameter.detach(), dtype, meta)
-            twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
-        for buffer in layer.module.buffers():
-            twins[id(buffer)] = convert(buffer, dtype, meta)
-    return twins
 
 
 def reduction_groups(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -13,6 +13,7 @@ from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Counts
 from plait.errors import DataError
+from plait.layout import Layout
 from plait.pipeline.boundary import LayerInfo, infer
 from plait.pipeline.executor import Executor
 from plait.pipeline.modes import evaluating
@@ -40,6 +41,8 @@ class Parts:
     loss: Loss
     counts: tuple[int, ...]
     """Layers per stage."""
+    layouts: Mapping[str, Layout]
+    """Of every parameter of the model, by name."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
     steps: Steps
@@ -167,6 +170,11 @@ class Engine:
         columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
         whole = iter([None if column[0] is None else torch.cat(column) for column in columns])  # type: ignore[arg-type]
         return map_tensors(lambda _: next(whole), self._worker.batch[0])
+
+    @property
+    def layouts(self) -> Mapping[str, Layout]:
+        """For every parameter of the model, by name: which piece of it each rank of its stage holds."""
+        return self._parts.layouts
 
     def traffic(self) -> Counts:
         """This rank's bytes and calls since the last `forward_backward` began: `{axis: {kind: Count}}`."""

@@ -16,6 +16,10 @@ from plait.tensor.losses import CrossEntropy, Loss
 SEED = 11
 ROWS = 2
 """Of one micro-batch."""
+LEARNING_RATE = 1e-2
+WEIGHT_DECAY = 0.1
+EPSILON = 1e-6
+"""Of AdamW, which multiplies the rounding noise of a gradient that is exactly zero by LEARNING_RATE / EPSILON."""
 
 Batch = tuple[Value, Value]
 """Inputs and targets."""
@@ -68,12 +72,10 @@ class Recipe:
     def make_optimizer(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """On parameter groups that say their own decay."""
         if self.optimizer == "adamw":
-            return torch.optim.AdamW(groups, lr=LEARNING_RATE)
+            return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
 
 
-LEARNING_RATE = 1e-2
-WEIGHT_DECAY = 0.1
 
 
 def rows_of(value: Value, start: int, stop: int) -> Value:

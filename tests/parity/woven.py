@@ -12,6 +12,7 @@ import plait
 from parity.case import ROWS, SEED, WEIGHT_DECAY, Batch, Case, Recipe, rows_of
 from parity.outcome import Outcome
 from plait.engine import Engine
+from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 
 DTYPES = {"fp64": torch.float64, "fp32": torch.float32}
@@ -68,3 +69,8 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
             assert parameter.grad is not None, f"{name} has no gradient"
             gradients[name] = parameter.grad.clone()
     return gradients
+
+
+def layer_count(case: Case) -> int:
+    """How many layers plait sees in the case's model."""
+    return len(sequence_of(case.build()).layers)

@@ -8,15 +8,15 @@ import shutil
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from math import isfinite, nan
 from pathlib import Path
 from typing import NoReturn
 
 from plait.errors import ConfigError, ScheduleError
 from plait.schedules.policies import POLICIES, schedule
-from plait.schedules.schedule import Schedule
 from plait.simulation.costs import Costs
 from plait.simulation.svg import draw_svg
-from plait.simulation.text import draw_text
+from plait.simulation.text import draw_text, title
 from plait.simulation.timeline import Timeline, simulate
 
 _ABOUT = """\
@@ -90,7 +90,12 @@ def _parser() -> _Parser:
     add("--cost.I", dest="input", metavar="TIME", type=_cost, default=1, help="an input gradient, likewise")
     add("--cost.W", dest="weight", metavar="TIME", type=_cost, default=1, help="a weight gradient, likewise")
     add("--cost.comm", dest="comm", metavar="TIME", type=_number, default=0, help="a hop between two ranks")
-    add("--limit", metavar="UNITS", type=_number, help="most activations that a rank may hold, in micro-batches")
+    add(
+        "--limit",
+        metavar="UNITS",
+        type=_number,
+        help="most activations that a rank may hold, in micro-batches",
+    )
     add("--json", action="store_true", help="print the figures and the order as JSON")
     add("--svg", metavar="FILE", type=Path, help="write the picture")
     add("--csv", metavar="FILE", type=Path, help="write the order: a line per rank, as PyTorch reads it")
@@ -101,9 +106,12 @@ def _parser() -> _Parser:
 
 def _number(text: str) -> float:
     try:
-        return int(text) if text.lstrip("+-").isdecimal() else float(text)
+        value = int(text) if text.lstrip("+-").isdecimal() else float(text)
     except ValueError:
-        raise ArgumentTypeError(f"{text!r} is no number") from None
+        value = nan
+    if not isfinite(value):
+        raise ArgumentTypeError(f"{text!r} is no number")
+    return value
 
 
 def _cost(text: str) -> float | tuple[float, ...]:
@@ -133,28 +141,21 @@ def _require_limit(timeline: Timeline, limit: float | None) -> None:
     highest = max(timeline.peak)
     if limit is not None and highest > limit:
         raise ScheduleError(
-            f"rank {timeline.peak.index(highest)} holds up to {highest:g} activations, more than the limit of "
+            f"rank {timeline.peak.index(highest)} holds up to {highest:g} activations, above the limit of "
             f"{limit:g}: raise --limit, or choose another policy than {timeline.schedule.policy}."
         )
 
 
 def _show(timeline: Timeline, written: Sequence[Path]) -> None:
-    made = timeline.schedule
+    width = shutil.get_terminal_size((120, 24)).columns
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-    print(f"{_title(made)}\n\n{draw_text(timeline, width=_width(), colour=colour)}\n")
-    print(f"makespan  {timeline.makespan:g}, longest rank {timeline.span:g}")
-    print(f"bubble    {timeline.bubble:.1%}, of the longest rank {timeline.bubble_span:.1%}")
-    print(f"peak      {' '.join(f'{units:g}' for units in timeline.peak)} activations per rank, in micro-batches")
+    peaks = " ".join(f"{units:g}" for units in timeline.peak)
+    print(f"{title(timeline.schedule)}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
+    print(f"makespan  {timeline.makespan:g} (span of the longest rank: {timeline.span:g})")
+    print(f"bubble    {timeline.bubble:.1%} ({timeline.bubble_span:.1%} of the span)")
+    print(f"peak      {peaks} activations per rank, in micro-batches")
     for path in written:
         print(f"wrote     {path}")
-
-
-def _title(made: Schedule) -> str:
-    return f"{made.policy}: {made.ranks} ranks, {made.microbatches} micro-batches"
-
-
-def _width() -> int:
-    return shutil.get_terminal_size((100, 24)).columns
 
 
 def _write(path: Path, text: str) -> None:

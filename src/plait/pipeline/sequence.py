@@ -6,6 +6,7 @@ import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
@@ -100,3 +101,22 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     memo: dict[int, object] = dict(tensors)
     copies = copy.deepcopy([layer.module for layer in layers], memo)
     return [NamedLayer(layer.path, module) for layer, module in zip(layers, copies, strict=True)]
+
+
+def on_meta(sequence: LayerSequence, dtype: torch.dtype | None) -> dict[int, Tensor]:
+    """For every parameter and buffer of the model (by id) one like it on the meta device; see `convert`."""
+    meta = torch.device("meta")
+    twins: dict[int, Tensor] = {}
+    for layer in sequence.layers:
+        for parameter in layer.module.parameters():
+            empty = convert(parameter.detach(), dtype, meta)
+            twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for buffer in layer.module.buffers():
+            twins[id(buffer)] = convert(buffer, dtype, meta)
+    return twins
+
+
+def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
+    """A copy of `value` on `device`; floating-point numbers get `dtype`, if given."""
+    kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
+    return torch.empty_like(value, device=device, dtype=kept).copy_(value)

@@ -32,7 +32,8 @@ def check_programs(programs: Sequence[Program]) -> None:
     """ScheduleError when the programs could wait for each other for ever.
 
     Sends are modelled as rendezvous that block their rank until the receive is posted, which is stricter
-    than what runs (sends are asynchronous). Each channel must also carry its messages in one order.
+    than what runs (sends are asynchronous). Each channel must also carry its messages in one order: sent,
+    posted and awaited alike.
     """
     _check_channel_order(programs)
     posted: dict[Channel, int] = defaultdict(int)
@@ -79,6 +80,7 @@ Channel = tuple[int, int, Kind]
 def _check_channel_order(programs: Sequence[Program]) -> None:
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
+    awaits: dict[Channel, list[Action]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for instruction in program:
             if isinstance(instruction, Send):
@@ -89,12 +91,15 @@ def _check_channel_order(programs: Sequence[Program]) -> None:
                 sends[rank, instruction.peer, consumer.kind].append(consumer)
             elif isinstance(instruction, PostReceive):
                 receives[instruction.peer, rank, instruction.action.kind].append(instruction.action)
-    for channel in sorted({*sends, *receives}):
-        if sends[channel] != receives[channel]:
-            raise ScheduleError(
-                f"rule 'one order per channel' is broken between ranks {channel[0]} and {channel[1]}: "
-                f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}."
-            )
+            elif isinstance(instruction, AwaitReceive):
+                awaits[instruction.peer, rank, instruction.action.kind].append(instruction.action)
+    for channel in sorted({*sends, *receives, *awaits}):
+        for what, taken in (("received", receives[channel]), ("awaited", awaits[channel])):
+            if sends[channel] != taken:
+                raise ScheduleError(
+                    f"rule 'one order per channel' is broken between ranks {channel[0]} and {channel[1]}: "
+                    f"sent {_listed(sends[channel])}, {what} {_listed(taken)}."
+                )
 
 
 def _listed(actions: Sequence[Action]) -> str:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from math import gcd, isfinite, lcm
@@ -10,20 +10,31 @@ from numbers import Real
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.schedules.action import Kind
+from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 
 Cost = float | Sequence[float]
-"""A number: for one rank's whole part of the model and one micro-batch. A sequence: for each stage as it is."""
+"""A number: for all that a rank holds of the model, per micro-batch. A sequence: for each stage as it is."""
 
 
 class Ticks(NamedTuple):
     """Costs as whole numbers of the longest time that divides all of them, so that sums are exact."""
 
     tick: Fraction
-    durations: Mapping[Kind, tuple[int, ...]]
-    """of an action of each kind, per stage"""
+    forward: tuple[int, ...]
+    """per stage, as the two below"""
+    inputs: tuple[int, ...]
+    weights: tuple[int, ...]
     comm: int
+
+    def duration(self, action: Action) -> int:
+        """How long `action` runs."""
+        kind, stage = action.kind, action.stage
+        if kind is Kind.F:
+            return self.forward[stage]
+        if kind is Kind.B:
+            return self.inputs[stage] + self.weights[stage]
+        return self.inputs[stage] if kind is Kind.I else self.weights[stage]
 
 
 @dataclass(frozen=True)
@@ -53,20 +64,14 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, schedule: Schedule) -> Ticks:
-        """The costs of the stages of `schedule`, exactly. ScheduleError unless sequences have one per stage."""
-        forward, inputs, weights = (self._per_stage(name, schedule) for name in ("F", "I", "W"))
+        """The costs of `schedule`, exactly. ScheduleError unless each sequence has one value per stage."""
+        stages = [self._per_stage(name, schedule) for name in ("F", "I", "W")]
         comm = _exact(self.comm)
-        times = [*forward, *inputs, *weights, comm]
+        times = [time for costs in stages for time in costs] + [comm]
         grid = lcm(*(time.denominator for time in times))
         tick = Fraction(gcd(*(int(time * grid) for time in times)) or 1, grid)
-        durations = {
-            Kind.F: forward,
-            Kind.I: inputs,
-            Kind.W: weights,
-            Kind.B: [sum(pair) for pair in zip(inputs, weights, strict=True)],
-        }
-        counted = {kind: tuple(int(time / tick) for time in stages) for kind, stages in durations.items()}
-        return Ticks(tick, counted, int(comm / tick))
+        forward, inputs, weights = (tuple(int(time / tick) for time in costs) for costs in stages)
+        return Ticks(tick, forward, inputs, weights, int(comm / tick))
 
     def _per_stage(self, name: str, schedule: Schedule) -> list[Fraction]:
         cost: Cost = getattr(self, name)

@@ -6,7 +6,7 @@ rank 1  ···F0 B0--- F1 B1--- ······     as long as it runs, idle time i
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import floor, log10
 
 from plait.schedules.action import Action, Kind
@@ -17,6 +17,7 @@ NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W
 
 _SHADES = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
 """Backgrounds, of a terminal's 256 colours, for even and odd micro-batches."""
+_ON, _FAINT, _OFF = "\x1b[38;5;16;48;5;{}m", "\x1b[2m", "\x1b[0m"
 
 
 def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
@@ -26,13 +27,21 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
     kind alone where there is no room.
     """
     margin = len(_head(timeline.schedule.ranks - 1))
-    columns = _columns(timeline, max(width - margin, 10))
-    lines = [
-        _head(rank).ljust(margin) + "".join(_row(timeline, row, columns, colour))
+    columns, labelled = _columns(timeline, max(width - margin, 10))
+    rows = [
+        _head(rank).ljust(margin) + _row(timeline, row, columns, labelled, colour)
         for rank, row in enumerate(timeline.cells)
     ]
     below = [_axis(timeline, columns), _legend(timeline, colour)]
-    return "\n".join([*lines, *(" " * margin + line for line in below)])
+    return "\n".join(line.rstrip() for line in [*rows, *(" " * margin + line for line in below)])
+
+
+def title(schedule: Schedule) -> str:
+    """What the schedule is: policy, ranks and micro-batches."""
+    counts = {"rank": schedule.ranks, "micro-batch": schedule.microbatches}
+    plural = {"rank": "ranks", "micro-batch": "micro-batches"}
+    words = (f"{count} {noun if count == 1 else plural[noun]}" for noun, count in counts.items())
+    return f"{schedule.policy}: {', '.join(words)}"
 
 
 def label(action: Action, schedule: Schedule) -> str:
@@ -59,31 +68,30 @@ def _head(rank: int) -> str:
     return f"rank {rank}  "
 
 
-def _columns(timeline: Timeline, available: int) -> int:
-    """How wide to draw: so that each label fits, with a space where possible, else whatever is available."""
-    if not timeline.length:
-        return 0
+def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
+    """How many columns to draw in, and whether that is enough for every label, with a space if possible."""
     letters: dict[int, int] = {}
-    for cell in (cell for row in timeline.cells for cell in row):
-        ticks = cell.end - cell.start
-        letters[ticks] = max(letters.get(ticks, 0), len(label(cell.action, timeline.schedule)))
-    letters.pop(0, None)
+    for action, start, end in (cell for row in timeline.cells for cell in row):
+        if end > start:
+            length = len(label(action, timeline.schedule))
+            letters[end - start] = max(letters.get(end - start, 0), length)
+    if not letters:
+        return 0, False
     for space in (1, 0):
         per_tick = max(-(-(length + space) // ticks) for ticks, length in letters.items())
         if timeline.length * per_tick <= available:
-            return timeline.length * per_tick
-    return available // timeline.length * timeline.length or available
+            return timeline.length * per_tick, True
+    return available // timeline.length * timeline.length or available, False
 
 
-def _row(timeline: Timeline, row: Sequence[Cell], columns: int, colour: bool) -> Iterator[str]:
-    """The pieces of a rank's line: idle, action, idle, action, …"""
-    at = 0
+def _row(timeline: Timeline, row: Sequence[Cell], columns: int, labelled: bool, colour: bool) -> str:
+    line, at = "", 0
     for action, start, end in row:
         left, right = (_column(timeline, tick, columns) for tick in (start, end))
-        yield _idle(left - at, colour)
-        yield _bar(label(action, timeline.schedule), action, right - left, colour)
+        text = label(action, timeline.schedule) if labelled else str(action.kind)
+        line += _idle(left - at, colour) + _bar(text, action, right - left, colour)
         at = right
-    yield _idle(columns - at, colour)
+    return line + _idle(columns - at, colour)
 
 
 def _column(timeline: Timeline, tick: int, columns: int) -> int:
@@ -93,17 +101,14 @@ def _column(timeline: Timeline, tick: int, columns: int) -> int:
 def _bar(text: str, action: Action, width: int, colour: bool) -> str:
     if width <= 0:
         return ""
-    text = text if len(text) <= width else str(action.kind)
-    apart = " " if width > len(text) else ""
-    bar = text.ljust(width - len(apart), "-")
     if colour:
-        shade = _SHADES[action.kind][action.microbatch % 2]
-        return f"\x1b[38;5;16;48;5;{shade}m{bar.replace('-', ' ')}{apart}\x1b[0m"
-    return bar + apart
+        return f"{_ON.format(_SHADES[action.kind][action.microbatch % 2])}{text.ljust(width)}{_OFF}"
+    apart = " " if width > len(text) > 1 else ""
+    return text.ljust(width - len(apart), "-") + apart
 
 
 def _idle(width: int, colour: bool) -> str:
-    return f"\x1b[2m{'·' * width}\x1b[0m" if colour and width else "·" * width
+    return f"{_FAINT}{'·' * width}{_OFF}" if colour and width else "·" * width
 
 
 def _axis(timeline: Timeline, columns: int) -> str:
@@ -117,6 +122,6 @@ def _axis(timeline: Timeline, columns: int) -> str:
 def _legend(timeline: Timeline, colour: bool) -> str:
     entries = []
     for kind in kinds_of(timeline):
-        mark = f"\x1b[38;5;16;48;5;{_SHADES[kind][1]}m {kind} \x1b[0m" if colour else str(kind)
+        mark = f"{_ON.format(_SHADES[kind][1])} {kind} {_OFF}" if colour else str(kind)
         entries.append(f"{mark} {NAMES[kind]}")
     return ", ".join([*entries, "· idle"])

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
@@ -58,7 +58,7 @@ class Timeline:
     @property
     def span(self) -> float:
         """Last end − first start of the rank for which that is longest."""
-        return self.time(self._span)
+        return self.time(max(self._spans))
 
     @property
     def bubble(self) -> float:
@@ -68,18 +68,23 @@ class Timeline:
     @property
     def bubble_span(self) -> float:
         """The zero-bubble papers' measure: `1 − work / span`, work = the most loaded rank's."""
-        return _part_left(max(self._busy), self._span)
+        return _part_left(max(self._busy), max(self._spans))
 
     @property
     def idle(self) -> tuple[float, ...]:
         """Per rank: the part of the makespan in which nothing runs."""
         return tuple(self.time(self.length - busy) for busy in self._busy)
 
+    @property
+    def idle_span(self) -> tuple[float, ...]:
+        """Per rank: the part of its own span, from its first start to its last end, in which nothing runs."""
+        return tuple(self.time(span - busy) for span, busy in zip(self._spans, self._busy, strict=True))
+
     @cached_property
     def peak(self) -> tuple[float, ...]:
         """Per rank: most activations alive at once, each from the start of its F to the end of its W or B.
 
-        In units of one rank's micro-batch: with several chunks a rank, a chunk's activation is that part of one.
+        In units of one rank's micro-batch: with several chunks a rank, a chunk counts as that part of one.
         """
         ranks, stages = self.schedule.ranks, self.schedule.stages
         return tuple(_most_alive(actions) * ranks / stages for actions in self.schedule.actions)
@@ -100,8 +105,8 @@ class Timeline:
         return ticks * self.tick.numerator / self.tick.denominator
 
     @cached_property
-    def _span(self) -> int:
-        return max((row[-1].end - row[0].start for row in self.cells if row), default=0)
+    def _spans(self) -> tuple[int, ...]:
+        return tuple(row[-1].end - row[0].start if row else 0 for row in self.cells)
 
     @cached_property
     def _busy(self) -> tuple[int, ...]:
@@ -125,14 +130,12 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         row, actions = rows[rank], schedule.actions[rank]
         while len(row) < len(actions):
             action = actions[len(row)]
-            needs = tuple(_needs(action, schedule, ticks))
-            missing = next((need for need, _ in needs if need not in ended), None)
-            if missing is not None:
+            arrival, missing = _arrival(_needs(action, schedule, ticks), ended)
+            if missing:
                 waiting[missing].append(rank)
                 break
-            free = row[-1].end if row else 0
-            start = max(free, *(ended[need] + delay for need, delay in needs)) if needs else free
-            end = start + ticks.durations[action.kind][action.stage]
+            start = max(arrival, row[-1].end) if row else arrival
+            end = start + ticks.duration(action)
             row.append(Cell(action, start, end))
             if action.kind is not Kind.W:
                 result = _result(action)
@@ -149,6 +152,17 @@ Result = tuple[int, bool, int]
 
 def _result(action: Action) -> Result:
     return action.stage, action.kind is not Kind.F, action.microbatch
+
+
+def _arrival(needs: Iterable[tuple[Result, int]], ended: Mapping[Result, int]) -> tuple[int, Result | None]:
+    """When all of `needs` are there; or the first one that nobody has made yet."""
+    latest = 0
+    for need, delay in needs:
+        end = ended.get(need)
+        if end is None:
+            return 0, need
+        latest = max(latest, end + delay)
+    return latest, None
 
 
 def _needs(action: Action, schedule: Schedule, ticks: Ticks) -> Iterator[tuple[Result, int]]:

@@ -1,0 +1,57 @@
+"""Users' models: whatever is awkward about them, the woven run equals the single device."""
+
+import pytest
+
+from parity.cases import USER_CASES, gpt2, single_module
+from parity.parity import check_parity
+from parity.woven import layer_count
+from plait.plan import Plan
+
+CASES = [pytest.param(case, id=case.name) for case in USER_CASES]
+CUTS = [
+    pytest.param(case, (first, layer_count(case) - first), id=f"{case.name}-{first}")
+    for case in USER_CASES
+    for first in range(1, layer_count(case))
+]
+DEGREES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
+
+
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("pp", "dp", "schedule", "microbatches"), [(2, 2, "1f1b", 3), (4, 1, "gpipe", 2)], ids=str
+)
+def test_users_models(rank_pool, case, pp, dp, schedule, microbatches):
+    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, precision="fp64")
+    check_parity(rank_pool, case, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(("pp", "dp"), DEGREES, ids=str)
+@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+def test_users_models_in_every_layout(rank_pool, case, pp, dp, schedule):
+    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=5, precision="fp64")
+    check_parity(rank_pool, case, plan)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("case", "cut"), CUTS)
+def test_users_models_cut_anywhere(rank_pool, case, cut):
+    plan = Plan(pp=2, layers_per_stage=cut, microbatches=3, precision="fp64")
+    check_parity(rank_pool, case, plan)
+
+
+def test_a_module_that_is_no_sequence_is_one_layer(rank_pool):
+    check_parity(rank_pool, single_module(), Plan(dp=2, microbatches=2, precision="fp64"))
+
+
+@pytest.mark.parametrize("cut", [(1, 5), (5, 1), (1, 1, 3, 1)], ids=str)
+def test_gpt2_cut_by_hand(rank_pool, cut):
+    plan = Plan(pp=len(cut), layers_per_stage=cut, microbatches=3, precision="fp64")
+    check_parity(rank_pool, gpt2(layers=2, tied=True), plan)
+
+
+@pytest.mark.parametrize(("pp", "dp", "schedule"), [(2, 2, "1f1b"), (4, 1, "gpipe")], ids=str)
+def test_single_precision(rank_pool, pp, dp, schedule):
+    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=3, precision="fp32")
+    check_parity(rank_pool, gpt2(layers=2, tied=True), plan)

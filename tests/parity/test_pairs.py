@@ -1,0 +1,19 @@
+import pytest
+
+from parity.pairs import covering_rows, every_row, pairs_of
+
+
+@pytest.mark.parametrize("sizes", [(2, 2), (2, 3, 4), (6, 5, 2, 2, 2), (1, 4, 1, 3), (5,), ()], ids=str)
+def test_every_pair_stands_in_some_row(sizes):
+    factors = {f"factor{number}": range(size) for number, size in enumerate(sizes)}
+    rows, product = covering_rows(factors), every_row(factors)
+    covered = {pair for row in rows for pair in pairs_of(row)}
+    assert covered == {pair for row in product for pair in pairs_of(row)}
+    assert all(row in product for row in rows)
+
+
+def test_rows_are_few_and_the_same_each_time():
+    factors = {"a": range(6), "b": range(5), "c": "xy", "d": "xy", "e": "xy"}
+    rows = covering_rows(factors)
+    assert rows == covering_rows(factors)
+    assert len(rows) == 30  # a and b alone need as many; the product has 240

@@ -1,0 +1,163 @@
+"""What else a step gives: losses per micro-batch, input gradients, evaluation, generated tokens."""
+
+import pytest
+import torch
+
+from parity import woven
+from parity.case import ROWS, rows_of
+from parity.cases import GPT2_CONTEXT, USER_CASES, gpt2
+from parity.norm import TOLERANCE, assert_close, assert_equal
+from parity.reference import materialise
+from plait.pipeline.values import map_tensors, tensors_of
+from plait.plan import Plan
+
+BY_NAME = {case.name: case for case in USER_CASES}
+TIGHT = TOLERANCE[torch.float64]
+LAYOUTS = [
+    Plan(pp=2, dp=2, microbatches=3, precision="fp64"),
+    Plan(pp=4, microbatches=2, schedule="gpipe", precision="fp64"),
+    Plan(dp=2, microbatches=2, precision="fp64"),
+]
+
+
+def identify(value):
+    return f"pp{value.pp}-dp{value.dp}" if isinstance(value, Plan) else str(value)
+
+
+def single_device(case, plan):
+    """The plain model, and the first global batch of a plan."""
+    (batch,) = case.batches(woven.global_rows(plan), 1, torch.float64)
+    return materialise(case.build(), torch.float64), *batch
+
+
+# ── losses per micro-batch ──
+
+
+def losses_in_a_rank(case, plan):
+    engine = woven.weave(case, plan)
+    engine.forward_backward(*woven.shares(case, engine, 1)[0])
+    return engine.mesh.index("dp"), engine.microbatch_losses().tolist()
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
+def test_losses_per_microbatch(rank_pool, plan):
+    case = BY_NAME["weighted"]
+    model, inputs, targets = single_device(case, plan)
+    for dp, losses in rank_pool.run(losses_in_a_rank, case, plan, ranks=plan.world):
+        assert len(losses) == plan.microbatches
+        for number, loss in enumerate(losses, dp * plan.microbatches):
+            rows = number * ROWS, (number + 1) * ROWS
+            expected = case.mean(model(rows_of(inputs, *rows)), rows_of(targets, *rows)).item()
+            assert_close(loss, expected, TIGHT, f"the loss of micro-batch {number}")
+
+
+# ── input gradients ──
+
+
+def input_gradients_in_a_rank(case, plan):
+    engine = woven.weave(case, plan)
+    (batch,) = woven.shares(case, engine, 1)
+    engine.forward_backward(*batch)
+    assert engine.input_gradients() is None, "nobody asked for them"
+    engine.forward_backward(*batch, input_gradients=True)
+    return engine.mesh.index("pp"), engine.mesh.index("dp"), engine.input_gradients()
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
+@pytest.mark.parametrize("name", ["dictionary", "skips", "convolution", "frozen_first_vectors"])
+def test_input_gradients(rank_pool, name, plan):
+    case = BY_NAME[name]
+    model, inputs, targets = single_device(case, plan)
+    for tensor in tensors_of(inputs):
+        tensor.requires_grad_(tensor.is_floating_point())
+    case.mean(model(map_tensors(torch.clone, inputs)), targets).backward()
+    expected = map_tensors(lambda tensor: tensor.grad, inputs)
+    for pp, dp, gradients in rank_pool.run(input_gradients_in_a_rank, case, plan, ranks=plan.world):
+        if pp > 0:
+            assert gradients is None
+            continue
+        rows = ROWS * plan.microbatches
+        share = rows_of(expected, dp * rows, (dp + 1) * rows)
+        assert_equal(named(gradients), named(share), TIGHT, f"on dp {dp}, the gradient of input")
+
+
+def named(value):
+    """The tensors of a tensor or a dictionary by name; those without a gradient are left out."""
+    items = value if isinstance(value, dict) else {"input": value}
+    return {name: tensor for name, tensor in items.items() if tensor is not None}
+
+
+# ── evaluation ──
+
+
+def evaluation_in_a_rank(case, plan):
+    engine = woven.weave(case, plan)
+    first, second = woven.shares(case, engine, 2)
+    alone = engine.evaluate(*second).item()
+    engine.forward_backward(*first)
+    for module in engine._modules()[:1]:
+        module.eval()
+    before = woven.gradients_of(engine), modes(engine)
+    after_step = engine.evaluate(*second).item()
+    after = woven.gradients_of(engine), modes(engine)
+    assert before[1] == after[1], "the modes changed"
+    assert all(torch.equal(before[0][name], after[0][name]) for name in before[0]), "gradients changed"
+    return alone, after_step
+
+
+def modes(engine):
+    return [child.training for module in engine._modules() for child in module.modules()]
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
+@pytest.mark.parametrize("name", ["moody", "attention", "ignored_targets"])
+def test_evaluation(rank_pool, name, plan):
+    case = BY_NAME[name]
+    _, (inputs, targets) = case.batches(woven.global_rows(plan), 2, torch.float64)
+    model = materialise(case.build(), torch.float64).eval()
+    with torch.no_grad():
+        expected = case.mean(model(inputs), targets).item()
+    for alone, after_step in rank_pool.run(evaluation_in_a_rank, case, plan, ranks=plan.world):
+        assert_close(alone, expected, TIGHT, "the loss")
+        assert after_step == alone
+
+
+# ── generation ──
+
+
+def generation_in_a_rank(case, plan, prompt, tokens, options):
+    return woven.weave(case, plan).generate(prompt, tokens, **options)
+
+
+def generated(rank_pool, plan, prompt, **options):
+    """What every rank generates, longer than the context; the same everywhere."""
+    ranks = rank_pool.run(
+        generation_in_a_rank, gpt2(), plan, prompt, GPT2_CONTEXT, options, ranks=plan.world
+    )
+    assert all(torch.equal(ranks[0], tokens) for tokens in ranks)
+    return ranks[0]
+
+
+PROMPT = torch.tensor([[3, 1, 4], [1, 5, 36]])
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
+def test_greedy_continuation(rank_pool, plan):
+    model = materialise(gpt2().build(), torch.float64)
+    expected = PROMPT
+    with torch.no_grad():
+        for _ in range(GPT2_CONTEXT):
+            logits = model(expected[:, -GPT2_CONTEXT:])[:, -1]
+            expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
+    assert torch.equal(generated(rank_pool, plan, PROMPT, temperature=0), expected)
+
+
+@pytest.mark.parametrize("top_k", [None, 4], ids=str)
+def test_drawn_tokens_are_the_same_in_every_layout(rank_pool, top_k):
+    options = {"temperature": 1.0, "top_k": top_k, "seed": 5}
+    woven_tokens = generated(rank_pool, LAYOUTS[0], PROMPT, **options)
+    alone = generated(rank_pool, Plan(precision="fp64"), PROMPT, **options)
+    assert torch.equal(woven_tokens, alone)
+    assert torch.equal(woven_tokens[:, :3], PROMPT)
+    other = generated(rank_pool, Plan(precision="fp64"), PROMPT, **{**options, "seed": 6})
+    assert not torch.equal(alone, other)

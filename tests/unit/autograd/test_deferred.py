@@ -1,0 +1,217 @@
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.errors import ModelError
+
+
+def deferred(module: nn.Module) -> tuple[nn.Module, Keeper]:
+    """A copy of `module` that defers, its gradients zero."""
+    twin, keeper = copy.deepcopy(module), Keeper()
+    defer_weight_gradients(twin, keeper)
+    for parameter in twin.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    return twin, keeper
+
+
+def backward(module: nn.Module, given: Tensor, gradient: Tensor) -> Tensor | None:
+    """The gradient of the input."""
+    leaf = given.detach().requires_grad_(given.is_floating_point())
+    torch.autograd.backward(module(leaf), gradient)
+    return leaf.grad
+
+
+def do(keeper: Keeper) -> None:
+    with torch.no_grad():
+        for work in keeper.take():
+            work()
+
+
+def assert_equal(got: nn.Module, wanted: nn.Module) -> None:
+    for (name, one), other in zip(got.named_parameters(), wanted.parameters(), strict=True):
+        assert one.requires_grad == other.requires_grad
+        if other.requires_grad:
+            torch.testing.assert_close(one.grad, other.grad, rtol=1e-14, atol=1e-14, msg=name)
+        else:
+            assert one.grad is None
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 4, 5, 3), (0, 3)])
+@pytest.mark.parametrize("frozen", [(), ("weight",), ("bias",), ("weight", "bias")])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_equals_native(shape: tuple[int, ...], frozen: tuple[str, ...], bias: bool) -> None:
+    torch.manual_seed(0)
+    native = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
+    for name, parameter in native.named_parameters():
+        parameter.requires_grad_(name not in frozen)
+    twin, keeper = deferred(native)
+    given = torch.randn(shape, dtype=torch.float64)
+    gradient = torch.randn(*shape[:-1], 4, dtype=torch.float64)
+    torch.testing.assert_close(
+        backward(twin, given, gradient), backward(native, given, gradient), rtol=1e-14, atol=1e-14
+    )
+    do(keeper)
+    assert_equal(twin, native)
+
+
+@pytest.mark.parametrize("padding", [None, 2])
+@pytest.mark.parametrize("tokens", [[[0, 2, 2], [5, 2, 0]], [1], []])
+def test_embedding_equals_native(tokens: list[int], padding: int | None) -> None:
+    native = nn.Embedding(6, 4, padding_idx=padding, dtype=torch.float64)
+    twin, keeper = deferred(native)
+    given = torch.tensor(tokens, dtype=torch.int64)
+    gradient = torch.randn(*given.shape, 4, dtype=torch.float64)
+    backward(native, given, gradient)
+    backward(twin, given, gradient)
+    do(keeper)
+    assert_equal(twin, native)
+
+
+def test_a_model_of_both_equals_native_over_several_backwards() -> None:
+    native = nn.Sequential(
+        nn.Embedding(7, 4), nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 7)
+    ).double()
+    twin, keeper = deferred(native)
+    for _ in range(3):
+        given, gradient = torch.randint(7, (2, 3)), torch.randn(2, 3, 7, dtype=torch.float64)
+        backward(native, given, gradient)
+        backward(twin, given, gradient)
+    assert len(keeper.kept) == 9
+    do(keeper)
+    assert_equal(twin, native)
+    assert keeper.take() == []
+
+
+def test_a_weight_used_twice_gets_both_gradients() -> None:
+    native = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
+    native.append(native[0])
+    twin, keeper = deferred(native)
+    given, gradient = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
+    backward(native, given, gradient)
+    backward(twin, given, gradient)
+    do(keeper)
+    assert_equal(twin, native)
+
+
+def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
+    twin, keeper = deferred(nn.Linear(3, 4))
+    place = torch.ones(4, 3)
+    twin.weight.grad = place
+    given = torch.randn(5, 3)
+    backward(twin, given, torch.ones(5, 4))
+    assert torch.equal(place, torch.ones(4, 3))
+    do(keeper)
+    assert twin.weight.grad is place
+    torch.testing.assert_close(place, 1 + given.sum(0).expand(4, 3))
+
+
+def test_nothing_is_kept_without_gradients() -> None:
+    native = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
+    twin, keeper = deferred(native)
+    tokens = torch.tensor([[1, 4]])
+    with torch.no_grad():
+        assert torch.equal(twin(tokens), native(tokens))
+    assert keeper.take() == []
+
+
+def test_frozen_weights_keep_nothing() -> None:
+    twin, keeper = deferred(nn.Linear(3, 2).requires_grad_(False))
+    assert backward(twin, torch.randn(4, 3), torch.ones(4, 2)) is not None
+    assert keeper.take() == []
+
+
+def test_a_frozen_weight_does_not_hold_the_input() -> None:
+    twin, _ = deferred(nn.Linear(3, 2).requires_grad_(False))
+    given = torch.randn(4, 3)
+    held = weakref.ref(given)
+    output = twin(given.requires_grad_() * 1)
+    del given
+    gc.collect()
+    assert output.grad_fn is not None
+    assert held() is not None  # a leaf is held by the graph, to collect its gradient
+    output.sum().backward()
+    del output
+    gc.collect()
+    assert held() is None
+
+
+def test_work_done_is_memory_given_back() -> None:
+    twin, keeper = deferred(nn.Linear(3, 2))
+    given = torch.randn(4, 3)
+    held = weakref.ref(given)
+    twin(given).sum().backward()
+    del given
+    assert held() is not None, "the weight work needs the input"
+    do(keeper)
+    gc.collect()
+    assert held() is None
+
+
+class Scaled(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+@pytest.mark.parametrize(
+    "module",
+    [Scaled(3, 2), nn.Embedding(4, 2, max_norm=1.0), nn.Embedding(4, 2, scale_grad_by_freq=True)],
+    ids=["subclass", "max_norm", "scale_grad_by_freq"],
+)
+def test_what_is_not_plain_is_left_alone(module: nn.Module) -> None:
+    twin, keeper = deferred(module)
+    given = torch.tensor([1, 1, 2]) if isinstance(module, nn.Embedding) else torch.randn(5, 3)
+    gradient = torch.ones(*module(given).shape)
+    backward(module, given, gradient)
+    backward(twin, given, gradient)
+    assert keeper.take() == []
+    assert_equal(twin, module)
+
+
+def test_only_these_instances_change() -> None:
+    native = nn.Linear(3, 2)
+    deferred(native)
+    assert "forward" not in vars(native)
+
+
+@pytest.mark.parametrize(
+    ("module", "given", "name"),
+    [
+        (nn.Linear(3, 2), torch.ones(4, 3), "a linear"),
+        (nn.Embedding(3, 2), torch.tensor([1, 2]), "an embedding"),
+    ],
+)
+def test_a_second_backward_is_refused(module: nn.Module, given: Tensor, name: str) -> None:
+    twin, keeper = deferred(module)
+    output = twin(given).sum()
+    output.backward(retain_graph=True)
+    with pytest.raises(ModelError, match=f"{name} met a second backward"):
+        output.backward()
+    assert len(keeper.take()) == 1
+
+
+def test_a_backward_that_makes_a_graph_is_refused() -> None:
+    # A gradient penalty would otherwise lose its share of the weight's gradient without a word.
+    twin, keeper = deferred(nn.Linear(3, 2))
+    given = torch.ones(4, 3, requires_grad=True)
+    with pytest.raises(ModelError, match="or one with create_graph"):
+        torch.autograd.grad(twin(given).sum(), given, create_graph=True)
+    assert keeper.take() == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_low_precision(dtype: torch.dtype) -> None:
+    native = nn.Linear(8, 4, dtype=dtype)
+    twin, keeper = deferred(native)
+    given, gradient = torch.randn(5, 8, dtype=dtype), torch.randn(5, 4, dtype=dtype)
+    backward(native, given, gradient)
+    backward(twin, given, gradient)
+    do(keeper)
+    torch.testing.assert_close(twin.weight.grad, native.weight.grad)
+    assert twin.weight.grad.dtype == dtype

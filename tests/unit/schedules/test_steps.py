@@ -1,0 +1,39 @@
+from __future__ import annotations
+
+import pytest
+from schedule_cases import listed, words, written
+
+from plait.errors import ScheduleError
+from plait.schedules.lower import Place, Shape
+from plait.schedules.policies import schedule
+from plait.schedules.steps import Steps
+
+SHAPE = Shape((1, 1), {"a": (Place(0, 0),), "b": (Place(1, 0),)})
+STEPS = Steps(schedule("gpipe", ranks=2, microbatches=2), SHAPE, rank=1)
+
+
+def test_programs_of_one_rank() -> None:
+    assert "1W1.0" in words(STEPS.train)
+    assert words(STEPS.evaluate) == listed("""
+        post 1F0<0; await 1F0<0; post 1F1<0; 1F0.0; loss 1F0; release 1F0
+        await 1F1<0; 1F1.0; loss 1F1; release 1F1; finish
+    """)
+    assert words(STEPS.output) == listed("post 1F0<0; await 1F0<0; 1F0.0; keep 1F0; release 1F0; finish")
+
+
+def test_programs_are_made_once() -> None:
+    assert STEPS.train is STEPS.train
+    assert STEPS.evaluate is STEPS.evaluate
+
+
+def test_ranks_of_the_ends() -> None:
+    folded = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
+    steps = Steps(folded, Shape((1,) * 4, {}), rank=0)
+    assert (steps.first_rank, steps.last_rank) == (0, 0)
+    assert (STEPS.first_rank, STEPS.last_rank) == (0, 1)
+
+
+def test_an_illegal_schedule_is_refused_before_it_is_lowered() -> None:
+    steps = Steps(written(["0B0 0F0"], rank_of=(0,), microbatches=1), Shape((1,), {}), rank=0)
+    with pytest.raises(ScheduleError, match="forward, input, weights"):
+        _ = steps.train
