@@ -42,7 +42,9 @@ def train() -> None:
     plan = plait.Plan(pp=2, microbatches=4)
     mesh = plait.Mesh(plan)
     with torch.device("meta"):  # values are made by name and seed, equal whatever the plan
-        model = nn.Sequential(Embed(), Pool(), nn.Linear(WIDTH, 128), nn.ReLU(inplace=True), nn.Linear(128, 2))
+        model = nn.Sequential(
+            Embed(), Pool(), nn.Linear(WIDTH, 128), nn.ReLU(inplace=True), nn.Linear(128, 2)
+        )
     engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
     optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.01), lr=1e-2)
     for step in range(STEPS):

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 
+import hypothesis
 import pytest
 import torch
 
@@ -10,6 +11,9 @@ from plait.comm.pool import RankPool
 
 def pytest_configure() -> None:
     torch.set_num_threads(1)
+    # No deadline: times are noisy, and no test asserts one.
+    hypothesis.settings.register_profile("plait", deadline=None)
+    hypothesis.settings.load_profile("plait")
 
 
 @pytest.fixture(scope="session")

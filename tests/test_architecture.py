@@ -31,6 +31,7 @@ from house_rules import (
 
 MOST_PUBLIC_NAMES = 16
 PUBLIC = [
+    "Costs",
     "Mesh",
     "PlaitError",
     "Plan",
@@ -40,6 +41,7 @@ PUBLIC = [
     "models",
     "parallelize",
     "schedule",
+    "simulate",
 ]
 
 

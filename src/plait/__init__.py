@@ -18,11 +18,14 @@ if TYPE_CHECKING:
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.schedules.policies import schedule
+    from plait.simulation.costs import Costs
+    from plait.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
 
 __version__ = "0.1.0"
 
 _HOME = {
+    "Costs": "plait.simulation.costs",
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
@@ -31,9 +34,11 @@ _HOME = {
     "launch": "plait.comm.launch",
     "parallelize": "plait.composer",
     "schedule": "plait.schedules.policies",
+    "simulate": "plait.simulation.timeline",
 }
 
 __all__ = [
+    "Costs",
     "Mesh",
     "PlaitError",
     "Plan",
@@ -43,6 +48,7 @@ __all__ = [
     "models",
     "parallelize",
     "schedule",
+    "simulate",
 ]
 
 

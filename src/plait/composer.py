@@ -10,7 +10,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
@@ -24,9 +23,10 @@ from plait.models.initial import initial_value
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.precision import DTYPES, convert
 from plait.pipeline.sequence import (
     LayerSequence,
-    convert,
+    checksum,
     on_meta,
     private_copy,
     refuse_randomness,
@@ -42,8 +42,6 @@ from plait.schedules.steps import Steps
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, build_unit
 from plait.tensor.losses import Loss
-
-DTYPES = {"fp64": torch.float64, "fp32": torch.float32, "bf16": torch.bfloat16, None: None}
 
 
 def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: int = 0) -> Engine:
@@ -65,7 +63,8 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
     sequence = sequence_of(model)
     refuse_randomness(sequence)
     counts = cut(sequence, plan)
-    agree(fingerprint(sequence, plan, counts, seed), mesh.group("world"), mesh.device)
+    for statement in (fingerprint(sequence, plan, counts, seed), fingerprint_of_values(sequence)):
+        agree(statement, mesh.group("world"), mesh.device)
     order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
     users = unit_users(sequence, counts)
     steps = Steps(order, Shape(counts, users), mesh.index("pp"))
@@ -96,6 +95,7 @@ def refuse_missing_parts(plan: Plan) -> None:
     missing = {
         "tp": (plan.tp, 1),
         "strategy": (plan.strategy, "none"),
+        "reduce": (plan.reduce, "last"),
         "recompute": (plan.recompute, "none"),
         "chunks": (plan.chunks or 1, 1),
     }
@@ -123,6 +123,16 @@ def fingerprint(sequence: LayerSequence, plan: Plan, counts: Sequence[int], seed
         for name, parameter in layer.module.named_parameters():
             digest.update(f"{layer.path} {name} {parameter.shape} {parameter.dtype}".encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
+
+
+def fingerprint_of_values(sequence: LayerSequence) -> str:
+    """The values that the model brings along; ranks that start differently would never come together."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in sequence.layers:
+        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+            if not tensor.is_meta:
+                digest.update(str(checksum(tensor)).encode())
+    return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"
 
 
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:

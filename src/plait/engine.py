@@ -17,6 +17,7 @@ from plait.layout import Layout
 from plait.pipeline.boundary import LayerInfo, infer
 from plait.pipeline.executor import Executor
 from plait.pipeline.modes import evaluating
+from plait.pipeline.precision import DTYPES
 from plait.pipeline.sequence import NamedLayer
 from plait.pipeline.values import Value, map_tensors, signature, split
 from plait.pipeline.worker import Worker
@@ -77,7 +78,6 @@ class Engine:
         self._traffic_before = self.mesh.traffic.snapshot()
         for stage in self._worker.stages.values():
             stage.input_gradients = input_gradients
-        self._parts.reducer.begin()
         with torch.enable_grad():
             return self._run_with_loss(self._parts.steps.train, inputs, targets, input_gradients)
 
@@ -191,17 +191,21 @@ class Engine:
         self, program: Program, inputs: Value, targets: Value, input_gradients: bool
     ) -> Tensor:
         count = self.plan.microbatches
-        to_device = self.mesh.device
-        batch = split(map_tensors(lambda t: t.to(to_device, non_blocking=True), inputs), count, "inputs")
-        parts = split(map_tensors(lambda t: t.to(to_device, non_blocking=True), targets), count, "targets")
+        batch = split(map_tensors(self._as_input, inputs), count, "inputs")
+        parts = split(map_tensors(lambda tensor: tensor.to(self.mesh.device), targets), count, "targets")
         self._weights = [self._parts.loss.weight(part) for part in parts]
         weight = torch.stack(self._weights).sum().double()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
         self._run(program, batch, parts, weight.reciprocal(), input_gradients)
-        mean = torch.zeros((), dtype=torch.float64, device=to_device)
+        mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self._is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._worker.loss_end.totals).double().sum() / weight
         return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
+
+    def _as_input(self, tensor: Tensor) -> Tensor:
+        """On the device; floating-point inputs in the plan's precision, as the parameters are."""
+        dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
+        return tensor.to(self.mesh.device, dtype)
 
     def _run(
         self,
@@ -213,11 +217,15 @@ class Engine:
     ) -> None:
         self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
         self._worker.loss_end.begin(targets, scale)
+        trains = torch.is_grad_enabled()
+        if trains:
+            self._parts.reducer.begin()
         try:
             self._executor.run(program)
         except BaseException:
             self._worker.clear()
-            self._parts.reducer.clear()
+            if trains:
+                self._parts.reducer.clear()
             raise
 
     def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:

@@ -12,6 +12,8 @@ Reduce = Literal["last", "each"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16"]
 
+_CHOICES = {"strategy": Strategy, "reduce": Reduce, "recompute": Recompute, "precision": Precision}
+
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
@@ -20,6 +22,7 @@ class Plan:
     `dp` counts data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
     `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
     stages by hand (one count per stage, first stage first); without it they are cut for even cost.
+    `precision` is the dtype of parameters and activations; without it they keep the model's.
     """
 
     pp: int = 1
@@ -32,30 +35,32 @@ class Plan:
     strategy: Strategy = "none"
     reduce: Reduce = "last"
     recompute: Recompute = "none"
-    precision: Precision = "fp32"
+    precision: Precision | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
         for name in ("pp", "dp", "tp", "replicate", "microbatches"):
-            value = getattr(self, name)
-            if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-                raise PlanError(f"plan.{name} is {value!r}: give a whole number of at least 1.")
-        for name, kind in (
-            ("strategy", Strategy),
-            ("reduce", Reduce),
-            ("recompute", Recompute),
-            ("precision", Precision),
-        ):
-            value = getattr(self, name)
-            if value not in get_args(kind):
-                raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(get_args(kind))}.")
-        if self.chunks is not None and self.chunks < 1:
-            raise PlanError(f"plan.chunks is {self.chunks}: give a whole number of at least 1.")
+            _require_count(name, getattr(self, name))
+        if self.chunks is not None:
+            _require_count("chunks", self.chunks)
+        for name, kind in _CHOICES.items():
+            value, choices = getattr(self, name), get_args(kind)
+            if value not in choices and not (name == "precision" and value is None):
+                raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(choices)}.")
         if self.dp % self.replicate:
             raise PlanError(
                 f"plan.replicate = {self.replicate} does not divide plan.dp = {self.dp}: "
                 "choose a divisor, the shard axis is dp / replicate."
             )
+        if self.layers_per_stage is not None:
+            if not isinstance(self.layers_per_stage, tuple | list) or not self.layers_per_stage:
+                raise PlanError(
+                    f"plan.layers_per_stage is {self.layers_per_stage!r}: give one count per stage, or None."
+                )
+            for count in self.layers_per_stage:
+                _require_count("layers_per_stage", count)
+            # A list would make the plan unhashable and unequal to its twin.
+            object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
 
     @property
     def shard(self) -> int:
@@ -66,3 +71,8 @@ class Plan:
     def world(self) -> int:
         """Ranks in the whole run: the product of the degrees."""
         return self.pp * self.dp * self.tp
+
+
+def _require_count(name: str, value: object) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or value < 1:
+        raise PlanError(f"plan.{name} is {value!r}: give a whole number of at least 1.")

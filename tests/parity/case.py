@@ -19,7 +19,7 @@ ROWS = 2
 LEARNING_RATE = 1e-2
 WEIGHT_DECAY = 0.1
 EPSILON = 1e-6
-"""Of AdamW, which multiplies the rounding noise of a gradient that is exactly zero by LEARNING_RATE / EPSILON."""
+"""Of AdamW, which multiplies the noise of a gradient that is exactly zero by LEARNING_RATE / EPSILON."""
 
 Batch = tuple[Value, Value]
 """Inputs and targets."""
@@ -74,8 +74,6 @@ class Recipe:
         if self.optimizer == "adamw":
             return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
         return torch.optim.SGD(groups, lr=LEARNING_RATE, momentum=0.9)
-
-
 
 
 def rows_of(value: Value, start: int, stop: int) -> Value:

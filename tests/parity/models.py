@@ -1,184 +1,224 @@
-"""Layers as users write them, awkward in one way each. Models of them stand in `cases.py`."""
+"""Users' models, each awkward in a way of its own. Four layers or more, so that four stages can be cut."""
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import nn
+from torch.nn.utils.parametrizations import weight_norm
 
-VOCAB = 13
-HIDDEN = 8
-CLASSES = 5
-
-Flow = tuple[Tensor, Tensor, Tensor]
-"""Hidden `[rows, length, HIDDEN]`, segments (whole numbers) and importance (no gradient) `[rows, length]`."""
+from parity import layers
+from parity.layers import CLASSES, HIDDEN, VOCAB
 
 
-class Open(nn.Module):
-    """Takes a dictionary or a tuple of tokens, segments and importance; gives the same kind of container."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.token = nn.Embedding(VOCAB, HIDDEN)
-
-    def forward(self, batch: Any) -> Any:
-        if isinstance(batch, dict):
-            return {**batch, "hidden": self.token(batch["tokens"])}
-        tokens, segments, importance = batch
-        return self.token(tokens), segments, importance
+def frozen(module: nn.Module) -> nn.Module:
+    """The module, none of whose parameters is trained."""
+    return module.requires_grad_(False)
 
 
-class Unpack(nn.Module):
-    """From a dictionary to a tuple, with a parameter that multiplies."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.scale = nn.Parameter(torch.rand(HIDDEN) + 0.5)
-
-    def forward(self, batch: dict[str, Tensor]) -> Flow:
-        return batch["hidden"] * self.scale, batch["segments"], batch["importance"].exp()
+def on_meta() -> nn.Module:
+    """Initialised by its modules' own `reset_parameters`."""
+    with torch.device("meta"):
+        return nn.Sequential(
+            nn.Linear(HIDDEN, 6), nn.LayerNorm(6), nn.GELU(), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+        )
 
 
-class Mix(nn.Module):
-    """Adds to the hidden what the segments and the importance say; passes these on untouched."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.segment = nn.Embedding(3, HIDDEN)
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, flow: Flow) -> Flow:
-        hidden, segments, importance = flow
-        mixed = torch.tanh(self.linear(hidden) + self.segment(segments))
-        return hidden + mixed * importance.unsqueeze(-1), segments, importance
+def convolution() -> nn.Module:
+    """Activations in place, and layers without parameters."""
+    return nn.Sequential(
+        nn.Conv2d(1, 3, 3),
+        nn.ReLU(inplace=True),
+        nn.GroupNorm(3, 3),
+        nn.Flatten(),
+        nn.Tanh(),
+        nn.Linear(27, CLASSES),
+    )
 
 
-class Close(nn.Module):
-    """The hidden of a flow to logits."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.output = nn.Linear(HIDDEN, CLASSES)
-
-    def forward(self, flow: Flow) -> Tensor:
-        logits: Tensor = self.output(flow[0])
-        return logits
-
-
-class Fork(nn.Module):
-    """Gives its input twice, once as it came; and once more through a linear."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> tuple[Tensor, list[Tensor]]:
-        return hidden, [self.linear(hidden), hidden]
+def in_place() -> nn.Module:
+    """Layers that write to their input: to the batch, at boundaries and inside."""
+    return nn.Sequential(
+        nn.Hardtanh(inplace=True),
+        nn.Linear(HIDDEN, 6),
+        nn.ReLU(inplace=True),
+        nn.Linear(6, 6),
+        nn.LeakyReLU(0.1, inplace=True),
+        nn.Linear(6, CLASSES),
+    )
 
 
-class Carry(nn.Module):
-    """Works on one of the tensors; one goes on untouched and one without gradient."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(HIDDEN)
-
-    def forward(self, value: tuple[Tensor, list[Tensor]]) -> tuple[Tensor, list[Tensor]]:
-        skipped, (worked, third) = value
-        return skipped, [self.norm(worked), third.detach().sin()]
+def dictionary() -> nn.Module:
+    """A dictionary from the batch to the second layer, then tuples."""
+    return nn.Sequential(layers.Open(), layers.Unpack(), layers.Mix(), layers.Mix(), layers.Close())
 
 
-class Join(nn.Module):
-    """Back to one tensor."""
-
-    def forward(self, value: tuple[Tensor, list[Tensor]]) -> Tensor:
-        skipped, (worked, third) = value
-        return skipped * worked + third
+def tuples() -> nn.Module:
+    """Tuples all the way."""
+    return nn.Sequential(layers.Open(), layers.Mix(), layers.Mix(), layers.Close())
 
 
-class Twice(nn.Module):
-    """One linear used twice in a layer, the second time on the first's output."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.linear(torch.tanh(self.linear(hidden)))
-        return result
-
-
-class Idle(nn.Module):
-    """Has a linear that its forward does not use."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.used = nn.Linear(HIDDEN, HIDDEN)
-        self.idle = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.used(hidden)
-        return result
+def skips() -> nn.Module:
+    """Nested containers in which a tensor stands twice, goes by untouched or has lost its gradient."""
+    return nn.Sequential(
+        nn.Linear(HIDDEN, HIDDEN),
+        layers.Fork(),
+        layers.Carry(),
+        layers.Carry(),
+        layers.Join(),
+        nn.Linear(HIDDEN, CLASSES),
+    )
 
 
-class Standardise(nn.Module):
-    """Buffers of several dtypes: a shift, a permutation (whole numbers) and one that is not saved."""
-
-    shift: Tensor
-    permutation: Tensor
-    factor: Tensor
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("shift", torch.randn(HIDDEN))
-        self.register_buffer("permutation", torch.randperm(HIDDEN))
-        self.register_buffer("factor", torch.rand(()) + 1, persistent=False)
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.linear(hidden[..., self.permutation] * self.factor + self.shift)
-        return result
+def frozen_first() -> nn.Module:
+    """Nothing to train in the first two layers."""
+    return nn.Sequential(
+        frozen(nn.Embedding(VOCAB, HIDDEN)),
+        frozen(nn.Linear(HIDDEN, HIDDEN)),
+        nn.Linear(HIDDEN, HIDDEN),
+        nn.Tanh(),
+        nn.Linear(HIDDEN, CLASSES),
+    )
 
 
-class DoubledLinear(nn.Linear):
-    """A subclass of a module that plait treats on its own."""
-
-    def forward(self, input: Tensor) -> Tensor:
-        return functional.linear(input, 2 * self.weight, self.bias)
-
-
-class SelfAttention(nn.Module):
-    """PyTorch's own attention, whose linears are used by their weights and never called."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.attention = nn.MultiheadAttention(HIDDEN, 2, batch_first=True)
-
-    def forward(self, hidden: Tensor) -> Tensor:
-        mixed: Tensor = self.attention(hidden, hidden, hidden, need_weights=False)[0]
-        return hidden + mixed
+def frozen_first_vectors() -> nn.Module:
+    """The same on floating-point inputs, whose gradient may be wanted all the same."""
+    return nn.Sequential(
+        frozen(nn.Linear(HIDDEN, HIDDEN)),
+        nn.ReLU(inplace=True),
+        frozen(nn.Linear(HIDDEN, HIDDEN)),
+        nn.Linear(HIDDEN, CLASSES),
+    )
 
 
-class Moody(nn.Module):
-    """Does something else in evaluation mode."""
+def frozen_rest() -> nn.Module:
+    """Nothing to train but in the first layer: gradients go all the way and stay nowhere else."""
+    return nn.Sequential(
+        nn.Embedding(VOCAB, HIDDEN),
+        frozen(nn.Linear(HIDDEN, HIDDEN)),
+        nn.Tanh(),
+        frozen(nn.Linear(HIDDEN, HIDDEN)),
+        frozen(nn.Linear(HIDDEN, CLASSES)),
+    )
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.linear = nn.Linear(HIDDEN, HIDDEN)
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        result: Tensor = self.linear(hidden)
-        return result if self.training else 3 * result
+def half_frozen() -> nn.Module:
+    """Linears with a frozen weight and a trainable bias, or the other way round."""
+    model = nn.Sequential(
+        nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, 6), nn.Tanh(), nn.Linear(6, 6), nn.Linear(6, CLASSES)
+    )
+    model[0].weight.requires_grad_(False)
+    model[3].weight.requires_grad_(False)
+    model[4].bias.requires_grad_(False)
+    return model
 
 
-class TiedHead(nn.Module):
-    """A linear output layer on another layer's embedding table, used as a tensor and not through its module."""
+def twice_in_a_layer() -> nn.Module:
+    """A parameter used twice in one layer, and a subclassed and a parametrised linear."""
+    return nn.Sequential(
+        layers.DoubledLinear(HIDDEN, HIDDEN),
+        layers.Twice(),
+        weight_norm(nn.Linear(HIDDEN, HIDDEN)),
+        layers.Twice(),
+        nn.Linear(HIDDEN, CLASSES),
+    )
 
-    def __init__(self, embedding: nn.Embedding) -> None:
-        super().__init__()
-        self.table = embedding.weight
 
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden @ self.table.t()
+def repeated() -> nn.Module:
+    """The same module three times in the sequence."""
+    shared = nn.Linear(HIDDEN, HIDDEN)
+    return nn.Sequential(shared, nn.Tanh(), shared, nn.Sigmoid(), shared, nn.Linear(HIDDEN, CLASSES))
+
+
+def crossing_ties() -> nn.Module:
+    """Ties whose holders cross each other: no two ranks may wait for each other's reductions."""
+    linears = [nn.Linear(HIDDEN, HIDDEN) for _ in range(5)]
+    linears[2].weight = linears[0].weight
+    linears[3].weight = linears[1].weight
+    linears[4].bias = linears[0].bias
+    linears[4].weight = linears[3].weight
+    return nn.Sequential(*linears, nn.Linear(HIDDEN, CLASSES))
+
+
+def tied_table() -> nn.Module:
+    """An embedding table that another layer multiplies with; frozen bits beside it."""
+    embedding = nn.Embedding(VOCAB, HIDDEN)
+    head = layers.TiedHead(embedding)
+    return nn.Sequential(
+        embedding, frozen(nn.Linear(HIDDEN, HIDDEN)), nn.Tanh(), head, nn.Linear(VOCAB, CLASSES)
+    )
+
+
+def unused() -> nn.Module:
+    """Parameters that the loss does not depend on."""
+    return nn.Sequential(layers.Idle(), nn.Tanh(), layers.Idle(), nn.Linear(HIDDEN, CLASSES))
+
+
+def views() -> nn.Module:
+    """Layers that give their input, or a view of it, and scalars as parameters."""
+    return nn.Sequential(
+        nn.Identity(),
+        nn.Embedding(VOCAB, HIDDEN),
+        layers.Turn(),
+        layers.Temperature(),
+        layers.Turn(),
+        nn.Identity(),
+        nn.ReLU(inplace=True),
+        nn.Linear(HIDDEN, CLASSES),
+    )
+
+
+def dictionary_to_the_end() -> nn.Module:
+    """The loss is given a dictionary."""
+    return nn.Sequential(
+        layers.Open(), layers.Unpack(), layers.Mix(), layers.Mix(), layers.Close(), layers.Name()
+    )
+
+
+def nested() -> nn.Module:
+    """Sequences in sequences."""
+    inner = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), nn.Sequential(nn.Tanh(), nn.Linear(HIDDEN, HIDDEN)))
+    return nn.Sequential(nn.Sequential(nn.Embedding(VOCAB, HIDDEN)), inner, nn.Linear(HIDDEN, CLASSES))
+
+
+def padded() -> nn.Module:
+    """An embedding with a row that does not learn."""
+    return nn.Sequential(
+        nn.Embedding(VOCAB, HIDDEN, padding_idx=2),
+        nn.LayerNorm(HIDDEN),
+        nn.Linear(HIDDEN, HIDDEN, bias=False),
+        nn.Linear(HIDDEN, CLASSES),
+    )
+
+
+def buffers() -> nn.Module:
+    """Buffers with values."""
+    return nn.Sequential(layers.Standardise(), nn.Tanh(), layers.Standardise(), nn.Linear(HIDDEN, CLASSES))
+
+
+def attention() -> nn.Module:
+    """PyTorch's own attention."""
+    return nn.Sequential(
+        nn.Embedding(VOCAB, HIDDEN),
+        layers.SelfAttention(),
+        layers.SelfAttention(),
+        nn.Linear(HIDDEN, CLASSES),
+    )
+
+
+def recurrent() -> nn.Module:
+    """Layers that run over the length."""
+    return nn.Sequential(
+        nn.Embedding(VOCAB, HIDDEN), layers.Recurrent(), layers.Recurrent(), nn.Linear(HIDDEN, CLASSES)
+    )
+
+
+def recomputed() -> nn.Module:
+    """Layers that save memory on their own."""
+    return nn.Sequential(
+        nn.Linear(HIDDEN, HIDDEN), layers.Recomputed(), layers.Recomputed(), nn.Linear(HIDDEN, CLASSES)
+    )
+
+
+def moody() -> nn.Module:
+    """Another function in evaluation mode."""
+    return nn.Sequential(layers.Moody(), nn.Tanh(), layers.Moody(), nn.Linear(HIDDEN, CLASSES))

@@ -1,6 +1,7 @@
 """The norm by which two sets of tensors are equal: `max|a − b| ≤ tolerance · max(max|b|, floor · largest b)`.
 
-The floor is there because some gradients are exactly zero (the key bias of attention): their noise must not decide.
+The floor is there because some gradients are exactly zero (the key bias of attention): their noise must not
+decide.
 """
 
 from __future__ import annotations
@@ -15,8 +16,10 @@ TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5}
 FLOOR = 1e-3
 
 
-def ratios(actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float) -> dict[str, float]:
-    """For each name, how much of what the norm allows is used up: at most 1 is equal, NaN becomes infinity."""
+def ratios(
+    actual: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerance: float
+) -> dict[str, float]:
+    """For each name, how much of what the norm allows is used up: at most 1 is equal, NaN is infinity."""
     largest = max((_peak(tensor) for tensor in expected.values()), default=0.0)
     result = {}
     for name, tensor in expected.items():
@@ -48,7 +51,8 @@ def assert_close(actual: float, expected: float, tolerance: float, what: str) ->
     """The same for one number, relative to itself."""
     ratio = _quotient(abs(actual - expected), tolerance * abs(expected))
     assert ratio <= 1, (
-        f"{what} is {actual!r} instead of {expected!r}: {ratio:.3g} times further off than {tolerance:g} allows."
+        f"{what} is {actual!r} instead of {expected!r}: {ratio:.3g} times further off than the norm allows "
+        f"({tolerance:g})."
     )
 
 

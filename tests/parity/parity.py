@@ -15,11 +15,13 @@ from parity.outcome import Outcome
 from plait.comm.pool import RankPool
 from plait.plan import Plan
 
+THREE_STEPS = Recipe()
+
 
 def check_parity(
-    pool: RankPool, case: Case, plan: Plan, recipe: Recipe = Recipe(), defect: woven.Defect = nullcontext
+    pool: RankPool, case: Case, plan: Plan, recipe: Recipe = THREE_STEPS, defect: woven.Defect = nullcontext
 ) -> None:
-    """Run `recipe` on both sides and compare all that it gives. AssertionError says what differs, and how much."""
+    """Run `recipe` on both sides and compare all that it gives. AssertionError says what differs."""
     dtype = woven.DTYPES[plan.precision]
     expected = reference.train(case, woven.global_rows(plan), recipe, dtype)
     ranks = pool.run(woven.train, case, plan, recipe, defect, ranks=plan.world)

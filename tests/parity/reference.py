@@ -1,4 +1,4 @@
-"""The single device, in plain PyTorch: autograd, `torch.nn.utils` and `torch.optim`, and nothing of plait's engine.
+"""The single device in plain PyTorch: autograd, `torch.nn.utils`, `torch.optim`; nothing of plait's engine.
 
 Two things are agreed on and therefore shared: the initial values of tensors on the meta device, and that a
 trainable parameter that no loss depends on has a gradient of zero (autograd would leave None, and an

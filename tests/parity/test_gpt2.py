@@ -25,9 +25,7 @@ def identify(row):
 
 def check(rank_pool, row, precision="fp64"):
     pp, dp = row["degrees"]
-    plan = Plan(
-        pp=pp, dp=dp, schedule=row["schedule"], microbatches=row["microbatches"], precision=precision
-    )
+    plan = Plan(pp=pp, dp=dp, schedule=row["schedule"], microbatches=row["microbatches"], precision=precision)
     check_parity(rank_pool, gpt2(layers=row["layers"], tied=row["tied"]), plan)
 
 

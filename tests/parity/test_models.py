@@ -3,6 +3,7 @@
 import pytest
 
 from parity.cases import USER_CASES, gpt2, single_module
+from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
 from plait.plan import Plan
@@ -13,7 +14,15 @@ CUTS = [
     for case in USER_CASES
     for first in range(1, layer_count(case))
 ]
-DEGREES = ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4))
+LAYOUTS = covering_rows(
+    {
+        "name": tuple(case.name for case in USER_CASES),
+        "degrees": ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)),
+        "schedule": ("gpipe", "1f1b"),
+        "microbatches": (1, 5),
+    }
+)
+BY_NAME = {case.name: case for case in USER_CASES}
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -25,13 +34,17 @@ def test_users_models(rank_pool, case, pp, dp, schedule, microbatches):
     check_parity(rank_pool, case, plan)
 
 
+def identify(row):
+    (pp, dp), name = row["degrees"], row["name"]
+    return f"{name}-pp{pp}-dp{dp}-{row['schedule']}-m{row['microbatches']}"
+
+
 @pytest.mark.full
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(("pp", "dp"), DEGREES, ids=str)
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_users_models_in_every_layout(rank_pool, case, pp, dp, schedule):
-    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=5, precision="fp64")
-    check_parity(rank_pool, case, plan)
+@pytest.mark.parametrize("row", LAYOUTS, ids=identify)
+def test_users_models_on_all_degrees(rank_pool, row):
+    pp, dp = row["degrees"]
+    plan = Plan(pp=pp, dp=dp, schedule=row["schedule"], microbatches=row["microbatches"], precision="fp64")
+    check_parity(rank_pool, BY_NAME[row["name"]], plan)
 
 
 @pytest.mark.full

@@ -82,9 +82,9 @@ def test_input_gradients(rank_pool, name, plan):
 
 
 def named(value):
-    """The tensors of a tensor or a dictionary by name; those without a gradient are left out."""
+    """The gradients of a tensor or a dictionary by name; what has none is left out."""
     items = value if isinstance(value, dict) else {"input": value}
-    return {name: tensor for name, tensor in items.items() if tensor is not None}
+    return {name: gradient for name, gradient in items.items() if isinstance(gradient, torch.Tensor)}
 
 
 # ── evaluation ──
@@ -131,9 +131,7 @@ def generation_in_a_rank(case, plan, prompt, tokens, options):
 
 def generated(rank_pool, plan, prompt, **options):
     """What every rank generates, longer than the context; the same everywhere."""
-    ranks = rank_pool.run(
-        generation_in_a_rank, gpt2(), plan, prompt, GPT2_CONTEXT, options, ranks=plan.world
-    )
+    ranks = rank_pool.run(generation_in_a_rank, gpt2(), plan, prompt, GPT2_CONTEXT, options, ranks=plan.world)
     assert all(torch.equal(ranks[0], tokens) for tokens in ranks)
     return ranks[0]
 

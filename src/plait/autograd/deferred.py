@@ -95,14 +95,16 @@ class _Linear(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         _refuse_other_orders(ctx, "a linear")
-        (input,) = ctx.saved_tensors
+        (saved,) = ctx.saved_tensors
         weight, bias = ctx.weight, ctx.bias
         needs_bias = bias is not None and bias.requires_grad
         if weight.requires_grad or needs_bias:
+            # Cut off, so that waiting for W does not hold the layer's graph.
+            input = saved.detach() if saved is not None else None
 
             def work() -> None:
                 rows = gradient.reshape(-1, gradient.shape[-1])
-                if weight.requires_grad:
+                if input is not None:
                     weight.grad.addmm_(rows.t(), input.reshape(-1, input.shape[-1]))
                 if needs_bias:
                     bias.grad.add_(rows.sum(0))

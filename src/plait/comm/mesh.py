@@ -164,7 +164,8 @@ class Mesh:
 def _check_world(sizes: dict[str, int], world: int) -> None:
     needed = prod(sizes.values())
     if needed != world:
-        product = " × ".join(f"{axis} {size}" for axis, size in sizes.items())
+        degrees = {axis: coordinates.size_along(axis, sizes) for axis in ("pp", "dp", "tp")}
+        product = " × ".join(f"{axis} {size}" for axis, size in degrees.items())
         raise MeshError(
             f"the mesh needs {needed} ranks ({product}) but the world has {world}: "
             f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."

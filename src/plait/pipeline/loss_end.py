@@ -25,7 +25,7 @@ class LossEnd:
 
     def __init__(self, loss: LossLike) -> None:
         self.loss = loss
-        self.totals: list[Tensor] = []
+        self._totals: dict[int, Tensor] = {}
         self.outputs: list[Value] = []
         self._targets: Sequence[Value] = ()
         self._scale: Tensor | None = None
@@ -33,18 +33,23 @@ class LossEnd:
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
         """Start a step: the targets per micro-batch, and what the gradient is multiplied by (0-d)."""
-        self.totals, self.outputs = [], []
+        self._totals, self.outputs = {}, []
         self._targets, self._scale = targets, scale
 
     def compute(self, microbatch: int, output: Value) -> None:
-        """The loss of one micro-batch; its sum is added to `totals`, in micro-batch order."""
+        """The loss of one micro-batch, as a sum; see `totals`."""
         total = self.loss.total(output, self._targets[microbatch])
         if not isinstance(total, Tensor) or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
             raise ModelError(f"loss.total gave {shape}: give the summed loss as a 0-d tensor.")
-        self.totals.append(total.detach())
+        self._totals[microbatch] = total.detach()
         if torch.is_grad_enabled():
             self._open[microbatch] = total, list(tensors_of(output))
+
+    @property
+    def totals(self) -> list[Tensor]:
+        """The summed loss of each micro-batch, in their order, whatever the schedule's."""
+        return [self._totals[microbatch] for microbatch in sorted(self._totals)]
 
     def keep(self, output: Value) -> None:
         """Keep an output for the caller; there are no targets."""

@@ -10,8 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.pipeline.precision import convert
 
-RANDOM_MODULES = (
+DROPPING = (
     nn.Dropout,
     nn.Dropout1d,
     nn.Dropout2d,
@@ -85,11 +86,20 @@ def refuse_randomness(sequence: LayerSequence) -> None:
     """ModelError for a layer whose random numbers would depend on the layout."""
     for layer in sequence.layers:
         for name, module in layer.module.named_modules():
-            if isinstance(module, RANDOM_MODULES) and module.p > 0 and module.training:
+            probability = _drop_probability(module)
+            if probability and module.training:
                 raise ModelError(
-                    f"{join(layer.path, name)} is a {type(module).__name__} with p = {module.p}: its random "
-                    "numbers would depend on the layout, so set p to 0 or call eval() on it."
+                    f"{join(layer.path, name)} ({type(module).__name__}) drops with p = {probability}: its "
+                    "random numbers would depend on the layout, so set p to 0 or call eval() on it."
                 )
+
+
+def _drop_probability(module: nn.Module) -> float:
+    if isinstance(module, DROPPING):
+        return float(module.p)
+    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
+        return float(module.dropout)
+    return 0.0
 
 
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
@@ -113,10 +123,15 @@ def on_meta(sequence: LayerSequence, dtype: torch.dtype | None) -> dict[int, Ten
             twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in layer.module.buffers():
             twins[id(buffer)] = convert(buffer, dtype, meta)
+        for module in layer.module.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
+                    twins[id(value)] = torch.empty_like(value, device=meta)
     return twins
 
 
-def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A copy of `value` on `device`; floating-point numbers get `dtype`, if given."""
-    kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
-    return torch.empty_like(value, device=device, dtype=kept).copy_(value)
+def checksum(tensor: Tensor) -> int:
+    """A number made of the bits of `tensor`; tensors of different random values have different ones."""
+    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    width = max(size for size in bits if tensor.element_size() % size == 0)
+    return int(tensor.detach().contiguous().reshape(-1).view(bits[width]).sum(dtype=torch.int64))

@@ -62,6 +62,10 @@ class Reducer:
         self._carried = []
 
     def clear(self) -> None:
-        """Forget what is under way, after an exception in the middle of a step."""
+        """After an exception in the middle of a step: the gradients are again what they were before it."""
+        carried = {id(buffer): gradient for buffer, gradient in self._carried}
+        for unit in self.units.values():
+            for buffer in unit.trainable:
+                buffer.restore_gradients(carried.get(id(buffer)))
         self._under_way = []
         self._carried = []

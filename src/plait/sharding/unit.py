@@ -68,6 +68,14 @@ class FlatBuffer:
             self.parameters[slot.name].grad = slot.view_of(self.gradient)
         return carried
 
+    def restore_gradients(self, carried: Tensor | None) -> None:
+        """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`."""
+        if carried is None:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+        elif self.gradient is not None:
+            self.gradient.copy_(carried)
+
 
 @dataclass(eq=False)
 class Unit:

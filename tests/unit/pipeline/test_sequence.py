@@ -70,14 +70,22 @@ def test_refuses_what_is_no_module(model: object) -> None:
 
 @pytest.mark.parametrize("model", [nn.Sequential(), nn.Sequential(nn.Sequential(), nn.Sequential())])
 def test_refuses_an_empty_model(model: nn.Module) -> None:
-    with pytest.raises(ModelError, match="empty nn.Sequential: give it at least one layer"):
+    with pytest.raises(ModelError, match=r"empty nn\.Sequential: give it at least one layer"):
         sequence_of(model)
 
 
 def test_refuses_randomness_with_its_path() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Dropout(0.1)}))
-    with pytest.raises(ModelError, match=r"^1\.inner is a Dropout with p = 0\.1: "):
+    with pytest.raises(ModelError, match=r"^1\.inner \(Dropout\) drops with p = 0\.1: "):
         refuse_randomness(sequence_of(model))
+
+
+@pytest.mark.parametrize(
+    "layer", [nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.5)]
+)
+def test_refuses_dropout_inside_a_module_of_torch(layer: nn.Module) -> None:
+    with pytest.raises(ModelError, match="drops with p = "):
+        refuse_randomness(sequence_of(nn.Sequential(layer)))
 
 
 @pytest.mark.parametrize("layer", [nn.Dropout(0.0), nn.Dropout(0.5).eval(), nn.AlphaDropout(0.0)])

@@ -1,0 +1,134 @@
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import ModelError
+from plait.models import gpt2
+from plait.models.gpt2 import SPREAD, Attention
+from plait.models.initial import initial_value
+from plait.pipeline.sequence import refuse_randomness, sequence_of
+
+SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}
+
+
+def real(**sizes: int | bool) -> nn.Sequential:
+    """With values, as one rank would fill them."""
+    model = gpt2(**{**SMALL, **sizes})  # type: ignore[arg-type]
+    sequence = sequence_of(model)
+    values = {
+        name: initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), 0)
+        for name, users in sequence.users.items()
+        for layer in [sequence.layers[users[0]]]
+    }
+    model.to_empty(device="cpu")
+    if sizes.get("tied", True):
+        model.head.output.weight = model.embedding.token.weight
+    for name, parameter in model.named_parameters():
+        parameter.data.copy_(values[name])
+    return model
+
+
+def test_gpt2_small_has_as_many_parameters_as_the_original() -> None:
+    model = gpt2(layers=12, hidden=768, heads=12, vocab=50257, context=1024)
+    assert sum(parameter.numel() for parameter in model.parameters()) == 124_439_808
+    untied = gpt2(tied=False)
+    assert sum(parameter.numel() for parameter in untied.parameters()) == 124_439_808 + 50257 * 768
+
+
+def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
+    model = gpt2(**SMALL)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert list(model.buffers()) == []
+    sequence = sequence_of(model)
+    refuse_randomness(sequence)
+    assert [layer.path for layer in sequence.layers] == [
+        "embedding",
+        "blocks.0.attention",
+        "blocks.0.mlp",
+        "blocks.1.attention",
+        "blocks.1.mlp",
+        "head",
+    ]
+    assert sequence.users["embedding.token.weight"] == (0, 5)
+    assert model.context == 8
+
+
+def test_the_future_does_not_change_the_past() -> None:
+    model = real()
+    tokens = torch.randint(11, (2, 8))
+    logits = model(tokens)
+    assert logits.shape == (2, 8, 11)
+    for position in range(1, 8):
+        changed = tokens.clone()
+        changed[:, position:] = (tokens[:, position:] + 1) % 11
+        other = model(changed)
+        torch.testing.assert_close(other[:, :position], logits[:, :position])
+        assert not torch.allclose(other[:, position], logits[:, position])
+
+
+def test_attention_equals_the_formula() -> None:
+    torch.manual_seed(0)
+    attention = Attention(8, 2, 0.02).double()
+    x = torch.randn(3, 5, 8, dtype=torch.float64)
+    normed = attention.norm(x)
+    query, key, value = (
+        linear(normed).view(3, 5, 2, 4).permute(0, 2, 1, 3)
+        for linear in (attention.query, attention.key, attention.value)
+    )
+    scores = query @ key.mT / math.sqrt(4)
+    scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
+    mixed = (scores.softmax(-1) @ value).permute(0, 2, 1, 3).reshape(3, 5, 8)
+    torch.testing.assert_close(attention(x), x + attention.output(mixed), rtol=1e-12, atol=1e-12)
+
+
+def test_initial_values() -> None:
+    values = {
+        name: value.detach() for name, value in real(hidden=64, vocab=300, tied=False).named_parameters()
+    }
+    residual = SPREAD / math.sqrt(2 * SMALL["layers"])
+    spreads = {
+        "embedding.token.weight": SPREAD,
+        "embedding.position.weight": SPREAD / 2,
+        "blocks.0.attention.query.weight": SPREAD,
+        "blocks.0.attention.output.weight": residual,
+        "blocks.1.mlp.up.weight": SPREAD,
+        "blocks.1.mlp.down.weight": residual,
+        "head.output.weight": SPREAD,
+    }
+    for name, spread in spreads.items():
+        assert values[name].std().item() == pytest.approx(spread, rel=0.1), name
+    for name, value in values.items():
+        if name.endswith("bias"):
+            assert not value.any(), name
+        if name.endswith("norm.weight"):
+            assert (value == 1).all(), name
+
+
+def test_an_untrained_model_is_undecided() -> None:
+    logits = real(vocab=200)(torch.randint(200, (4, 8)))
+    loss = nn.functional.cross_entropy(logits.flatten(0, 1), torch.randint(200, (32,)))
+    assert loss.item() == pytest.approx(math.log(200), abs=0.1)
+
+
+@pytest.mark.parametrize("name", SMALL)
+def test_sizes_below_one_are_refused(name: str) -> None:
+    with pytest.raises(ModelError, match=rf"model\.{name} is 0: give at least 1"):
+        gpt2(**{**SMALL, name: 0})
+
+
+@pytest.mark.parametrize(("hidden", "near"), [(18, "16 or 20"), (3, "4 or 4")])
+def test_heads_must_divide_hidden(hidden: int, near: str) -> None:
+    with pytest.raises(
+        ModelError,
+        match=rf"model\.hidden = {hidden} is not divisible by model\.heads = 4: set hidden to {near}",
+    ):
+        gpt2(**{**SMALL, "hidden": hidden})
+
+
+def test_a_sequence_beyond_the_context_is_refused() -> None:
+    with pytest.raises(ModelError, match="a sequence of 9 tokens is longer than the model's context of 8"):
+        real()(torch.zeros(1, 9, dtype=torch.int64))

@@ -1,0 +1,72 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError
+from plait.pipeline.loss_end import LossEnd
+
+
+class SquaredError:
+    def total(self, output: Any, targets: Any) -> Tensor:
+        return ((output[0] - targets) ** 2).sum()
+
+
+def leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, requires_grad=True)
+
+
+def test_the_seed_is_the_gradient_of_the_scaled_sum() -> None:
+    end = LossEnd(SquaredError())
+    end.begin([torch.zeros(2), torch.zeros(2)], torch.tensor(0.5, dtype=torch.float64))
+    end.compute(0, (leaf(1, 2), leaf(9, 9)))
+    end.compute(1, (leaf(3, 4), leaf(9, 9)))
+    assert [total.item() for total in end.totals] == [5.0, 25.0]
+    gradient, unused = end.seed(1)
+    assert gradient is not None
+    assert gradient.tolist() == [3.0, 4.0]
+    assert unused is None
+    assert end.seed(0)[0].tolist() == [1.0, 2.0]  # type: ignore[union-attr]
+
+
+def test_without_gradients_nothing_is_held() -> None:
+    end = LossEnd(SquaredError())
+    end.begin([torch.zeros(1)], None)
+    with torch.no_grad():
+        end.compute(0, (leaf(2),))
+    with pytest.raises(KeyError):
+        end.seed(0)
+
+
+def test_a_loss_that_no_weight_feeds_has_no_gradient() -> None:
+    end = LossEnd(SquaredError())
+    end.begin([torch.zeros(1)], torch.tensor(1.0))
+    end.compute(0, (torch.ones(1),))
+    assert end.seed(0) == [None]
+
+
+def test_a_new_step_forgets_the_last_one() -> None:
+    end = LossEnd(SquaredError())
+    end.begin([torch.zeros(1)], torch.tensor(1.0))
+    end.compute(0, (leaf(2),))
+    end.keep("output")
+    end.clear()
+    with pytest.raises(KeyError):
+        end.seed(0)
+    end.begin([], None)
+    assert (end.totals, end.outputs) == ([], [])
+
+
+@pytest.mark.parametrize(("total", "told"), [(torch.zeros(3), r"\[3\]"), (1.5, "float")])
+def test_a_total_that_is_no_scalar_is_refused(total: object, told: str) -> None:
+    class Wrong:
+        def total(self, output: Any, targets: Any) -> Any:
+            return total
+
+    end = LossEnd(Wrong())
+    end.begin([None], None)
+    with pytest.raises(ModelError, match=rf"loss\.total gave {told}: give the summed loss as a 0-d tensor"):
+        end.compute(0, torch.zeros(3))

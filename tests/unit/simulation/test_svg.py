@@ -1,0 +1,95 @@
+"""The picture: well formed, whole, inside its frame, and nothing overlaps."""
+
+from __future__ import annotations
+
+from itertools import pairwise
+from xml.etree import ElementTree
+
+import pytest
+
+from plait.schedules.policies import schedule
+from plait.schedules.schedule import Schedule
+from plait.simulation.costs import Costs
+from plait.simulation.svg import draw_svg
+from plait.simulation.timeline import Timeline, simulate
+
+SVG = "{http://www.w3.org/2000/svg}"
+
+
+def picture(timeline: Timeline, width: int = 800) -> ElementTree.Element:
+    return ElementTree.fromstring(draw_svg(timeline, width=width))
+
+
+def texts(svg: ElementTree.Element) -> list[str]:
+    return [text.text or "" for text in svg.iter(f"{SVG}text")]
+
+
+def cells(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
+    """Of each cell: its row, left and right edge, and what pointing at it shows."""
+    found = []
+    for rect in svg.iter(f"{SVG}rect"):
+        if (tip := rect.find(f"{SVG}title")) is not None:
+            left = float(rect.attrib["x"])
+            found.append((float(rect.attrib["y"]), left, left + float(rect.attrib["width"]), tip.text or ""))
+    return found
+
+
+@pytest.mark.parametrize("width", [300, 800])
+@pytest.mark.parametrize("costs", [Costs(), Costs(1, 2, 3, 0.25), Costs(1e-200, 1, 1), Costs(0, 0, 0)])
+def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> None:
+    found = cells(picture(simulate(schedule("1f1b", ranks=3, microbatches=5), costs), width))
+    assert len(found) == 3 * 5 * 2
+    assert all(70 <= left <= right <= width - 12 for _, left, right, _ in found)
+    for (row, _, right, _), (next_row, left, _, _) in pairwise(found):
+        assert row < next_row or right <= left + 0.011
+
+
+def test_cells_say_what_and_when() -> None:
+    svg = picture(simulate(schedule("gpipe", ranks=2, microbatches=2), Costs(1, 1, 0.5)))
+    assert [tip for *_, tip in cells(svg)][:4] == [
+        "0F0: 0 to 1",
+        "0F1: 1 to 2",
+        "0B0: 4.5 to 6",
+        "0B1: 6 to 7.5",
+    ]
+
+
+def test_words_around_the_picture() -> None:
+    shown = texts(picture(simulate(schedule("1f1b", ranks=2, microbatches=4))))
+    assert shown[0] == "1f1b: 2 ranks, 4 micro-batches"
+    assert shown[1] == "makespan 15 · bubble 20.0% · peak activations per rank: 2 1"
+    assert {"forward", "backward", "rank 0", "rank 1", "F0", "B3", "14"} <= set(shown)
+    assert "input gradient" not in shown
+
+
+def test_many_ranks_show_the_highest_peak_only() -> None:
+    shown = texts(picture(simulate(schedule("1f1b", ranks=17, microbatches=20))))
+    assert shown[1].endswith("peak activations per rank: up to 17")
+
+
+@pytest.mark.parametrize(
+    ("width", "written"),
+    [
+        (800, ["F0", "F1", "B0", "B1"]),
+        (220, ["0", "1", "B0", "B1"]),
+        (115, ["B0", "B1"]),
+        (90, []),
+    ],
+)
+def test_cells_of_a_kind_hold_as_much_text_as_fits_all_of_them(width: int, written: list[str]) -> None:
+    timeline = simulate(schedule("gpipe", ranks=1, microbatches=2), Costs(1, 8, 0))
+    shown = [text.text for text in picture(timeline, width).iter(f"{SVG}text") if text.get("class") == "cell"]
+    assert shown == ["B", "F", *written]  # the legend comes first
+
+
+def test_names_are_escaped() -> None:
+    made = schedule("gpipe", ranks=1, microbatches=1)
+    named = Schedule("<a & b>", 1, made.rank_of, made.actions)
+    assert texts(picture(simulate(named)))[0] == "<a & b>: 1 rank, 1 micro-batch"
+
+
+def test_is_self_contained() -> None:
+    document = draw_svg(simulate(schedule("1f1b", ranks=2, microbatches=2)))
+    assert "href" not in document
+    assert "url(" not in document
+    assert document.count("http") == 1  # the name space

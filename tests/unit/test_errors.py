@@ -1,0 +1,34 @@
+from __future__ import annotations
+
+import inspect
+import pickle
+
+import pytest
+
+from plait import errors
+from plait.errors import PlaitError, RankError
+
+ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+
+
+def test_there_are_some() -> None:
+    assert {"PlanError", "ScheduleError", "ModelError", "RankError"} <= {kind.__name__ for kind in ALL}
+
+
+@pytest.mark.parametrize("kind", ALL)
+def test_every_error_is_ours_and_says_what_it_is_for(kind: type[Exception]) -> None:
+    assert issubclass(kind, PlaitError)
+    assert kind.__doc__
+    assert kind is PlaitError or kind.__name__.endswith("Error")
+
+
+@pytest.mark.parametrize("kind", [kind for kind in ALL if kind is not RankError])
+def test_errors_travel_between_processes(kind: type[Exception]) -> None:
+    error = pickle.loads(pickle.dumps(kind("a sentence.")))
+    assert type(error) is kind
+    assert str(error) == "a sentence."
+
+
+def test_a_rank_error_carries_its_rank_and_traceback() -> None:
+    error = RankError("rank 3 failed.", rank=3, traceback="Traceback …")
+    assert (str(error), error.rank, error.traceback) == ("rank 3 failed.", 3, "Traceback …")

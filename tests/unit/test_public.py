@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import ast
+import importlib
+from pathlib import Path
+
+import pytest
+
+import plait
+
+
+@pytest.mark.parametrize("name", plait.__all__)
+def test_every_public_name_is_the_one_that_type_checkers_see(name: str) -> None:
+    """The names stand twice in `plait/__init__.py`: for type checkers and for loading on first use."""
+    seen = {}
+    for node in ast.walk(ast.parse(Path(plait.__file__).read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module and node.module.startswith("plait"):
+            seen |= {alias.name: node.module for alias in node.names}
+    home = importlib.import_module(seen[name])
+    assert getattr(plait, name) is getattr(home, name)
+
+
+def test_every_public_name_has_a_word_about_it() -> None:
+    assert [name for name in plait.__all__ if not getattr(plait, name).__doc__] == []
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'plait' has no attribute 'paralelize'"):
+        _ = plait.paralelize
+    assert not hasattr(plait, "parallelise")
+
+
+def test_the_version_is_the_projects() -> None:
+    pyproject = (Path(plait.__file__).parents[2] / "pyproject.toml").read_text()
+    assert f'version = "{plait.__version__}"' in pyproject
