@@ -24,12 +24,12 @@ from plait.pipeline.cost import layer_costs
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.precision import DTYPES, convert
+from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import (
     LayerSequence,
     checksum,
     on_meta,
     private_copy,
-    refuse_randomness,
     sequence_of,
 )
 from plait.pipeline.stage import Stage
@@ -61,7 +61,7 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
             "what it is divided by, such as plait.cross_entropy."
         )
     sequence = sequence_of(model)
-    refuse_randomness(sequence)
+    refuse_layout_dependence(sequence)
     counts = cut(sequence, plan)
     for statement in (fingerprint(sequence, plan, counts, seed), fingerprint_of_values(sequence)):
         agree(statement, mesh.group("world"), mesh.device)

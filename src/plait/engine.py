@@ -193,7 +193,8 @@ class Engine:
         count = self.plan.microbatches
         batch = split(map_tensors(self._as_input, inputs), count, "inputs")
         parts = split(map_tensors(lambda tensor: tensor.to(self.mesh.device), targets), count, "targets")
-        self._weights = [self._parts.loss.weight(part) for part in parts]
+        weights = (self._parts.loss.weight(part) for part in parts)
+        self._weights = [torch.as_tensor(weight, device=self.mesh.device) for weight in weights]
         weight = torch.stack(self._weights).sum().double()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
         self._run(program, batch, parts, weight.reciprocal(), input_gradients)

@@ -12,15 +12,6 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.pipeline.precision import convert
 
-DROPPING = (
-    nn.Dropout,
-    nn.Dropout1d,
-    nn.Dropout2d,
-    nn.Dropout3d,
-    nn.AlphaDropout,
-    nn.FeatureAlphaDropout,
-)
-
 
 @dataclass(frozen=True)
 class NamedLayer:
@@ -80,26 +71,6 @@ def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
 def join(path: str, name: str) -> str:
     """`path.name`, where either may be empty."""
     return f"{path}.{name}" if path and name else path or name
-
-
-def refuse_randomness(sequence: LayerSequence) -> None:
-    """ModelError for a layer whose random numbers would depend on the layout."""
-    for layer in sequence.layers:
-        for name, module in layer.module.named_modules():
-            probability = _drop_probability(module)
-            if probability and module.training:
-                raise ModelError(
-                    f"{join(layer.path, name)} ({type(module).__name__}) drops with p = {probability}: its "
-                    "random numbers would depend on the layout, so set p to 0 or call eval() on it."
-                )
-
-
-def _drop_probability(module: nn.Module) -> float:
-    if isinstance(module, DROPPING):
-        return float(module.p)
-    if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
-        return float(module.dropout)
-    return 0.0
 
 
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:

@@ -20,10 +20,9 @@ def total_norm(units: Iterable[Unit], group: Group, device: torch.device) -> Ten
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
-        for buffer in unit.trainable:
-            assert buffer.gradient is not None
-            wide = buffer.gradient.dtype if buffer.gradient.dtype == torch.float64 else torch.float32
-            squares += torch.linalg.vector_norm(buffer.gradient, dtype=wide).double().square()
+        for gradient in _gradients(unit):
+            wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
+            squares += torch.linalg.vector_norm(gradient, dtype=wide).double().square()
     return all_reduce(squares, group, checked=False).wait().sqrt()
 
 
@@ -34,6 +33,9 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     # A norm that is no number would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
     for unit in units:
-        for buffer in unit.trainable:
-            assert buffer.gradient is not None
-            buffer.gradient.mul_(factor.to(buffer.gradient.dtype))
+        for gradient in _gradients(unit):
+            gradient.mul_(factor.to(gradient.dtype))
+
+
+def _gradients(unit: Unit) -> list[Tensor]:
+    return [b.current_gradient for b in unit.buffers if b.current_gradient is not None]

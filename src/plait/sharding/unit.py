@@ -47,6 +47,12 @@ class FlatBuffer:
     gradient: Tensor | None
     parameters: dict[str, nn.Parameter]
 
+    @property
+    def current_gradient(self) -> Tensor | None:
+        """The flat gradient, or None where there is none: frozen, or just zeroed."""
+        zeroed = all(parameter.grad is None for parameter in self.parameters.values())
+        return None if zeroed else self.gradient
+
     def attach_gradients(self) -> Tensor | None:
         """Make every parameter's `.grad` a view of the flat gradient again, before a step adds to it.
 

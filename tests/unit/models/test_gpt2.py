@@ -10,7 +10,8 @@ from plait.errors import ModelError
 from plait.models import gpt2
 from plait.models.gpt2 import SPREAD, Attention
 from plait.models.initial import initial_value
-from plait.pipeline.sequence import refuse_randomness, sequence_of
+from plait.pipeline.refusals import refuse_layout_dependence
+from plait.pipeline.sequence import sequence_of
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}
 
@@ -44,7 +45,7 @@ def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
     assert all(parameter.is_meta for parameter in model.parameters())
     assert list(model.buffers()) == []
     sequence = sequence_of(model)
-    refuse_randomness(sequence)
+    refuse_layout_dependence(sequence)
     assert [layer.path for layer in sequence.layers] == [
         "embedding",
         "blocks.0.attention",

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.pipeline.sequence import private_copy, refuse_randomness, sequence_of
+from plait.pipeline.sequence import private_copy, sequence_of
 
 
 def paths(model: nn.Module) -> list[str]:
@@ -72,33 +72,6 @@ def test_refuses_what_is_no_module(model: object) -> None:
 def test_refuses_an_empty_model(model: nn.Module) -> None:
     with pytest.raises(ModelError, match=r"empty nn\.Sequential: give it at least one layer"):
         sequence_of(model)
-
-
-def test_refuses_randomness_with_its_path() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Dropout(0.1)}))
-    with pytest.raises(ModelError, match=r"^1\.inner \(Dropout\) drops with p = 0\.1: "):
-        refuse_randomness(sequence_of(model))
-
-
-@pytest.mark.parametrize(
-    "layer", [nn.MultiheadAttention(4, 2, dropout=0.1), nn.LSTM(2, 2, num_layers=2, dropout=0.5)]
-)
-def test_refuses_dropout_inside_a_module_of_torch(layer: nn.Module) -> None:
-    with pytest.raises(ModelError, match="drops with p = "):
-        refuse_randomness(sequence_of(nn.Sequential(layer)))
-
-
-@pytest.mark.parametrize("layer", [nn.Dropout(0.0), nn.Dropout(0.5).eval(), nn.AlphaDropout(0.0)])
-def test_allows_dropout_that_does_nothing(layer: nn.Module) -> None:
-    refuse_randomness(sequence_of(nn.Sequential(layer)))
-
-
-@pytest.mark.parametrize(
-    "kind", [nn.Dropout1d, nn.Dropout2d, nn.Dropout3d, nn.AlphaDropout, nn.FeatureAlphaDropout]
-)
-def test_refuses_every_kind_of_dropout(kind: type[nn.Module]) -> None:
-    with pytest.raises(ModelError, match=kind.__name__):
-        refuse_randomness(sequence_of(nn.Sequential(kind(0.5))))
 
 
 def test_a_private_copy_stands_on_other_tensors() -> None:

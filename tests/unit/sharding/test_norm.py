@@ -72,3 +72,11 @@ def test_a_norm_that_is_no_number_leaves_the_other_gradients(value: float) -> No
     assert not norm.isfinite()
     scale_to(units, norm, 1.0)
     assert all(torch.equal(got, was) for got, was in zip(gradients(units)[1:], before, strict=True))
+
+
+def test_zeroed_gradients_have_no_norm() -> None:
+    units = units_with_gradients(torch.float64)
+    for unit in units:
+        for parameter in unit.parameters.values():
+            parameter.grad = None
+    assert total_norm(units, Mesh().group("pp"), CPU) == 0

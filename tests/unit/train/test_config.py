@@ -20,7 +20,7 @@ def demo(tmp_path: Path) -> Path:
 
 
 def test_defaults_make_a_single_rank_plan() -> None:
-    assert Config().plan() == Plan(schedule="1f1b", microbatches=4)
+    assert Config().plan() == Plan(schedule="1f1b", microbatches=4, precision="fp32")
     assert load_config(None, []) == Config()
 
 

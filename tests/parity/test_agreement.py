@@ -1,0 +1,64 @@
+"""Before the first step: what the ranks must agree on, and what precision they compute in."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.errors import CommunicationError
+
+
+def weave_with_seed(seeds: tuple[int, ...]) -> None:
+    plan = plait.Plan(dp=2)
+    mesh = plait.Mesh(plan)
+    torch.manual_seed(seeds[mesh.rank])
+    plait.parallelize(nn.Sequential(nn.Linear(4, 3)), plan, mesh, loss=plait.cross_entropy)
+
+
+def weave_with_width(widths: tuple[int, ...]) -> None:
+    plan = plait.Plan(dp=2)
+    mesh = plait.Mesh(plan)
+    with torch.device("meta"):
+        model = nn.Sequential(nn.Linear(4, widths[mesh.rank]))
+    plait.parallelize(model, plan, mesh, loss=plait.cross_entropy)
+
+
+def test_ranks_that_start_from_other_values_are_refused(rank_pool):
+    rank_pool.run(weave_with_seed, (1, 1), ranks=2)
+    with pytest.raises(CommunicationError, match="seed each rank alike before it builds the model"):
+        rank_pool.run(weave_with_seed, (1, 2), ranks=2)
+
+
+def test_ranks_with_other_models_are_refused(rank_pool):
+    with pytest.raises(CommunicationError, match="do not agree"):
+        rank_pool.run(weave_with_width, (3, 5), ranks=2)
+
+
+def first_loss(
+    precision: str | None, model_dtype: torch.dtype, input_dtype: torch.dtype
+) -> tuple[float, str]:
+    plan = plait.Plan(pp=2, microbatches=2, precision=precision)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3)).to(model_dtype)
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    inputs = torch.randn(4, 4, generator=torch.Generator().manual_seed(0)).to(input_dtype)
+    loss = engine.forward_backward(inputs, torch.tensor([0, 1, 2, 0])).item()
+    (dtype,) = {str(parameter.dtype) for parameter in engine.parameters()} or {""}
+    return loss, dtype
+
+
+def test_without_a_precision_the_model_keeps_its_own(rank_pool):
+    kept = rank_pool.run(first_loss, None, torch.float64, torch.float64, ranks=2)
+    given = rank_pool.run(first_loss, "fp64", torch.float64, torch.float64, ranks=2)
+    assert kept == given
+    assert kept[0][1] == "torch.float64"
+
+
+def test_inputs_are_brought_to_the_precision(rank_pool):
+    (loss, dtype), _ = rank_pool.run(first_loss, "fp64", torch.float32, torch.float32, ranks=2)
+    assert dtype == "torch.float64"
+    (single, dtype), _ = rank_pool.run(first_loss, "fp32", torch.float32, torch.float64, ranks=2)
+    assert dtype == "torch.float32"
+    assert loss == pytest.approx(single, rel=1e-6)
