@@ -35,9 +35,10 @@ from plait.pipeline.sequence import (
 from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
-from plait.planner.balance import balance
+from plait.planner.cut import shortest_cut
 from plait.schedules.lower import Place, Shape
 from plait.schedules.policies import schedule
+from plait.schedules.schedule import Schedule
 from plait.schedules.steps import Steps
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, build_unit
@@ -62,10 +63,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
         )
     sequence = sequence_of(model)
     refuse_layout_dependence(sequence)
-    counts = cut(sequence, plan)
+    order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
+    counts = cut(sequence, plan, order)
     for statement in (fingerprint(sequence, plan, counts, seed), fingerprint_of_values(sequence)):
         agree(statement, mesh.group("world"), mesh.device)
-    order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
     users = unit_users(sequence, counts)
     steps = Steps(order, Shape(counts, users), mesh.index("pp"))
     mine = {stage: span(stage, counts) for stage in order.stages_of(mesh.index("pp"))}
@@ -104,10 +105,10 @@ def refuse_missing_parts(plan: Plan) -> None:
             raise PlanError(f"plan.{name} is {value!r}: only {available!r} is available yet.")
 
 
-def cut(sequence: LayerSequence, plan: Plan) -> tuple[int, ...]:
-    """Layers per stage: the plan's own, or those that make the most expensive stage cheapest."""
+def cut(sequence: LayerSequence, plan: Plan, order: Schedule) -> tuple[int, ...]:
+    """Layers per stage: the plan's own, or those for which the step is shortest."""
     layers = len(sequence.layers)
-    counts = plan.layers_per_stage or balance(layer_costs(sequence.layers), plan.pp)
+    counts = plan.layers_per_stage or shortest_cut(layer_costs(sequence.layers), order)
     if len(counts) != plan.pp or sum(counts) != layers or min(counts) < 1:
         raise PlanError(
             f"plan.layers_per_stage = {list(counts)} does not cut {layers} layers into {plan.pp} stages: "

@@ -21,7 +21,7 @@ class Plan:
 
     `dp` counts data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
     `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
-    stages by hand (one count per stage, first stage first); without it they are cut for even cost.
+    stages by hand (one count per stage, first stage first); without it the simulated step decides.
     `precision` is the dtype of parameters and activations; without it they keep the model's.
     """
 

@@ -17,7 +17,13 @@ from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.lower import Place
+from plait.schedules.policies import schedule
 from plait.tensor.losses import cross_entropy
+
+
+def cut_by(model: nn.Module, plan: Plan) -> tuple[int, ...]:
+    order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
+    return cut(sequence_of(model), plan, order)
 
 
 def linears(count: int) -> nn.Sequential:
@@ -47,25 +53,25 @@ def test_what_is_there_is_not_refused() -> None:
 @pytest.mark.parametrize(
     ("layers", "plan", "counts"),
     [
-        (5, Plan(pp=2), (3, 2)),
+        (5, Plan(pp=2, microbatches=32), (3, 2)),
         (5, Plan(pp=1), (5,)),
         (4, Plan(pp=4), (1, 1, 1, 1)),
         (5, Plan(pp=2, layers_per_stage=(1, 4)), (1, 4)),
     ],
 )
 def test_stages_are_cut(layers: int, plan: Plan, counts: tuple[int, ...]) -> None:
-    assert cut(sequence_of(linears(layers)), plan) == counts
+    assert cut_by(linears(layers), plan) == counts
 
 
 def test_a_dear_layer_stands_with_fewer_others() -> None:
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 20), nn.Linear(20, 2))
-    assert cut(sequence_of(model), Plan(pp=2)) == (3, 1)
+    assert cut_by(model, Plan(pp=2)) == (3, 1)
 
 
 @pytest.mark.parametrize("counts", [(5,), (2, 2), (2, 4), (2, 2, 1)])
 def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        cut(sequence_of(linears(5)), Plan(pp=2, layers_per_stage=counts))
+        cut_by(linears(5), Plan(pp=2, layers_per_stage=counts))
     assert str(caught.value) == (
         f"plan.layers_per_stage = {list(counts)} does not cut 5 layers into 2 stages: "
         "give 2 counts of at least 1 with the sum 5."
@@ -74,7 +80,7 @@ def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
 
 def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(PlanError, match="4 stages need at least 4 layers, but the model has 3"):
-        cut(sequence_of(linears(3)), Plan(pp=4))
+        cut_by(linears(3), Plan(pp=4))
 
 
 def test_units_users_and_owners_of_a_tied_model() -> None:

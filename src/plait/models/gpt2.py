@@ -46,7 +46,7 @@ def gpt2(
         )
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
-        blocks = [block(hidden, heads, layers) for _ in range(layers)]
+        blocks = [block(hidden, heads, layers, context) for _ in range(layers)]
         head = Head(hidden, vocab)
     if tied:
         head.output.weight = embedding.token.weight
@@ -55,12 +55,12 @@ def gpt2(
     return model
 
 
-def block(hidden: int, heads: int, layers: int) -> nn.Sequential:
+def block(hidden: int, heads: int, layers: int, context: int) -> nn.Sequential:
     """One transformer block: an attention layer and an MLP layer, each with its residual connection."""
     # Residual projections start smaller, so that the sum over all layers keeps its size
     # (Radford et al. 2019, section 2.3).
     spread = SPREAD / math.sqrt(2 * layers)
-    attention = Attention(hidden, heads, spread)
+    attention = Attention(hidden, heads, context, spread)
     return nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, spread)))
 
 
@@ -92,9 +92,10 @@ class Embedding(nn.Module):
 class Attention(nn.Module):
     """`[batch, length, hidden]` → the same: x + causal attention of its layer norm, several heads."""
 
-    def __init__(self, hidden: int, heads: int, spread: float) -> None:
+    def __init__(self, hidden: int, heads: int, context: int, spread: float) -> None:
         super().__init__()
         self.heads = heads
+        self.context = context
         self.spread = spread
         self.norm = nn.LayerNorm(hidden)
         self.query = nn.Linear(hidden, hidden)
@@ -118,6 +119,11 @@ class Attention(nn.Module):
         inner = {f"{name}.weight": Normal(SPREAD) for name in ("query", "key", "value")}
         biases = {f"{name}.bias": Normal(0.0) for name in ("query", "key", "value", "output")}
         return {**inner, **biases, "output.weight": Normal(self.spread)}
+
+    def cost(self) -> float:
+        """Multiplications a token: four matrices, and the scores and the mix over a whole context."""
+        hidden = self.query.in_features
+        return 4.0 * hidden * hidden + 2.0 * self.context * hidden
 
 
 class MLP(nn.Module):

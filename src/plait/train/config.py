@@ -102,7 +102,7 @@ class ParallelConfig(Section):
     layers_per_stage: tuple[Count, ...] | None = Field(
         default=None,
         description="cut by hand: how many layers each stage has, first stage first, where the embedding, "
-        "each attention, each MLP and the head are a layer; none: stages of even cost",
+        "each attention, each MLP and the head are a layer; none: the shortest simulated step",
     )
 
 

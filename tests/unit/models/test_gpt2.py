@@ -73,7 +73,7 @@ def test_the_future_does_not_change_the_past() -> None:
 
 def test_attention_equals_the_formula() -> None:
     torch.manual_seed(0)
-    attention = Attention(8, 2, 0.02).double()
+    attention = Attention(8, 2, 16, 0.02).double()
     x = torch.randn(3, 5, 8, dtype=torch.float64)
     normed = attention.norm(x)
     query, key, value = (
