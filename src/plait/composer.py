@@ -71,10 +71,11 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
     steps = Steps(order, Shape(counts, users), mesh.index("pp"))
     mine = {stage: span(stage, counts) for stage in order.stages_of(mesh.index("pp"))}
     layouts = parameter_layouts(sequence, mesh)
-    units = build_units(sequence, mine.values(), layouts, plan, mesh, seed)
+    groups = reduction_groups(users, order.rank_of, mesh)
+    units = build_units(sequence, mine.values(), layouts, groups, plan, mesh, seed)
     stages = build_stages(sequence, mine, units, plan, mesh, seed)
     owned = {unit for unit, places in users.items() if owner(places, order.rank_of) == mesh.index("pp")}
-    reducer = Reducer(units, reduction_groups(users, order.rank_of, mesh), owned)
+    reducer = Reducer(units, groups, owned)
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(loss))
     parts = Parts(
         plan=plan,
@@ -161,6 +162,7 @@ def build_units(
     sequence: LayerSequence,
     spans: Iterable[range],
     layouts: Mapping[str, Layout],
+    groups: Mapping[str, Group],
     plan: Plan,
     mesh: Mesh,
     seed: int,
@@ -178,7 +180,7 @@ def build_units(
         return shard(whole, layouts[name], mesh.coordinate)
 
     return {
-        unit: build_unit(unit, parameters, value_of, mesh.device, DTYPES[plan.precision])
+        unit: build_unit(unit, parameters, value_of, mesh.device, DTYPES[plan.precision], groups[unit])
         for unit, parameters in members.items()
     }
 

@@ -21,16 +21,16 @@ GPT2_CONTEXT = 8
 Build = Callable[[], nn.Module]
 
 
-def gpt2(*, layers: int = 2, tied: bool = True) -> Case:
+def gpt2(*, layers: int = 2, tied: bool = True, hidden: int = 16, vocab: int = GPT2_VOCAB) -> Case:
     """A small GPT-2 on the meta device, on full contexts of random tokens."""
 
     def build() -> nn.Module:
         return plait.models.gpt2(
-            layers=layers, hidden=16, heads=2, vocab=GPT2_VOCAB, context=GPT2_CONTEXT, tied=tied
+            layers=layers, hidden=hidden, heads=2, vocab=vocab, context=GPT2_CONTEXT, tied=tied
         )
 
     def draw(rows: int, generator: torch.Generator) -> Batch:
-        tokens = torch.randint(GPT2_VOCAB, (rows, GPT2_CONTEXT + 1), generator=generator)
+        tokens = torch.randint(vocab, (rows, GPT2_CONTEXT + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:].contiguous()
 
     return Case("gpt2", build, draw)

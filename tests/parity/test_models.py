@@ -6,6 +6,7 @@ from parity.cases import USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
+from plait.comm.shared import SMALLEST
 from plait.plan import Plan
 
 CASES = [pytest.param(case, id=case.name) for case in USER_CASES]
@@ -68,3 +69,11 @@ def test_gpt2_cut_by_hand(rank_pool, cut):
 def test_single_precision(rank_pool, pp, dp, schedule):
     plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=3, precision="fp32")
     check_parity(rank_pool, gpt2(layers=2, tied=True), plan)
+
+
+@pytest.mark.parametrize(("pp", "dp"), [(1, 3), (2, 2)])
+def test_gradients_in_shared_memory(rank_pool, pp, dp):
+    """Wide enough for units, and for the tied one, to lie where all ranks reach them."""
+    wide = gpt2(layers=1, hidden=128, vocab=300)
+    assert SMALLEST < 300 * 128 * 8
+    check_parity(rank_pool, wide, Plan(pp=pp, dp=dp, microbatches=2, precision="fp64"))

@@ -15,6 +15,7 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.mesh import Mesh
 from plait.comm.point_to_point import receive, send
+from plait.comm.shared import shared_zeros
 from plait.comm.traffic import Count, Traffic
 
 __all__ = [
@@ -34,4 +35,5 @@ __all__ = [
     "reduce_scatter",
     "scatter",
     "send",
+    "shared_zeros",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Literal, get_args
 
 import torch
@@ -49,9 +50,9 @@ def exchanges_whole(tensor: torch.Tensor, group: Group) -> bool:
     return not tensor.is_cuda and group.uses_gloo and tensor.nbytes * group.size <= EXCHANGE_LIMIT
 
 
-def fold(pieces: torch.Tensor, op: Op, out: torch.Tensor) -> None:
-    """Reduce `pieces[rank, ...]` into `out[...]` in rank order; 16-bit floats are reduced in float32."""
-    half = pieces.dtype in (torch.bfloat16, torch.float16)
+def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    """Reduce the ranks' `pieces` into `out` in rank order; 16-bit floats are reduced in float32."""
+    half = out.dtype in (torch.bfloat16, torch.float16)
     total = pieces[0].float() if half else out.copy_(pieces[0])
     for piece in pieces[1:]:
         if op == "product":

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch.distributed as dist
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.comm.traffic import Traffic
+
+Neighbours = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
+"""The tensors of the ranks before and after this one."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -28,6 +34,8 @@ class Group:
     traffic: Traffic
     timeout: float
     """Seconds after which a wait fails."""
+    shared: MutableMapping[Tensor, Neighbours] = field(default_factory=WeakTensorKeyDictionary)
+    """For those of this rank's tensors that others reach: theirs. See `plait.comm.shared`."""
 
     @property
     def size(self) -> int:

@@ -12,6 +12,7 @@ from plait.comm.group import Group
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
+U = TypeVar("U")
 
 
 class Handle(Generic[T]):
@@ -43,6 +44,15 @@ class Handle(Generic[T]):
     def done(cls, result: T, group: Group) -> Handle[T]:
         """A handle whose operation needed nobody else."""
         return cls(lambda: None, lambda: result, "nothing", group)
+
+    def then(self, step: Callable[[], U]) -> Handle[U]:
+        """A handle on this operation followed by `step`, which whoever waits carries out."""
+
+        def finish() -> U:
+            self.wait()
+            return step()
+
+        return Handle(lambda: None, finish, self._awaited, self._group)
 
     def wait(self) -> T:
         """The result, once it is there; a second call gives the same result, or raises the same error.

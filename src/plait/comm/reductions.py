@@ -14,24 +14,29 @@ from plait.comm.backend import deliver, dense, landing, reduce_scatter_single
 from plait.comm.call import alone, begin, outside, piece_shape, start, swap, undivided, unfit
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.shared import all_reduce_shared, sharers
 
 
 def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, checked: bool = True) -> Handle[Tensor]:
     """Reduce over the group, in place on every rank.
 
     Small tensors on Gloo go whole to every rank and are reduced in rank order, 16-bit floats in float32.
+    Tensors made by `shared_zeros` are reduced where they lie.
     """
     flaw = arithmetic.flaw(op, tensor.dtype)
     begin("all_reduce", tensor, group, detail=op, flaw=flaw, checked=checked)
     if group.process_group is None:
         return Handle.done(tensor, group)
+    everyone = sharers(tensor, group)
+    if everyone is not None:
+        return all_reduce_shared(everyone, op, group)
     mine = dense(tensor)
     if arithmetic.exchanges_whole(mine, group):
         copies = mine.expand(group.size, *mine.shape).contiguous()
         pieces = torch.empty_like(copies)
 
         def finish_exchange() -> Tensor:
-            arithmetic.fold(pieces, op, mine)
+            arithmetic.fold(list(pieces), op, mine)
             return deliver(mine, tensor)
 
         return start("all_reduce", group, partial(swap, pieces, copies, group), finish_exchange)
@@ -91,7 +96,7 @@ def reduce_scatter(
         pieces = torch.empty_like(mine)
 
         def finish_exchange() -> Tensor:
-            arithmetic.fold(pieces.view(group.size, *shape), op, landed)
+            arithmetic.fold(list(pieces.view(group.size, *shape)), op, landed)
             return deliver(landed, out)
 
         return start("reduce_scatter", group, partial(swap, pieces, mine, group), finish_exchange)

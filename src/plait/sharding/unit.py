@@ -16,6 +16,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from plait.comm.group import Group
+from plait.comm.shared import shared_zeros
+
 ALIGNMENT = 16
 """Elements."""
 
@@ -107,17 +110,19 @@ def build_unit(
     value_of: Callable[[str], Tensor],
     device: torch.device,
     dtype: torch.dtype | None,
+    group: Group | None = None,
 ) -> Unit:
     """A unit with real parameters like `templates` (by full name), filled by `value_of`.
 
-    Floating-point parameters get `dtype`, if given.
+    Floating-point parameters get `dtype`, if given. Gradients are made to be summed over `group`, all of
+    whose ranks build the unit at the same point (see `shared_zeros`).
     """
     kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
     for full_name, template in templates.items():
         kept = template.dtype if dtype is None or not template.is_floating_point() else dtype
         kinds.setdefault((kept, template.requires_grad), []).append(full_name)
     buffers = [
-        _build_buffer({name: templates[name] for name in names}, value_of, device, kind, trainable)
+        _build_buffer({name: templates[name] for name in names}, value_of, device, kind, trainable, group)
         for (kind, trainable), names in kinds.items()
     ]
     return Unit(name, tuple(buffers))
@@ -129,6 +134,7 @@ def _build_buffer(
     device: torch.device,
     dtype: torch.dtype,
     trainable: bool,
+    group: Group | None,
 ) -> FlatBuffer:
     slots = _place({name: template.shape for name, template in templates.items()})
     size = _aligned(slots[-1].stop)
@@ -141,7 +147,8 @@ def _build_buffer(
         parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
         parameter.data = slot.view_of(data)
         parameters[slot.name] = parameter
-    return FlatBuffer(slots, data, torch.zeros_like(data) if trainable else None, parameters)
+    gradient = shared_zeros(size, dtype, device, group) if trainable else None
+    return FlatBuffer(slots, data, gradient, parameters)
 
 
 def _place(shapes: Mapping[str, torch.Size]) -> tuple[Slot, ...]:
