@@ -38,6 +38,9 @@ WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
     ("pipeline/sequence.py", "_flatten", "_modules"): "named_children leaves out a module that stands twice",
+    ("comm/pool.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it by itself, but too late",
+    ("comm/pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
+    ("comm/pool.py", "stop_fork_server", "_stop"): "likewise",
     ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
 }
 """File, function, private name: why there is no public way."""

@@ -27,7 +27,7 @@ from plait.pipeline.precision import DTYPES, convert
 from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import (
     LayerSequence,
-    checksum,
+    bits_of,
     on_meta,
     private_copy,
     sequence_of,
@@ -123,7 +123,9 @@ def fingerprint(sequence: LayerSequence, plan: Plan, counts: Sequence[int], seed
     digest = hashlib.blake2b(digest_size=8)
     for layer in sequence.layers:
         for name, parameter in layer.module.named_parameters():
-            digest.update(f"{layer.path} {name} {parameter.shape} {parameter.dtype}".encode())
+            kind = f"{parameter.shape} {parameter.dtype} {parameter.requires_grad}"
+            digest.update(f"{layer.path} {type(layer.module).__name__} {name} {kind}".encode())
+    digest.update(str(sequence.users).encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
 
 
@@ -133,7 +135,7 @@ def fingerprint_of_values(sequence: LayerSequence) -> str:
     for layer in sequence.layers:
         for tensor in (*layer.module.parameters(), *layer.module.buffers()):
             if not tensor.is_meta:
-                digest.update(str(checksum(tensor)).encode())
+                digest.update(bits_of(tensor))
     return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"
 
 

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Counts
-from plait.errors import DataError
+from plait.errors import DataError, PlanError
 from plait.layout import Layout
 from plait.pipeline.boundary import LayerInfo, infer
 from plait.pipeline.executor import Executor
@@ -27,7 +29,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
-from plait.tensor.sampling import next_token, padded
+from plait.tensor.sampling import next_token, padded, require_prompt
 
 REMEMBERED_SHAPES = 8
 """Micro-batch shapes whose boundaries are remembered."""
@@ -64,6 +66,7 @@ class Engine:
         self._executor = Executor(parts.worker.handlers(), parts.reducer.handlers())
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
+        self._totals: list[Tensor] = []
         self._traffic_before = parts.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
@@ -103,10 +106,7 @@ class Engine:
         The model has to be causal, and its output logits `[rows, length, vocab]`. It sees at most its
         context's last tokens. Communication: per token the boundary tensors, and the token over `pp`.
         """
-        if prompt.dim() != 2 or prompt.shape[1] == 0:
-            raise DataError(
-                f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1."
-            )
+        require_prompt(prompt, tokens, temperature, top_k)
         generator = torch.Generator().manual_seed(seed)
         sequence = prompt.to(self.mesh.device)
         with torch.no_grad(), evaluating(self._modules()):
@@ -132,7 +132,10 @@ class Engine:
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their names in the model, in model order."""
+        """This rank's parameters under their names in the model, layer by layer.
+
+        Their gradients belong to the step: hooks on parameters see some of them too early, or not at all.
+        """
         for unit in self._parts.reducer.units.values():
             yield from unit.parameters.items()
 
@@ -154,9 +157,11 @@ class Engine:
 
         Communication: one broadcast over `pp`.
         """
+        if not self._weights:
+            raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
         if self._is_last:
-            losses = torch.stack(self._worker.loss_end.totals).double() / torch.stack(self._weights).double()
+            losses = torch.stack(self._totals).double() / torch.stack(self._weights)
         return broadcast(losses, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
 
     def input_gradients(self) -> Value | None:
@@ -193,15 +198,28 @@ class Engine:
         count = self.plan.microbatches
         batch = split(map_tensors(self._as_input, inputs), count, "inputs")
         parts = split(map_tensors(lambda tensor: tensor.to(self.mesh.device), targets), count, "targets")
-        weights = (self._parts.loss.weight(part) for part in parts)
-        self._weights = [torch.as_tensor(weight, device=self.mesh.device) for weight in weights]
-        weight = torch.stack(self._weights).sum().double()
+        self._agree_on(f"micro-batches of {signature(batch[0])} with targets {signature(parts[0])}")
+        weights = [self._parts.loss.weight(part) for part in parts]
+        self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
+        weight = torch.stack(self._weights).sum()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
         self._run(program, batch, parts, weight.reciprocal(), input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self._is_last and self.mesh.index("tp") == 0:
-            mean = torch.stack(self._worker.loss_end.totals).double().sum() / weight
+            self._totals = self._worker.loss_end.totals
+            mean = torch.stack(self._totals).double().sum() / weight
         return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
+
+    def _agree_on(self, batch: str) -> None:
+        """Before a step: the ranks of a pipeline must have been given batches that look alike.
+
+        Communication: one all-gather of 256 bytes over `pp`, on the CPU, so that no device is waited for.
+        """
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
+        group = self.mesh.group("pp")
+        if group.process_group is not None and group.uses_gloo:
+            agree(f"a step on {batch}", group, torch.device("cpu"))
 
     def _as_input(self, tensor: Tensor) -> Tensor:
         """On the device; floating-point inputs in the plan's precision, as the parameters are."""
@@ -230,10 +248,13 @@ class Engine:
             raise
 
     def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
-        key = (signature(microbatch), input_gradients)
+        trains = torch.is_grad_enabled()
+        key = (signature(microbatch), input_gradients, trains)
         known = self._infos.pop(key, None)
         if known is None:
-            known = infer(self._parts.skeleton, microbatch, input_gradients=input_gradients)
+            skeleton = self._parts.skeleton
+            with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
+                known = infer(skeleton, microbatch, input_gradients=input_gradients)
         self._infos[key] = known  # the latest used stands last
         if len(self._infos) > REMEMBERED_SHAPES:
             del self._infos[next(iter(self._infos))]

@@ -46,6 +46,8 @@ def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
     Subclasses and parametrised modules are left alone: their gradients are right, only not deferred.
     """
     for module in layer.modules():
+        if "weight" not in dict(module.named_parameters(recurse=False)):
+            continue  # some parametrisations put a computed tensor in its place
         if type(module) is nn.Linear:
             _bind(module, _deferred_linear(module, keeper))
         elif type(module) is nn.Embedding and _is_plain(module):
@@ -133,7 +135,10 @@ class _Embedding(torch.autograd.Function):
             tokens = input.reshape(-1)
             if padding is not None:
                 rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
-            weight.grad.index_add_(0, tokens, rows)
+            if weight.is_cuda:  # index_add_ is atomic there: its sums depend on the order of arrival
+                weight.grad.index_put_((tokens,), rows, accumulate=True)
+            else:
+                weight.grad.index_add_(0, tokens, rows)
 
         if weight.requires_grad:
             ctx.keeper.keep(work)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
 
-from plait.errors import PlaitError, RankError
+from plait.errors import CommunicationError, PlaitError, RankError
 
 
 @dataclass(frozen=True)
@@ -32,7 +32,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: `sys.argv`) names and return the exit code.
 
-    0: done. 1: a rank failed (its traceback is shown). 2: something the user can mend. 130: interrupted.
+    0: done. 1: a rank failed or lost a peer; what is known is shown. 2: something the user can mend.
+    130: interrupted.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -40,6 +41,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankError as error:
         told = error.traceback in str(error)
         _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")
+        return 1
+    except CommunicationError as error:
+        # A lost peer is not for the user to mend; what the other ranks did helps to find it.
+        _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
         return 1
     except PlaitError as error:
         _complain(str(error))

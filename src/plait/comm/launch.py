@@ -41,7 +41,7 @@ def launch(
         arguments: what it is called with.
         ranks: how many; alone the number of GPUs, or 1 without any; under a launcher the world's size.
         threads: of torch, in each rank; alone this process's, shared out; under a launcher as it is.
-        timeout: seconds that a rank waits for its peers, in each collective and message.
+        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
 
     Returns:

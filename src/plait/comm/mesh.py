@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from plait.comm import coordinates
 from plait.comm.group import Group
+from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Traffic
 from plait.errors import MeshError
 from plait.plan import Plan
@@ -65,6 +66,8 @@ class Mesh:
         }
         along_pp = coordinates.groups_along("pp", self.sizes)
         self._pipeline_groups = (self._make_groups(along_pp, "pp"), self._make_groups(along_pp, "pp"))
+        if self.device.type == "cuda":
+            self._connect_neighbours()
 
     @property
     def pipeline_groups(self) -> tuple[Group, Group]:
@@ -140,6 +143,20 @@ class Mesh:
     def _difference(self, plan: Plan) -> str | None:
         return next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
 
+    def _connect_neighbours(self) -> None:
+        """NCCL connects a pair of ranks at its first message and blocks both until then: so all in one order.
+
+        Otherwise the first step would hang, where each rank posts a receive from a neighbour first.
+        """
+        index = self.index("pp")
+        for group in self._pipeline_groups:
+            for lower in range(group.size - 1):
+                token = torch.zeros(1, device=self.device)
+                if index == lower:
+                    send(token, group, lower + 1, label="the first connection").wait()
+                elif index == lower + 1:
+                    receive(token, group, lower, label="the first connection").wait()
+
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         """As `_make_group`, for groups that cover the world."""
         group = self._make_group(groups, name)
@@ -179,5 +196,6 @@ def _device(device: str | torch.device | None, joined: bool) -> torch.device:
         device = "cuda" if "nccl" in config and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
-        return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else whoever joined the world chose the device
+        return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return chosen

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import math
 import multiprocessing
+import multiprocessing.forkserver
 import os
 import pickle
+import signal
 import sys
 import tempfile
 import time
@@ -161,6 +163,18 @@ def _grow(children: list[_Child], count: int, module: str) -> None:
             process.start()
         there.close()
         children.append(_Child(process, here))
+
+
+def stop_fork_server() -> None:
+    """End the process that ranks are forked from, if there is one; a later pool starts it again.
+
+    For programs that are about to end: it would outlive them by the second that it takes to unload torch.
+    multiprocessing has no public way; `_forkserver` is what its own tests use.
+    """
+    server: Any = multiprocessing.forkserver._forkserver
+    if server._forkserver_pid is not None:
+        os.kill(server._forkserver_pid, signal.SIGKILL)
+        server._stop()
 
 
 @contextlib.contextmanager

@@ -42,8 +42,8 @@ def normal_values(name: str, seed: int, start: int, stop: int, spread: float) ->
     generator.advance(first_block)
     skipped = start - first_block * WORDS_PER_BLOCK
     words = generator.random_raw(stop - start + skipped)[skipped:]
-    # 53 bits, moved to the middle of their interval: strictly inside (0, 1), so the inverse is finite.
-    uniform = torch.from_numpy((words >> np.uint64(11)).astype(np.float64)).add_(0.5).mul_(2.0**-53)
+    # 52 bits, moved to the middle of their interval: strictly inside (0, 1), so the inverse is finite.
+    uniform = torch.from_numpy((words >> np.uint64(12)).astype(np.float64)).add_(0.5).mul_(2.0**-52)
     return uniform.mul_(2).sub_(1).erfinv_().mul_(spread * math.sqrt(2))
 
 

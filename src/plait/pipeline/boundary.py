@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -37,15 +38,30 @@ class LayerInfo:
     writes_input: bool
     output: Value
 
+    @cached_property
     def tensors(self) -> list[TensorInfo]:
         """The tensors of the output, in the order in which they are sent."""
         infos: list[TensorInfo] = []
         self.rebuild(infos.append)
         return infos
 
+    def check(self, output: Value, path: str) -> None:
+        """ModelError when what the layer at `path` really gave differs from what it gave on meta."""
+        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(output)]
+        expected = [(info.shape, info.dtype) for info in self.tensors]
+        if given != expected:
+            raise ModelError(
+                f"layer {path!r} gave {_listed(given)}, but {_listed(expected)} on the meta device: "
+                "its output's shapes and dtypes must not depend on values, the device or torch.autocast."
+            )
+
     def rebuild(self, make: Callable[[TensorInfo], Any]) -> Value:
         """A value shaped like the output, its tensors made by `make`, in order."""
         return map_leaves(lambda leaf: isinstance(leaf, TensorInfo), make, self.output)
+
+
+def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in tensors)
 
 
 def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) -> list[LayerInfo]:
@@ -57,9 +73,17 @@ def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) 
         batch,
     )
     infos = []
+    twins = False
     for layer in layers:
         output, writes_input = _run(layer, value)
+        if writes_input and twins:
+            raise ModelError(
+                f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
+                "what one sees of the other's change would depend on the cut, so clone one of them."
+            )
         infos.append(LayerInfo(writes_input, map_tensors(_info_of, output)))
+        given = [id(tensor) for tensor in tensors_of(output)]
+        twins = len(set(given)) < len(given)
         value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
     return infos
 
@@ -82,7 +106,8 @@ def _run(layer: NamedLayer, value: Value) -> tuple[Value, bool]:
         except Exception:
             raise ModelError(
                 f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
-                f"{_described(value)}: {type(error).__name__}: {error}"
+                f"{_described(value)} (on the meta device; tensors that it keeps have to be parameters, "
+                f"buffers or attributes): {type(error).__name__}: {error}"
             ) from error
     if not any(True for _ in tensors_of(output)):
         raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
@@ -96,4 +121,4 @@ def _on_meta(module: nn.Module, value: Value) -> Any:
 
 
 def _described(value: Value) -> str:
-    return ", ".join(f"{tensor.dtype} {list(tensor.shape)}" for tensor in tensors_of(value)) or "no tensor"
+    return _listed([(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]) or "no tensor"

@@ -105,9 +105,12 @@ class Exchange:
             for handle in under_way.pop(0):
                 handle.wait()
         group = self.groups[action.kind]
-        # A layer may pass on what it received, and the buffer may be given back before the message is out.
-        safe = [tensor.clone() if self.pool.owns(tensor) else tensor for tensor in tensors]
-        under_way.append([send(tensor, group, peer, label=str(action)) for tensor in safe])
+        outgoing = [self.outlasting(tensor) for tensor in tensors]
+        under_way.append([send(tensor, group, peer, label=str(action)) for tensor in outgoing])
+
+    def outlasting(self, tensor: Tensor) -> Tensor:
+        """`tensor`, or a copy where it lies in a buffer: a layer may pass on what it received."""
+        return tensor.clone() if self.pool.owns(tensor) else tensor
 
     def send_gradients(self, action: Action, gradients: Gradients, peer: int) -> None:
         """Send the gradients of the stage's input; where none flowed, the other side expects zeros."""

@@ -15,6 +15,7 @@ DROPPING = (
     nn.AlphaDropout,
     nn.FeatureAlphaDropout,
 )
+TRACKING_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
 
 
@@ -39,6 +40,13 @@ def _reason(module: nn.Module) -> str | None:
             "normalises over the rows it is shown: its statistics would depend on how the batch is cut, "
             "so use a norm over features or call eval() on it"
         )
+    if module.training and isinstance(module, TRACKING_NORMS) and module.track_running_stats:
+        return (
+            "keeps running statistics: they would depend on how the batch is cut, so set "
+            "track_running_stats to False or call eval() on it"
+        )
+    if module.training and isinstance(module, nn.RReLU):
+        return "draws random slopes, which would depend on the layout, so use LeakyReLU or call eval() on it"
     if isinstance(module, nn.Embedding | nn.EmbeddingBag) and module.max_norm is not None:
         return (
             f"changes its weight in the forward (max_norm = {module.max_norm}): data-parallel ranks would "

@@ -101,8 +101,7 @@ def on_meta(sequence: LayerSequence, dtype: torch.dtype | None) -> dict[int, Ten
     return twins
 
 
-def checksum(tensor: Tensor) -> int:
-    """A number made of the bits of `tensor`; tensors of different random values have different ones."""
-    bits = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-    width = max(size for size in bits if tensor.element_size() % size == 0)
-    return int(tensor.detach().contiguous().reshape(-1).view(bits[width]).sum(dtype=torch.int64))
+def bits_of(tensor: Tensor) -> bytes:
+    """The bytes of `tensor`, as a copy on the CPU."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()

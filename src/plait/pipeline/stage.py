@@ -69,6 +69,7 @@ class Stage:
         given = map_tensors(torch.clone, value) if info.writes_input else value
         with self._named(microbatch, layer):
             output = self.layers[layer].module(given)
+            info.check(output, self.layers[layer].path)
         # A layer that differentiates something while it runs (autograd.grad) asks for no weight gradient.
         self.keeper.take()
         if torch.is_grad_enabled():

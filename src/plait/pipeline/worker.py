@@ -68,7 +68,7 @@ class Worker:
                 self.stages[number].infos = infos[first : first + count]
             first += count
             ends[number] = infos[first - 1]
-            crossing[number] = infos[first - 1].tensors()
+            crossing[number] = infos[first - 1].tensors
         self._ends = ends
         self.exchange.begin(crossing)
 
@@ -97,7 +97,7 @@ class Worker:
             )
             stage.feed(action.microbatch, value)
         else:
-            infos = self._ends[action.stage].tensors()
+            infos = self._ends[action.stage].tensors
             gradients = [next(received) if info.requires_grad else None for info in infos]
             stage.seed(action.microbatch, gradients)
 
@@ -144,5 +144,7 @@ class Worker:
         if action.stage == 0 and action.kind is not Kind.F:
             gradients = self.stages[0].take_gradients(action.microbatch)
             if self.stages[0].input_gradients:
-                self.input_gradients[action.microbatch] = gradients
+                self.input_gradients[action.microbatch] = [
+                    None if gradient is None else self.exchange.outlasting(gradient) for gradient in gradients
+                ]
         self.exchange.release(action.stage, action.microbatch)

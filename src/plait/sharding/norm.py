@@ -38,4 +38,4 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 
 
 def _gradients(unit: Unit) -> list[Tensor]:
-    return [b.current_gradient for b in unit.buffers if b.current_gradient is not None]
+    return [gradient for buffer in unit.buffers for gradient in buffer.current_gradients()]

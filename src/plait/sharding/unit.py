@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 from plait.comm.group import Group
 from plait.comm.shared import shared_zeros
+from plait.errors import PlanError
 
 ALIGNMENT = 16
 """Elements."""
@@ -50,11 +51,25 @@ class FlatBuffer:
     gradient: Tensor | None
     parameters: dict[str, nn.Parameter]
 
-    @property
-    def current_gradient(self) -> Tensor | None:
-        """The flat gradient, or None where there is none: frozen, or just zeroed."""
-        zeroed = all(parameter.grad is None for parameter in self.parameters.values())
-        return None if zeroed else self.gradient
+    def current_gradients(self) -> list[Tensor]:
+        """What the parameters' `.grad` hold now: the flat gradient as one, unless somebody replaced views."""
+        if self.gradient is None:
+            return []
+        start, width = self.gradient.data_ptr(), self.gradient.element_size()
+        grads = [self.parameters[slot.name].grad for slot in self.slots]
+        places = [start + slot.start * width for slot in self.slots]
+        if all(grad is not None and grad.data_ptr() == at for grad, at in zip(grads, places, strict=True)):
+            return [self.gradient]
+        return [grad for grad in grads if grad is not None]
+
+    def refuse_refreezing(self) -> None:
+        """PlanError when a parameter was frozen or unfrozen since the buffer was made."""
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad != (self.gradient is not None):
+                raise PlanError(
+                    f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "
+                    "set it before, or parallelize again."
+                )
 
     def attach_gradients(self) -> Tensor | None:
         """Make every parameter's `.grad` a view of the flat gradient again, before a step adds to it.

@@ -6,6 +6,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.errors import DataError
+
 LENGTH_STEP = 64
 """Sequences are padded to multiples of it, so that few shapes occur while one grows token by token."""
 
@@ -21,6 +23,18 @@ def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
     length = seen.shape[1]
     wanted = min(context, -(-length // LENGTH_STEP) * LENGTH_STEP)
     return functional.pad(seen, (0, wanted - length)), length
+
+
+def require_prompt(prompt: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
+    """DataError for what cannot be continued."""
+    if prompt.dim() != 2 or prompt.shape[1] == 0:
+        raise DataError(f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1.")
+    if tokens < 0:
+        raise DataError(f"{tokens} tokens were asked for: give at least 0.")
+    if temperature < 0:
+        raise DataError(f"the temperature is {temperature}: give at least 0 (the likeliest token).")
+    if top_k is not None and top_k < 1:
+        raise DataError(f"top_k is {top_k}: give at least 1, or None for all tokens.")
 
 
 def next_token(

@@ -112,14 +112,14 @@ class RunConfig(Section):
     dir: Path = Field(
         default=Path("runs/latest"), description="folder that metrics, logs and this configuration go to"
     )
-    threads: Count | None = Field(
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
         default=None, description="threads a rank; none: the cores shared out, or as the launcher set them"
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is one"
     )
     timeout: float = Field(
-        default=120.0, gt=0, description="seconds to wait for another rank before giving it up"
+        default=120.0, ge=1, description="seconds to wait for another rank before giving it up"
     )
     compare: int = Field(
         default=0, ge=0, description="first steps run again on a single rank to compare; 0: none"

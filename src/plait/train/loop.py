@@ -56,7 +56,7 @@ def train(config: Config) -> Report:
                 row = meter.measure(trainer, step)
                 follower.update(step + 1, row["loss"], row["tokens_per_second"])
                 if _validates(config, step):
-                    validation_loss = trainer.validate()
+                    validation_loss = trainer.validate(step)
                     if validation_loss is not None:
                         row["validation_loss"] = validation_loss
                         follower.note(f"step {step + 1}: validation loss {validation_loss:.3f}")

@@ -44,13 +44,17 @@ class Sink(Protocol):
 class Metrics:
     """All sinks of a run; a context manager. Without sinks (on ranks other than 0) it does nothing."""
 
-    def __init__(self, sinks: tuple[Sink, ...] = ()) -> None:
+    def __init__(self, sinks: tuple[Sink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks
+        self._folder = folder
 
     def write(self, row: Row) -> None:
         """Write a step's row, whose keys are among `COLUMNS`, to every sink."""
-        for sink in self._sinks:
-            sink.write(row)
+        try:
+            for sink in self._sinks:
+                sink.write(row)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from None
 
     def __enter__(self) -> Self:
         return self
@@ -58,9 +62,13 @@ class Metrics:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        with ExitStack() as stack:  # closes each, whatever another one raises
-            for sink in self._sinks:
-                stack.callback(sink.close)
+        try:
+            with ExitStack() as stack:  # closes each, whatever another one raises
+                for sink in self._sinks:
+                    stack.callback(sink.close)
+        except OSError as failure:
+            if error is None:  # else that one is the cause, and is told
+                raise _unwritable(self._folder, failure) from None
 
 
 def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
@@ -80,10 +88,14 @@ def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard
         if tensorboard and find_spec("tensorboard") is not None:
             sinks.append(_TensorBoard(folder / "tensorboard"))
     except OSError as error:
-        raise ConfigError(
-            f"run.dir = {str(folder)!r} cannot be written to ({error.strerror}): choose another folder."
-        ) from None
-    return Metrics(tuple(sinks))
+        raise _unwritable(folder, error) from None
+    return Metrics(tuple(sinks), folder)
+
+
+def _unwritable(folder: Path, error: OSError) -> ConfigError:
+    return ConfigError(
+        f"run.dir = {str(folder)!r} cannot be written to ({error.strerror}): choose another folder."
+    )
 
 
 class _Lines:
@@ -91,7 +103,7 @@ class _Lines:
         self._file: TextIO = path.open("w", encoding="utf-8")
 
     def write(self, row: Row) -> None:
-        self._file.write(json.dumps(dict(row)) + "\n")
+        self._file.write(json.dumps(dict(row), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
@@ -101,7 +113,7 @@ class _Lines:
 class _Table:
     def __init__(self, path: Path) -> None:
         self._file: TextIO = path.open("w", encoding="utf-8", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="")
+        self._writer = csv.DictWriter(self._file, COLUMNS, restval="", lineterminator="\n")
         self._writer.writeheader()
 
     def write(self, row: Row) -> None:

@@ -77,8 +77,11 @@ class Trainer:
             step, steps=settings.steps, peak=settings.lr, floor=floor, warmup=settings.warmup
         )
 
-    def validate(self) -> float | None:
-        """Mean loss over the validation batches, the same on every rank; None where there are none."""
+    def validate(self, step: int) -> float | None:
+        """Mean loss over the validation batches after `step`, the same on every rank; None without any.
+
+        Raises `NonFiniteError`.
+        """
         batches, count = self._data.validation, self._settings.validate_batches
         if batches is None:
             return None
@@ -87,7 +90,13 @@ class Trainer:
         for number in range(count):
             inputs, targets = batches.batch(number, self._rows)
             total += self.engine.evaluate(inputs.to(device), targets.to(device))
-        return float(total) / count
+        mean = float(total) / count
+        if not math.isfinite(mean):
+            raise NonFiniteError(
+                f"step {step + 1}: the validation loss is {mean} after it, seen on the last stage: "
+                "lower train.lr or raise train.warmup."
+            )
+        return mean
 
     def sample(self) -> str | None:
         """Continue the prompt `train.sample`; None without one, or where tokens are no text.
@@ -103,7 +112,7 @@ class Trainer:
         return printable(tokenizer.decode(tokens[0].tolist()))
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise `NonFiniteError` on every rank when a number of the step is not finite; say where it began.
+        """Raise `NonFiniteError` on every rank when a number of the step is not finite; say where it is.
 
         Call it before the next step. Communication, only then: one number, all-reduced over the world.
         """
@@ -111,25 +120,24 @@ class Trainer:
             return
         mesh = self._mesh
         if not math.isfinite(loss):
-            stage = mesh.size("pp") - 1
-            rank, what, value = mesh.rank_at(pp=stage, dp=0, tp=0), "loss", loss
+            bad = not bool(self.engine.microbatch_losses().isfinite().all())
+            stage, what, value = mesh.size("pp") - 1, "loss", loss
+            rank = self._first_rank(bad and mesh.index("pp") == stage)
         else:
-            stage, rank = self._first_non_finite()
-            what, value = "gradient norm", norm
+            gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
+            rank = self._first_rank(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+            stage, what, value = mesh.coordinate_of(rank)["pp"], "gradient norm", norm
         raise NonFiniteError(
             f"step {step + 1}: the {what} is {value} on rank {rank}, stage {stage}: "
             "lower train.lr, raise train.warmup, or look at the data of that step."
         )
 
-    def _first_non_finite(self) -> tuple[int, int]:
-        """Give the first stage, and in it the first rank, whose own gradients are not finite."""
-        mesh = self._mesh
-        gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
-        finite = all(bool(gradient.isfinite().all()) for gradient in gradients)
-        world = mesh.size("world")
-        place = mesh.size("pp") * world if finite else mesh.index("pp") * world + mesh.rank
-        first = torch.tensor([place], dtype=torch.int64, device=mesh.device)
+    def _first_rank(self, affected: bool) -> int:
+        """Give the first rank that is `affected`, on every rank; rank 0 where none is.
+
+        Ranks are numbered stage by stage, so it is on the first stage that is affected.
+        """
+        mesh, none = self._mesh, self._mesh.size("world")
+        first = torch.tensor([mesh.rank if affected else none], dtype=torch.int64, device=mesh.device)
         all_reduce(first, mesh.group("world"), "min", checked=False).wait()
-        stage, rank = divmod(int(first), world)
-        # All finite: the squares overflowed in the sum over everyone, so the first rank is as good as any.
-        return (0, 0) if stage == mesh.size("pp") else (stage, rank)
+        return int(first) % none

@@ -38,8 +38,8 @@ def test_shapes_dtypes_and_gradients_of_each_boundary() -> None:
         batch=torch.zeros(3, 5, dtype=torch.int64),
     )
     assert infos[0] == LayerInfo(False, TensorInfo((3, 5, 6), torch.float32, True))
-    assert infos[1].tensors() == [TensorInfo((3, 5, 4), torch.float32, True)]
-    assert infos[2].tensors() == [
+    assert infos[1].tensors == [TensorInfo((3, 5, 4), torch.float32, True)]
+    assert infos[2].tensors == [
         TensorInfo((3, 5, 4), torch.float64, True),
         TensorInfo((3, 5), torch.int64, False),
     ]
@@ -55,13 +55,13 @@ def test_frozen_layers_give_what_needs_no_gradient(input_gradients: bool) -> Non
         batch=torch.zeros(3, 2),
         input_gradients=input_gradients,
     )
-    needed = [info.tensors()[0].requires_grad for info in infos]
+    needed = [info.tensors[0].requires_grad for info in infos]
     assert needed == [input_gradients, True, False]
 
 
 def test_whole_numbers_never_need_a_gradient() -> None:
     (info,) = infos_of(Call(lambda x: x), batch=torch.zeros(3, dtype=torch.int64), input_gradients=True)
-    assert info.tensors() == [TensorInfo((3,), torch.int64, False)]
+    assert info.tensors == [TensorInfo((3,), torch.int64, False)]
 
 
 def write(value: Tensor) -> Tensor:
@@ -91,7 +91,7 @@ def test_layers_that_write_to_their_input_are_found(layer: nn.Module, writes: bo
 
 def test_a_layer_that_fails_is_named_with_what_it_was_given() -> None:
     with pytest.raises(
-        ModelError, match=r"layer '1' \(Linear\) does not run on torch.float32 \[3, 2\]: RuntimeError"
+        ModelError, match=r"layer '1' \(Linear\) does not run on torch.float32 \[3, 2\] .*: RuntimeError"
     ):
         infos_of(nn.Linear(2, 2), nn.Linear(5, 2), batch=torch.zeros(3, 2))
 
@@ -112,7 +112,7 @@ def test_an_error_of_ours_keeps_its_own_words() -> None:
 
 def test_tensors_made_on_the_way_land_on_meta() -> None:
     (info,) = infos_of(Call(lambda x: x + torch.arange(2)), batch=torch.zeros(3, 2))
-    assert info.tensors() == [TensorInfo((3, 2), torch.float32, False)]
+    assert info.tensors == [TensorInfo((3, 2), torch.float32, False)]
 
 
 def test_nothing_real_is_touched() -> None:

@@ -1,0 +1,114 @@
+"""However a run of `plait train` ends, it says why and leaves nothing behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+SETTINGS = {
+    "model.layers": "1",
+    "model.hidden": "8",
+    "model.heads": "2",
+    "model.context": "8",
+    "train.batch": "4",
+    "train.microbatches": "2",
+    "train.validate_batches": "1",
+    "parallel.pp": "2",
+    "run.threads": "1",
+    "run.tensorboard": "false",
+}
+
+
+TOO_FAST = {"train.lr": "1e38", "train.warmup": "0"}
+
+
+def options(folder: Path, **changes: str) -> list[str]:
+    settings = {**SETTINGS, "run.dir": str(folder / "run"), **changes}
+    return [word for name, value in settings.items() for word in (f"--{name}", value)]
+
+
+@pytest.fixture
+def text(tmp_path: Path) -> str:
+    (tmp_path / "text.txt").write_text("abcdefgh" * 100)
+    return str(tmp_path / "text.txt")
+
+
+@pytest.fixture
+def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
+    """An environment that marks all processes of the run, with a folder for temporary files."""
+    (tmp_path / "tmp").mkdir()
+    yield {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PLAIT_TEST": str(tmp_path)}
+    ours = [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor")]
+    assert ours == []
+
+
+def left_running(mark: str) -> list[str]:
+    """Processes that carry the mark in their environment."""
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"PLAIT_TEST={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+        except OSError:
+            continue
+    return found
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [(signal.SIGTERM, 143, "plait: terminated."), (signal.SIGINT, 130, "plait: interrupted.")],
+)
+def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, code, said):
+    command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
+    command += ["--data.source", text, "--train.steps", "1000000"]
+    process = subprocess.Popen(
+        command, env=temporary, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    metrics = tmp_path / "run" / "metrics.jsonl"
+    for _ in range(300):
+        if metrics.exists() and metrics.stat().st_size:
+            break
+        time.sleep(0.1)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip()) == (code, said)
+    assert left_running(str(tmp_path)) == []
+
+
+def test_a_run_leaves_no_process(tmp_path, text, temporary):
+    command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
+    command += ["--data.source", text, "--train.steps", "2", "--run.compare", "2"]
+    done = subprocess.run(command, env=temporary, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "The first 2 steps match one rank" in done.stdout
+    assert left_running(str(tmp_path)) == []
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        (
+            {"train.lr": "1e38", "train.warmup": "0", "train.steps": "3"},
+            "plait: step 2: the loss is nan on rank 1, stage 1",
+        ),
+        (
+            {"train.lr": "1e38", "train.warmup": "0", "train.steps": "1"},
+            "plait: step 1: the validation loss is nan",
+        ),
+        ({"parallel.pp": "5"}, "plait: 5 stages need at least 5 layers, but the model has 4"),
+    ],
+)
+def test_what_a_rank_refuses_is_one_sentence(tmp_path, text, temporary, changes, said):
+    command = [sys.executable, "-m", "plait", "train", *options(tmp_path, **changes), "--data.source", text]
+    done = subprocess.run(command, env=temporary, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2
+    assert done.stderr.startswith(said)
+    assert done.stderr.count("\n") == 1
+    assert left_running(str(tmp_path)) == []
