@@ -197,7 +197,7 @@ class Engine:
     ) -> Tensor:
         count = self.plan.microbatches
         batch = split(map_tensors(self._as_input, inputs), count, "inputs")
-        parts = split(map_tensors(lambda tensor: tensor.to(self.mesh.device), targets), count, "targets")
+        parts = split(map_tensors(self._as_target, targets), count, "targets")
         self._agree_on(f"micro-batches of {signature(batch[0])} with targets {signature(parts[0])}")
         weights = [self._parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
@@ -222,9 +222,14 @@ class Engine:
             agree(f"a step on {batch}", group, torch.device("cpu"))
 
     def _as_input(self, tensor: Tensor) -> Tensor:
-        """On the device; floating-point inputs in the plan's precision, as the parameters are."""
+        """In the plan's precision, if floating-point; on the device where the first stage reads it."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
-        return tensor.to(self.mesh.device, dtype)
+        first = self.mesh.index("pp") == self._parts.steps.first_rank
+        return tensor.to(self.mesh.device if first else tensor.device, dtype)
+
+    def _as_target(self, tensor: Tensor) -> Tensor:
+        """On the device where the last stage reads it."""
+        return tensor.to(self.mesh.device) if self._is_last else tensor
 
     def _run(
         self,

@@ -113,10 +113,6 @@ class Mesh:
             )
         return self._make_group(groups, name)
 
-    def same_degrees(self, plan: Plan) -> bool:
-        """Whether the plan lays out ranks as this mesh does."""
-        return self._difference(plan) is None
-
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
         name = self._difference(plan)

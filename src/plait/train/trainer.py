@@ -64,7 +64,7 @@ class Trainer:
         inputs, targets = self._data.training.batch(step, self._rows)
 
         self.optimizer.zero_grad()
-        loss = self.engine.forward_backward(inputs.to(self._mesh.device), targets.to(self._mesh.device))
+        loss = self.engine.forward_backward(inputs, targets)
         norm = self.engine.clip_grad_norm_(self._settings.clip or math.inf)
         self.optimizer.step()
         return loss, norm
@@ -85,11 +85,10 @@ class Trainer:
         batches, count = self._data.validation, self._settings.validate_batches
         if batches is None:
             return None
-        device = self._mesh.device
-        total = torch.zeros((), dtype=torch.float64, device=device)
+        total = torch.zeros((), dtype=torch.float64, device=self._mesh.device)
         for number in range(count):
             inputs, targets = batches.batch(number, self._rows)
-            total += self.engine.evaluate(inputs.to(device), targets.to(device))
+            total += self.engine.evaluate(inputs, targets)
         mean = float(total) / count
         if not math.isfinite(mean):
             raise NonFiniteError(

@@ -100,12 +100,6 @@ def test_errors_say_what_and_how_to_mend(make, parts):
     assert all(part in str(caught.value) for part in parts), str(caught.value)
 
 
-def test_same_degrees_ignores_what_is_no_degree():
-    assert Mesh().same_degrees(Plan(microbatches=8, schedule="gpipe"))
-    assert not Mesh().same_degrees(Plan(dp=2))
-    Mesh().check_plan(Plan(microbatches=8))
-
-
 def test_a_mesh_of_eight(rank_pool):
     def body():
         mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
