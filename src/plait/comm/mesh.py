@@ -66,7 +66,7 @@ class Mesh:
         }
         along_pp = coordinates.groups_along("pp", self.sizes)
         self._pipeline_groups = (self._make_groups(along_pp, "pp"), self._make_groups(along_pp, "pp"))
-        if self.device.type == "cuda":
+        if self.device.type == "cuda" and _uses_nccl(joined):
             self._connect_neighbours()
 
     @property
@@ -188,10 +188,13 @@ def _check_world(sizes: dict[str, int], world: int) -> None:
 def _device(device: str | torch.device | None, joined: bool) -> torch.device:
     """The device asked for, where `cuda` means this rank's own; or the one the backend is made for."""
     if device is None:
-        config = dist.distributed_c10d.get_backend_config() if joined else ""
-        device = "cuda" if "nccl" in config and torch.cuda.is_available() else "cpu"
+        device = "cuda" if _uses_nccl(joined) and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else whoever joined the world chose the device
         return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return chosen
+
+
+def _uses_nccl(joined: bool) -> bool:
+    return joined and "nccl" in dist.distributed_c10d.get_backend_config()

@@ -18,7 +18,8 @@ from plait.train.trainer import Trainer
 # Largest relative difference that rounding explains, by precision.
 _TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
 
-Step = tuple[float, float]  # loss, gradient norm
+LossAndNorm = tuple[float, float]
+"""Of one step."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,7 @@ class Comparison:
         return f"The {steps} {verb} NOT match one rank: {numbers}, beyond {self.tolerance:g}."
 
 
-def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[Step]) -> Comparison:
+def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[LossAndNorm]) -> Comparison:
     """Run the first `len(woven)` steps again on rank 0 alone and compare them with `woven`.
 
     Every rank calls it and gets the same answer; the others wait, in a barrier after each step, so that none
@@ -52,7 +53,7 @@ def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[Step]) -> Co
     """
     world = mesh.group("world")
     alone = _single_rank(config, data, mesh) if mesh.rank == 0 else None
-    measured: list[Step] = []
+    measured: list[LossAndNorm] = []
     for step in range(len(woven)):
         if alone is not None:
             loss, norm = alone.step(step)
@@ -71,7 +72,7 @@ def single_plan(plan: Plan) -> Plan:
     return Plan(microbatches=plan.dp * plan.microbatches, precision=plan.precision, schedule=plan.schedule)
 
 
-def largest_differences(woven: Sequence[Step], alone: Sequence[Step]) -> Tensor:
+def largest_differences(woven: Sequence[LossAndNorm], alone: Sequence[LossAndNorm]) -> Tensor:
     """Give the largest relative difference of losses and of gradient norms, `[2]`; NaN where one is NaN."""
     ours, theirs = (torch.tensor(steps, dtype=torch.float64) for steps in (woven, alone))
     scale = theirs.abs().clamp(min=torch.finfo(torch.float64).tiny)

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
-from plait.train.compare import Comparison, Step, compare
+from plait.train.compare import Comparison, LossAndNorm, compare
 from plait.train.config import Config
 from plait.train.data import load_data
 from plait.train.introduction import introduce
@@ -49,11 +49,14 @@ def train(config: Config) -> Report:
         for line in introduce(config, mesh, data, trainer.parameters):
             follower.note(line)
         meter = Meter(config, mesh, data.vocab)
-        first: list[Step] = []
+        first: list[LossAndNorm] = []
         validation_loss = None
         with follower:
             for step in range(settings.steps):
-                row = meter.measure(trainer, step)
+                meter.start()
+                loss, norm = trainer.step(step)
+                row = meter.row(step, loss, norm, trainer.rate(step))
+                trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
                 follower.update(step + 1, row["loss"], row["tokens_per_second"])
                 if _validates(config, step):
                     validation_loss = trainer.validate(step)

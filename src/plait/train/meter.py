@@ -1,4 +1,4 @@
-"""Runs a step and measures it."""
+"""What a step took: time, tokens, memory."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import sys
 import time
 
 import torch
+from torch import Tensor
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.train.config import Config
 from plait.train.flops import flops_per_token, peak_flops
-from plait.train.trainer import Trainer
 
 
 class Meter:
-    """Runs steps and measures them, with one wait for the device a step."""
+    """Measures steps, with one wait for the device a step. `start` before a step, `row` after it."""
 
     def __init__(self, config: Config, mesh: Mesh, vocab: int) -> None:
         model = config.model
@@ -26,24 +26,26 @@ class Meter:
         )
         self._peak = _peak(mesh, config.train.precision)
         self._mesh = mesh
+        self._started = 0.0
 
-    def measure(self, trainer: Trainer, step: int) -> dict[str, float]:
-        """Run `step`, counted from 0, and give its row of metrics, the same on every rank but for the time.
+    def start(self) -> None:
+        """A step begins."""
+        self._started = time.perf_counter()
 
-        Raises `NonFiniteError`. Communication beyond the step's: one number, all-reduced over the world.
+    def row(self, step: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
+        """The row of metrics of `step`, counted from 0, just run: equal on every rank but for the time.
+
+        Communication: one number, all-reduced over the world. Waits for the device.
         """
-        started = time.perf_counter()
-        loss, norm = trainer.step(step)
         memory = torch.tensor([peak_memory(self._mesh.device)], dtype=torch.float64, device=loss.device)
         all_reduce(memory, self._mesh.group("world"), "max", checked=False).wait()
         numbers = torch.stack([loss.double(), norm.double(), memory[0]]).tolist()
-        seconds = time.perf_counter() - started
-        trainer.refuse_non_finite(step, numbers[0], numbers[1])
+        seconds = time.perf_counter() - self._started
         row = {
             "step": step + 1,
             "loss": numbers[0],
             "grad_norm": numbers[1],
-            "lr": trainer.rate(step),
+            "lr": rate,
             "tokens": self._tokens,
             "step_seconds": seconds,
             "tokens_per_second": self._tokens / seconds,
