@@ -50,9 +50,10 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
 
     The model (best an `nn.Sequential`, nested ones are flattened) is read and never altered. Parameters
     with values keep them; those on the meta device get values that depend on their name, `seed` and
-    global index only. Communication: the ranks agree on model and plan once (256 bytes each), and make
-    groups for tied parameters. Raises PlanError, MeshError, ModelError or ScheduleError before anything
-    runs, and CommunicationError when the ranks were given different models or plans.
+    global index only. Communication, once: the ranks agree on model, plan and values (256 bytes each),
+    make groups for tied parameters, and map each other's gradients where they share a host. Raises
+    PlanError, MeshError, ModelError or ScheduleError before anything runs, and CommunicationError when the
+    ranks were given different models or plans.
     """
     refuse_missing_parts(plan)
     mesh.check_plan(plan)

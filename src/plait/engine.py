@@ -75,8 +75,9 @@ class Engine:
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches. Returns the mean loss over the global batch, 0-d, equal on every
-        rank. Gradients add to those that are there; `zero_grad` starts anew. Communication: the loss's
-        weight over `dp`, boundary tensors over `pp`, one reduction per unit, the loss over `world`.
+        rank. Gradients add to those that are there; `zero_grad` starts anew. An exception leaves them as
+        they were. Communication: the batch's shapes (256 bytes) and boundary tensors over `pp`, the loss's
+        weight over `dp`, one reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
         for stage in self._worker.stages.values():
@@ -215,8 +216,6 @@ class Engine:
 
         Communication: one all-gather of 256 bytes over `pp`, on the CPU, so that no device is waited for.
         """
-        if torch.is_autocast_enabled(self.mesh.device.type):
-            raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         group = self.mesh.group("pp")
         if group.process_group is not None and group.uses_gloo:
             agree(f"a step on {batch}", group, torch.device("cpu"))
@@ -239,6 +238,8 @@ class Engine:
         scale: Tensor | None,
         input_gradients: bool,
     ) -> None:
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
         self._worker.loss_end.begin(targets, scale)
         trains = torch.is_grad_enabled()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import time
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from torch.nn.utils import parametrizations
 
 import plait
 from plait.engine import Engine
-from plait.errors import CommunicationError, DataError, ModelError, PlanError
+from plait.errors import CommunicationError, DataError, ModelError, PlanError, RankError
 
 
 class Squares:
@@ -190,3 +191,46 @@ def test_losses_outlast_other_calls():
     loss = engine.forward_backward(tokens, tokens)
     engine.generate(tokens[:1], 2)
     assert engine.microbatch_losses().mean().item() == pytest.approx(loss.item())
+
+
+class InBackward(torch.autograd.Function):
+    """Does something on one rank when the backward comes by."""
+
+    @staticmethod
+    def forward(ctx, x, rank, action):
+        ctx.rank, ctx.action = rank, action
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, gradient):
+        if torch.distributed.get_rank() == ctx.rank:
+            ctx.action()
+        return gradient, None, None
+
+
+class Trap(nn.Module):
+    def __init__(self, rank, action):
+        super().__init__()
+        self.rank, self.action = rank, action
+
+    def forward(self, x):
+        return InBackward.apply(x, self.rank, self.action)
+
+
+def fail() -> None:
+    raise ZeroDivisionError("in the middle")
+
+
+def sleep() -> None:
+    time.sleep(60)
+
+
+def fail_while_a_reduction_is_under_way() -> None:
+    first, second = linears(3, 3, 3)
+    model = nn.Sequential(first, Trap(0, fail), second, Trap(1, sleep))
+    weave(model, dp=2).forward_backward(rows(2, 3), rows(2, 3))
+
+
+def test_a_failure_does_not_wait_for_reductions_that_the_peer_never_starts(rank_pool):
+    with pytest.raises(RankError, match="rank 0 failed: ZeroDivisionError: in the middle"):
+        rank_pool.run(fail_while_a_reduction_is_under_way, ranks=2, timeout=15)

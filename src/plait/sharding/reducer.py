@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from contextlib import suppress
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import Tensor
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.errors import CommunicationError
 from plait.schedules.program import Finish, ReduceGradient
 from plait.sharding.unit import FlatBuffer, Unit
 
@@ -68,9 +66,6 @@ class Reducer:
 
     def clear(self) -> None:
         """After an exception in the middle of a step: the gradients are again what they were before it."""
-        for handle in self._under_way:
-            with suppress(CommunicationError):
-                handle.wait()  # it must not write to what is restored below
         carried = {id(buffer): gradient for buffer, gradient in self._carried}
         for unit in self.units.values():
             for buffer in unit.trainable:

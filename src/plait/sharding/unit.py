@@ -93,12 +93,12 @@ class FlatBuffer:
         return carried
 
     def restore_gradients(self, carried: Tensor | None) -> None:
-        """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`."""
-        if carried is None:
-            for parameter in self.parameters.values():
-                parameter.grad = None
-        elif self.gradient is not None:
-            self.gradient.copy_(carried)
+        """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`.
+
+        They no longer lie in the flat gradient, to which a reduction that is under way may still write.
+        """
+        for slot in self.slots:
+            self.parameters[slot.name].grad = None if carried is None else slot.view_of(carried)
 
 
 @dataclass(eq=False)
