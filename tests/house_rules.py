@@ -28,12 +28,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("simulation",),
     ("schedules",),
     ("layout",),
-    ("plan",),
+    ("plan", "rules"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "errors"}
+WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "rules", "errors"}
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
@@ -46,7 +46,13 @@ PRIVATE_USES = {
 """File, function, private name: why there is no public way."""
 ENDING_PROCESS = "_exit"
 """`os._exit` is public in spite of its name."""
-FROZEN_VALUES = {("tensor/losses.py", "cross_entropy"): "a frozen dataclass: the loss as a value"}
+FROZEN_VALUES = {
+    ("tensor/losses.py", "cross_entropy"): "a frozen dataclass: the loss as a value",
+    ("rules.py", "entrance"): "a frozen dataclass: a word of the rules",
+    ("rules.py", "column"): "likewise",
+    ("rules.py", "row"): "likewise",
+    ("rules.py", "vocabulary"): "likewise",
+}
 """Lower-case names of values at module level that cannot change."""
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}
 MUTATORS = {"append", "extend", "insert", "add", "update", "setdefault", "pop", "popitem", "remove", "clear"}

@@ -92,7 +92,7 @@ class TestLayout:
 
     def test_prints_in_one_line(self) -> None:
         layout = Layout((7, 6), {"replicate": 2, "tp": 3}, {"tp": Shard(-1)})
-        assert str(layout) == "Layout((7, 6), replicate=2: Replicate(), tp=3: Shard(dim=1))"
+        assert str(layout) == "Layout((7, 6), replicate=2: Replicate(), tp=3: Shard(1))"
 
     def test_a_coordinate_may_be_named_among_other_axes_of_the_mesh(self) -> None:
         assert UNEVEN.box({"pp": 3, "tp": 2, "shard": 1}) == UNEVEN.box((1, 2))

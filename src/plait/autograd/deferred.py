@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,6 +39,11 @@ class Keeper:
         taken, self.kept = self.kept, []
         return taken
 
+    def spend(self) -> None:
+        """Do everything kept since the last `take` now."""
+        for work in self.take():
+            work()
+
 
 def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
     """Make every `nn.Linear` and plain `nn.Embedding` in `layer` keep its weight gradient with `keeper`.
@@ -49,9 +55,9 @@ def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
         if "weight" not in dict(module.named_parameters(recurse=False)):
             continue  # some parametrisations put a computed tensor in its place
         if type(module) is nn.Linear:
-            _bind(module, _deferred_linear(module, keeper))
+            _bind(module, partial(_run_linear, module, keeper))
         elif type(module) is nn.Embedding and _is_plain(module):
-            _bind(module, _deferred_embedding(module, keeper))
+            _bind(module, partial(_run_embedding, module, keeper))
 
 
 def _bind(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -63,26 +69,28 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
-def _deferred_linear(linear: nn.Linear, keeper: Keeper) -> Callable[[Tensor], Tensor]:
-    def forward(input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return functional.linear(input, linear.weight, linear.bias)
-        output: Tensor = _Linear.apply(input, linear.weight, linear.bias, keeper)  # type: ignore[no-untyped-call]
-        return output
-
-    return forward
+def _run_linear(module: nn.Linear, keeper: Keeper, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias, keeper)
 
 
-def _deferred_embedding(embedding: nn.Embedding, keeper: Keeper) -> Callable[[Tensor], Tensor]:
-    padding = embedding.padding_idx
+def _run_embedding(module: nn.Embedding, keeper: Keeper, input: Tensor) -> Tensor:
+    return embedding(input, module.weight, module.padding_idx, keeper)
 
-    def forward(input: Tensor) -> Tensor:
-        if not torch.is_grad_enabled():
-            return functional.embedding(input, embedding.weight, padding)
-        output: Tensor = _Embedding.apply(input, embedding.weight, padding, keeper)  # type: ignore[no-untyped-call]
-        return output
 
-    return forward
+def linear(input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | None) -> Tensor:
+    """`functional.linear`, whose weight work is left with `keeper`, if there is one."""
+    if keeper is None or not torch.is_grad_enabled():
+        return functional.linear(input, weight, bias)
+    output: Tensor = _Linear.apply(input, weight, bias, keeper)  # type: ignore[no-untyped-call]
+    return output
+
+
+def embedding(input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper | None) -> Tensor:
+    """`functional.embedding` likewise; the row `padding` does not learn."""
+    if keeper is None or not torch.is_grad_enabled():
+        return functional.embedding(input, weight, padding)
+    output: Tensor = _Embedding.apply(input, weight, padding, keeper)  # type: ignore[no-untyped-call]
+    return output
 
 
 class _Linear(torch.autograd.Function):

@@ -12,7 +12,7 @@ from math import prod
 from plait.errors import MeshError
 
 AXES = ("pp", "replicate", "shard", "tp")
-COMBINED = {"dp": ("replicate", "shard"), "world": AXES}
+COMBINED = {"dp": ("replicate", "shard"), "model": ("pp", "tp"), "world": AXES}
 
 
 def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:

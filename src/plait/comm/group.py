@@ -54,5 +54,9 @@ class Group:
         config = dist.distributed_c10d.get_backend_config(self.process_group)
         return "cpu:gloo" in config
 
+    def __deepcopy__(self, memo: object) -> Group:
+        """A module that is copied goes on communicating with the same ranks."""
+        return self
+
     def __repr__(self) -> str:
         return f"Group({self.name}: ranks {', '.join(map(str, self.ranks))}; index {self.index})"

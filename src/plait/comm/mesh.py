@@ -21,7 +21,8 @@ from plait.plan import Plan
 class Mesh:
     """Ranks along the axes `pp`, `replicate`, `shard`, `tp`: outermost first, row-major, `tp` innermost.
 
-    `dp` stands for `replicate` × `shard`, `world` for all. The world is that of the initialised
+    `dp` stands for `replicate` × `shard`, `model` for `pp` × `tp` (ranks that see the same data and hold one
+    copy of the model between them), `world` for all. The world is that of the initialised
     `torch.distributed`; without it there is one rank and no backend.
     """
 
@@ -75,7 +76,7 @@ class Mesh:
         return self._pipeline_groups
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis; `dp` and `world` are allowed."""
+        """Ranks along an axis, combined or not."""
         return coordinates.size_along(axis, self.sizes)
 
     def index(self, axis: str) -> int:

@@ -17,34 +17,38 @@ from plait.comm.handle import Handle
 from plait.comm.shared import all_reduce_shared, sharers
 
 
-def all_reduce(tensor: Tensor, group: Group, op: Op = "sum", *, checked: bool = True) -> Handle[Tensor]:
-    """Reduce over the group, in place on every rank.
+def all_reduce(
+    tensor: Tensor, group: Group, op: Op = "sum", *, out: Tensor | None = None, checked: bool = True
+) -> Handle[Tensor]:
+    """Reduce over the group, in place on every rank; or into `out`, and `tensor` stays what it is.
 
     Small tensors on Gloo go whole to every rank and are reduced in rank order, 16-bit floats in float32.
     Tensors made by `shared_zeros` are reduced where they lie.
     """
-    flaw = arithmetic.flaw(op, tensor.dtype)
+    flaw = arithmetic.flaw(op, tensor.dtype) or unfit(out, tensor.shape, tensor)
     begin("all_reduce", tensor, group, detail=op, flaw=flaw, checked=checked)
     if group.process_group is None:
-        return Handle.done(tensor, group)
-    everyone = sharers(tensor, group)
+        return Handle.done(alone(tensor, out), group)
+    everyone = sharers(tensor, group) if out is None else None
     if everyone is not None:
         return all_reduce_shared(everyone, op, group)
-    mine = dense(tensor)
-    if arithmetic.exchanges_whole(mine, group):
-        copies = mine.expand(group.size, *mine.shape).contiguous()
+    target = tensor if out is None else out
+    if arithmetic.exchanges_whole(tensor, group):
+        copies = tensor.detach().expand(group.size, *tensor.shape).contiguous()
         pieces = torch.empty_like(copies)
+        total = landing(target, tensor.shape, tensor)
 
         def finish_exchange() -> Tensor:
-            arithmetic.fold(list(pieces), op, mine)
-            return deliver(mine, tensor)
+            arithmetic.fold(list(pieces), op, total)
+            return deliver(total, target)
 
         return start("all_reduce", group, partial(swap, pieces, copies, group), finish_exchange)
+    mine = dense(tensor if out is None else out.detach().copy_(tensor))
     launch = partial(dist.all_reduce, mine, arithmetic.native(op), group.process_group, async_op=True)
 
     def finish() -> Tensor:
         arithmetic.finish_mean(mine, op, group.size)
-        return deliver(mine, tensor)
+        return deliver(mine, target)
 
     return start("all_reduce", group, launch, finish)
 

@@ -18,9 +18,17 @@ class Replicate:
 
 @dataclass(frozen=True)
 class Shard:
-    """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end)."""
+    """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end).
+
+    With `copies` more than one, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies
+    ranks 0 and 1 hold the first half, 2 and 3 the second.
+    """
 
     dim: int
+    copies: int = 1
+
+    def __repr__(self) -> str:
+        return f"Shard({self.dim}{f', copies={self.copies}' if self.copies > 1 else ''})"
 
 
 @dataclass(frozen=True)
@@ -77,7 +85,8 @@ class Layout:
     ) -> None:
         """Lay `shape` over `axes` (name to number of ranks); an axis without a placement replicates.
 
-        Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis or a missing dim.
+        Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis, a missing dim, or
+        copies that do not divide the ranks.
         """
         shape, placements = tuple(shape), placements or {}
         if any(size < 0 for size in shape):
@@ -90,7 +99,9 @@ class Layout:
             raise LayoutError(
                 f"a placement is for axis {axis!r}, but the axes are {known}: name one of these."
             )
-        chosen = tuple(_from_front(placements.get(axis, Replicate()), axis, shape) for axis in axes)
+        chosen = tuple(
+            _checked(placements.get(axis, Replicate()), axis, n, shape) for axis, n in axes.items()
+        )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))
@@ -121,7 +132,7 @@ class Layout:
         for index, degree, placement in self._along(where):
             if isinstance(placement, Shard):
                 piece = pieces[placement.dim]
-                cut = divide(len(piece), degree)[index]
+                cut = divide(len(piece), degree // placement.copies)[index // placement.copies]
                 pieces[placement.dim] = range(piece.start + cut.start, piece.start + cut.stop)
         return Box(tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces))
 
@@ -131,23 +142,33 @@ class Layout:
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
         """The coordinates whose piece must equal this one's, itself included; not those of other summands."""
-        along = self._along(where)
-        return tuple(product(*(range(n) if isinstance(p, Replicate) else (i,) for i, n, p in along)))
+        return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """The coordinate that counts for this box: the first along `Replicate` and `Partial` axes.
+        """The coordinate that counts for this box: the first along `Replicate` and `Partial` axes, and of
+        the copies of a piece.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
-        return tuple(i if isinstance(placement, Shard) else 0 for i, _, placement in self._along(where))
+        along = self._along(where)
+        return tuple(0 if isinstance(p, Partial) else _same_piece(i, n, p)[0] for i, n, p in along)
 
     def _along(self, where: Sequence[int] | Mapping[str, int]) -> list[tuple[int, int, Placement]]:
         """Index, number of ranks and placement, axis by axis."""
         return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
 
 
-def _from_front(placement: Placement, axis: str, shape: tuple[int, ...]) -> Placement:
-    """The placement with its dim counted from the front; `LayoutError` where the shape has no such dim."""
+def _same_piece(index: int, degree: int, placement: Placement) -> range:
+    """The indices along an axis whose piece must equal that of `index`."""
+    if isinstance(placement, Replicate):
+        return range(degree)
+    copies = placement.copies if isinstance(placement, Shard) else 1
+    first = index // copies * copies
+    return range(first, first + copies)
+
+
+def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...]) -> Placement:
+    """The placement with its dim counted from the front; `LayoutError` where it cannot be."""
     if not isinstance(placement, Shard):
         return placement
     if not -len(shape) <= placement.dim < len(shape):
@@ -155,4 +176,9 @@ def _from_front(placement: Placement, axis: str, shape: tuple[int, ...]) -> Plac
             f"axis {axis!r} shards dim {placement.dim} of shape {shape}, which has {len(shape)} dims: "
             "choose one of those, or replicate."
         )
-    return Shard(placement.dim % len(shape))
+    if placement.copies < 1 or degree % placement.copies:
+        raise LayoutError(
+            f"axis {axis!r} has {degree} ranks, which cannot hold {placement.copies} copies of each piece: "
+            f"give a divisor of {degree}."
+        )
+    return Shard(placement.dim % len(shape), placement.copies)

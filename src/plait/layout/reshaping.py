@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from itertools import product
 from math import prod
 
@@ -19,17 +20,15 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
     shape = tuple(shape)
     if prod(shape) != prod(layout.shape) or any(size < 0 for size in shape):
         raise LayoutError(f"cannot reshape {layout.shape} to {shape}: both must have as many elements.")
-    degrees = dict(zip(layout.axes, layout.degrees, strict=True))
     placements: dict[str, Placement] = dict(zip(layout.axes, layout.placements, strict=True))
+    degrees = dict(zip(layout.axes, layout.degrees, strict=True))
+    shards = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
+    pieces = {axis: degrees[axis] // placement.copies for axis, placement in shards.items()}
     for before, after in _groups(layout.shape, shape):
-        dims = {
-            axis: placement.dim
-            for axis, placement in zip(layout.axes, layout.placements, strict=True)
-            if isinstance(placement, Shard) and placement.dim in before
-        }
+        dims = {axis: placement.dim for axis, placement in shards.items() if placement.dim in before}
         if dims:
-            moved = _moved(layout.shape, shape, before, after, degrees, dims)
-            placements |= {axis: Shard(dim) for axis, dim in moved.items()}
+            moved = _moved(layout.shape, shape, before, after, pieces, dims)
+            placements |= {axis: replace(shards[axis], dim=dim) for axis, dim in moved.items()}
     return Layout(shape, degrees, placements)
 
 
@@ -49,7 +48,7 @@ def _moved(
         if held is not None and _intervals(new, after, degrees, candidate) == held:
             return candidate
     cuts = " and ".join(
-        f"axis {axis!r} ({degrees[axis]} ranks) shards dim {dim}" for axis, dim in dims.items()
+        f"axis {axis!r} ({degrees[axis]} pieces) shards dim {dim}" for axis, dim in dims.items()
     )
     raise LayoutError(
         f"cannot reshape {old} to {new} without moving data while {cuts}: keep that dim, make it the "

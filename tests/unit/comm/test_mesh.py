@@ -79,7 +79,7 @@ def test_a_mesh_of_one_needs_no_backend():
         (lambda: Mesh(dp=4, replicate=3), ["replicate = 3 does not divide dp = 4"]),
         (lambda: Mesh(tp=0), ["tp is 0"]),
         (lambda: Mesh(tp=True), ["tp is True"]),
-        (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, tp, dp, world"]),
+        (lambda: Mesh().group("rows"), ["no axis 'rows'", "pp, replicate, shard, tp, dp, model, world"]),
         (lambda: Mesh().size("rows"), ["no axis 'rows'"]),
         (lambda: Mesh().coordinate_of(1), ["no rank 1"]),
         (lambda: Mesh().rank_at(tp=1), ["no tp = 1"]),

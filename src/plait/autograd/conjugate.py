@@ -1,0 +1,132 @@
+"""Differentiable collectives, in conjugate pairs: what one does forward, its partner does backward.
+
+    forward                              backward
+    copy     nothing                     sum of the gradients          (all-reduce)
+    reduce   sum of the pieces           nothing                       (all-reduce)
+    gather   pieces, one after another   this rank's piece             (all-gather)
+    split    this rank's piece           gradients one after another   (all-gather)
+
+The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
+`copy … reduce` or `split … gather` all ranks of the group hold the same; inside, each holds its own. On the
+meta device nothing is communicated; a group of one rank has nothing to do.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.comm.collectives import all_gather, all_reduce
+from plait.comm.group import Group
+from plait.layout import divide
+
+Meanwhile = Callable[[], None]
+"""What is done while a reduction is under way."""
+
+
+def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Tensor:
+    """`tensor` as each rank's own: the same, and its gradient is summed over `group`.
+
+    `meanwhile` runs in the backward while the sum is under way. Communication: backward, one all-reduce.
+    """
+    if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
+        return tensor
+    result: Tensor = _Copy.apply(tensor, group, meanwhile)  # type: ignore[no-untyped-call]
+    return result
+
+
+def reduce(tensor: Tensor, group: Group) -> Tensor:
+    """The sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce of it."""
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
+    return result
+
+
+def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
+    """The ranks' pieces of `dim`, one after another: `size` in all, cut as `divide` does.
+
+    Communication: one all-gather, of pieces that are padded to the size of the largest.
+    """
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Gather.apply(tensor, group, dim, size)  # type: ignore[no-untyped-call]
+    return result
+
+
+def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece of `dim`, cut as `divide` does. Communication: backward, one all-gather."""
+    if group.size == 1:
+        return tensor
+    result: Tensor = _Split.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Copy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, meanwhile: Meanwhile | None) -> Tensor:
+        ctx.group, ctx.meanwhile = group, meanwhile
+        return tensor.view_as(tensor)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if gradient.is_meta:
+            return gradient, None, None
+        # Not in place: autograd may have given the same memory to others.
+        under_way = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
+        if ctx.meanwhile is not None:
+            ctx.meanwhile()
+        return under_way.wait(), None, None
+
+
+class _Reduce(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
+        ctx.mark_dirty(tensor)
+        return tensor if tensor.is_meta else all_reduce(tensor, group, checked=False).wait()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class _Gather(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
+        ctx.group, ctx.dim = group, dim
+        return _whole(tensor, group, dim, size)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return _piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
+
+
+class _Split(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
+        return _piece(tensor, group, dim).contiguous()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return _whole(gradient, ctx.group, ctx.dim, ctx.size), None, None
+
+
+def _piece(whole: Tensor, group: Group, dim: int) -> Tensor:
+    own = divide(whole.shape[dim], group.size)[group.index]
+    return whole.narrow(dim, own.start, len(own))
+
+
+def _whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
+    cuts = divide(size, group.size)
+    if piece.is_meta:
+        return piece.new_empty(*piece.shape[: dim % piece.dim()], size, *piece.shape[dim % piece.dim() + 1 :])
+    front = piece.movedim(dim, 0)
+    padded = front.new_zeros(len(cuts[0]), *front.shape[1:])
+    padded[: len(front)] = front
+    pieces = all_gather(padded, group, checked=False).wait().view(group.size, *padded.shape)
+    kept = [one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)]
+    return torch.cat(kept).movedim(0, dim).contiguous()

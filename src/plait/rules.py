@@ -1,0 +1,94 @@
+"""Rules of tensor parallelism: which module of a model is cut how, as data beside the model.
+
+    RULES = {
+        "embedding.token": vocabulary,                          rows of the table
+        "blocks.*.attention.norm": entrance,                    what it gives is read by the linears below
+        "blocks.*.attention.query": column.by("heads"),         output features, whole heads to a rank
+        "blocks.*.attention.output": row.by("heads"),           input features; its result is summed
+    }
+
+A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match
+something, and no module may be matched twice.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from difflib import get_close_matches
+from typing import Literal
+
+from plait.errors import PlanError
+
+NEAREST = 3
+"""Paths that an error lists."""
+
+
+@dataclass(frozen=True)
+class Rule:
+    """What happens to a module.
+
+    `entrance`: its output enters a region, that is, the linears of the layer that are cut by `column` read
+    it; the gradient that comes back is summed over `tp`, once. `column`: a linear whose output features are
+    cut. `row`: a linear whose input features are cut; its result is summed over `tp`. `vocabulary`: an
+    embedding, or the linear at the model's end, whose rows are cut, evenly or not.
+
+    Layers without an entrance copy the input of each of their column linears by itself: right, but with as
+    many sums.
+    """
+
+    kind: Literal["entrance", "column", "row", "vocabulary"]
+    parts: str | None = None
+    """The attribute of the module that holds this one which says of how many equal parts the cut dim is made,
+    such as heads; a part is never cut. None: of single features."""
+    repeated: bool = False
+    """Whether fewer parts than ranks are allowed: neighbouring ranks then hold the same part."""
+
+    def by(self, parts: str, *, repeated: bool = False) -> Rule:
+        """The same rule for features that belong together in `parts`; see the fields."""
+        return replace(self, parts=parts, repeated=repeated)
+
+
+Rules = Mapping[str, Rule]
+
+entrance = Rule("entrance")
+column = Rule("column")
+row = Rule("row")
+vocabulary = Rule("vocabulary")
+
+
+def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
+    """The rule of each path that has one.
+
+    PlanError for a rule that matches nothing, with the nearest paths, and for a path matched twice.
+    """
+    names = list(dict.fromkeys(paths))
+    found: dict[str, tuple[str, Rule]] = {}
+    for pattern, rule in rules.items():
+        matched = [name for name in names if _fits(pattern, name)]
+        if not matched:
+            raise PlanError(
+                f"the rule {pattern!r} matches no module of the model: {_nearest(pattern, names)}."
+            )
+        for name in matched:
+            if name in found:
+                raise PlanError(
+                    f"the module {name!r} is matched by the rules {found[name][0]!r} and {pattern!r}: "
+                    "keep one of them."
+                )
+            found[name] = pattern, rule
+    return {name: rule for name, (_, rule) in found.items()}
+
+
+def _fits(pattern: str, name: str) -> bool:
+    """`*` within a pattern is a part of a name without dots."""
+    pieces = (re.escape(piece) for piece in pattern.split("*"))
+    return re.fullmatch(r"[^.]+".join(pieces), name) is not None
+
+
+def _nearest(pattern: str, names: list[str]) -> str:
+    # Numbers would make blocks.0, blocks.1 … three "different" neighbours: one of each kind is told.
+    kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): name for name in reversed(names) if name}
+    near = get_close_matches(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", pattern), kinds, n=NEAREST, cutoff=0.4)
+    return f"the nearest are {', '.join(near)}" if near else "see model.named_modules() for its paths"
