@@ -273,7 +273,7 @@ class TestReshape:
     def test_refuses_cuts_that_would_move(self, layout: Layout, shape: tuple[int, ...]) -> None:
         with pytest.raises(LayoutError) as refusal:
             reshape(layout, shape)
-        for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} ranks"):
+        for part in (layout.shape, shape, "axis 'tp'", f"{layout.degrees[0]} pieces"):
             assert str(part) in str(refusal.value)
 
     @pytest.mark.parametrize("shape", [(41,), (-7, -6), (0,)])
