@@ -7,9 +7,10 @@ mesh  ─ groups ─────────────────────
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 
+import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
@@ -20,38 +21,44 @@ from plait.engine import Engine, Parts
 from plait.errors import PlanError
 from plait.layout import Layout, shard
 from plait.models.initial import initial_value
+from plait.pipeline.boundary import Inspect
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.exchange import Exchange
+from plait.pipeline.fingerprint import fingerprint, fingerprint_of_values
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.precision import DTYPES, convert
 from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import (
-    LayerSequence,
-    bits_of,
-    on_meta,
-    private_copy,
-    sequence_of,
-)
+from plait.pipeline.sequence import LayerSequence, NamedLayer, on_meta, private_copy, sequence_of
 from plait.pipeline.stage import Stage
+from plait.pipeline.values import Value, tensors_of
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.planner.cut import shortest_cut
+from plait.rules import Rule, Rules
 from plait.schedules.lower import Place, Shape
 from plait.schedules.policies import schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.steps import Steps
+from plait.sharding.holding import Holders, counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, build_unit
-from plait.tensor.losses import Loss
+from plait.tensor.cutting import is_cut
+from plait.tensor.losses import Loss, loss_of_pieces
+from plait.tensor.regions import prove_layer
+from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.weave import cut_classes, layouts_of, rules_of_modules, weave
 
 
-def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: int = 0) -> Engine:
+def parallelize(
+    model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, rules: Rules | None = None, seed: int = 0
+) -> Engine:
     """Weave `model` over the ranks of `mesh` as `plan` says; call it on every rank with the same arguments.
 
     The model (best an `nn.Sequential`, nested ones are flattened) is read and never altered. Parameters
     with values keep them; those on the meta device get values that depend on their name, `seed` and
-    global index only. Communication, once: the ranks agree on model, plan and values (256 bytes each),
-    make groups for tied parameters, and map each other's gradients where they share a host. Raises
+    global index only. `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`.
+    Communication, once: the ranks agree on model, plan and values (256 bytes each), make groups for tied
+    parameters and repeated heads, and map each other's gradients where they share a host. Raises
     PlanError, MeshError, ModelError or ScheduleError before anything runs, and CommunicationError when the
     ranks were given different models or plans.
     """
@@ -64,30 +71,37 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
         )
     sequence = sequence_of(model)
     refuse_layout_dependence(sequence)
+    cuts = matched_rules(model, rules, plan, sequence)
+    layouts = parameter_layouts(sequence, cuts, mesh)
     order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
     counts = cut(sequence, plan, order)
-    for statement in (fingerprint(sequence, plan, counts, seed), fingerprint_of_values(sequence)):
+    for statement in (fingerprint(sequence, plan, counts, cuts, seed), fingerprint_of_values(sequence)):
         agree(statement, mesh.group("world"), mesh.device)
     users = unit_users(sequence, counts)
     steps = Steps(order, Shape(counts, users), mesh.index("pp"))
     mine = {stage: span(stage, counts) for stage in order.stages_of(mesh.index("pp"))}
-    layouts = parameter_layouts(sequence, mesh)
-    groups = reduction_groups(users, order.rank_of, mesh)
+    holders = parameter_holders(sequence, users, order.rank_of)
+    groups = reduction_groups(holders, layouts, mesh)
     units = build_units(sequence, mine.values(), layouts, groups, plan, mesh, seed)
-    stages = build_stages(sequence, mine, units, plan, mesh, seed)
-    owned = {unit for unit, places in users.items() if owner(places, order.rank_of) == mesh.index("pp")}
-    reducer = Reducer(units, groups, owned)
-    worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(loss))
+    weaving = Weaving(cuts, mesh.group("tp"), overlap=plan.overlaps)
+    stages = build_stages(sequence, mine, units, weaving, plan, mesh, seed)
+    skeleton = build_skeleton(sequence, layouts, weaving, plan, mesh)
+    vocabulary = weaving.vocabulary_of(sequence.layers[-1])
+    ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+    worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(ending))
     parts = Parts(
         plan=plan,
         mesh=mesh,
         loss=loss,
         counts=counts,
         layouts=layouts,
-        skeleton=private_copy(sequence.layers, on_meta(sequence, DTYPES[plan.precision])),
+        skeleton=skeleton,
+        inspect=prover(sequence, layouts, skeleton, ends_inside=vocabulary is not None),
         steps=steps,
         worker=worker,
-        reducer=reducer,
+        reducer=Reducer(units),
+        counted=counted_parameters(holders, layouts, mesh),
+        vocabulary=vocabulary,
         context=getattr(model, "context", None),
     )
     return Engine(parts)
@@ -96,7 +110,6 @@ def parallelize(model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, seed: i
 def refuse_missing_parts(plan: Plan) -> None:
     """PlanError for what a plan can say and the engine cannot do yet."""
     missing = {
-        "tp": (plan.tp, 1),
         "strategy": (plan.strategy, "none"),
         "reduce": (plan.reduce, "last"),
         "recompute": (plan.recompute, "none"),
@@ -119,27 +132,6 @@ def cut(sequence: LayerSequence, plan: Plan, order: Schedule) -> tuple[int, ...]
     return tuple(counts)
 
 
-def fingerprint(sequence: LayerSequence, plan: Plan, counts: Sequence[int], seed: int) -> str:
-    """What all ranks must agree on, as one line."""
-    digest = hashlib.blake2b(digest_size=8)
-    for layer in sequence.layers:
-        for name, parameter in layer.module.named_parameters():
-            kind = f"{parameter.shape} {parameter.dtype} {parameter.requires_grad}"
-            digest.update(f"{layer.path} {type(layer.module).__name__} {name} {kind}".encode())
-    digest.update(str(sequence.users).encode())
-    return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
-
-
-def fingerprint_of_values(sequence: LayerSequence) -> str:
-    """The values that the model brings along; ranks that start differently would never come together."""
-    digest = hashlib.blake2b(digest_size=8)
-    for layer in sequence.layers:
-        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-            if not tensor.is_meta:
-                digest.update(bits_of(tensor))
-    return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"
-
-
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:
     """For each unit, the layers whose backward adds to its gradients."""
     places = [Place(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
@@ -155,10 +147,31 @@ def span(stage: int, counts: Sequence[int]) -> range:
     return range(first, first + counts[stage])
 
 
-def parameter_layouts(sequence: LayerSequence, mesh: Mesh) -> dict[str, Layout]:
-    """Which piece of each parameter a rank of its stage holds: all of it, as long as nothing is sharded."""
+def matched_rules(
+    model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
+) -> dict[str, Rule]:
+    """The rule of each module that has one. PlanError where `tp` asks for rules and there are none."""
+    chosen = getattr(model, "rules", None) if rules is None else rules
+    if chosen is None:
+        if plan.tp > 1:
+            raise PlanError(
+                f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
+                "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+            )
+        return {}
+    return rules_of_modules(chosen, named(sequence.layers))
+
+
+def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
+    """The layers as pairs of path and module."""
+    return [(layer.path, layer.module) for layer in layers]
+
+
+def parameter_layouts(sequence: LayerSequence, cuts: Mapping[str, Rule], mesh: Mesh) -> dict[str, Layout]:
+    """Which piece of each parameter a rank of its stage holds."""
     inside = {axis: size for axis, size in mesh.sizes.items() if axis != "pp"}
-    return {name: Layout(parameter.shape, inside) for name, parameter in sequence.parameters.items()}
+    layouts = layouts_of(named(sequence.layers), cuts, inside)
+    return {name: layouts[id(parameter)] for name, parameter in sequence.parameters.items()}
 
 
 def build_units(
@@ -172,19 +185,24 @@ def build_units(
 ) -> dict[str, Unit]:
     """The units of this rank's layers, filled with initial values."""
     mine = {layer for layers in spans for layer in layers}
-    members: dict[str, dict[str, nn.Parameter]] = {}
+    members: dict[str, list[str]] = {}
     for name, users in sequence.users.items():
         if mine.intersection(users):
-            members.setdefault(sequence.unit_of(name), {})[name] = sequence.parameters[name]
+            members.setdefault(sequence.unit_of(name), []).append(name)
+
+    def template(name: str) -> nn.Parameter:
+        whole, shape = sequence.parameters[name], layouts[name].local_shape(mesh.coordinate)
+        return nn.Parameter(torch.empty(shape, dtype=whole.dtype, device="meta"), whole.requires_grad)
 
     def value_of(name: str) -> Tensor:
         layer = sequence.layers[sequence.users[name][0]]
         whole = initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), seed)
         return shard(whole, layouts[name], mesh.coordinate)
 
+    dtype = DTYPES[plan.precision]
     return {
-        unit: build_unit(unit, parameters, value_of, mesh.device, DTYPES[plan.precision], groups[unit])
-        for unit, parameters in members.items()
+        unit: build_unit(unit, {name: template(name) for name in names}, value_of, mesh.device, dtype, groups)
+        for unit, names in members.items()
     }
 
 
@@ -192,6 +210,7 @@ def build_stages(
     sequence: LayerSequence,
     spans: Mapping[int, range],
     units: Mapping[str, Unit],
+    weaving: Weaving,
     plan: Plan,
     mesh: Mesh,
     seed: int,
@@ -206,9 +225,9 @@ def build_stages(
         for name, buffer in layer.module.named_buffers():
             value = initial_value(layer.module, layer.path, name, seed)
             real[id(buffer)] = convert(value, DTYPES[plan.precision], mesh.device)
-    # One copy of all of this rank's layers, so that what they share stays shared.
-    copies = iter(private_copy(mine, real))
     keeper = Keeper()
+    # One copy of all of this rank's layers, so that what they share stays shared.
+    copies = iter(weaving.weave(private_copy(mine, real), keeper))
     stages = {
         number: Stage(number, [next(copies) for _ in layers], keeper) for number, layers in spans.items()
     }
@@ -218,36 +237,71 @@ def build_stages(
     return stages
 
 
-def reduction_groups(
-    users: Mapping[str, tuple[Place, ...]], rank_of: Sequence[int], mesh: Mesh
-) -> dict[str, Group]:
-    """For each unit of this rank, the ranks over which its gradients are summed, once.
-
-    The ranks of `dp`; for a parameter tied across stages, those of each rank of `pp` that holds it.
-    """
-    groups = {}
-    spanning: dict[tuple[int, ...], Group | None] = {}
-    for unit, places in users.items():
-        holders = tuple(sorted({rank_of[place.stage] for place in places}))
-        if len(holders) == 1:
-            groups[unit] = mesh.group("dp")
-            continue
-        if holders not in spanning:
-            spanning[holders] = mesh.new_group(ranks_holding(holders, mesh), "tie")
-        group = spanning[holders]
-        if group is not None:
-            groups[unit] = group
-    return groups
+def build_skeleton(
+    sequence: LayerSequence, layouts: Mapping[str, Layout], weaving: Weaving, plan: Plan, mesh: Mesh
+) -> list[NamedLayer]:
+    """All layers of the model as this rank would hold them, on the meta device."""
+    shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
+    empty = on_meta(sequence, DTYPES[plan.precision], shapes)
+    return weaving.weave(private_copy(sequence.layers, empty))
 
 
-def owner(places: Sequence[Place], rank_of: Sequence[int]) -> int:
-    """The rank of `pp` that a unit counts for: the first that holds it."""
-    return min(rank_of[place.stage] for place in places)
+@dataclass(frozen=True)
+class Weaving:
+    """The rules of the modules that are cut over `tp`, applied to layers."""
+
+    cuts: Mapping[str, Rule]
+    group: Group
+    overlap: bool
+
+    def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
+        """The layers, private copies on this rank's pieces, with their matched modules made parallel."""
+        if self.group.size == 1:
+            return list(layers)
+        woven = weave(named(layers), self.cuts, self.group, keeper, overlap=self.overlap)
+        return [NamedLayer(layer.path, module) for layer, module in zip(layers, woven, strict=True)]
+
+    def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
+        """What the model's logits are pieces of, if they are."""
+        if self.group.size == 1:
+            return None
+        classes = cut_classes((last.path, last.module), self.cuts)
+        return None if classes is None else Vocabulary(classes, self.group)
 
 
-def ranks_holding(holders: Sequence[int], mesh: Mesh) -> list[list[int]]:
-    """For each coordinate along `tp`, the global ranks at `holders` along `pp`, over all of `dp`."""
-    return [
-        [mesh.rank_at(pp=pp, dp=dp, tp=tp) for pp in holders for dp in range(mesh.size("dp"))]
-        for tp in range(mesh.size("tp"))
+def prover(
+    sequence: LayerSequence,
+    layouts: Mapping[str, Layout],
+    skeleton: Sequence[NamedLayer],
+    *,
+    ends_inside: bool,
+) -> Inspect:
+    """Proves each layer of the skeleton, when it has run, to give every parameter its whole gradient."""
+    cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
+    names_cut = [
+        {name for name, one in layer.module.named_parameters(remove_duplicate=False) if id(one) in cut}
+        for layer in sequence.layers
     ]
+
+    def inspect(number: int, given: Value, output: Value) -> None:
+        layer = skeleton[number]
+        prove_layer(
+            layer.path,
+            tensors_of(given),
+            tensors_of(output),
+            dict(layer.module.named_parameters(remove_duplicate=False)),
+            names_cut[number],
+            may_end_inside=ends_inside and layer is skeleton[-1],
+        )
+
+    return inspect
+
+
+def parameter_holders(
+    sequence: LayerSequence, users: Mapping[str, tuple[Place, ...]], rank_of: Sequence[int]
+) -> Holders:
+    """The ranks of `pp` that hold each parameter."""
+    return {
+        name: tuple(sorted({rank_of[place.stage] for place in users[sequence.unit_of(name)]}))
+        for name in sequence.parameters
+    }

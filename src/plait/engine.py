@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +16,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Counts
 from plait.errors import DataError, PlanError
 from plait.layout import Layout
-from plait.pipeline.boundary import LayerInfo, infer
+from plait.pipeline.boundary import Inspect, LayerInfo, infer
 from plait.pipeline.executor import Executor
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
@@ -30,6 +30,7 @@ from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
 from plait.tensor.sampling import next_token, padded, require_prompt
+from plait.tensor.vocabulary import Vocabulary
 
 REMEMBERED_SHAPES = 8
 """Micro-batch shapes whose boundaries are remembered."""
@@ -48,9 +49,15 @@ class Parts:
     """Of every parameter of the model, by name."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
+    inspect: Inspect
+    """Looks at each layer of the skeleton when it has run."""
     steps: Steps
     worker: Worker
     reducer: Reducer
+    counted: Collection[str]
+    """The parameters whose gradients count as this rank's in a norm over the model."""
+    vocabulary: Vocabulary | None
+    """What the model's logits are pieces of, where they are cut over `tp`."""
     context: int | None
     """The longest sequence that the model takes, if it says so."""
 
@@ -76,8 +83,9 @@ class Engine:
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches. Returns the mean loss over the global batch, 0-d, equal on every
         rank. Gradients add to those that are there; `zero_grad` starts anew. An exception leaves them as
-        they were. Communication: the batch's shapes (256 bytes) and boundary tensors over `pp`, the loss's
-        weight over `dp`, one reduction per unit, the loss over `world`.
+        they were. Communication: the batch's shapes (256 bytes) over `pp` and `tp`, boundary tensors over
+        `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, one reduction per unit,
+        the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
         for stage in self._worker.stages.values():
@@ -105,7 +113,8 @@ class Engine:
         """Continue `prompt` `[rows, length]`: int64 `[rows, length + tokens]`, equal on every rank.
 
         The model has to be causal, and its output logits `[rows, length, vocab]`. It sees at most its
-        context's last tokens. Communication: per token the boundary tensors, and the token over `pp`.
+        context's last tokens. Communication: per token the boundary tensors, the token over `pp`, and, where
+        the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
         require_prompt(prompt, tokens, temperature, top_k)
         generator = torch.Generator().manual_seed(seed)
@@ -117,7 +126,13 @@ class Engine:
                 token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
                 if self._is_last:
                     logits = self._worker.loss_end.outputs[0][:, length - 1]
-                    token = next_token(logits, temperature=temperature, top_k=top_k, generator=generator)
+                    token = next_token(
+                        logits,
+                        temperature=temperature,
+                        top_k=top_k,
+                        generator=generator,
+                        vocabulary=self._parts.vocabulary,
+                    )
                 broadcast(token, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
                 sequence = torch.cat([sequence, token[:, None]], dim=1)
         return sequence
@@ -125,11 +140,11 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients of the model so that their L2 norm is at most `max_norm`; the norm before, 0-d.
 
-        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp`.
+        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp` and `tp`.
         """
-        units = self._parts.reducer.units
-        norm = total_norm(self._parts.reducer.owned, self.mesh.group("pp"), self.mesh.device)
-        scale_to(units.values(), norm, max_norm)
+        units = self._parts.reducer.units.values()
+        norm = total_norm(units, self._parts.counted, self.mesh.group("model"), self.mesh.device)
+        scale_to(units, norm, max_norm)
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -212,11 +227,11 @@ class Engine:
         return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
 
     def _agree_on(self, batch: str) -> None:
-        """Before a step: the ranks of a pipeline must have been given batches that look alike.
+        """Before a step: ranks that differ in `pp` or `tp` must have been given batches that look alike.
 
-        Communication: one all-gather of 256 bytes over `pp`, on the CPU, so that no device is waited for.
+        Communication: one all-gather of 256 bytes over both, on the CPU, so that no device is waited for.
         """
-        group = self.mesh.group("pp")
+        group = self.mesh.group("model")
         if group.process_group is not None and group.uses_gloo:
             agree(f"a step on {batch}", group, torch.device("cpu"))
 
@@ -260,7 +275,9 @@ class Engine:
         if known is None:
             skeleton = self._parts.skeleton
             with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
-                known = infer(skeleton, microbatch, input_gradients=input_gradients)
+                known = infer(
+                    skeleton, microbatch, input_gradients=input_gradients, inspect=self._parts.inspect
+                )
         self._infos[key] = known  # the latest used stands last
         if len(self._infos) > REMEMBERED_SHAPES:
             del self._infos[next(iter(self._infos))]

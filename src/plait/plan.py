@@ -22,7 +22,10 @@ class Plan:
     `dp` counts data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
     `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
     stages by hand (one count per stage, first stage first); without it the simulated step decides.
-    `precision` is the dtype of parameters and activations; without it they keep the model's.
+    `precision` is the dtype of parameters and activations; without it they keep the model's. `overlap`:
+    whether weight gradients are computed while `tp` sums the gradient of a region's input. They can also fill
+    the time that a pipeline rank waits, but only once; without it they do so where the schedule leaves such
+    time, see `overlaps`.
     """
 
     pp: int = 1
@@ -36,6 +39,7 @@ class Plan:
     reduce: Reduce = "last"
     recompute: Recompute = "none"
     precision: Precision | None = None
+    overlap: bool | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
@@ -52,6 +56,8 @@ class Plan:
                 f"plan.replicate = {self.replicate} does not divide plan.dp = {self.dp}: "
                 "choose a divisor, the shard axis is dp / replicate."
             )
+        if not isinstance(self.overlap, bool | None):
+            raise PlanError(f"plan.overlap is {self.overlap!r}: give True, False or None.")
         if self.layers_per_stage is not None:
             if not isinstance(self.layers_per_stage, tuple | list) or not self.layers_per_stage:
                 raise PlanError(
@@ -61,6 +67,11 @@ class Plan:
                 _require_count("layers_per_stage", count)
             # A list would make the plan unhashable and unequal to its twin.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+
+    @property
+    def overlaps(self) -> bool:
+        """Whether weight gradients hide sums over `tp`: as told, else where no rank waits for a stage."""
+        return self.pp == 1 if self.overlap is None else self.overlap
 
     @property
     def shard(self) -> int:

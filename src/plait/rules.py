@@ -44,6 +44,10 @@ class Rule:
     such as heads; a part is never cut. None: of single features."""
     repeated: bool = False
     """Whether fewer parts than ranks are allowed: neighbouring ranks then hold the same part."""
+    gather_output: bool = False
+    """Of a column: whether every rank gets the whole output."""
+    input_is_parallel: bool = True
+    """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""

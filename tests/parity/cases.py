@@ -21,19 +21,39 @@ GPT2_CONTEXT = 8
 Build = Callable[[], nn.Module]
 
 
-def gpt2(*, layers: int = 2, tied: bool = True, hidden: int = 16, vocab: int = GPT2_VOCAB) -> Case:
+def gpt2(
+    *, layers: int = 2, tied: bool = True, hidden: int = 16, heads: int = 2, vocab: int = GPT2_VOCAB
+) -> Case:
     """A small GPT-2 on the meta device, on full contexts of random tokens."""
 
     def build() -> nn.Module:
         return plait.models.gpt2(
-            layers=layers, hidden=hidden, heads=2, vocab=vocab, context=GPT2_CONTEXT, tied=tied
+            layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=GPT2_CONTEXT, tied=tied
         )
+
+    return Case("gpt2", build, draw_contexts(vocab))
+
+
+def llama(
+    *, layers: int = 2, tied: bool = True, heads: int = 4, kv_heads: int = 2, vocab: int = GPT2_VOCAB
+) -> Case:
+    """A small Llama likewise, whose heads have 4 features each."""
+
+    def build() -> nn.Module:
+        sizes = {"hidden": 4 * heads, "heads": heads, "kv_heads": kv_heads, "inner": 6 * heads}
+        return plait.models.llama(layers=layers, vocab=vocab, context=GPT2_CONTEXT, tied=tied, **sizes)
+
+    return Case("llama", build, draw_contexts(vocab))
+
+
+def draw_contexts(vocab: int) -> DrawBatch:
+    """Full contexts of random tokens, the next token as the target."""
 
     def draw(rows: int, generator: torch.Generator) -> Batch:
         tokens = torch.randint(vocab, (rows, GPT2_CONTEXT + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:].contiguous()
 
-    return Case("gpt2", build, draw)
+    return draw
 
 
 def single_module() -> Case:

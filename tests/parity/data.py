@@ -114,3 +114,20 @@ def mean_smoothed(output: Tensor, targets: Tensor) -> Tensor:
     """Cross-entropy with smoothed labels; those of class 0 do not count."""
     logits, labels = output.flatten(0, -2), targets.flatten()
     return functional.cross_entropy(logits, labels, ignore_index=0, label_smoothing=0.1)
+
+
+def mean_with_z_loss(output: Tensor, targets: Tensor) -> Tensor:
+    """Cross-entropy plus a tenth of the mean square of log Σ exp(logits); targets of class 0 do not count."""
+    logits, labels = output.flatten(0, -2), targets.flatten()
+    squares = logits.logsumexp(-1).square()[labels != 0]
+    return functional.cross_entropy(logits, labels, ignore_index=0) + 0.1 * squares.mean()
+
+
+class WholeCrossEntropy:
+    """A user's own loss, which knows nothing of logits in pieces."""
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        return functional.cross_entropy(output.flatten(0, -2), targets.flatten(), reduction="sum")
+
+    def weight(self, targets: Tensor) -> Tensor:
+        return torch.tensor(targets.numel())

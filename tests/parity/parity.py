@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -13,6 +14,7 @@ from parity.case import Case, Recipe
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.outcome import Outcome
 from plait.comm.pool import RankPool
+from plait.layout import Coordinate, Layout, assemble
 from plait.plan import Plan
 
 THREE_STEPS = Recipe()
@@ -31,12 +33,12 @@ def check_parity(
 def compare(ranks: Sequence[Outcome], expected: Outcome, dtype: torch.dtype) -> None:
     """What all ranks of one run gave against the single device."""
     tolerance = TOLERANCE[dtype]
-    gradients = merged([outcome.gradients for outcome in ranks], "gradient")
+    gradients = merged(ranks, "gradients")
     assert_equal(gradients, expected.gradients, tolerance, "the gradient")
     for rank, outcome in enumerate(ranks):
         assert outcome.losses == ranks[0].losses, f"rank {rank} has another loss than rank 0"
         assert outcome.norms == ranks[0].norms, f"rank {rank} has another norm than rank 0"
-    parameters = merged([outcome.parameters for outcome in ranks], "parameter")
+    parameters = merged(ranks, "parameters")
     for step, (actual, wanted) in enumerate(zip(ranks[0].losses, expected.losses, strict=True)):
         assert_close(actual, wanted, tolerance, f"the loss of call {step}")
     for step, (actual, wanted) in enumerate(zip(ranks[0].norms, expected.norms, strict=True)):
@@ -45,11 +47,17 @@ def compare(ranks: Sequence[Outcome], expected: Outcome, dtype: torch.dtype) -> 
         assert_equal(parameters, expected.parameters, tolerance, "the value")
 
 
-def merged(ranks: Sequence[Mapping[str, Tensor]], what: str) -> dict[str, Tensor]:
-    """One tensor per name; all ranks that hold it must hold the same bits."""
-    whole: dict[str, Tensor] = {}
-    for rank, held in enumerate(ranks):
-        for name, tensor in held.items():
-            first = whole.setdefault(name, tensor)
-            assert torch.equal(first, tensor), f"rank {rank} holds another {what} of {name} than others do"
-    return whole
+def merged(ranks: Sequence[Outcome], what: Literal["gradients", "parameters"]) -> dict[str, Tensor]:
+    """The whole tensor of each name; all ranks that hold the same piece must hold the same bits."""
+    pieces: dict[str, dict[Coordinate, Tensor]] = {}
+    layouts: dict[str, Layout] = {}
+    for rank, outcome in enumerate(ranks):
+        for name, tensor in getattr(outcome, what).items():
+            layout = layouts.setdefault(name, outcome.layouts[name])
+            place = layout.coordinate(outcome.coordinate)
+            first = pieces.setdefault(name, {}).setdefault(layout.replicas(place)[0], tensor)
+            assert torch.equal(first, tensor), (
+                f"rank {rank} holds another {what[:-1]} of {name} than others do"
+            )
+            pieces[name][place] = tensor
+    return {name: assemble(held, layouts[name]) for name, held in pieces.items()}

@@ -47,7 +47,7 @@ def train(case: Case, plan: Plan, recipe: Recipe, defect: Defect = nullcontext) 
     with defect():
         engine = weave(case, plan)
         optimizer = recipe.make_optimizer(engine.parameter_groups(WEIGHT_DECAY))
-        outcome = Outcome()
+        outcome = Outcome(coordinate=engine.mesh.coordinate, layouts=dict(engine.layouts))
         batches = iter(shares(case, engine, recipe.steps * recipe.calls))
         for step in range(recipe.steps):
             for _ in range(recipe.calls):

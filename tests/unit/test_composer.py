@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.mesh import Mesh
-from plait.composer import cut, owner, parallelize, refuse_missing_parts, span, unit_users
+from plait.composer import cut, parallelize, parameter_holders, refuse_missing_parts, span, unit_users
 from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.pipeline.sequence import sequence_of
@@ -33,7 +33,6 @@ def linears(count: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (Plan(tp=2), "plan.tp is 2: only 1 is available yet."),
         (Plan(strategy="full"), "plan.strategy is 'full': only 'none' is available yet."),
         (Plan(recompute="selective"), "plan.recompute is 'selective': only 'none' is available yet."),
         (Plan(reduce="each"), "plan.reduce is 'each': only 'last' is available yet."),
@@ -47,7 +46,7 @@ def test_what_is_not_there_yet_is_refused(plan: Plan, told: str) -> None:
 
 
 def test_what_is_there_is_not_refused() -> None:
-    refuse_missing_parts(Plan(pp=4, dp=4, replicate=2, chunks=1, microbatches=8, schedule="gpipe"))
+    refuse_missing_parts(Plan(pp=4, tp=4, dp=4, replicate=2, chunks=1, microbatches=8, schedule="gpipe"))
 
 
 @pytest.mark.parametrize(
@@ -83,13 +82,15 @@ def test_more_stages_than_layers_are_refused() -> None:
         cut_by(linears(3), Plan(pp=4))
 
 
-def test_units_users_and_owners_of_a_tied_model() -> None:
-    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+def test_units_users_and_holders_of_a_tied_model() -> None:
+    model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     model[2].weight = model[0].weight
-    users = unit_users(sequence_of(model), counts=(2, 1))
+    sequence = sequence_of(model)
+    users = unit_users(sequence, counts=(2, 1))
     assert users == {"0.weight": (Place(0, 0), Place(1, 0)), "1": (Place(0, 1),), "2": (Place(1, 0),)}
-    assert [owner(places, rank_of=(0, 1)) for places in users.values()] == [0, 0, 1]
-    assert [owner(places, rank_of=(1, 0)) for places in users.values()] == [0, 1, 0]
+    holders = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
+    assert parameter_holders(sequence, users, rank_of=(0, 1)) == holders
+    assert parameter_holders(sequence, users, rank_of=(1, 0)) == {**holders, "1.weight": (1,), "2.bias": (0,)}
 
 
 def test_spans() -> None:

@@ -14,11 +14,24 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.errors import ModelError
+from plait.models.building import SPREAD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
+from plait.rules import Rules, column, entrance, row, vocabulary
 
-SPREAD = 0.02
-"""Standard deviation of initial weights (Radford et al. 2018, section 4.1)."""
+RULES: Rules = {
+    "embedding.token": vocabulary,
+    "blocks.*.attention.norm": entrance,
+    "blocks.*.attention.query": column.by("heads"),
+    "blocks.*.attention.key": column.by("heads"),
+    "blocks.*.attention.value": column.by("heads"),
+    "blocks.*.attention.output": row.by("heads"),
+    "blocks.*.mlp.norm": entrance,
+    "blocks.*.mlp.up": column,
+    "blocks.*.mlp.down": row,
+    "head.norm": entrance,
+    "head.output": vocabulary,
+}
+"""How tensor parallelism cuts it; what is not named is whole on every rank, such as the positions."""
 
 
 def gpt2(
@@ -35,24 +48,15 @@ def gpt2(
     `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
     token embedding's. ModelError when the sizes do not fit each other.
     """
-    sizes = {"layers": layers, "hidden": hidden, "heads": heads, "vocab": vocab, "context": context}
-    for name, size in sizes.items():
-        if size < 1:
-            raise ModelError(f"model.{name} is {size}: give at least 1.")
-    if hidden % heads:
-        raise ModelError(
-            f"model.hidden = {hidden} is not divisible by model.heads = {heads}: "
-            f"set hidden to {heads * max(1, hidden // heads)} or {heads * (hidden // heads + 1)}."
-        )
+    require_positive(layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
+    require_whole_heads(hidden, heads)
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
         blocks = [block(hidden, heads, layers, context) for _ in range(layers)]
         head = Head(hidden, vocab)
     if tied:
         head.output.weight = embedding.token.weight
-    model = nn.Sequential(OrderedDict(embedding=embedding, blocks=nn.Sequential(*blocks), head=head))
-    model.context = context  # type: ignore[assignment]  # what Engine.generate must not exceed
-    return model
+    return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
 def block(hidden: int, heads: int, layers: int, context: int) -> nn.Sequential:
@@ -75,11 +79,7 @@ class Embedding(nn.Module):
     def forward(self, tokens: Tensor) -> Tensor:
         """Look up and add. ModelError when the sequence is longer than the context."""
         length = tokens.shape[1]
-        if length > self.position.num_embeddings:
-            raise ModelError(
-                f"a sequence of {length} tokens is longer than the model's context of "
-                f"{self.position.num_embeddings}: shorten it or enlarge model.context."
-            )
+        require_length(length, self.position.num_embeddings)
         positions = torch.arange(length, device=tokens.device)
         embedded: Tensor = self.token(tokens) + self.position(positions)
         return embedded
@@ -94,7 +94,8 @@ class Attention(nn.Module):
 
     def __init__(self, hidden: int, heads: int, context: int, spread: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads = heads  # the rules read it
+        self.head_size = hidden // heads
         self.context = context
         self.spread = spread
         self.norm = nn.LayerNorm(hidden)
@@ -104,10 +105,10 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside."""
+        """The residual connection is inside. The linears may hold some of the heads only."""
         normed = self.norm(x)
         query, key, value = (
-            linear(normed).unflatten(-1, (self.heads, -1)).transpose(1, 2)
+            linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
         mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)

@@ -64,7 +64,13 @@ def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in tensors)
 
 
-def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) -> list[LayerInfo]:
+Inspect = Callable[[int, Value, Value], None]
+"""Looks at what a layer (by its number) was given on the meta device, and at what it gave."""
+
+
+def infer(
+    layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool, inspect: Inspect | None = None
+) -> list[LayerInfo]:
     """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`."""
     value = map_tensors(
         lambda tensor: leaf_of(
@@ -74,8 +80,10 @@ def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) 
     )
     infos = []
     twins = False
-    for layer in layers:
+    for number, layer in enumerate(layers):
         output, writes_input = _run(layer, value)
+        if inspect is not None:
+            inspect(number, value, output)
         if writes_input and twins:
             raise ModelError(
                 f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "

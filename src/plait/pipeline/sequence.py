@@ -84,14 +84,19 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     return [NamedLayer(layer.path, module) for layer, module in zip(layers, copies, strict=True)]
 
 
-def on_meta(sequence: LayerSequence, dtype: torch.dtype | None) -> dict[int, Tensor]:
-    """For every parameter and buffer of the model (by id) one like it on the meta device; see `convert`."""
+def on_meta(
+    sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
+) -> dict[int, Tensor]:
+    """For every parameter and buffer of the model (by id) one like it on the meta device; see `convert`.
+
+    `shapes` says, by name, which shape each parameter gets.
+    """
     meta = torch.device("meta")
     twins: dict[int, Tensor] = {}
+    for name, parameter in sequence.parameters.items():
+        empty = convert(parameter.detach(), dtype, meta).new_empty(tuple(shapes[name]))
+        twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for layer in sequence.layers:
-        for parameter in layer.module.parameters():
-            empty = convert(parameter.detach(), dtype, meta)
-            twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
         for buffer in layer.module.buffers():
             twins[id(buffer)] = convert(buffer, dtype, meta)
         for module in layer.module.modules():

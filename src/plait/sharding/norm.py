@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -12,15 +12,15 @@ from plait.comm.group import Group
 from plait.sharding.unit import Unit
 
 
-def total_norm(units: Iterable[Unit], group: Group, device: torch.device) -> Tensor:
-    """The L2 norm over the gradients of `units` and those of the other ranks of `group`, 0-d float64.
+def total_norm(units: Iterable[Unit], counted: Collection[str], group: Group, device: torch.device) -> Tensor:
+    """The L2 norm over the gradients of the `counted` parameters of all ranks of `group`, 0-d float64.
 
-    Communication: one all-reduce of 8 bytes over `group` (`pp`). A unit that several ranks of the group
-    hold has to be given by one of them only.
+    Communication: one all-reduce of 8 bytes over `group` (`pp` and `tp`). A parameter, or a piece of one,
+    that several ranks of the group hold has to be counted by one of them only.
     """
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
-        for gradient in _gradients(unit):
+        for gradient in _gradients(unit, counted):
             wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
             squares += torch.linalg.vector_norm(gradient, dtype=wide).double().square()
     return all_reduce(squares, group, checked=False).wait().sqrt()
@@ -33,9 +33,9 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     # A norm that is no number would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
     for unit in units:
-        for gradient in _gradients(unit):
+        for gradient in _gradients(unit, unit.parameters):
             gradient.mul_(factor.to(gradient.dtype))
 
 
-def _gradients(unit: Unit) -> list[Tensor]:
-    return [gradient for buffer in unit.buffers for gradient in buffer.current_gradients()]
+def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:
+    return [gradient for buffer in unit.buffers for gradient in buffer.current_gradients(wanted)]

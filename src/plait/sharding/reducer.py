@@ -2,32 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from plait.comm.collectives import all_reduce
-from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.schedules.program import Finish, ReduceGradient
 from plait.sharding.unit import FlatBuffer, Unit
 
 
 class Reducer:
-    """Sums the gradients of units over the ranks that hold them."""
+    """Sums the gradients of units over the ranks that hold them, buffer by buffer."""
 
-    def __init__(
-        self, units: Mapping[str, Unit], groups: Mapping[str, Group], owned: Collection[str]
-    ) -> None:
-        """`groups[name]`: the ranks that hold unit `name` and saw other data, or use it on another stage.
-
-        `owned`: the units that count as this rank's; of the several holders along `pp` one owns a unit.
-        """
+    def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
-        self.groups = groups
-        self.owned = [units[name] for name in units if name in owned]
         self._carried: list[tuple[FlatBuffer, Tensor]] = []
         self._under_way: list[Handle[Tensor]] = []
 
@@ -48,10 +39,11 @@ class Reducer:
                     self._carried.append((buffer, carried))
 
     def reduce(self, name: str) -> None:
-        """Start the sum of a unit's gradients over its group."""
+        """Start the sums of a unit's gradients."""
         for buffer in self.units[name].trainable:
-            assert buffer.gradient is not None
-            self._under_way.append(all_reduce(buffer.gradient, self.groups[name], checked=False))
+            if buffer.group is not None:
+                assert buffer.gradient is not None
+                self._under_way.append(all_reduce(buffer.gradient, buffer.group, checked=False))
 
     def finish(self) -> None:
         """Wait for all reductions; gradients are then final and the same on every rank that holds them."""

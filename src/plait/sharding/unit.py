@@ -10,7 +10,7 @@ bit-equal results wherever a buffer is cut. Frozen parameters have a buffer of t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -50,15 +50,25 @@ class FlatBuffer:
     data: Tensor
     gradient: Tensor | None
     parameters: dict[str, nn.Parameter]
+    group: Group | None
+    """Over which the gradients are summed: the ranks that hold the same parameters and saw other data, use
+    them on another stage, or for other heads. None: they are frozen, or nobody else has them."""
 
-    def current_gradients(self) -> list[Tensor]:
-        """What the parameters' `.grad` hold now: the flat gradient as one, unless somebody replaced views."""
+    def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
+        """What the `.grad` of the `wanted` parameters hold now.
+
+        The flat gradient as one if all are wanted, unless somebody replaced views.
+        """
         if self.gradient is None:
             return []
         start, width = self.gradient.data_ptr(), self.gradient.element_size()
-        grads = [self.parameters[slot.name].grad for slot in self.slots]
-        places = [start + slot.start * width for slot in self.slots]
-        if all(grad is not None and grad.data_ptr() == at for grad, at in zip(grads, places, strict=True)):
+        slots = [slot for slot in self.slots if slot.name in wanted]
+        grads = [self.parameters[slot.name].grad for slot in slots]
+        places = [start + slot.start * width for slot in slots]
+        views = all(
+            grad is not None and grad.data_ptr() == at for grad, at in zip(grads, places, strict=True)
+        )
+        if views and len(slots) == len(self.slots):
             return [self.gradient]
         return [grad for grad in grads if grad is not None]
 
@@ -125,20 +135,21 @@ def build_unit(
     value_of: Callable[[str], Tensor],
     device: torch.device,
     dtype: torch.dtype | None,
-    group: Group | None = None,
+    groups: Mapping[str, Group],
 ) -> Unit:
     """A unit with real parameters like `templates` (by full name), filled by `value_of`.
 
-    Floating-point parameters get `dtype`, if given. Gradients are made to be summed over `group`, all of
-    whose ranks build the unit at the same point (see `shared_zeros`).
+    Floating-point parameters get `dtype`, if given. Each parameter's gradient is to be summed over its group
+    of `groups`, if it has one; all ranks of a group build the unit at the same point (see `shared_zeros`).
     """
-    kinds: dict[tuple[torch.dtype, bool], list[str]] = {}
+    kinds: dict[tuple[torch.dtype, bool, Group | None], list[str]] = {}
     for full_name, template in templates.items():
         kept = template.dtype if dtype is None or not template.is_floating_point() else dtype
-        kinds.setdefault((kept, template.requires_grad), []).append(full_name)
+        group = groups.get(full_name) if template.requires_grad else None
+        kinds.setdefault((kept, template.requires_grad, group), []).append(full_name)
     buffers = [
-        _build_buffer({name: templates[name] for name in names}, value_of, device, kind, trainable, group)
-        for (kind, trainable), names in kinds.items()
+        _build_buffer({name: templates[name] for name in names}, value_of, device, *kind)
+        for kind, names in kinds.items()
     ]
     return Unit(name, tuple(buffers))
 
@@ -163,7 +174,7 @@ def _build_buffer(
         parameter.data = slot.view_of(data)
         parameters[slot.name] = parameter
     gradient = shared_zeros(size, dtype, device, group) if trainable else None
-    return FlatBuffer(slots, data, gradient, parameters)
+    return FlatBuffer(slots, data, gradient, parameters, group)
 
 
 def _place(shapes: Mapping[str, torch.Size]) -> tuple[Slot, ...]:

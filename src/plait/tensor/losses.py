@@ -14,6 +14,10 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from plait.autograd.conjugate import gather
+from plait.tensor.cross_entropy import Terms, total_of_pieces
+from plait.tensor.vocabulary import Vocabulary
+
 
 @runtime_checkable
 class Loss(Protocol):
@@ -26,23 +30,57 @@ class Loss(Protocol):
         """What the sum is divided by, 0-d, additive over micro-batches: say, the number of counted tokens."""
 
 
+@runtime_checkable
+class PiecewiseLoss(Loss, Protocol):
+    """A loss that takes logits cut by class as well, without gathering them."""
+
+    def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
+        """`total` of the whole logits, on every rank of `vocabulary.group`, from `[..., len(own)]` of each.
+
+        `targets` are whole on every rank. The memory of the logits may be used for the gradient. A subclass
+        that changes `total` has to change this as well.
+        """
+
+
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`; `ignore_index` counts nothing."""
+    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`; `ignore_index` counts nothing.
+
+    `label_smoothing` is the share of each target that is spread evenly over all classes. `z_loss` times the
+    square of log Σ exp(logits) is added for each counted target; it keeps that logarithm near zero
+    (Chowdhery et al. 2022, PaLM, section 5).
+    """
 
     ignore_index: int = -100
     label_smoothing: float = 0.0
+    z_loss: float = 0.0
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         """The sum over all counted targets, 0-d, in at least float32."""
-        logits = output.reshape(-1, output.shape[-1])
-        return functional.cross_entropy(
-            logits if logits.dtype == torch.float64 else logits.float(),
-            targets.reshape(-1),
+        rows = output.reshape(-1, output.shape[-1])
+        logits = rows if rows.dtype == torch.float64 else rows.float()
+        numbers = targets.reshape(-1)
+        total = functional.cross_entropy(
+            logits,
+            numbers,
             ignore_index=self.ignore_index,
             label_smoothing=self.label_smoothing,
             reduction="sum",
         )
+        if self.z_loss:
+            squares = logits.logsumexp(-1).square()
+            total = total + self.z_loss * squares.where(numbers != self.ignore_index, 0).sum()
+        return total
+
+    def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """`total` of the whole logits, from this rank's `[..., len(own)]`; see `plait.tensor.cross_entropy`.
+
+        Spends float32 and float64 logits where a gradient is wanted: read them no more. Communication: two
+        all-reduces over the group, of 1 and then 2 (with label smoothing 3) numbers a target. DataError for
+        targets that are no classes; on CUDA the loss is then nan.
+        """
+        terms = Terms(self.ignore_index, self.label_smoothing, self.z_loss)
+        return total_of_pieces(logits, targets, vocabulary, terms)
 
     def weight(self, targets: Tensor) -> Tensor:
         """The number of counted targets, 0-d."""
@@ -51,3 +89,27 @@ class CrossEntropy:
 
 cross_entropy = CrossEntropy()
 """Cross-entropy over the last dim, mean over all targets of the global batch but those of -100."""
+
+
+def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
+    """`loss` as one whose `total` takes this rank's piece `[..., len(own)]` of the model's output.
+
+    By `total_of_pieces` where the loss has it. Any other is given the whole logits; communication: one
+    all-gather of the logits over the group. `total` raises ModelError if the output is not such a piece.
+    """
+    return _LossOfPieces(loss, vocabulary)
+
+
+@dataclass(frozen=True)
+class _LossOfPieces:
+    loss: Loss
+    vocabulary: Vocabulary
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        piece, vocabulary = self.vocabulary.require_piece(output), self.vocabulary
+        if isinstance(self.loss, PiecewiseLoss):
+            return self.loss.total_of_pieces(piece, targets, vocabulary)
+        return self.loss.total(gather(piece, vocabulary.group, -1, vocabulary.classes), targets)
+
+    def weight(self, targets: Any) -> Tensor:
+        return self.loss.weight(targets)

@@ -3,130 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import model_validator
 
 from plait.errors import ConfigError
-from plait.plan import Plan, Precision, Recompute, Reduce, Strategy
+from plait.plan import Plan
+from plait.train.sections import (
+    DataConfig,
+    ModelConfig,
+    ParallelConfig,
+    RunConfig,
+    Section,
+    TrainConfig,
+)
 
-Count = Annotated[int, Field(ge=1)]
-Decay = Annotated[float, Field(ge=0, lt=1)]
-Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
-
-
-class Section(BaseModel):
-    """Base of the sections: frozen, and nothing unknown in it."""
-
-    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
-
-
-class ModelConfig(Section):
-    """The model, built as a sequence of layers."""
-
-    name: Literal["gpt2"] = Field(default="gpt2", description="architecture")
-    layers: Count = Field(default=4, description="transformer blocks")
-    hidden: Count = Field(default=128, description="width of the residual stream, a multiple of heads")
-    heads: Count = Field(default=4, description="attention heads of each block")
-    vocab: Annotated[int, Field(ge=2)] | None = Field(
-        default=None, description="tokens in the vocabulary; none: as many as the tokenizer has"
-    )
-    context: Count = Field(default=128, description="tokens in a sequence")
-    tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
-
-
-class DataConfig(Section):
-    """What is learnt."""
-
-    source: str = Field(
-        default="stdlib",
-        min_length=1,
-        description="stdlib (the source of Python's standard library), random (uniform tokens from the "
-        "seed), a text file, a folder, a glob, or a token array (.bin, .npy)",
-    )
-    tokenizer: str = Field(
-        default="bytes", min_length=1, description="bytes, or the path of a tokenizer.json"
-    )
-    dtype: Literal["uint16", "uint32"] = Field(
-        default="uint16", description="type of the tokens in a .bin array"
-    )
-    validation: Decay = Field(default=0.05, description="fraction of the corpus kept for validation; 0: none")
-
-
-class TrainConfig(Section):
-    """The optimisation: AdamW, linear warm-up, then a cosine down to the lowest learning rate."""
-
-    steps: Count = Field(default=300, description="optimizer steps")
-    batch: Count = Field(default=16, description="sequences a step, over all ranks together")
-    microbatches: Count = Field(default=4, description="micro-batches a step, on each data-parallel rank")
-    lr: float = Field(default=1e-3, gt=0, description="highest learning rate, reached after the warm-up")
-    min_lr: float = Field(default=0.1, ge=0, le=1, description="lowest learning rate, as a fraction of lr")
-    warmup: int = Field(default=20, ge=0, description="steps of linear warm-up")
-    weight_decay: float = Field(
-        default=0.1, ge=0, description="AdamW's decay of matrices; vectors do not decay"
-    )
-    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments")
-    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
-    clip: float = Field(
-        default=1.0, ge=0, description="largest gradient norm over the whole mesh; 0: no clipping"
-    )
-    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial values, data order and samples")
-    precision: Precision = Field(default="fp32", description="number format of the computation")
-    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
-    validate_batches: Count = Field(default=8, description="batches in a validation")
-    sample: str = Field(default="", description="prompt that is continued after training; empty: no sample")
-    sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
-
-
-class ParallelConfig(Section):
-    """The plan: how the run is spread over pp × dp × tp ranks."""
-
-    pp: Count = Field(default=1, description="pipeline-parallel degree: ranks the layers are spread over")
-    tp: Count = Field(default=1, description="tensor-parallel degree: ranks that each matrix is cut between")
-    dp: Count = Field(
-        default=1, description="data-parallel degree: ranks that each take a share of the batch"
-    )
-    replicate: Count = Field(default=1, description="copies of sharded state: dp is replicate × shard")
-    strategy: Strategy = Field(default="none", description="what is sharded over the data-parallel ranks")
-    reduce: Reduce = Field(
-        default="last", description="reduce gradients after the last micro-batch, or after each"
-    )
-    schedule: Policy = Field(default="1f1b", description="order of the actions of a step")
-    chunks: Count | None = Field(
-        default=None, description="stages on each pipeline rank; none: the schedule's own"
-    )
-    recompute: Recompute = Field(
-        default="none", description="activations computed again in the backward pass"
-    )
-    layers_per_stage: tuple[Count, ...] | None = Field(
-        default=None,
-        description="cut by hand: how many layers each stage has, first stage first, where the embedding, "
-        "each attention, each MLP and the head are a layer; none: the shortest simulated step",
-    )
-
-
-class RunConfig(Section):
-    """Where and how the ranks run."""
-
-    dir: Path = Field(
-        default=Path("runs/latest"), description="folder that metrics, logs and this configuration go to"
-    )
-    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="threads a rank; none: the cores shared out, or as the launcher set them"
-    )
-    device: Literal["auto", "cpu", "cuda"] = Field(
-        default="auto", description="auto: cuda where there is one"
-    )
-    timeout: float = Field(
-        default=120.0, ge=1, description="seconds to wait for another rank before giving it up"
-    )
-    compare: int = Field(
-        default=0, ge=0, description="first steps run again on a single rank to compare; 0: none"
-    )
-    progress: bool = Field(default=True, description="show a progress bar")
-    tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
-    csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")
+INNER_MULTIPLE = 256
+"""What the usual width inside llama's MLP is a multiple of."""
 
 
 class Config(Section):
@@ -141,9 +34,11 @@ class Config(Section):
     @model_validator(mode="after")
     def _consistent(self) -> Self:
         _check_available(self)
+        _check_family(self.model)
         _check_heads(self.model)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
+        _check_tensor_parallel(self.model, self.parallel.tp)
         if self.run.compare > self.train.steps:
             raise ConfigError(
                 f"run.compare = {self.run.compare} is more than train.steps = {self.train.steps}: "
@@ -170,7 +65,6 @@ class _Available:
 
 
 _AVAILABLE = (
-    _Available("tp", (1,), "tensor parallelism"),
     _Available("strategy", ("none",), "sharding over the data-parallel ranks"),
     _Available("reduce", ("last",), "reducing after each micro-batch"),
     _Available("schedule", ("1f1b", "gpipe"), "this schedule"),
@@ -195,6 +89,62 @@ def _check_heads(model: ModelConfig) -> None:
             f"model.hidden = {model.hidden} is not divisible by model.heads = {model.heads}: "
             f"set model.hidden to {_multiples(model.hidden, model.heads)}, or change model.heads."
         )
+    if model.name != "llama":
+        return
+    if model.kv_heads is not None and model.heads % model.kv_heads:
+        raise ConfigError(
+            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}: "
+            f"set model.kv_heads to {_divisors(model.heads)}."
+        )
+    if model.hidden // model.heads % 2:
+        raise ConfigError(
+            f"model.hidden = {model.hidden} over model.heads = {model.heads} makes heads of "
+            f"{model.hidden // model.heads} features, and llama turns pairs of them: "
+            f"set model.hidden to {_multiples(model.hidden, 2 * model.heads)}, or change model.heads."
+        )
+
+
+def _check_family(model: ModelConfig) -> None:
+    """Refuse what only another family has."""
+    for name in ("kv_heads", "inner"):
+        value = getattr(model, name)
+        if model.name != "llama" and value is not None:
+            raise ConfigError(
+                f"model.{name} = {value} is a field of llama, but model.name is {model.name}: "
+                "leave it out, or set model.name to llama."
+            )
+
+
+def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
+    """Refuse sizes of which `tp` ranks cannot hold equal shares: heads, and features of the MLP.
+
+    GPT-2's MLP has 4 · hidden features, which divide wherever the heads do; a vocabulary is cut unevenly.
+    """
+    if model.heads % tp:
+        raise ConfigError(
+            f"model.heads = {model.heads} is not divisible by parallel.tp = {tp}: "
+            f"set model.heads to {_multiples(model.heads, tp)}, or change parallel.tp."
+        )
+    if model.name != "llama":
+        return
+    kv_heads = model.kv_heads or model.heads
+    if kv_heads % tp and tp % kv_heads:
+        raise ConfigError(
+            f"model.kv_heads = {kv_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
+            f"set model.kv_heads to {_divisors(tp)}, or change parallel.tp."
+        )
+    inner = usual_inner(model.hidden) if model.inner is None else model.inner
+    if inner % tp:
+        told = "" if model.inner is not None else f", the usual for model.hidden = {model.hidden},"
+        raise ConfigError(
+            f"model.inner = {inner}{told} is not divisible by parallel.tp = {tp}: "
+            f"set model.inner to {_multiples(inner, tp)}, or change parallel.tp."
+        )
+
+
+def usual_inner(hidden: int) -> int:
+    """Return the width that `plait.models.llama` gives its MLP; said again here, to do without torch."""
+    return -(-8 * hidden // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE
 
 
 def _check_batch(train: TrainConfig, dp: int) -> None:
@@ -209,10 +159,9 @@ def _check_batch(train: TrainConfig, dp: int) -> None:
 
 def _check_parallel(parallel: ParallelConfig) -> None:
     if parallel.dp % parallel.replicate:
-        divisors = [str(n) for n in range(1, parallel.dp + 1) if parallel.dp % n == 0]
         raise ConfigError(
             f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
-            f"set parallel.replicate to {' or '.join(divisors)}."
+            f"set parallel.replicate to {_divisors(parallel.dp)}."
         )
     counts, chunks = parallel.layers_per_stage, parallel.chunks or 1
     if counts is not None and len(counts) != parallel.pp * chunks:
@@ -227,3 +176,8 @@ def _multiples(value: int, step: int) -> str:
     """Return the positive multiples of `step` next to `value`: "8 or 12"."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
+
+
+def _divisors(value: int) -> str:
+    """Return the divisors of `value`: "1 or 2 or 4"."""
+    return " or ".join(str(n) for n in range(1, value + 1) if value % n == 0)

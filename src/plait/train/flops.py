@@ -7,6 +7,8 @@ What is computed twice, as with recomputation, is not counted twice.
 
 from __future__ import annotations
 
+from torch import nn
+
 # (part of the device's name, operations a second by precision), dense; the first match counts.
 # From the makers' data sheets; fp32 means the plain fp32 units, since plait leaves TF32 off.
 _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
@@ -25,13 +27,13 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
-def flops_per_token(*, layers: int, hidden: int, vocab: int, context: int) -> int:
-    """Count the operations that training a GPT on one token asks for, forward and backward.
+def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
+    """Count the operations that training `model` on one token asks for, forward and backward.
 
-    Matrix products hold 12 · hidden² weights a block and the head's vocab · hidden; looking up an embedding
-    costs nothing.
+    Its matrix products are its `nn.Linear`s, a tied head's too; looking up an embedding costs nothing. Scores
+    and mix of attention cost the same whether or not heads share keys and values.
     """
-    weights = 12 * layers * hidden * hidden + vocab * hidden
+    weights = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
     return 6 * weights + 12 * layers * hidden * context
 
 

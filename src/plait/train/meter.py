@@ -13,6 +13,7 @@ from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.train.config import Config
 from plait.train.flops import flops_per_token, peak_flops
+from plait.train.trainer import build_model
 
 
 class Meter:
@@ -22,7 +23,7 @@ class Meter:
         model = config.model
         self._tokens = config.train.batch * model.context
         self._flops = flops_per_token(
-            layers=model.layers, hidden=model.hidden, vocab=vocab, context=model.context
+            build_model(model, vocab), layers=model.layers, hidden=model.hidden, context=model.context
         )
         self._peak = _peak(mesh, config.train.precision)
         self._mesh = mesh

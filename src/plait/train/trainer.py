@@ -8,19 +8,20 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.errors import NonFiniteError
-from plait.models import gpt2
+from plait.models import gpt2, llama
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.train.batches import rows_of
 from plait.train.config import Config
 from plait.train.data import Data
 from plait.train.rate import learning_rate
+from plait.train.sections import ModelConfig
 from plait.train.tokenizer import printable
 
 
@@ -28,15 +29,8 @@ class Trainer:
     """Trains `config.model` on `data`, spread over `mesh` as `plan` says. Every rank makes one alike."""
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
-        settings, shape = config.train, config.model
-        model = gpt2(
-            layers=shape.layers,
-            hidden=shape.hidden,
-            heads=shape.heads,
-            vocab=data.vocab,
-            context=shape.context,
-            tied=shape.tied,
-        )
+        settings = config.train
+        model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed)
         self.optimizer = torch.optim.AdamW(
@@ -140,3 +134,17 @@ class Trainer:
         first = torch.tensor([mesh.rank if affected else none], dtype=torch.int64, device=mesh.device)
         all_reduce(first, mesh.group("world"), "min", checked=False).wait()
         return int(first) % none
+
+
+def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
+    """The model that `model` describes, for `vocab` tokens, on the meta device."""
+    sizes = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "vocab": vocab,
+        "context": model.context,
+    }
+    if model.name == "gpt2":
+        return gpt2(**sizes, tied=model.tied)
+    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.tied)

@@ -4,12 +4,13 @@ import math
 
 import pytest
 import torch
+from model_cases import filled, half_of, uncut
 from torch import nn
 
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.models.gpt2 import SPREAD, Attention
-from plait.models.initial import initial_value
+from plait.models.building import SPREAD
+from plait.models.gpt2 import RULES, Attention
 from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import sequence_of
 
@@ -18,19 +19,7 @@ SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}
 
 def real(**sizes: int | bool) -> nn.Sequential:
     """With values, as one rank would fill them."""
-    model = gpt2(**{**SMALL, **sizes})  # type: ignore[arg-type]
-    sequence = sequence_of(model)
-    values = {
-        name: initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), 0)
-        for name, users in sequence.users.items()
-        for layer in [sequence.layers[users[0]]]
-    }
-    model.to_empty(device="cpu")
-    if sizes.get("tied", True):
-        model.head.output.weight = model.embedding.token.weight
-    for name, parameter in model.named_parameters():
-        parameter.data.copy_(values[name])
-    return model
+    return filled(gpt2(**{**SMALL, **sizes}))  # type: ignore[arg-type]
 
 
 def test_gpt2_small_has_as_many_parameters_as_the_original() -> None:
@@ -84,6 +73,20 @@ def test_attention_equals_the_formula() -> None:
     scores = scores.masked_fill(torch.ones(5, 5).triu(1).bool(), -math.inf)
     mixed = (scores.softmax(-1) @ value).permute(0, 2, 1, 3).reshape(3, 5, 8)
     torch.testing.assert_close(attention(x), x + attention.output(mixed), rtol=1e-12, atol=1e-12)
+
+
+def test_half_of_the_heads_on_each_rank_sum_to_the_whole() -> None:
+    torch.manual_seed(0)
+    attention = Attention(16, 4, 16, 0.02).double()
+    x = torch.randn(3, 5, 16, dtype=torch.float64)
+    halves = sum(half_of(attention, half)(x) - x for half in (0, 1))
+    torch.testing.assert_close(halves + x + attention.output.bias, attention(x), rtol=1e-12, atol=1e-12)
+
+
+def test_every_matrix_but_the_positions_has_a_rule() -> None:
+    model = gpt2(**SMALL)
+    assert model.rules is RULES
+    assert uncut(model, RULES) == ["embedding.position"]
 
 
 def test_initial_values() -> None:

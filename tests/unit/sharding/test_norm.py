@@ -11,6 +11,7 @@ from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.unit import Unit, build_unit
 
 CPU = torch.device("cpu")
+ALL = ("weight", "bias")
 
 
 def units_with_gradients(dtype: torch.dtype) -> list[Unit]:
@@ -19,7 +20,7 @@ def units_with_gradients(dtype: torch.dtype) -> list[Unit]:
     for width in (3, 5, 1):
         parameters = dict(nn.Linear(width, 4).named_parameters())
         unit = build_unit(
-            "unit", parameters, lambda name, values=parameters: values[name].detach(), CPU, dtype
+            "unit", parameters, lambda name, values=parameters: values[name].detach(), CPU, dtype, {}
         )
         for buffer in unit.trainable:
             buffer.attach_gradients()
@@ -42,7 +43,7 @@ def test_equals_torch(dtype: torch.dtype, error: float, max_norm: float) -> None
     twins = [nn.Parameter(torch.zeros_like(grad)) for grad in gradients(units)]
     for twin, grad in zip(twins, gradients(units), strict=True):
         twin.grad = grad.clone()
-    norm = total_norm(units, Mesh().group("pp"), CPU)
+    norm = total_norm(units, ALL, Mesh().group("pp"), CPU)
     wanted = torch.nn.utils.get_total_norm([twin.grad for twin in twins])
     torch.testing.assert_close(norm, wanted.double(), rtol=error, atol=0)
     scale_to(units, norm, max_norm)
@@ -54,12 +55,12 @@ def test_equals_torch(dtype: torch.dtype, error: float, max_norm: float) -> None
 def test_small_gradients_stay_as_they_are() -> None:
     units = units_with_gradients(torch.float32)
     before = [grad.clone() for grad in gradients(units)]
-    scale_to(units, total_norm(units, Mesh().group("pp"), CPU), 1e6)
+    scale_to(units, total_norm(units, ALL, Mesh().group("pp"), CPU), 1e6)
     assert all(torch.equal(got, was) for got, was in zip(gradients(units), before, strict=True))
 
 
 def test_the_norm_of_no_unit_is_zero() -> None:
-    norm = total_norm([], Mesh().group("pp"), CPU)
+    norm = total_norm([], ALL, Mesh().group("pp"), CPU)
     assert (norm.shape, norm.dtype, norm.item()) == ((), torch.float64, 0.0)
 
 
@@ -68,7 +69,7 @@ def test_a_norm_that_is_no_number_leaves_the_other_gradients(value: float) -> No
     units = units_with_gradients(torch.float32)
     gradients(units)[0][0, 0] = value
     before = [grad.clone() for grad in gradients(units)[1:]]
-    norm = total_norm(units, Mesh().group("pp"), CPU)
+    norm = total_norm(units, ALL, Mesh().group("pp"), CPU)
     assert not norm.isfinite()
     scale_to(units, norm, 1.0)
     assert all(torch.equal(got, was) for got, was in zip(gradients(units)[1:], before, strict=True))
@@ -79,4 +80,4 @@ def test_zeroed_gradients_have_no_norm() -> None:
     for unit in units:
         for parameter in unit.parameters.values():
             parameter.grad = None
-    assert total_norm(units, Mesh().group("pp"), CPU) == 0
+    assert total_norm(units, ALL, Mesh().group("pp"), CPU) == 0

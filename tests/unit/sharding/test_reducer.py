@@ -20,9 +20,9 @@ def reducer_of(*widths: int) -> Reducer:
             lambda name, values=parameters: values[name].detach(),
             torch.device("cpu"),
             None,
+            dict.fromkeys(parameters, Mesh().group("dp")),
         )
-    group = Mesh().group("dp")
-    return Reducer(units, dict.fromkeys(units, group), owned={"1"})
+    return Reducer(units)
 
 
 def add_to_all(reducer: Reducer, value: float) -> None:
@@ -47,11 +47,6 @@ def values_of(reducer: Reducer) -> set[float]:
         for parameter in unit.parameters.values()
         for value in parameter.grad.flatten().tolist()
     }
-
-
-def test_owned_units_are_a_choice_of_the_units() -> None:
-    reducer = reducer_of(2, 3)
-    assert reducer.owned == [reducer.units["1"]]
 
 
 def test_steps_add_up_until_gradients_are_set_to_none() -> None:

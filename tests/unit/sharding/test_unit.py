@@ -13,7 +13,7 @@ CPU = torch.device("cpu")
 
 def unit_of(model: nn.Module, dtype: torch.dtype | None = None) -> Unit:
     parameters = dict(model.named_parameters())
-    return build_unit("layer", parameters, lambda name: parameters[name].detach(), CPU, dtype)
+    return build_unit("layer", parameters, lambda name: parameters[name].detach(), CPU, dtype, {})
 
 
 def with_shapes(*shapes: tuple[int, ...]) -> nn.Module:

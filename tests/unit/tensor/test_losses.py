@@ -5,7 +5,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.tensor.losses import CrossEntropy, Loss, cross_entropy
+from plait.comm import Count, Group, Mesh, Traffic
+from plait.errors import ModelError
+from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, cross_entropy, loss_of_pieces
+from plait.tensor.vocabulary import Vocabulary
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])
@@ -33,6 +36,14 @@ def test_another_ignore_index() -> None:
     torch.testing.assert_close(
         loss.total(logits, targets), functional.cross_entropy(logits[1:2], targets[1:2])
     )
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_z_loss_is_added_for_counted_targets(dtype: torch.dtype) -> None:
+    logits, targets = torch.randn(2, 3, 5, dtype=dtype), torch.tensor([[3, -100, 1], [0, 4, -100]])
+    added = CrossEntropy(z_loss=0.5).total(logits, targets) - cross_entropy.total(logits, targets)
+    sums = logits.double()[targets != -100].exp().sum(-1)
+    torch.testing.assert_close(added.double(), 0.5 * sums.log().square().sum(), rtol=1e-5, atol=0)
 
 
 def test_totals_and_weights_of_parts_add_up() -> None:
@@ -64,3 +75,57 @@ def test_what_counts_as_a_loss() -> None:
     assert isinstance(Own(), Loss)
     assert not isinstance(functional.cross_entropy, Loss)
     assert not isinstance(nn.CrossEntropyLoss(), Loss)
+
+
+class ShareOfSquares:
+    """A loss that needs whole logits: the targets' squares over the sum of all."""
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        squares = output.square()
+        return (squares.gather(-1, targets[:, None]).squeeze(-1) / squares.sum(-1)).sum()
+
+    def weight(self, targets: Tensor) -> Tensor:
+        return 3 * targets.sum()
+
+
+LOGITS = torch.randn(6, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+TARGETS = torch.tensor([6, 0, 1, 5, 2, 4])
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+@pytest.mark.parametrize(("loss", "kind"), [(ShareOfSquares(), "all_gather"), (cross_entropy, "all_reduce")])
+def test_a_loss_takes_this_ranks_piece(rank_pool, loss, kind, ranks):
+    def body():
+        mesh = Mesh(tp=ranks)
+        vocabulary = Vocabulary(7, mesh.group("tp"))
+        own = vocabulary.own
+        leaf = LOGITS[:, own.start : own.stop].clone().requires_grad_()
+        of_pieces = loss_of_pieces(loss, vocabulary)
+        total = of_pieces.total(leaf, TARGETS)
+        total.backward()
+        return total.detach(), leaf.grad, of_pieces.weight(TARGETS), mesh.traffic.snapshot()
+
+    leaf = LOGITS.clone().requires_grad_()
+    expected = loss.total(leaf, TARGETS)
+    expected.backward()
+    totals, gradients, weights, traffic = zip(*rank_pool.run(body, ranks=ranks), strict=True)
+    for total, weight in zip(totals, weights, strict=True):
+        torch.testing.assert_close(total, expected.detach(), rtol=1e-12, atol=0)
+        assert torch.equal(weight, loss.weight(TARGETS))
+    torch.testing.assert_close(torch.cat(gradients, dim=-1), leaf.grad, rtol=1e-12, atol=1e-15)
+    sent = {"all_gather": Count(1, 8 * 6 * 3), "all_reduce": Count(2, 8 * 6 * 3)}[kind]
+    assert all(counts == ({} if ranks == 1 else {"tp": {kind: sent}}) for counts in traffic)
+
+
+def test_a_loss_of_pieces_refuses_what_is_no_piece() -> None:
+    vocabulary = Vocabulary(7, Group("tp", (0, 1), 0, None, Traffic(), 1.0))
+    for loss in (cross_entropy, ShareOfSquares()):
+        with pytest.raises(ModelError, match=r"of shape \[6, 7\].*\[\.\.\., 4\]"):
+            loss_of_pieces(loss, vocabulary).total(LOGITS, TARGETS)
+
+
+def test_what_takes_pieces() -> None:
+    vocabulary = Vocabulary(7, Group("tp", (0,), 0, None, Traffic(), 1.0))
+    assert isinstance(cross_entropy, PiecewiseLoss)
+    assert not isinstance(ShareOfSquares(), PiecewiseLoss)
+    assert isinstance(loss_of_pieces(ShareOfSquares(), vocabulary), Loss)

@@ -2,8 +2,12 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor
 
+from plait.comm import Count, Group, Mesh, Traffic
+from plait.errors import ModelError, NonFiniteError
 from plait.tensor.sampling import LENGTH_STEP, next_token, padded
+from plait.tensor.vocabulary import Vocabulary
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
 
@@ -33,10 +37,103 @@ def test_only_the_likeliest_are_drawn(top_k: int) -> None:
         assert {token[row] for token in tokens} == set(likeliest[row])
 
 
-def test_draws_follow_the_softmax() -> None:
-    tokens = torch.tensor(drawn(0, rows=4000))
-    shares = torch.stack([(tokens[:, 0] == token).double().mean() for token in range(4)])
-    torch.testing.assert_close(shares, LOGITS[0].double().softmax(-1), atol=0.03, rtol=0)
+@pytest.mark.parametrize(("temperature", "top_k"), [(1.0, None), (0.5, None), (2.0, 3)])
+def test_draws_follow_the_softmax(temperature: float, top_k: int | None) -> None:
+    rows = 20_000
+    logits = torch.tensor([0.0, 1.5, -1.0, 0.5, -3.0])
+    drawn = draw(logits.expand(rows, -1), temperature=temperature, top_k=top_k)
+    kept = logits if top_k is None else logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
+    expected = rows * (kept.double() / temperature).softmax(-1)
+    counts = drawn.bincount(minlength=5)
+    assert not counts[expected == 0].any()
+    statistic = ((counts - expected).square() / expected)[expected > 0].sum()
+    assert statistic < 18.5  # chi-square with 4 degrees of freedom: one draw in a thousand is above it
+
+
+def draw(logits: Tensor, vocabulary: Vocabulary | None = None, **options) -> Tensor:
+    chosen = {"temperature": 1.0, "top_k": None, **options}
+    return next_token(logits, generator=torch.Generator().manual_seed(3), vocabulary=vocabulary, **chosen)
+
+
+MANY = torch.randn(64, 11, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+CHOICES = [
+    {"temperature": 0},
+    {},
+    {"temperature": 0.7, "top_k": 2},
+    {"top_k": 5},
+    {"top_k": 10},
+    {"top_k": 99},
+]
+
+
+def over_ranks(rank_pool, ranks, logits, **options):
+    """The tokens, which are the same on every rank, and what was communicated, likewise."""
+
+    def body():
+        mesh = Mesh(tp=ranks)
+        vocabulary = Vocabulary(logits.shape[-1], mesh.group("tp"))
+        own = vocabulary.own
+        return draw(logits[:, own.start : own.stop], vocabulary, **options), mesh.traffic.snapshot()
+
+    tokens, traffic = zip(*rank_pool.run(body, ranks=ranks), strict=True)
+    assert all(torch.equal(other, tokens[0]) for other in tokens)
+    assert all(other == traffic[0] for other in traffic)
+    return tokens[0], traffic[0]
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 4])
+@pytest.mark.parametrize("options", CHOICES, ids=str)
+def test_the_token_does_not_depend_on_the_ranks(rank_pool, options, ranks):
+    expected = draw(MANY, **options)
+    assert len(expected.unique()) > 5
+    assert torch.equal(over_ranks(rank_pool, ranks, MANY, **options)[0], expected)
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 1}, {"top_k": 2}], ids=str)
+def test_ranks_without_classes_draw_too(rank_pool, options):
+    logits = MANY[:, :2]
+    assert torch.equal(over_ranks(rank_pool, 4, logits, **options)[0], draw(logits, **options))
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_one_candidate_is_the_likeliest(rank_pool, ranks):
+    tokens, _ = over_ranks(rank_pool, ranks, MANY, top_k=1, temperature=5.0)
+    assert torch.equal(tokens, MANY.argmax(-1))
+
+
+def test_of_equal_logits_the_smallest_number_wins(rank_pool):
+    logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0, 2.0], [3.0] * 5])
+    for ranks in (1, 3):
+        assert over_ranks(rank_pool, ranks, logits, temperature=0)[0].tolist() == [1, 3, 0]
+
+
+def test_communication_is_one_offer_a_row_and_one_more_with_top_k(rank_pool):
+    assert over_ranks(rank_pool, 3, MANY)[1] == {"tp": {"all_gather": Count(1, 64 * 16)}}
+    for top_k, offered in ((2, 2), (9, 4)):  # of 11 classes the largest piece has 4
+        traffic = over_ranks(rank_pool, 3, MANY, top_k=top_k)[1]
+        assert traffic == {"tp": {"all_gather": Count(2, 64 * (16 + 8 * offered))}}
+
+
+def test_logits_may_rule_tokens_out() -> None:
+    logits = torch.full((100, 4), -torch.inf)
+    logits[:, 1:3] = 0
+    assert set(draw(logits).tolist()) == {1, 2}
+    assert set(draw(logits, top_k=3).tolist()) == {1, 2}
+
+
+@pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 2}], ids=str)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_logits_that_are_not_finite_are_refused(options: dict[str, float], value: float) -> None:
+    logits = MANY.clone()
+    logits[5, 7] = value
+    with pytest.raises(NonFiniteError, match=f"row 5 is {value}"):
+        draw(logits, **options)
+
+
+def test_what_is_not_this_ranks_piece_is_refused() -> None:
+    vocabulary = Vocabulary(11, Group("tp", (0, 1), 0, None, Traffic(), 1.0))
+    with pytest.raises(ModelError, match=r"of shape \[64, 11\]"):
+        draw(MANY, vocabulary)
 
 
 def test_padding_stands_on_the_right_and_is_short_of_the_context() -> None:

@@ -7,8 +7,10 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
+from plait.models.llama import usual_inner as inner_of_llama
 from plait.plan import Plan
-from plait.train.config import Config, ModelConfig, ParallelConfig, TrainConfig
+from plait.train.config import Config, usual_inner
+from plait.train.sections import ModelConfig, ParallelConfig, TrainConfig
 from plait.train.settings import config_from_arguments, fields, load_config, takes
 
 
@@ -25,13 +27,17 @@ def test_defaults_make_a_single_rank_plan() -> None:
 
 
 def test_the_plan_takes_every_parallel_field() -> None:
-    parallel = ParallelConfig(pp=2, dp=2, replicate=2, schedule="gpipe", layers_per_stage=(4, 6))
+    parallel = ParallelConfig(
+        pp=2, tp=2, dp=2, replicate=2, schedule="gpipe", overlap=True, layers_per_stage=(4, 6)
+    )
     plan = Config(parallel=parallel, train=TrainConfig(microbatches=2, precision="fp64")).plan()
     expected = Plan(
         pp=2,
+        tp=2,
         dp=2,
         replicate=2,
         schedule="gpipe",
+        overlap=True,
         layers_per_stage=(4, 6),
         microbatches=2,
         precision="fp64",
@@ -61,6 +67,8 @@ def test_options_override_the_file(demo: Path) -> None:
         (["--train.lr", "2"], "train.lr", 2.0),
         (["--train.seed", "1", "--train.seed", "2"], "train.seed", 2),
         (["--run.threads", "2"], "run.threads", 2),
+        (["--parallel.overlap", "false"], "parallel.overlap", False),
+        (["--parallel.overlap", "none"], "parallel.overlap", None),
     ],
 )
 def test_values_are_read_as_the_field_wants_them(option: list[str], field: str, value: object) -> None:
@@ -116,7 +124,7 @@ WRONG_OPTIONS = [
         "--train.precision fp8",
         'train.precision is "fp8" (from the command line): give one of fp64, fp32, bf16.',
     ),
-    ("--model.name bert", 'model.name is "bert" (from the command line): give gpt2.'),
+    ("--model.name bert", 'model.name is "bert" (from the command line): give one of gpt2, llama.'),
     ("--data.source=", 'data.source is "" (from the command line): give text, not empty.'),
     ("--model.vocab 1", "give a whole number of at least 2 or none."),
     (
@@ -152,6 +160,41 @@ CONTRADICTIONS = [
         "train.batch = 10 does not divide into parallel.dp = 2 times train.microbatches = 4 equal parts: "
         "set train.batch to 8 or 16, or change train.microbatches.",
     ),
+    (
+        "--model.kv_heads 2",
+        "model.kv_heads = 2 is a field of llama, but model.name is gpt2: "
+        "leave it out, or set model.name to llama.",
+    ),
+    ("--model.inner 64", "model.inner = 64 is a field of llama, but model.name is gpt2: leave it out, or"),
+    (
+        "--model.name llama --model.heads 8 --model.kv_heads 3",
+        "model.kv_heads = 3 does not divide model.heads = 8: set model.kv_heads to 1 or 2 or 4 or 8.",
+    ),
+    (
+        "--model.name llama --model.hidden 20",
+        "model.hidden = 20 over model.heads = 4 makes heads of 5 features, and llama turns pairs of them: "
+        "set model.hidden to 16 or 24, or change model.heads.",
+    ),
+    (
+        "--parallel.tp 3",
+        "model.heads = 4 is not divisible by parallel.tp = 3: "
+        "set model.heads to 3 or 6, or change parallel.tp.",
+    ),
+    (
+        "--model.name llama --model.hidden 72 --model.heads 12 --model.kv_heads 6 --parallel.tp 4",
+        "model.kv_heads = 6 is neither a multiple nor a divisor of parallel.tp = 4: "
+        "set model.kv_heads to 1 or 2 or 4, or change parallel.tp.",
+    ),
+    (
+        "--model.name llama --model.inner 10 --parallel.tp 4",
+        "model.inner = 10 is not divisible by parallel.tp = 4: "
+        "set model.inner to 8 or 12, or change parallel.tp.",
+    ),
+    (
+        "--model.name llama --model.hidden 96 --model.heads 3 --parallel.tp 3",
+        "model.inner = 256, the usual for model.hidden = 96, is not divisible by parallel.tp = 3: "
+        "set model.inner to 255 or 258, or change parallel.tp.",
+    ),
     ("--train.batch 2", "set train.batch to 4, or change train.microbatches."),
     (
         "--parallel.dp 4 --parallel.replicate 3",
@@ -168,7 +211,6 @@ CONTRADICTIONS = [
 ]
 
 NOT_YET = [
-    ("--parallel.tp 2", "parallel.tp is 2: tensor parallelism is not available yet, set it to 1."),
     ("--parallel.strategy full", "parallel.strategy is full: sharding over the data-parallel ranks is not"),
     ("--parallel.reduce each", "parallel.reduce is each: reducing after each micro-batch is not available"),
     ("--parallel.schedule zb-h1", "this schedule is not available yet, set it to 1f1b or gpipe."),
@@ -186,6 +228,25 @@ def test_wrong_options_are_refused_in_one_sentence(options: str, message: str) -
         config_from_arguments(options.split())
     assert message in str(caught.value)
     assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        "--parallel.tp 4",
+        "--model.name llama --model.heads 8 --model.kv_heads 2 --parallel.tp 4",
+        "--model.name llama --model.heads 8 --model.kv_heads 8 --model.inner 12 --parallel.tp 4",
+        "--model.vocab 257 --parallel.tp 2",
+        "--model.hidden 12 --model.heads 4",  # GPT-2 may have heads of odd size
+    ],
+)
+def test_sizes_that_can_be_cut(options: str) -> None:
+    assert config_from_arguments(options.split()).plan().world in (1, 2, 4)
+
+
+def test_the_usual_inner_width_is_the_models() -> None:
+    widths = [1, 95, 96, 97, 128, 384, 768, 4096, 5120, 8192]
+    assert [usual_inner(hidden) for hidden in widths] == [inner_of_llama(hidden) for hidden in widths]
 
 
 @pytest.mark.parametrize(

@@ -1,12 +1,24 @@
 import pytest
 
 from plait.train.flops import flops_per_token, peak_flops
+from plait.train.sections import ModelConfig
+from plait.train.trainer import build_model
 
 
-def test_flops_per_token() -> None:
+def test_flops_of_gpt2() -> None:
     # GPT-2 small: 12 · 12 · 768² = 84,934,656 weights in blocks, 38,597,376 in the head.
     expected = 6 * (84_934_656 + 38_597_376) + 12 * 12 * 768 * 1024
-    assert flops_per_token(layers=12, hidden=768, vocab=50257, context=1024) == expected
+    for tied in (True, False):
+        model = build_model(ModelConfig(layers=12, hidden=768, heads=12, tied=tied), 50257)
+        assert flops_per_token(model, layers=12, hidden=768, context=1024) == expected
+
+
+def test_flops_of_llama() -> None:
+    shape = ModelConfig(name="llama", layers=2, hidden=64, heads=8, kv_heads=2, inner=96)
+    attention = 2 * 64 * 64 + 2 * 64 * 16
+    weights = 2 * (attention + 3 * 64 * 96) + 100 * 64
+    flops = flops_per_token(build_model(shape, 100), layers=2, hidden=64, context=32)
+    assert flops == 6 * weights + 12 * 2 * 64 * 32
 
 
 @pytest.mark.parametrize(

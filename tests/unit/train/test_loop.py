@@ -11,12 +11,14 @@ from plait.train.config import Config
 from plait.train.loop import Report, train
 
 
-def make(folder: Path, *, pp: int = 1, dp: int = 1, **settings: Any) -> Config:
+def make(
+    folder: Path, *, pp: int = 1, dp: int = 1, model: dict[str, object] | None = None, **settings: Any
+) -> Config:
     """A model of one block that trains for a moment."""
     run = {"dir": folder, "compare": settings.pop("compare", 0), "tensorboard": False}
     return Config.model_validate(
         {
-            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16} | (model or {}),
             "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 2, "warmup": 2}
             | settings,
             "parallel": {"pp": pp, "dp": dp},
@@ -58,6 +60,14 @@ def test_a_run_is_written_down_and_matches_one_rank(rank_pool: RankPool, tmp_pat
         assert report.comparison is not None
         assert report.comparison.steps == 3
     assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
+
+
+def test_a_llama_matches_one_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+    model = {"name": "llama", "kv_heads": 1, "inner": 24}
+    config = make(tmp_path, pp=2, model=model, sample="def ", sample_tokens=3, compare=2)
+    reports = run(rank_pool, config)
+    assert all(report.matches and report.sample for report in reports)
+    assert rows(tmp_path)[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
 def test_random_tokens_have_no_sample(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -1,0 +1,34 @@
+"""What all ranks must agree on before they are woven together, as lines of text."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Mapping, Sequence
+
+from plait.pipeline.sequence import LayerSequence, bits_of
+from plait.plan import Plan
+from plait.rules import Rule
+
+
+def fingerprint(
+    sequence: LayerSequence, plan: Plan, counts: Sequence[int], rules: Mapping[str, Rule], seed: int
+) -> str:
+    """Model, plan, cut, seed, and the rule of each module that has one."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in sequence.layers:
+        for name, parameter in layer.module.named_parameters():
+            kind = f"{parameter.shape} {parameter.dtype} {parameter.requires_grad}"
+            digest.update(f"{layer.path} {type(layer.module).__name__} {name} {kind}".encode())
+    digest.update(str(sequence.users).encode())
+    digest.update(str(sorted(rules.items(), key=lambda item: item[0])).encode())
+    return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
+
+
+def fingerprint_of_values(sequence: LayerSequence) -> str:
+    """The values that the model brings along; ranks that start differently would never come together."""
+    digest = hashlib.blake2b(digest_size=8)
+    for layer in sequence.layers:
+        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
+            if not tensor.is_meta:
+                digest.update(bits_of(tensor))
+    return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"

@@ -1,0 +1,71 @@
+"""Who holds a parameter: the ranks over which its gradient is summed, and the rank that it counts for.
+
+A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
+piece of its own, a piece that neighbours hold too, or all of a parameter. Along `dp` all hold the same.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+
+from plait.comm.group import Group
+from plait.comm.mesh import Mesh
+from plait.layout import Layout, Shard
+
+Holders = Mapping[str, tuple[int, ...]]
+"""For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
+
+
+def reduction_groups(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Group]:
+    """For each parameter of this rank, the ranks over which its gradient is summed, once.
+
+    The ranks of `dp`; for a parameter tied across stages also those of each rank of `pp` that holds it, and
+    for one whose piece several ranks of `tp` hold also those. What is whole has the same gradient along `tp`.
+    """
+    groups: dict[str, Group] = {}
+    made: dict[tuple[tuple[int, ...], int], Group | None] = {}
+    for name, stages in holders.items():
+        copies = copies_over_tp(layouts[name])
+        tied = len(stages) > 1
+        key = (stages if tied else (), copies)
+        if key == ((), 1):
+            made[key] = mesh.group("dp")
+        elif key not in made:
+            together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
+            made[key] = mesh.new_group(ranks_holding(together, copies, mesh), "tie" if tied else "copies")
+        group = made[key]
+        if group is not None:
+            groups[name] = group
+    return groups
+
+
+def ranks_holding(together: Iterable[Sequence[int]], copies: int, mesh: Mesh) -> list[list[int]]:
+    """Global ranks with the same piece: for each set of ranks of `pp`, by `copies` neighbours along `tp`."""
+    return [
+        [
+            mesh.rank_at(pp=pp, dp=dp, tp=tp)
+            for pp in stages
+            for dp in range(mesh.size("dp"))
+            for tp in range(first, first + copies)
+        ]
+        for stages in together
+        for first in range(0, mesh.size("tp"), copies)
+    ]
+
+
+def copies_over_tp(layout: Layout) -> int:
+    """How many ranks of `tp` hold the same piece of a parameter that is cut; 1 where it is not."""
+    placement = layout.placements[layout.axes.index("tp")]
+    return placement.copies if isinstance(placement, Shard) else 1
+
+
+def counted_parameters(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
+    """The parameters that count as this rank's, so that each piece counts once over `pp` and `tp`."""
+    here, tp = mesh.index("pp"), mesh.index("tp")
+
+    def owns(name: str) -> bool:
+        layout = layouts[name]
+        first = layout.owner(mesh.coordinate)[layout.axes.index("tp")]
+        return holders[name][0] == here and first == tp
+
+    return frozenset(name for name in holders if owns(name))

@@ -1,0 +1,76 @@
+"""How a parameter is cut over the ranks of `tp`: its layout, or the sentence that says why it cannot be."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from torch import Tensor, nn
+
+from plait.comm.group import Group
+from plait.errors import PlanError
+from plait.layout import Layout, Shard, shard
+
+AXIS = "tp"
+Axes = Mapping[str, int]
+"""Names of mesh axes and their ranks, among them `tp`."""
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How a dim of a weight is divided between the ranks.
+
+    Into equal pieces, unless `uneven`: then the first ranks may hold one row more. `parts`: the dim is made
+    of that many equal parts (heads), none of which is divided. `repeated`: there may be fewer parts than
+    ranks; neighbouring ranks then hold the same part.
+    """
+
+    parts: int | None = None
+    repeated: bool = False
+    uneven: bool = False
+
+
+EVENLY = Cut()
+UNEVENLY = Cut(uneven=True)
+
+
+def column_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -> dict[str, Layout]:
+    """Of a linear whose output features are cut: weight `[outputs, inputs]` and bias `[outputs]` by dim 0."""
+    shape = (outputs, inputs)
+    shard = {AXIS: Shard(0, _copies(outputs, shape, cut, axes[AXIS], path))}
+    return {"weight": Layout(shape, axes, shard), "bias": Layout((outputs,), axes, shard)}
+
+
+def row_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -> dict[str, Layout]:
+    """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole."""
+    shape = (outputs, inputs)
+    shard = {AXIS: Shard(1, _copies(inputs, shape, cut, axes[AXIS], path))}
+    return {"weight": Layout(shape, axes, shard), "bias": Layout((outputs,), axes)}
+
+
+def is_cut(layout: Layout) -> bool:
+    """Whether a rule cuts a parameter over more than one rank of `tp`."""
+    tp = layout.axes.index(AXIS)
+    return layout.degrees[tp] > 1 and isinstance(layout.placements[tp], Shard)
+
+
+def piece_of(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter:
+    """This rank's piece of a whole parameter, as a parameter."""
+    return nn.Parameter(shard(parameter, layout, {AXIS: group.index}), parameter.requires_grad)
+
+
+def _copies(features: int, shape: tuple[int, int], cut: Cut, ranks: int, path: str) -> int:
+    """How many ranks hold the same piece; PlanError where `features` cannot be cut so."""
+    if cut.uneven and features >= ranks:
+        return 1
+    parts = features if cut.parts is None else cut.parts
+    if parts % ranks == 0 and features % parts == 0:
+        return 1
+    if cut.repeated and ranks % parts == 0 and features % parts == 0:
+        return ranks // parts
+    what = f"{features} features" if cut.parts is None else f"{parts} parts (heads)"
+    fitting = [n for n in range(1, ranks) if parts % n == 0 or (cut.repeated and n % parts == 0)]
+    raise PlanError(
+        f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}: its {what} do not "
+        f"divide into {ranks}; set tp to {' or '.join(map(str, fitting))}, or change the model's sizes."
+    )

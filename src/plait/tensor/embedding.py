@@ -1,0 +1,71 @@
+"""The token embedding whose table is cut by rows, that is, by vocabulary."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.conjugate import reduce
+from plait.autograd.deferred import Keeper, embedding
+from plait.comm.group import Group
+from plait.errors import DataError
+from plait.tensor.cutting import AXIS, UNEVENLY, column_layouts, piece_of
+
+
+class VocabParallelEmbedding(nn.Module):
+    """An embedding whose rows are cut over `group`, evenly or not: the first ranks may hold one more.
+
+    Whole numbers `[...]` to `[..., embedding_dim]`, the same on every rank. Each rank looks up the tokens
+    whose rows it holds and gives zeros for the others. Communication: one all-reduce of the output.
+    """
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        group: Group,
+        *,
+        padding_idx: int | None = None,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `nn.Embedding(num_embeddings, embedding_dim)` would be made under the same seed, cut."""
+        super().__init__()
+        full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
+        self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
+        self.padding_idx = full.padding_idx
+        layouts = column_layouts(num_embeddings, embedding_dim, UNEVENLY, {AXIS: group.size}, "the table")
+        self.layouts = {"weight": layouts["weight"]}
+        self.keeper: Keeper | None = None
+        self.weight = piece_of(full.weight, self.layouts["weight"], group)
+
+    @classmethod
+    def of(cls, full: nn.Embedding, group: Group) -> VocabParallelEmbedding:
+        """This rank's rows of a full embedding, which every rank has alike; its values are copied."""
+        sizes = full.num_embeddings, full.embedding_dim
+        made = cls(*sizes, group, padding_idx=full.padding_idx, device="meta")
+        made.weight = piece_of(full.weight, made.layouts["weight"], group)
+        return made
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up, and sum over the group. DataError (on the CPU) for numbers that are no tokens."""
+        if tokens.device.type == "cpu" and tokens.numel():
+            self._refuse_strangers(tokens)
+        box = self.layouts["weight"].box({AXIS: self.group.index})
+        first, count = box.offsets[0], box.sizes[0]
+        local = tokens - first
+        elsewhere = (local < 0) | (local >= count)
+        padding = None if self.padding_idx is None else self.padding_idx - first
+        if padding is not None and not 0 <= padding < count:
+            padding = None
+        rows = embedding(local.masked_fill(elsewhere, 0), self.weight, padding, self.keeper)
+        return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def _refuse_strangers(self, tokens: Tensor) -> None:
+        # No rank holds such a row, so that all would give zeros and nobody an error.
+        least, most = (int(bound) for bound in tokens.aminmax())
+        if least < 0 or most >= self.num_embeddings:
+            raise DataError(
+                f"tokens from {least} to {most} were looked up in a table of {self.num_embeddings} rows: "
+                "give tokens of the vocabulary."
+            )

@@ -1,0 +1,130 @@
+"""Linears whose weight is cut over the ranks of a group (Shoeybi et al. 2019, "Megatron-LM", section 3).
+
+    column:  Y_t = X W_tᵀ + b_t           output features cut; no communication forward
+    row:     Y   = Σ_t X_t W_tᵀ + b       input features cut; one all-reduce forward, then the bias, once
+
+A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
+gradient of the column's input).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.conjugate import Meanwhile, copy, gather, reduce, split
+from plait.autograd.deferred import Keeper, linear
+from plait.comm.group import Group
+from plait.errors import PlanError
+from plait.tensor.cutting import AXIS, EVENLY, Cut, column_layouts, piece_of, row_layouts
+
+
+class ColumnParallelLinear(nn.Module):
+    """A linear whose output features are cut over `group`.
+
+    `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
+    `gather_output` to `[..., out_features]`. `layouts` says which piece of the full linear's weight and bias
+    this rank's `weight` and `bias` are. Communication: one all-reduce of the input's gradient; with
+    `gather_output` one all-gather forward.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        gather_output: bool = False,
+        cut: Cut = EVENLY,
+        path: str = "a column-parallel linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `nn.Linear(in_features, out_features)` would be made under the same seed, cut.
+
+        Seed all ranks of the group alike. PlanError, naming `path`, shape and degree, where the output
+        features cannot be cut so.
+        """
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.gather_output = gather_output
+        self.layouts = column_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
+        if gather_output and self.layouts["weight"].placements[0].copies > 1:  # type: ignore[union-attr]
+            raise PlanError(f"{path} holds the same features on several ranks: they cannot be gathered.")
+        self.enters = True
+        """Whether the input is copied here; else an entrance before did it, for several linears at once."""
+        self.keeper: Keeper | None = None
+        self.meanwhile: Meanwhile | None = None
+        _take_pieces(self, nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @classmethod
+    def of(cls, full: nn.Linear, group: Group, **options: Any) -> ColumnParallelLinear:
+        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
+        sizes = full.in_features, full.out_features
+        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
+        _take_pieces(made, full)
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by this rank's rows of the weight."""
+        entered = copy(input, self.group, self.meanwhile) if self.enters else input
+        output = linear(entered, self.weight, self.bias, self.keeper)
+        return gather(output, self.group, -1, self.out_features) if self.gather_output else output
+
+
+class RowParallelLinear(nn.Module):
+    """A linear whose input features are cut over `group`; the bias is added once, after the sum.
+
+    `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank. Without
+    `input_is_parallel` it is given `[..., in_features]`, whole on every rank. Communication: one all-reduce
+    of the output; without `input_is_parallel` one all-gather of the input's gradient.
+    """
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        group: Group,
+        *,
+        bias: bool = True,
+        input_is_parallel: bool = True,
+        cut: Cut = EVENLY,
+        path: str = "a row-parallel linear",
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As `ColumnParallelLinear`, with the input features cut."""
+        super().__init__()
+        self.in_features, self.out_features, self.group = in_features, out_features, group
+        self.input_is_parallel = input_is_parallel
+        self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
+        self.keeper: Keeper | None = None
+        _take_pieces(self, nn.Linear(in_features, out_features, bias, device, dtype))
+
+    @classmethod
+    def of(cls, full: nn.Linear, group: Group, **options: Any) -> RowParallelLinear:
+        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
+        sizes = full.in_features, full.out_features
+        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
+        _take_pieces(made, full)
+        return made
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
+        piece = input if self.input_is_parallel else split(input, self.group, -1)
+        output = reduce(linear(piece, self.weight, None, self.keeper), self.group)
+        return output if self.bias is None else output + self.bias
+
+
+def _take_pieces(layer: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:
+    layer.weight = piece_of(full.weight, layer.layouts["weight"], layer.group)
+    layer.bias = None if full.bias is None else piece_of(full.bias, layer.layouts["bias"], layer.group)

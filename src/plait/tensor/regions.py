@@ -1,0 +1,275 @@
+"""Whether the rules of tensor parallelism fit a layer: proved on its autograd graph, before anything runs.
+
+Every value of the graph is given a state, from the leaves on:
+
+    an input of the layer          whole      the same on every rank, and so is its gradient
+    a parameter cut over `tp`      inside     this rank's own, or with this rank's part of the gradient
+    any other parameter            neutral    whole as well, as long as nothing else is done with it
+
+    operation                      reads                       gives
+    copy, split                    whole, neutral              inside
+    reduce, gather                 inside                      whole
+    any other                      neutral                     neutral
+                                   whole, or both of these     whole
+                                   inside                      inside
+                                   inside and another          refused: a gradient would be one rank's part,
+                                                               or be summed once too often
+
+What needs no gradient is not in the graph: whole numbers, masks, frozen parameters. A layer that passes gives
+every trainable parameter and every input its whole gradient, if what is done inside a region is done to each
+part (head, feature) by itself: a norm over all features of a cut value is not seen. What an operation hides
+from autograd (the inside of a reentrant checkpoint, `reduce` on a view) is taken as one operation.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from enum import Enum
+from typing import Literal
+
+from torch import Tensor
+from torch.autograd.graph import Node, get_gradient_edge
+
+from plait.errors import ModelError
+
+Conjugate = Literal["copy", "reduce", "gather", "split"]
+NODES: Mapping[str, Conjugate] = {
+    "_CopyBackward": "copy",
+    "_ReduceBackward": "reduce",
+    "_GatherBackward": "gather",
+    "_SplitBackward": "split",
+}
+
+
+class State(Enum):
+    """How a value and its gradient stand to those of the other ranks of `tp`; see the module."""
+
+    NEUTRAL = "neutral"
+    WHOLE = "whole"
+    INSIDE = "inside"
+
+
+ANY = frozenset(State)
+INSIDE = frozenset({State.INSIDE})
+NEUTRAL = frozenset({State.NEUTRAL})
+
+
+def prove_layer(
+    path: str,
+    inputs: Iterable[Tensor],
+    outputs: Iterable[Tensor],
+    parameters: Mapping[str, Tensor],
+    cut: Collection[str],
+    *,
+    may_end_inside: bool,
+) -> None:
+    """Follow a layer's autograd graph from `outputs` back to `inputs` and `parameters`.
+
+    `inputs` are the leaves that the layer at `path` was given, `outputs` the tensors that it gave, with
+    gradients enabled; on the meta device nothing is computed or sent. `parameters` go by their names in the
+    model or in the layer; `cut` holds the names of those that the layout shards over `tp`. `may_end_inside`:
+    the output may be this rank's piece, as logits cut by vocabulary are. The graph stays as it is.
+
+    ModelError for the first operation at which a gradient would be wrong: the layer, the parameter and the
+    rule to change.
+    """
+    held = list(inputs)
+    leaves = {id(tensor): State.WHOLE for tensor in held}
+    names = {id(tensor): "the layer's input" for tensor in held}
+    for name, parameter in parameters.items():
+        names.setdefault(id(parameter), name.removeprefix(f"{path}."))
+        if name in cut:
+            leaves[id(parameter)] = State.INSIDE
+    ends = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+    proof = _Proof(path, leaves, names)
+    for node in _in_order(ends):
+        proof.step(node)
+    if not may_end_inside:
+        proof.end(ends)
+
+
+def conjugate_of(node: Node) -> Conjugate | None:
+    """Which function of `plait.autograd.conjugate` made this node; None: none of them.
+
+    Autograd calls the node of a custom function by the name of its class; there is no other public trace.
+    """
+    return NODES.get(node.name())
+
+
+def _read(node: Node) -> list[Node]:
+    """The nodes whose values an operation read; those without a gradient have none."""
+    return [before for before, _ in node.next_functions if before is not None]
+
+
+def _leaf(node: Node) -> Tensor | None:
+    """The leaf tensor that a node stands for, if it is the start of a graph."""
+    variable = None if node.next_functions else getattr(node, "variable", None)
+    return variable if isinstance(variable, Tensor) else None
+
+
+def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
+    return [leaf for node in nodes if (leaf := _leaf(node)) is not None]
+
+
+def _operation(node: Node) -> str:
+    """The operation's name as autograd gives it: `Add` for `AddBackward0`."""
+    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+
+
+def _in_order(ends: Iterable[Node]) -> Iterator[Node]:
+    """Every node behind `ends` once, after those that it reads, the first of these first.
+
+    Not recursive: graphs are deep.
+    """
+    done, waiting = set[Node](), list(ends)
+    while waiting:
+        node = waiting[-1]
+        missing = [before for before in _read(node) if before not in done]
+        waiting += reversed(missing)
+        if not missing:
+            waiting.pop()
+            if node not in done:
+                done.add(node)
+                yield node
+
+
+class _Proof:
+    """The states found so far, and the sentences for what cannot be given one."""
+
+    def __init__(self, path: str, leaves: Mapping[int, State], names: Mapping[int, str]) -> None:
+        self.path, self.leaves, self.names = path, leaves, names
+        # By node: torch keeps one Python object a node only while somebody holds it.
+        self.states: dict[Node, State] = {}
+
+    def step(self, node: Node) -> None:
+        """Give `node` its state; the nodes that it reads have theirs."""
+        leaf = _leaf(node)
+        if leaf is not None:
+            self.states[node] = self.leaves.get(id(leaf), State.NEUTRAL)
+            return
+        read = {self.states[before] for before in _read(node)}
+        conjugate = conjugate_of(node)
+        if conjugate in ("copy", "split"):
+            if State.INSIDE in read:
+                raise self._enters_again(node)
+            self.states[node] = State.INSIDE
+        elif conjugate in ("reduce", "gather"):
+            if read - INSIDE:
+                raise self._reads_whole(node, conjugate)
+            self.states[node] = State.WHOLE
+        elif State.INSIDE in read and State.WHOLE in read:
+            raise self._meets_whole(node)
+        elif State.INSIDE in read and State.NEUTRAL in read:
+            raise self._whole_parameter(node)
+        else:
+            strongest = (state for state in (State.INSIDE, State.WHOLE) if state in read)
+            self.states[node] = next(strongest, State.NEUTRAL)
+
+    def end(self, ends: Iterable[Node]) -> None:
+        """ModelError if one of these, the layer's outputs, is inside a region."""
+        for node in ends:
+            if self.states[node] is not State.INSIDE:
+                continue
+            name = self._nearest([node], INSIDE)
+            if name is None:
+                raise self._error(
+                    "the output of the entrance leaves the layer, though a region ends where its layer does: "
+                    "remove the entrance of this layer"
+                )
+            raise self._error(
+                f"its output is one rank's part, for {name} is cut over tp: give the linear that reads what "
+                "comes of it the rule row, or leave it uncut (a linear with the rule vocabulary may only "
+                "stand at the model's end)"
+            )
+
+    def _enters_again(self, node: Node) -> ModelError:
+        name = self._nearest(_read(node), INSIDE)
+        if name is None:
+            return self._error(
+                "a value enters a region twice, so that its gradient would be summed twice: keep one of the "
+                "entrances"
+            )
+        return self._error(
+            f"what comes of {name}, cut over tp, is one rank's part, but enters a region as if it were "
+            "whole: give the linear that reads it the rule row and no entrance, or leave one of the two uncut"
+        )
+
+    def _reads_whole(self, node: Node, conjugate: Conjugate) -> ModelError:
+        done = "sums" if conjugate == "reduce" else "gathers"
+        return self._error(
+            f"a module {done} over tp what is whole on every rank already ({self._origin(_read(node))}): "
+            "give the linear whose output it reads the rule column, or leave it uncut"
+        )
+
+    def _meets_whole(self, node: Node) -> ModelError:
+        inside = self._read_in(node, State.INSIDE)
+        origin = self._origin(self._read_in(node, State.WHOLE))
+        own = [before for before in inside if self._is_parameter(before)]
+        name = self._nearest(own or inside, INSIDE)
+        if own:
+            return self._error(
+                f"{name} is cut over tp but reads a value that has not entered a region ({origin}): give the "
+                "module whose output it reads the rule entrance (column, if it is cut by row), or leave "
+                "entrances out of this layer"
+            )
+        if name is None:
+            return self._error(
+                f"the output of the entrance also goes around the region ({_operation(node)} joins it with "
+                f"a whole value, {origin}): remove the entrance of this layer, so that each column linear "
+                "copies its input by itself"
+            )
+        return self._error(
+            f"what comes of {name}, cut over tp, is one rank's part, but {_operation(node)} joins it with a "
+            f"whole value ({origin}): give the linear that reads it before the rule row, or the module that "
+            "makes the whole value the rule entrance"
+        )
+
+    def _whole_parameter(self, node: Node) -> ModelError:
+        name = self._nearest(self._read_in(node, State.NEUTRAL), NEUTRAL)
+        return self._error(
+            f"the whole parameter {name} is used inside a region, where each rank sees only its part of the "
+            "gradient: move it out, give its module a rule that cuts it, or leave this region uncut"
+        )
+
+    def _is_parameter(self, node: Node) -> bool:
+        """Whether a value is a cut parameter, perhaps transposed or converted: each step reads one value."""
+        while len(before := _read(node)) == 1:
+            node = before[0]
+        return not before and self.states[node] is State.INSIDE
+
+    def _read_in(self, node: Node, state: State) -> list[Node]:
+        return [before for before in _read(node) if self.states[before] is state]
+
+    def _origin(self, nodes: Iterable[Node]) -> str:
+        return f"nearest behind it: {self._nearest(nodes, ANY)}"
+
+    def _nearest(self, nodes: Iterable[Node], within: frozenset[State]) -> str | None:
+        """The name of the nearest leaf behind `nodes` that is reached through these states only."""
+        levels = map(_leaves, self._levels(nodes, within))
+        for leaves in levels:
+            if leaves:
+                return self._name(max(leaves + next(levels, []), key=self._says))
+        return None
+
+    def _levels(self, nodes: Iterable[Node], within: frozenset[State]) -> Iterator[list[Node]]:
+        """`nodes`, what they read, what that reads, and so on; no node twice."""
+        seen, level = set[Node](), list(nodes)
+        while level:
+            level = [
+                node for node in dict.fromkeys(level) if node not in seen and self.states[node] in within
+            ]
+            seen.update(level)
+            yield level
+            level = [before for node in level for before in _read(node)]
+
+    def _says(self, leaf: Tensor) -> int:
+        """How much a leaf's name tells. A weight says more than the bias of the same linear, which stands one
+        step (a transposition) nearer, and each more than an input."""
+        return -1 if self.leaves.get(id(leaf)) is State.WHOLE else leaf.dim()
+
+    def _name(self, leaf: Tensor) -> str:
+        return self.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that is no parameter")
+
+    def _error(self, fault: str) -> ModelError:
+        return ModelError(f"{self.path or 'the model'}: {fault}.")

@@ -1,0 +1,192 @@
+"""Rules applied to the layers of a model: the layout of each parameter, and the modules that are cut.
+
+layers ─ rules → rules_of_modules → layouts_of → (tensors are made) → weave
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from operator import attrgetter
+from typing import cast
+
+from torch import Tensor, nn
+
+from plait.autograd.conjugate import Meanwhile, copy
+from plait.autograd.deferred import Keeper
+from plait.comm.group import Group
+from plait.errors import PlanError
+from plait.layout import Layout
+from plait.rules import Rule, Rules, entrance, match
+from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
+from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+
+Layers = Sequence[tuple[str, nn.Module]]
+"""The layers of a model with their paths."""
+CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
+    "column": (nn.Linear,),
+    "row": (nn.Linear,),
+    "vocabulary": (nn.Linear, nn.Embedding),
+}
+"""What each rule can cut. Subclasses compute something of their own."""
+
+
+def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
+    """The rule of each module's path that has one. PlanError as `match`, and for what a rule cannot cut."""
+    modules = {path: module for path, module, _ in _modules(layers)}
+    matched = match(rules, modules)
+    for path, rule in matched.items():
+        kind = type(modules[path])
+        if kind not in CUTTABLE.get(rule.kind, (kind,)):
+            cuttable = " or ".join(f"nn.{one.__name__}" for one in CUTTABLE[rule.kind])
+            raise PlanError(
+                f"the rule {rule.kind} cuts {cuttable}, but {path} is a {kind.__name__}: "
+                "name another module, or leave it whole."
+            )
+    return matched
+
+
+def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[int, Layout]:
+    """By the `id` of each parameter its layout over `axes`, in which it is whole where no rule cuts it.
+
+    PlanError where it cannot be cut over `tp`, and where two modules that share it cut it differently.
+    """
+    found: dict[int, tuple[str, Layout]] = {}
+    for path, module, parent in _modules(layers):
+        layouts = _layouts(path, module, parent, matched[path], axes) if path in matched else {}
+        for name, parameter in module.named_parameters(recurse=False):
+            layout = layouts.get(name, Layout(parameter.shape, axes))
+            first, known = found.setdefault(id(parameter), (f"{path}.{name}", layout))
+            if known != layout:
+                raise PlanError(
+                    f"{first} and {path}.{name} are one parameter, but the rules cut it in two ways "
+                    f"({known} and {layout}): give both modules the same rule."
+                )
+    return {parameter: layout for parameter, (_, layout) in found.items()}
+
+
+def weave(
+    layers: Layers,
+    matched: Mapping[str, Rule],
+    group: Group,
+    keeper: Keeper | None = None,
+    *,
+    overlap: bool = False,
+) -> list[nn.Module]:
+    """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
+
+    The layers are altered, and one that is itself matched is replaced. Weight work is left with `keeper`;
+    with `overlap` a region's is done while the gradient of the region's input is summed.
+    """
+    meanwhile = keeper.spend if overlap and keeper is not None else None
+    twins: dict[int, nn.Module] = {}  # what several layers share is made parallel once
+    woven = []
+    for path, layer in layers:
+        rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
+        enters = all(rule.kind != "entrance" for rule in rules.values())
+        for name, rule in rules.items():
+            module = layer.get_submodule(name)
+            if id(module) in twins:
+                continue
+            holder = layer.get_submodule(name.rpartition(".")[0])
+            twins[id(module)] = module
+            if rule.kind == "entrance":
+                module.register_forward_hook(partial(_enter, group, meanwhile))
+                continue
+            twin = _twin(module, rule, group, _cut(_join(path, name), rule, holder))
+            twin.keeper = keeper
+            if isinstance(twin, ColumnParallelLinear):
+                twin.enters, twin.meanwhile = enters, meanwhile
+            twins[id(module)] = twins[id(twin)] = twin
+            if name:
+                setattr(holder, name.rpartition(".")[2], twin)
+        woven.append(twins.get(id(layer), layer))
+    return woven
+
+
+def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
+    """How many classes the logits have that the last layer gives in pieces; None where they are whole."""
+    path, module = layer
+    for name, full in _names(path, module):
+        linear, rule = module.get_submodule(name), matched.get(full, entrance)
+        if isinstance(linear, nn.Linear) and rule.kind == "vocabulary" and not rule.gather_output:
+            return linear.out_features
+    return None
+
+
+def _enter(
+    group: Group, meanwhile: Meanwhile | None, module: nn.Module, given: object, output: Tensor
+) -> Tensor:
+    return copy(output, group, meanwhile)
+
+
+def _twin(
+    module: nn.Module, rule: Rule, group: Group, cut: Cut
+) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
+    """The parallel module on the parameters of `module`, which are pieces already."""
+    if isinstance(module, nn.Embedding):
+        sizes = module.num_embeddings, module.embedding_dim
+        table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
+        table.weight = cast(nn.Parameter, module.weight)
+        return table
+    assert isinstance(module, nn.Linear)
+    sizes = module.in_features, module.out_features
+    twin: ColumnParallelLinear | RowParallelLinear
+    if rule.kind == "row":
+        twin = RowParallelLinear(
+            *sizes, group, input_is_parallel=rule.input_is_parallel, cut=cut, device="meta"
+        )
+    else:
+        twin = ColumnParallelLinear(*sizes, group, gather_output=rule.gather_output, cut=cut, device="meta")
+    twin.weight, twin.bias = cast(nn.Parameter, module.weight), module.bias
+    return twin
+
+
+def _layouts(
+    path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
+) -> dict[str, Layout]:
+    """Of the parameters of a module that a rule cuts."""
+    if rule.kind == "entrance":
+        return {}
+    cut = _cut(path, rule, parent)
+    if isinstance(module, nn.Embedding):
+        return column_layouts(module.num_embeddings, module.embedding_dim, cut, axes, path)
+    assert isinstance(module, nn.Linear)
+    layouts = row_layouts if rule.kind == "row" else column_layouts
+    return layouts(module.out_features, module.in_features, cut, axes, path)
+
+
+def _cut(path: str, rule: Rule, parent: nn.Module | None) -> Cut:
+    if rule.kind == "vocabulary":
+        return UNEVENLY
+    if rule.parts is None:
+        return EVENLY
+    try:
+        return Cut(int(attrgetter(rule.parts)(parent)), rule.repeated)
+    except (AttributeError, TypeError, ValueError):
+        raise PlanError(
+            f"the rule of {path} cuts by {rule.parts!r}, but the module that holds it has no number of that "
+            "name: name an attribute that says how many parts there are."
+        ) from None
+
+
+def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
+    """All modules by path, under every name they have, with the module that holds each."""
+    for path, layer in layers:
+        for name, full in _names(path, layer):
+            yield (
+                full,
+                layer.get_submodule(name),
+                layer.get_submodule(name.rpartition(".")[0]) if name else None,
+            )
+
+
+def _names(path: str, layer: nn.Module) -> Iterable[tuple[str, str]]:
+    """Of all modules in a layer: the name in the layer and the path in the model."""
+    for name, _ in layer.named_modules(remove_duplicate=False):
+        yield name, _join(path, name)
+
+
+def _join(path: str, name: str) -> str:
+    return f"{path}.{name}" if path and name else path or name

@@ -1,0 +1,141 @@
+"""The five sections of the configuration: their fields, what each takes, and its default."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from plait.plan import Precision, Recompute, Reduce, Strategy
+
+Count = Annotated[int, Field(ge=1)]
+Decay = Annotated[float, Field(ge=0, lt=1)]
+Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
+
+
+class Section(BaseModel):
+    """Base of the sections: frozen, and nothing unknown in it."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+
+class ModelConfig(Section):
+    """The model, built as a sequence of layers."""
+
+    name: Literal["gpt2", "llama"] = Field(default="gpt2", description="architecture")
+    layers: Count = Field(default=4, description="transformer blocks")
+    hidden: Count = Field(default=128, description="width of the residual stream, a multiple of heads")
+    heads: Count = Field(default=4, description="attention heads of each block")
+    kv_heads: Count | None = Field(
+        default=None,
+        description="llama's key and value heads, shared by equally many query heads each; none: as many as "
+        "heads",
+    )
+    inner: Count | None = Field(
+        default=None,
+        description="width inside llama's MLP; none: 2/3 · 4 · hidden, rounded up to a multiple of 256",
+    )
+    vocab: Annotated[int, Field(ge=2)] | None = Field(
+        default=None, description="tokens in the vocabulary; none: as many as the tokenizer has"
+    )
+    context: Count = Field(default=128, description="tokens in a sequence")
+    tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
+
+
+class DataConfig(Section):
+    """What is learnt."""
+
+    source: str = Field(
+        default="stdlib",
+        min_length=1,
+        description="stdlib (the source of Python's standard library), random (uniform tokens from the "
+        "seed), a text file, a folder, a glob, or a token array (.bin, .npy)",
+    )
+    tokenizer: str = Field(
+        default="bytes", min_length=1, description="bytes, or the path of a tokenizer.json"
+    )
+    dtype: Literal["uint16", "uint32"] = Field(
+        default="uint16", description="type of the tokens in a .bin array"
+    )
+    validation: Decay = Field(default=0.05, description="fraction of the corpus kept for validation; 0: none")
+
+
+class TrainConfig(Section):
+    """The optimisation: AdamW, linear warm-up, then a cosine down to the lowest learning rate."""
+
+    steps: Count = Field(default=300, description="optimizer steps")
+    batch: Count = Field(default=16, description="sequences a step, over all ranks together")
+    microbatches: Count = Field(default=4, description="micro-batches a step, on each data-parallel rank")
+    lr: float = Field(default=1e-3, gt=0, description="highest learning rate, reached after the warm-up")
+    min_lr: float = Field(default=0.1, ge=0, le=1, description="lowest learning rate, as a fraction of lr")
+    warmup: int = Field(default=20, ge=0, description="steps of linear warm-up")
+    weight_decay: float = Field(
+        default=0.1, ge=0, description="AdamW's decay of matrices; vectors do not decay"
+    )
+    betas: tuple[Decay, Decay] = Field(default=(0.9, 0.95), description="AdamW's decay of both moments")
+    eps: float = Field(default=1e-8, gt=0, description="AdamW's epsilon")
+    clip: float = Field(
+        default=1.0, ge=0, description="largest gradient norm over the whole mesh; 0: no clipping"
+    )
+    seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial values, data order and samples")
+    precision: Precision = Field(default="fp32", description="number format of the computation")
+    validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
+    validate_batches: Count = Field(default=8, description="batches in a validation")
+    sample: str = Field(default="", description="prompt that is continued after training; empty: no sample")
+    sample_tokens: Count = Field(default=200, description="tokens the sample continues for")
+
+
+class ParallelConfig(Section):
+    """The plan: how the run is spread over pp × dp × tp ranks."""
+
+    pp: Count = Field(default=1, description="pipeline-parallel degree: ranks the layers are spread over")
+    tp: Count = Field(default=1, description="tensor-parallel degree: ranks that each matrix is cut between")
+    dp: Count = Field(
+        default=1, description="data-parallel degree: ranks that each take a share of the batch"
+    )
+    replicate: Count = Field(default=1, description="copies of sharded state: dp is replicate × shard")
+    strategy: Strategy = Field(default="none", description="what is sharded over the data-parallel ranks")
+    reduce: Reduce = Field(
+        default="last", description="reduce gradients after the last micro-batch, or after each"
+    )
+    schedule: Policy = Field(default="1f1b", description="order of the actions of a step")
+    chunks: Count | None = Field(
+        default=None, description="stages on each pipeline rank; none: the schedule's own"
+    )
+    recompute: Recompute = Field(
+        default="none", description="activations computed again in the backward pass"
+    )
+    overlap: bool | None = Field(
+        default=None,
+        description="whether weight gradients are computed while tp sums the input's gradient; none: where "
+        "the schedule leaves no bubbles to fill",
+    )
+    layers_per_stage: tuple[Count, ...] | None = Field(
+        default=None,
+        description="cut by hand: how many layers each stage has, first stage first, where the embedding, "
+        "each attention, each MLP and the head are a layer; none: the shortest simulated step",
+    )
+
+
+class RunConfig(Section):
+    """Where and how the ranks run."""
+
+    dir: Path = Field(
+        default=Path("runs/latest"), description="folder that metrics, logs and this configuration go to"
+    )
+    threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
+        default=None, description="threads a rank; none: the cores shared out, or as the launcher set them"
+    )
+    device: Literal["auto", "cpu", "cuda"] = Field(
+        default="auto", description="auto: cuda where there is one"
+    )
+    timeout: float = Field(
+        default=120.0, ge=1, description="seconds to wait for another rank before giving it up"
+    )
+    compare: int = Field(
+        default=0, ge=0, description="first steps run again on a single rank to compare; 0: none"
+    )
+    progress: bool = Field(default=True, description="show a progress bar")
+    tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
+    csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")

@@ -1,0 +1,98 @@
+"""GPT-2 and Llama over pp × dp × tp: every gradient, loss, norm, and the parameters after three steps.
+
+37 tokens are an uneven vocabulary for 2, 3 and 4 ranks.
+"""
+
+from dataclasses import replace
+from functools import partial
+
+import pytest
+
+from parity import data
+from parity.case import Case
+from parity.cases import SMOOTHED, gpt2, llama
+from parity.pairs import covering_rows, every_row
+from parity.parity import check_parity
+from plait.plan import Plan
+from plait.tensor.losses import CrossEntropy
+
+FAMILIES = {
+    "gpt2": partial(gpt2, hidden=24, heads=12),
+    "llama": partial(llama, heads=12, kv_heads=12),
+    "llama-gqa": partial(llama, heads=12, kv_heads=4),
+    "llama-few": partial(llama, heads=4, kv_heads=2),
+    "llama-one": partial(llama, heads=12, kv_heads=1),
+}
+"""Heads divide by 2, 3 and 4, but where there are few: those of keys and values are then repeated."""
+CUBE = tuple((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2))
+FACTORS = {
+    "degrees": (*CUBE, (1, 1, 4), (2, 1, 4), (1, 2, 4)),
+    "family": tuple(FAMILIES),
+    "schedule": ("gpipe", "1f1b"),
+    "microbatches": (1, 3),
+    "tied": (True, False),
+    "overlap": (True, False),
+}
+COVERING = covering_rows(FACTORS)
+REST = [row for row in every_row(FACTORS) if row not in COVERING]
+
+
+def identify(row):
+    (pp, dp, tp), tied = row["degrees"], "tied" if row["tied"] else "untied"
+    overlap = "overlap" if row["overlap"] else "defer"
+    return f"pp{pp}-dp{dp}-tp{tp}-{row['family']}-{row['schedule']}-m{row['microbatches']}-{tied}-{overlap}"
+
+
+def check(rank_pool, row):
+    pp, dp, tp = row["degrees"]
+    kept = {name: row[name] for name in ("schedule", "microbatches", "overlap")}
+    plan = Plan(pp=pp, dp=dp, tp=tp, precision="fp64", **kept)
+    check_parity(rank_pool, FAMILIES[row["family"]](tied=row["tied"]), plan)
+
+
+@pytest.mark.parametrize("row", COVERING, ids=identify)
+def test_every_pair_of_factors(rank_pool, row):
+    check(rank_pool, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", REST, ids=identify)
+def test_every_other_combination(rank_pool, row):
+    check(rank_pool, row)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama", "llama-one"])
+@pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
+def test_three_ranks(rank_pool, family, pp, dp):
+    plan = Plan(pp=pp, dp=dp, tp=3, microbatches=2, precision="fp64")
+    check_parity(rank_pool, FAMILIES[family](tied=pp == 1), plan)
+
+
+def ignoring(case: Case, **loss) -> Case:
+    """The case with some targets that do not count, and another loss."""
+
+    def draw(rows, generator):
+        inputs, targets = case.draw(rows, generator)
+        return inputs, targets.masked_fill(targets % 5 == 0, 0)
+
+    return replace(case, draw=draw, **loss)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_smoothed_labels_and_ignored_targets(rank_pool, tp):
+    case = ignoring(gpt2(heads=4), loss=SMOOTHED, mean=data.mean_smoothed)
+    check_parity(rank_pool, case, Plan(tp=tp, dp=2, microbatches=2, precision="fp64"))
+
+
+def test_z_loss(rank_pool):
+    case = ignoring(gpt2(), loss=CrossEntropy(ignore_index=0, z_loss=0.1), mean=data.mean_with_z_loss)
+    check_parity(rank_pool, case, Plan(tp=2, pp=2, microbatches=2, precision="fp64"))
+
+
+def test_a_loss_that_takes_whole_logits(rank_pool):
+    case = replace(gpt2(), loss=data.WholeCrossEntropy())
+    check_parity(rank_pool, case, Plan(tp=2, dp=2, microbatches=2, precision="fp64"))
+
+
+def test_single_precision(rank_pool):
+    check_parity(rank_pool, llama(), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))
