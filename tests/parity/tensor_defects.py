@@ -1,0 +1,175 @@
+"""Tensor parallelism, broken on purpose as earlier systems were: each defect lasts while it is entered."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from plait import composer
+from plait.autograd import conjugate
+from plait.autograd.conjugate import copy, reduce
+from plait.autograd.deferred import linear
+from plait.comm.collectives import all_reduce
+from plait.comm.handle import Handle
+from plait.sharding.reducer import Reducer
+from plait.tensor import cross_entropy, embedding, sampling
+from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.vocabulary import Vocabulary
+
+
+@contextmanager
+def bias_added_by_every_rank() -> Iterator[None]:
+    """The bias of a row-parallel linear counts once for each rank."""
+
+    def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
+        output = reduce(linear(input, self.weight, None, self.keeper), self.group)
+        return output + self.bias * self.group.size
+
+    with patch.object(RowParallelLinear, "forward", forward):
+        yield
+
+
+@contextmanager
+def average_instead_of_sum() -> Iterator[None]:
+    """What regions sum is averaged, as a gradient over data-parallel ranks might be."""
+
+    def mean(tensor: Tensor, group: Any, **options: Any) -> Handle[Tensor]:
+        return all_reduce(tensor, group, "mean", **options)
+
+    with patch.object(conjugate, "all_reduce", mean):
+        yield
+
+
+@contextmanager
+def backward_of_the_reduction_scaled() -> Iterator[None]:
+    """The gradient of a sum over T ranks is taken T times."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient * 2, None
+
+    with patch.object(conjugate._Reduce, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def entrance_without_sum() -> Iterator[None]:
+    """The gradient of a region's input stays each rank's own part."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        return gradient, None, None
+
+    with patch.object(conjugate._Copy, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def columns_learn_nothing() -> Iterator[None]:
+    """The weights of column-parallel linears get no gradient."""
+
+    def forward(self: ColumnParallelLinear, input: Tensor) -> Tensor:
+        entered = copy(input, self.group) if self.enters else input
+        return linear(entered, self.weight.detach(), self.bias, self.keeper)
+
+    with patch.object(ColumnParallelLinear, "forward", forward):
+        yield
+
+
+@contextmanager
+def last_row_of_each_piece_lost() -> Iterator[None]:
+    """A token whose row is the last that a rank holds is looked up as if nobody held it."""
+
+    def lookup(tokens: Tensor, weight: Tensor, padding: int | None, keeper: Any) -> Tensor:
+        lost = (tokens == len(weight) - 1).unsqueeze(-1)
+        return torch.nn.functional.embedding(tokens, weight, padding).masked_fill(lost, 0)
+
+    with patch.object(embedding, "embedding", lookup):
+        yield
+
+
+@contextmanager
+def targets_off_by_the_remainder() -> Iterator[None]:
+    """The loss takes the vocabulary as cut evenly, where the first ranks hold one row more."""
+
+    def own(self: Vocabulary) -> range:
+        each = self.classes // self.group.size
+        first = self.group.index * each
+        return range(first, first + self.sizes[self.group.index])
+
+    with patch.object(Vocabulary, "own", property(own)):
+        yield
+
+
+@contextmanager
+def maximum_of_own_logits() -> Iterator[None]:
+    """Each rank subtracts its own largest logit before the exponentials are summed."""
+
+    def skip_maximum(tensor: Tensor, group: Any, op: Any = "sum", **options: Any) -> Handle[Tensor]:
+        return Handle.done(tensor, group) if op == "max" else all_reduce(tensor, group, op, **options)
+
+    with patch.object(cross_entropy, "all_reduce", skip_maximum):
+        yield
+
+
+@contextmanager
+def copies_not_summed() -> Iterator[None]:
+    """Ranks that hold the same key and value heads keep what their own query heads gave."""
+    original = Reducer.reduce
+
+    def reduce_others(self: Reducer, name: str) -> None:
+        kept = {
+            buffer: buffer.group
+            for buffer in self.units[name].buffers
+            if buffer.group is not None and buffer.group.name == "copies"
+        }
+        for buffer in kept:
+            buffer.group = None
+        original(self, name)
+        for buffer, group in kept.items():
+            buffer.group = group
+
+    with patch.object(Reducer, "reduce", reduce_others):
+        yield
+
+
+@contextmanager
+def whole_parameters_counted_by_every_rank() -> Iterator[None]:
+    """The norm counts what every rank of `tp` holds alike once for each of them."""
+    original = composer.counted_parameters
+
+    def counted(holders: Any, layouts: Any, mesh: Any) -> frozenset[str]:
+        own = original(holders, layouts, mesh)
+        return own | {name for name in holders if "norm" in name and holders[name][0] == mesh.index("pp")}
+
+    with patch.object(composer, "counted_parameters", counted):
+        yield
+
+
+@contextmanager
+def each_rank_takes_its_own_best() -> Iterator[None]:
+    """The token is the best of a rank's own classes, without asking the others."""
+
+    def from_all(offer: Tensor, vocabulary: Any, device: Any) -> Tensor:
+        return offer[None]
+
+    with patch.object(sampling, "_from_all", from_all):
+        yield
+
+
+TENSOR_DEFECTS = {
+    bias_added_by_every_rank: "the gradient of",
+    average_instead_of_sum: "the gradient of",
+    backward_of_the_reduction_scaled: "the gradient of",
+    entrance_without_sum: "the gradient of|another gradient of",
+    columns_learn_nothing: "the gradient of",
+    last_row_of_each_piece_lost: "the gradient of",
+    targets_off_by_the_remainder: "the gradient of",
+    maximum_of_own_logits: "the gradient of|another loss",
+    copies_not_summed: "another gradient of",
+    whole_parameters_counted_by_every_rank: "the loss of call 1",  # after a step that was clipped too much
+}
+"""Each defect, and what the check has to say about it."""

@@ -1,0 +1,63 @@
+"""What tensor parallelism sends, counted exactly, in float64."""
+
+from functools import partial
+
+import pytest
+
+from parity import woven
+from parity.case import ROWS
+from parity.cases import GPT2_CONTEXT, gpt2, llama
+from plait.comm.traffic import Count
+from plait.plan import Plan
+
+ITEM = 8
+TOKENS = ROWS * GPT2_CONTEXT
+"""Of one micro-batch."""
+BLOCKS = 2
+FAMILIES = {"gpt2": (partial(gpt2, layers=BLOCKS), 16), "llama": (partial(llama, layers=BLOCKS), 16)}
+"""Each with its hidden size."""
+
+
+def traffic_in_a_rank(case, plan):
+    engine = woven.weave(case, plan)
+    (batch,) = woven.shares(case, engine, 1)
+    engine.forward_backward(*batch)
+    trained = engine.traffic()
+    engine.forward_backward(*batch)
+    assert engine.traffic() == trained, "every step sends the same"
+    before = engine.mesh.traffic.snapshot()
+    engine.evaluate(*batch)
+    return trained["tp"], engine.mesh.traffic.since(before)["tp"]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize("microbatches", [1, 3])
+@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "defer"])
+def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(
+    rank_pool, family, tied, microbatches, overlap
+):
+    build, hidden = FAMILIES[family]
+    plan = Plan(tp=2, microbatches=microbatches, overlap=overlap, precision="fp64")
+    activation, number = Count(1, TOKENS * hidden * ITEM), Count(1, TOKENS * ITEM)
+
+    def times(count, n):
+        return Count(count.calls * n, count.bytes * n)
+
+    forward = times(activation, 2 * BLOCKS) + activation  # attention and MLP; the embedding
+    backward = times(activation, 2 * BLOCKS) + activation  # likewise; the head's input
+    loss = number + Count(1, 2 * number.bytes)  # the maximum; sum and target's logit in one
+    for trained, evaluated in rank_pool.run(traffic_in_a_rank, build(tied=tied), plan, ranks=2):
+        assert trained == {"all_reduce": times(forward + backward + loss, microbatches)}
+        assert evaluated == {"all_reduce": times(forward + loss, microbatches)}
+
+
+def test_stages_send_what_their_own_layers_sum(rank_pool):
+    plan = Plan(pp=2, tp=2, microbatches=3, layers_per_stage=(3, 3), precision="fp64")
+    activation = TOKENS * 16 * ITEM
+    ranks = rank_pool.run(traffic_in_a_rank, gpt2(layers=BLOCKS), plan, ranks=4)
+    first, last = ranks[0][0]["all_reduce"], ranks[2][0]["all_reduce"]
+    assert first == Count(3 * 5, 3 * 5 * activation)  # embedding, attention and MLP both ways
+    assert last == Count(3 * 7, 3 * (5 * activation + 3 * TOKENS * ITEM))  # both ways, the head, the loss
+    assert ranks[1] == ranks[0]
+    assert ranks[3] == ranks[2]
