@@ -78,12 +78,12 @@ def parallelize(
     for statement in (fingerprint(sequence, plan, counts, cuts, seed), fingerprint_of_values(sequence)):
         agree(statement, mesh.group("world"), mesh.device)
     users = unit_users(sequence, counts)
-    steps = Steps(order, Shape(counts, users), mesh.index("pp"))
+    steps = Steps(order, Shape(counts, users, plan.overlap), mesh.index("pp"))
     mine = {stage: span(stage, counts) for stage in order.stages_of(mesh.index("pp"))}
     holders = parameter_holders(sequence, users, order.rank_of)
     groups = reduction_groups(holders, layouts, mesh)
     units = build_units(sequence, mine.values(), layouts, groups, plan, mesh, seed)
-    weaving = Weaving(cuts, mesh.group("tp"), overlap=plan.overlaps)
+    weaving = Weaving(cuts, mesh.group("tp"))
     stages = build_stages(sequence, mine, units, weaving, plan, mesh, seed)
     skeleton = build_skeleton(sequence, layouts, weaving, plan, mesh)
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
@@ -252,13 +252,12 @@ class Weaving:
 
     cuts: Mapping[str, Rule]
     group: Group
-    overlap: bool
 
     def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
         """The layers, private copies on this rank's pieces, with their matched modules made parallel."""
         if self.group.size == 1:
             return list(layers)
-        woven = weave(named(layers), self.cuts, self.group, keeper, overlap=self.overlap)
+        woven = weave(named(layers), self.cuts, self.group, keeper)
         return [NamedLayer(layer.path, module) for layer, module in zip(layers, woven, strict=True)]
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:

@@ -276,7 +276,11 @@ class Engine:
             skeleton = self._parts.skeleton
             with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
                 known = infer(
-                    skeleton, microbatch, input_gradients=input_gradients, inspect=self._parts.inspect
+                    skeleton,
+                    microbatch,
+                    input_gradients=input_gradients,
+                    inspect=self._parts.inspect,
+                    circumstances=f"cut over tp = {self.plan.tp} by its rules, " if self.plan.tp > 1 else "",
                 )
         self._infos[key] = known  # the latest used stands last
         if len(self._infos) > REMEMBERED_SHAPES:

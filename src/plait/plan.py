@@ -23,9 +23,9 @@ class Plan:
     `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
     stages by hand (one count per stage, first stage first); without it the simulated step decides.
     `precision` is the dtype of parameters and activations; without it they keep the model's. `overlap`:
-    whether weight gradients are computed while `tp` sums the gradient of a region's input. They can also fill
-    the time that a pipeline rank waits, but only once; without it they do so where the schedule leaves such
-    time, see `overlaps`.
+    whether a stage's full backward computes input and weight gradients layer by layer, so that weight
+    gradients hide what `tp` sums; else all input gradients come first, so that the stage before can go on.
+    Without it stages whose gradient nobody waits for do the first, others the second.
     """
 
     pp: int = 1
@@ -67,11 +67,6 @@ class Plan:
                 _require_count("layers_per_stage", count)
             # A list would make the plan unhashable and unequal to its twin.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether weight gradients hide sums over `tp`: as told, else where no rank waits for a stage."""
-        return self.pp == 1 if self.overlap is None else self.overlap
 
     @property
     def shard(self) -> int:

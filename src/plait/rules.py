@@ -93,6 +93,11 @@ def _fits(pattern: str, name: str) -> bool:
 
 def _nearest(pattern: str, names: list[str]) -> str:
     # Numbers would make blocks.0, blocks.1 … three "different" neighbours: one of each kind is told.
-    kinds = {re.sub(r"(?<=\.)\d+(?=\.|$)", "*", name): name for name in reversed(names) if name}
-    near = get_close_matches(re.sub(r"(?<=\.)\d+(?=\.|$)", "*", pattern), kinds, n=NEAREST, cutoff=0.4)
+    kinds = dict.fromkeys(_kind(name) for name in names if name)
+    near = get_close_matches(_kind(pattern), kinds, n=NEAREST, cutoff=0.4)
     return f"the nearest are {', '.join(near)}" if near else "see model.named_modules() for its paths"
+
+
+def _kind(name: str) -> str:
+    """The name with `*` in place of numbers that stand beside names."""
+    return re.sub(r"(?<![^.])\d+(?=\.)|(?<=\.)\d+(?![^.])", "*", name)

@@ -205,7 +205,7 @@ def test_a_second_step_adds_to_the_first() -> None:
         assert_gradients(engine, gradients, times)
 
 
-@pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "I")])
+@pytest.mark.parametrize(("where", "kind"), [("forward", "F"), ("backward", "B")])
 def test_after_an_exception_in_a_layer_the_next_step_is_right(where: str, kind: str) -> None:
     model = small_model()
     _, gradients = reference(model)

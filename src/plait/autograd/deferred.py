@@ -9,7 +9,8 @@ graph, or a backward of the backward, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -26,9 +27,13 @@ WeightWork = Callable[[], None]
 
 @dataclass
 class Keeper:
-    """Collects the weight work that a backward leaves behind, until `take` carries it away."""
+    """Collects the weight work that a backward leaves behind, until `take` carries it away.
+
+    Within `spending()` it may also be done early, by whoever has to wait in that backward.
+    """
 
     kept: list[WeightWork] = field(default_factory=list)
+    spends: bool = False
 
     def keep(self, work: WeightWork) -> None:
         """Add one piece of weight work."""
@@ -39,10 +44,24 @@ class Keeper:
         taken, self.kept = self.kept, []
         return taken
 
+    @contextmanager
+    def spending(self) -> Iterator[None]:
+        """For as long as it is entered, `meanwhile` does the work."""
+        self.spends = True
+        try:
+            yield
+        finally:
+            self.spends = False
+
     def spend(self) -> None:
         """Do everything kept since the last `take` now."""
         for work in self.take():
             work()
+
+    def meanwhile(self) -> None:
+        """`spend` while something else is waited for, if that is allowed now."""
+        if self.spends:
+            self.spend()
 
 
 def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
@@ -100,7 +119,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper) -> Tensor:
         ctx.save_for_backward(input if weight.requires_grad else None)
         ctx.weight, ctx.bias, ctx.keeper, ctx.ran = weight, bias, keeper, False
-        return functional.linear(input, weight, bias)
+        return _product(input, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
@@ -121,6 +140,16 @@ class _Linear(torch.autograd.Function):
 
             ctx.keeper.keep(work)
         return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`functional.linear`, never as a view: what a Function gives must be writable by those who come after."""
+    if bias is None or input.dim() == 2:
+        return functional.linear(input, weight, bias)
+    output = input.new_empty(*input.shape[:-1], weight.shape[0])
+    rows = input.reshape(-1, input.shape[-1])
+    torch.addmm(bias, rows, weight.t(), out=output.view(-1, weight.shape[0]))
+    return output
 
 
 class _Embedding(torch.autograd.Function):

@@ -24,7 +24,7 @@ class Command:
 
 
 COMMANDS = (
-    Command("train", "plait.cli.train", "train a model over pipeline and data parallel ranks"),
+    Command("train", "plait.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
     Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
 )
 

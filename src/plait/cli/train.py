@@ -17,8 +17,8 @@ from plait.train.settings import config_from_arguments, sections, takes
 _USAGE = """\
 usage: plait train [--config FILE.toml] [--section.field value ...]
 
-Trains a model over pipeline and data parallel ranks: starts them here, or
-joins the world that torchrun, mpirun or srun made. Options override the file."""
+Trains a model over pipeline, tensor and data parallel ranks: starts them here,
+or joins the world that torchrun, mpirun or srun made. Options override the file."""
 
 
 def run(argv: Sequence[str]) -> int:

@@ -69,9 +69,17 @@ Inspect = Callable[[int, Value, Value], None]
 
 
 def infer(
-    layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool, inspect: Inspect | None = None
+    layers: Sequence[NamedLayer],
+    batch: Value,
+    *,
+    input_gradients: bool,
+    inspect: Inspect | None = None,
+    circumstances: str = "",
 ) -> list[LayerInfo]:
-    """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`."""
+    """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`.
+
+    `circumstances` are told in the ModelError of a layer that does not run.
+    """
     value = map_tensors(
         lambda tensor: leaf_of(
             torch.empty_like(tensor, device="meta"), input_gradients and tensor.is_floating_point()
@@ -81,7 +89,7 @@ def infer(
     infos = []
     twins = False
     for number, layer in enumerate(layers):
-        output, writes_input = _run(layer, value)
+        output, writes_input = _run(layer, value, circumstances)
         if inspect is not None:
             inspect(number, value, output)
         if writes_input and twins:
@@ -100,7 +108,7 @@ def _info_of(tensor: Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _run(layer: NamedLayer, value: Value) -> tuple[Value, bool]:
+def _run(layer: NamedLayer, value: Value, circumstances: str) -> tuple[Value, bool]:
     """The layer's output, and whether it writes to its input (autograd refuses that on a leaf)."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
@@ -114,8 +122,8 @@ def _run(layer: NamedLayer, value: Value) -> tuple[Value, bool]:
         except Exception:
             raise ModelError(
                 f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
-                f"{_described(value)} (on the meta device; tensors that it keeps have to be parameters, "
-                f"buffers or attributes): {type(error).__name__}: {error}"
+                f"{_described(value)} ({circumstances}on the meta device; tensors that it keeps have to be "
+                f"parameters, buffers or attributes): {type(error).__name__}: {error}"
             ) from error
     if not any(True for _ in tensors_of(output)):
         raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")

@@ -6,6 +6,7 @@ layer's input (a leaf), its output (the root of a small graph) and, between `I` 
     forward:   leaf → layer → root, cut → next leaf
     I:         gradient of the root → gradient of the leaf = gradient of the previous root
     W:         the weight work that I left behind
+    B:         both, layer by layer
 """
 
 from __future__ import annotations
@@ -93,6 +94,12 @@ class Stage:
         with torch.no_grad():
             for work in self.runs.pop((microbatch, layer)).work:
                 work()
+
+    def backward(self, microbatch: int, layer: int) -> None:
+        """Both at once: weight work may be done while the input's gradient waits for other ranks."""
+        with self.keeper.spending():
+            self.backward_input(microbatch, layer)
+        self.backward_weight(microbatch, layer)
 
     def take_output(self, microbatch: int) -> Value:
         """The last layer's output (leaves), once."""

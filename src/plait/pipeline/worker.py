@@ -124,7 +124,12 @@ class Worker:
     def _run_layer(self, instruction: RunLayer) -> None:
         action = instruction.action
         stage = self.stages[action.stage]
-        run = {Kind.F: stage.forward, Kind.I: stage.backward_input, Kind.W: stage.backward_weight}
+        run = {
+            Kind.F: stage.forward,
+            Kind.I: stage.backward_input,
+            Kind.W: stage.backward_weight,
+            Kind.B: stage.backward,
+        }
         run[action.kind](action.microbatch, instruction.layer)
 
     def _compute_loss(self, instruction: ComputeLoss) -> None:

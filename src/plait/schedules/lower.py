@@ -3,8 +3,9 @@
 What is added, and where:
 
 - around each action: where its input comes from (batch, message, hand-over) and where its result goes;
-- inside each action: one instruction a layer, forwards in model order, backwards in reverse; a full
-  backward whose result is sent does all of its `I` first, then sends, then does its `W`;
+- inside each action: one instruction a layer, forwards in model order, backwards in reverse. A full
+  backward whose result is sent does all of its `I` first, then sends, then does its `W`; one that nobody
+  waits for does both at once, layer by layer, so that `W` can hide what `I` communicates;
 - a receive is posted as soon as the one before it on the same channel was taken, so that exactly one
   buffer per channel waits ahead and memory does not grow with the number of micro-batches. A channel is
   a pair of ranks and a direction; its messages are received in the order in which they are sent;
@@ -16,7 +17,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import chain
 from typing import Literal, NamedTuple
 
 from plait.schedules.action import Action, Kind
@@ -50,10 +50,14 @@ class Place(NamedTuple):
 
 @dataclass(frozen=True)
 class Shape:
-    """What lowering must know of the model: layers per stage, and which layers feed which unit's gradient."""
+    """What lowering must know beside the schedule."""
 
     layers: tuple[int, ...]
+    """Per stage."""
     units: Mapping[str, tuple[Place, ...]]
+    """Which layers feed which unit's gradient."""
+    overlap: bool | None = None
+    """Whether a full backward does `I` and `W` of a layer at once. None: where nobody waits for it."""
 
 
 def lower(schedule: Schedule, shape: Shape, ending: Ending = "loss") -> tuple[Program, ...]:
@@ -120,7 +124,7 @@ def _lower_rank(
             if isinstance(instruction, AwaitReceive):
                 post_next((instruction.peer, instruction.action.kind))
             elif isinstance(instruction, RunLayer):
-                program.extend(reductions.get((instruction.action, instruction.layer), ()))
+                program.extend(reductions.get(instruction, ()))
     if schedule.trains:
         program.extend(ReduceGradient(unit) for unit in _spanning(schedule, shape, rank))
     program.append(Finish())
@@ -144,19 +148,16 @@ def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Endi
 
 
 def _backward(action: Action, schedule: Schedule, shape: Shape) -> Iterator[Instruction]:
-    """`I`, `W`, or both: layer by layer where nobody waits, else all of `I` first, to send early."""
-    layers = range(shape.layers[action.stage])[::-1]
+    """`I`, `W`, or both: at once where nobody waits (or as told), else all of `I` first, to send early."""
     result = tuple(_result_of(action, schedule))
-    parts = (Kind.I, Kind.W) if action.kind is Kind.B else (action.kind,)
-    runs = [
-        [RunLayer(Action(action.stage, part, action.microbatch), layer) for layer in layers] for part in parts
-    ]
-    if not result:
-        yield from (run for layer in zip(*runs, strict=True) for run in layer)
-        return
-    yield from runs[0]
+    at_once = not result if shape.overlap is None else shape.overlap
+    split = action.kind is Kind.B and not at_once
+    first, *later = (Kind.I, Kind.W) if split else (action.kind,)
+    layers = range(shape.layers[action.stage])[::-1]
+    yield from (RunLayer(Action(action.stage, first, action.microbatch), layer) for layer in layers)
     yield from result
-    yield from chain.from_iterable(runs[1:])
+    for kind in later:
+        yield from (RunLayer(Action(action.stage, kind, action.microbatch), layer) for layer in layers)
 
 
 def _result_of(action: Action, schedule: Schedule) -> Iterator[Send]:
@@ -189,9 +190,7 @@ def _spanning(schedule: Schedule, shape: Shape, rank: int) -> Iterator[str]:
             yield unit
 
 
-def _reductions(
-    schedule: Schedule, shape: Shape, rank: int
-) -> dict[tuple[Action, int], list[ReduceGradient]]:
+def _reductions(schedule: Schedule, shape: Shape, rank: int) -> dict[RunLayer, list[ReduceGradient]]:
     """After which layer's weight gradient each unit of this rank alone is final."""
     done_at = {
         (action.stage, action.kind, action.microbatch): position
@@ -203,10 +202,12 @@ def _reductions(
         kind = Kind.W if (place.stage, Kind.W, final) in done_at else Kind.B
         return done_at[place.stage, kind, final], -place.layer
 
-    reductions: dict[tuple[Action, int], list[ReduceGradient]] = {}
+    reductions: dict[RunLayer, list[ReduceGradient]] = {}
     for unit, places in shape.units.items():
         if schedule.trains and _holders(schedule, places) == {rank}:
             stage, layer = max(places, key=finished)
-            final_action = Action(stage, Kind.W, schedule.microbatches - 1)
-            reductions.setdefault((final_action, layer), []).append(ReduceGradient(unit))
+            # The last weight gradient is computed by itself, or at once with the input gradient.
+            for kind in (Kind.W, Kind.B):
+                run = RunLayer(Action(stage, kind, schedule.microbatches - 1), layer)
+                reductions.setdefault(run, []).append(ReduceGradient(unit))
     return reductions

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from colorsys import hls_to_rgb
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,23 +28,34 @@ text { font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-s
 .grid { stroke: #8a94a0; stroke-opacity: .3 }"""
 
 
-def draw_svg(timeline: Timeline, *, width: int = 800) -> str:
+def draw_svg(
+    timeline: Timeline,
+    *,
+    width: int = 800,
+    name: str | None = None,
+    rows: Sequence[tuple[str, int]] | None = None,
+) -> str:
     """`timeline` as an SVG document of `width` pixels: a row per rank, a colour per kind of action.
 
-    Later micro-batches are lighter. Pointing at a cell shows its action and times.
+    Later micro-batches are lighter. Pointing at a cell shows its action and times. `name` stands above it,
+    by default the schedule's. `rows`: a label and a rank of the schedule for each row, where other rows are
+    wanted, such as one for each rank of a mesh.
     """
-    return _Picture(timeline, width).document()
+    ranks = [(f"rank {rank}", rank) for rank in range(timeline.schedule.ranks)]
+    return _Picture(timeline, width, name or title(timeline.schedule), rows or ranks).document()
 
 
 @dataclass(frozen=True)
 class _Picture:
     timeline: Timeline
     width: int
+    name: str
+    rows: Sequence[tuple[str, int]]
 
     @property
     def bottom(self) -> int:
         """Where the last row ends."""
-        return _TOP + self.timeline.schedule.ranks * (_ROW + _GAP) - _GAP
+        return _TOP + len(self.rows) * (_ROW + _GAP) - _GAP
 
     @property
     def plot(self) -> int:
@@ -57,7 +68,7 @@ class _Picture:
 
     def document(self) -> str:
         height = self.bottom + _BOTTOM
-        name = escape(title(self.timeline.schedule))
+        name = escape(self.name)
         parts = [
             f'<svg xmlns="http://www.w3.org/2000/svg" width="{self.width}" height="{height}" '
             f'viewBox="0 0 {self.width} {height}" role="img">',
@@ -65,7 +76,7 @@ class _Picture:
             f"<style>\n{_STYLE}\n</style>",
             *self.heading(name),
             *self.axis(),
-            *(part for rank in range(self.timeline.schedule.ranks) for part in self.row(rank)),
+            *(part for number in range(len(self.rows)) for part in self.row(number)),
             "</svg>\n",
         ]
         return "\n".join(parts)
@@ -92,11 +103,12 @@ class _Picture:
             yield f'<path class="grid" d="M{x:.1f} {_TOP - 4}V{self.bottom + 8}"/>'
             yield f'<text class="time" x="{x:.1f}" y="{self.bottom + 22}">{time:g}</text>'
 
-    def row(self, rank: int) -> Iterator[str]:
-        y = _TOP + rank * (_ROW + _GAP)
+    def row(self, number: int) -> Iterator[str]:
+        name, rank = self.rows[number]
+        y = _TOP + number * (_ROW + _GAP)
         middle = y + _ROW / 2 + 4
         left = _MARGIN + _RANK
-        yield f'<text x="{_MARGIN}" y="{middle:g}">rank {rank}</text>'
+        yield f'<text x="{_MARGIN}" y="{middle:g}">{escape(name)}</text>'
         yield f'<rect class="track" x="{left}" y="{y}" width="{self.plot}" height="{_ROW}" rx="5"/>'
         for action, start, end in self.timeline.cells[rank]:
             wide = self.wide(end - start)

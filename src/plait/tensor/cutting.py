@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
@@ -42,9 +42,12 @@ def column_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -
 
 
 def row_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -> dict[str, Layout]:
-    """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole."""
+    """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole.
+
+    Never `repeated`: the sum over the ranks would count a part once for each rank that holds it.
+    """
     shape = (outputs, inputs)
-    shard = {AXIS: Shard(1, _copies(inputs, shape, cut, axes[AXIS], path))}
+    shard = {AXIS: Shard(1, _copies(inputs, shape, replace(cut, repeated=False), axes[AXIS], path))}
     return {"weight": Layout(shape, axes, shard), "bias": Layout((outputs,), axes)}
 
 
@@ -64,13 +67,21 @@ def _copies(features: int, shape: tuple[int, int], cut: Cut, ranks: int, path: s
     if cut.uneven and features >= ranks:
         return 1
     parts = features if cut.parts is None else cut.parts
-    if parts % ranks == 0 and features % parts == 0:
+    refused = f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}:"
+    if parts < 1 or features % parts:
+        raise PlanError(
+            f"{refused} its {features} features are not {parts} equal parts (heads); name an attribute that "
+            "divides them."
+        )
+    if parts % ranks == 0:
         return 1
-    if cut.repeated and ranks % parts == 0 and features % parts == 0:
+    if cut.repeated and ranks % parts == 0:
         return ranks // parts
     what = f"{features} features" if cut.parts is None else f"{parts} parts (heads)"
-    fitting = [n for n in range(1, ranks) if parts % n == 0 or (cut.repeated and n % parts == 0)]
+    fitting = [
+        n for n in range(1, ranks) if parts % n == 0 or cut.uneven or (cut.repeated and n % parts == 0)
+    ]
     raise PlanError(
-        f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}: its {what} do not "
-        f"divide into {ranks}; set tp to {' or '.join(map(str, fitting))}, or change the model's sizes."
+        f"{refused} its {what} do not divide into {ranks}; set tp to {' or '.join(map(str, fitting))}, or "
+        "change the model's sizes."
     )

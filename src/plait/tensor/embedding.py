@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from plait.autograd.conjugate import reduce
 from plait.autograd.deferred import Keeper, embedding
 from plait.comm.group import Group
-from plait.errors import DataError
+from plait.errors import DataError, ModelError
 from plait.tensor.cutting import AXIS, UNEVENLY, column_layouts, piece_of
 
 
@@ -41,7 +41,16 @@ class VocabParallelEmbedding(nn.Module):
 
     @classmethod
     def of(cls, full: nn.Embedding, group: Group) -> VocabParallelEmbedding:
-        """This rank's rows of a full embedding, which every rank has alike; its values are copied."""
+        """This rank's rows of a full embedding, which every rank has alike; its values are copied.
+
+        ModelError for one that renormalises its rows, or scales or sparsifies their gradients.
+        """
+        for option in ("max_norm", "scale_grad_by_freq", "sparse"):
+            if getattr(full, option):
+                raise ModelError(
+                    f"an embedding with {option} = {getattr(full, option)} cannot be cut by rows: make it "
+                    "without."
+                )
         sizes = full.num_embeddings, full.embedding_dim
         made = cls(*sizes, group, padding_idx=full.padding_idx, device="meta")
         made.weight = piece_of(full.weight, made.layouts["weight"], group)

@@ -56,7 +56,11 @@ class ColumnParallelLinear(nn.Module):
         self.gather_output = gather_output
         self.layouts = column_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
         if gather_output and self.layouts["weight"].placements[0].copies > 1:  # type: ignore[union-attr]
-            raise PlanError(f"{path} holds the same features on several ranks: they cannot be gathered.")
+            raise PlanError(
+                f"{path} with a weight of shape {[out_features, in_features]} gives the same features on "
+                f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
+                f"or tp to {cut.parts}."
+            )
         self.enters = True
         """Whether the input is copied here; else an entrance before did it, for several linears at once."""
         self.keeper: Keeper | None = None

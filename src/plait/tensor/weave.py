@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from plait.autograd.conjugate import Meanwhile, copy
 from plait.autograd.deferred import Keeper
 from plait.comm.group import Group
-from plait.errors import PlanError
+from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, match
 from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
@@ -44,6 +44,11 @@ def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
                 f"the rule {rule.kind} cuts {cuttable}, but {path} is a {kind.__name__}: "
                 "name another module, or leave it whole."
             )
+        if rule.kind in CUTTABLE and _is_altered(modules[path]):
+            raise PlanError(
+                f"{path} has hooks, or a forward of its own, which a parallel module in its place would not "
+                "have: take them off, or leave it whole."
+            )
     return matched
 
 
@@ -56,11 +61,11 @@ def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[
     for path, module, parent in _modules(layers):
         layouts = _layouts(path, module, parent, matched[path], axes) if path in matched else {}
         for name, parameter in module.named_parameters(recurse=False):
-            layout = layouts.get(name, Layout(parameter.shape, axes))
-            first, known = found.setdefault(id(parameter), (f"{path}.{name}", layout))
+            layout, full = layouts.get(name, Layout(parameter.shape, axes)), _join(path, name)
+            first, known = found.setdefault(id(parameter), (full, layout))
             if known != layout:
                 raise PlanError(
-                    f"{first} and {path}.{name} are one parameter, but the rules cut it in two ways "
+                    f"{first} and {full} are one parameter, but the rules cut it in two ways "
                     f"({known} and {layout}): give both modules the same rule."
                 )
     return {parameter: layout for parameter, (_, layout) in found.items()}
@@ -71,36 +76,32 @@ def weave(
     matched: Mapping[str, Rule],
     group: Group,
     keeper: Keeper | None = None,
-    *,
-    overlap: bool = False,
 ) -> list[nn.Module]:
     """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
 
-    The layers are altered, and one that is itself matched is replaced. Weight work is left with `keeper`;
-    with `overlap` a region's is done while the gradient of the region's input is summed.
+    The layers are altered, and one that is itself matched is replaced. Weight work is left with `keeper`,
+    which may do it while the gradient of a region's input is summed.
     """
-    meanwhile = keeper.spend if overlap and keeper is not None else None
-    twins: dict[int, nn.Module] = {}  # what several layers share is made parallel once
+    meanwhile = None if keeper is None else keeper.meanwhile
+    twins: dict[int, nn.Module] = {}  # what stands in several places is made parallel once
     woven = []
     for path, layer in layers:
         rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
         enters = all(rule.kind != "entrance" for rule in rules.values())
         for name, rule in rules.items():
-            module = layer.get_submodule(name)
-            if id(module) in twins:
-                continue
+            module, full = layer.get_submodule(name), _join(path, name)
             holder = layer.get_submodule(name.rpartition(".")[0])
-            twins[id(module)] = module
-            if rule.kind == "entrance":
-                module.register_forward_hook(partial(_enter, group, meanwhile))
-                continue
-            twin = _twin(module, rule, group, _cut(_join(path, name), rule, holder))
-            twin.keeper = keeper
-            if isinstance(twin, ColumnParallelLinear):
-                twin.enters, twin.meanwhile = enters, meanwhile
-            twins[id(module)] = twins[id(twin)] = twin
+            if id(module) not in twins and rule.kind == "entrance":
+                module.register_forward_hook(partial(_enter, group, meanwhile, full))
+                twins[id(module)] = module
+            elif id(module) not in twins:
+                twin = _twin(module, rule, group, _cut(full, rule, holder), full)
+                twin.keeper = keeper
+                if isinstance(twin, ColumnParallelLinear):
+                    twin.enters, twin.meanwhile = enters, meanwhile
+                twins[id(module)] = twins[id(twin)] = twin
             if name:
-                setattr(holder, name.rpartition(".")[2], twin)
+                setattr(holder, name.rpartition(".")[2], twins[id(module)])
         woven.append(twins.get(id(layer), layer))
     return woven
 
@@ -116,31 +117,42 @@ def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> in
 
 
 def _enter(
-    group: Group, meanwhile: Meanwhile | None, module: nn.Module, given: object, output: Tensor
+    group: Group, meanwhile: Meanwhile | None, path: str, module: nn.Module, given: object, output: object
 ) -> Tensor:
+    if not isinstance(output, Tensor):
+        raise ModelError(
+            f"{path} has the rule entrance, but gave a {type(output).__name__}: give that rule to a module "
+            "whose output is one tensor."
+        )
     return copy(output, group, meanwhile)
 
 
+def _is_altered(module: nn.Module) -> bool:
+    """Whether calling it does more than its class says. Hooks can be read from private attributes only."""
+    hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
+
+
 def _twin(
-    module: nn.Module, rule: Rule, group: Group, cut: Cut
+    module: nn.Module, rule: Rule, group: Group, cut: Cut, path: str
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
     """The parallel module on the parameters of `module`, which are pieces already."""
     if isinstance(module, nn.Embedding):
         sizes = module.num_embeddings, module.embedding_dim
         table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
         table.weight = cast(nn.Parameter, module.weight)
-        return table
+        return table.train(module.training)
     assert isinstance(module, nn.Linear)
     sizes = module.in_features, module.out_features
     twin: ColumnParallelLinear | RowParallelLinear
     if rule.kind == "row":
-        twin = RowParallelLinear(
-            *sizes, group, input_is_parallel=rule.input_is_parallel, cut=cut, device="meta"
-        )
+        piece = rule.input_is_parallel
+        twin = RowParallelLinear(*sizes, group, input_is_parallel=piece, cut=cut, path=path, device="meta")
     else:
-        twin = ColumnParallelLinear(*sizes, group, gather_output=rule.gather_output, cut=cut, device="meta")
+        whole = rule.gather_output
+        twin = ColumnParallelLinear(*sizes, group, gather_output=whole, cut=cut, path=path, device="meta")
     twin.weight, twin.bias = cast(nn.Parameter, module.weight), module.bias
-    return twin
+    return twin.train(module.training)
 
 
 def _layouts(

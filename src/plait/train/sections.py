@@ -108,8 +108,8 @@ class ParallelConfig(Section):
     )
     overlap: bool | None = Field(
         default=None,
-        description="whether weight gradients are computed while tp sums the input's gradient; none: where "
-        "the schedule leaves no bubbles to fill",
+        description="whether weight gradients are computed while tp sums the input's gradient; none: on "
+        "stages whose gradient no other stage waits for",
     )
     layers_per_stage: tuple[Count, ...] | None = Field(
         default=None,

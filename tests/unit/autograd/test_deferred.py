@@ -3,6 +3,8 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
+from contextlib import suppress
+from functools import partial
 
 import numpy as np
 import pytest
@@ -128,6 +130,42 @@ def test_frozen_weights_keep_nothing() -> None:
     assert keeper.take() == []
 
 
+def test_what_is_spent_is_done_once_in_the_order_of_the_backward() -> None:
+    keeper, done = Keeper(), list[str]()
+    for name in ("first", "second"):
+        keeper.keep(partial(done.append, name))
+    keeper.spend()
+    assert (done, keeper.take()) == (["first", "second"], [])
+    keeper.spend()
+    assert done == ["first", "second"]
+
+
+def test_spent_work_adds_the_gradients_of_the_native_module() -> None:
+    native = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
+    twin, keeper = deferred(native)
+    for _ in range(2):
+        given, gradient = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
+        backward(native, given, gradient)
+        backward(twin, given, gradient)
+        keeper.spend()
+    assert_equal(twin, native)
+
+
+def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
+    keeper, done = Keeper(), list[str]()
+    keeper.keep(partial(done.append, "work"))
+    keeper.meanwhile()
+    assert done == []
+    with suppress(ZeroDivisionError), keeper.spending():
+        keeper.meanwhile()
+        assert done == ["work"]
+        raise ZeroDivisionError
+    keeper.keep(partial(done.append, "later"))
+    keeper.meanwhile()
+    assert done == ["work"]
+    assert len(keeper.take()) == 1
+
+
 @pytest.mark.parametrize("frozen", [True, False])
 def test_weight_work_holds_the_input_until_it_is_done(frozen: bool) -> None:
     linear = nn.Linear(3, 2)
@@ -205,3 +243,25 @@ def test_low_precision(dtype: torch.dtype) -> None:
     do(keeper)
     torch.testing.assert_close(twin.weight.grad, native.weight.grad)
     assert twin.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (2, 2, 5, 3)], ids=str)
+@pytest.mark.parametrize("bias", [True, False])
+def test_the_output_may_be_written_to(shape: tuple[int, ...], bias: bool) -> None:
+    layer = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
+    twin = copy.deepcopy(layer)
+    model, plain = nn.Sequential(layer, nn.ReLU(inplace=True)), nn.Sequential(twin, nn.ReLU(inplace=True))
+    keeper = Keeper()
+    defer_weight_gradients(model, keeper)
+    for parameter in layer.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    input = torch.randn(shape, dtype=torch.float64, requires_grad=True)
+    other = input.detach().clone().requires_grad_()
+    output, expected = model(input), plain(other)
+    assert torch.equal(output, expected)
+    output.square().sum().backward()
+    expected.square().sum().backward()
+    keeper.spend()
+    torch.testing.assert_close(input.grad, other.grad)
+    for got, wanted in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, wanted.grad)

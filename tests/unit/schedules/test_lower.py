@@ -40,8 +40,8 @@ def test_two_ranks_two_microbatches() -> None:
         post 0I0<1
         take 0F0; 0F0.0; 0F0.1; send 0F0>1
         take 0F1; 0F1.0; 0F1.1; send 0F1>1
-        await 0I0<1; post 0I1<1; 0I0.1; 0W0.1; 0I0.0; 0W0.0; release 0B0
-        await 0I1<1; 0I1.1; 0W1.1; reduce b; 0I1.0; 0W1.0; reduce a; release 0B1
+        await 0I0<1; post 0I1<1; 0B0.1; 0B0.0; release 0B0
+        await 0I1<1; 0B1.1; reduce b; 0B1.0; reduce a; release 0B1
         reduce tie; finish
     """)
     assert words(last) == listed("""
@@ -61,10 +61,19 @@ def test_one_rank() -> None:
     assert words(program) == listed("""
         take 0F0; 0F0.0; 0F0.1; loss 0F0
         take 0F1; 0F1.0; 0F1.1; loss 0F1
-        seed 0I0; 0I0.1; 0W0.1; 0I0.0; 0W0.0; release 0B0
-        seed 0I1; 0I1.1; 0W1.1; 0I1.0; 0W1.0; reduce a; release 0B1
+        seed 0I0; 0B0.1; 0B0.0; release 0B0
+        seed 0I1; 0B1.1; 0B1.0; reduce a; release 0B1
         finish
     """)
+
+
+def test_a_full_backward_does_both_at_once_as_told() -> None:
+    by_hand = written(["0F0 0B0", "1F0 1B0"], rank_of=(0, 1), microbatches=1)
+    units = {"a": (Place(1, 0),), "b": (Place(1, 1),)}
+    _, last = lower(by_hand, Shape((1, 2), units, overlap=True))
+    assert words(last)[-7:] == listed("1B0.1; reduce b; 1B0.0; reduce a; send 1I0>0; release 1B0; finish")
+    first, _ = lower(by_hand, Shape((2, 1), {}, overlap=False))
+    assert words(first)[-6:] == listed("0I0.1; 0I0.0; 0W0.1; 0W0.0; release 0B0; finish")
 
 
 def test_a_full_backward_sends_before_its_weight_work() -> None:
@@ -108,8 +117,8 @@ def test_two_stages_on_one_rank_hand_over() -> None:
     assert words(program) == listed("""
         take 0F0; 0F0.0; 0F0.1
         hand 1F0; 1F0.0; loss 1F0
-        seed 1I0; 1I0.0; 1W0.0; reduce c; release 1B0
-        hand 0I0; 0I0.1; 0W0.1; reduce b; 0I0.0; 0W0.0; reduce tie; reduce a; release 0B0
+        seed 1I0; 1B0.0; reduce c; release 1B0
+        hand 0I0; 0B0.1; reduce b; 0B0.0; reduce tie; reduce a; release 0B0
         finish
     """)
 
@@ -141,7 +150,7 @@ def shapes(draw: st.DrawFn, stages: int) -> Shape:
     users = st.lists(st.sampled_from(places), min_size=1, max_size=3, unique=True)
     units = {str(place): (place,) for place in places}
     units |= {f"tie {number}": tuple(users) for number, users in enumerate(draw(st.lists(users, max_size=3)))}
-    return Shape(layers, units)
+    return Shape(layers, units, draw(st.sampled_from([None, True, False])))
 
 
 @UNHURRIED
@@ -172,7 +181,13 @@ def test_what_holds_for_every_legal_schedule(made: Schedule, data: st.DataObject
 
 
 def every_layer_runs_once(programs: tuple[Program, ...], made: Schedule, shape: Shape) -> None:
-    ran = sorted(word for program in programs for word in words(program) if "." in word)
+    ran = sorted(
+        word.replace("B", kind)
+        for program in programs
+        for word in words(program)
+        if "." in word
+        for kind in ("IW" if "B" in word else "-")
+    )
     assert ran == sorted(
         f"{stage}{kind}{microbatch}.{layer}"
         for stage, layers in enumerate(shape.layers)
@@ -225,7 +240,7 @@ def units_are_reduced_once_and_final(program: Program, rank: int, made: Schedule
     assert sum(isinstance(i, ReduceGradient) for i in program) == len(at)
     assert at.keys() == mine
     for position, instruction in enumerate(program):
-        if isinstance(instruction, RunLayer) and instruction.action.kind is Kind.W:
+        if isinstance(instruction, RunLayer) and instruction.action.kind in (Kind.W, Kind.B):
             place = Place(instruction.action.stage, instruction.layer)
             assert all(position < at[unit] for unit in mine if place in shape.units[unit])
 

@@ -1,0 +1,236 @@
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.autograd.conjugate import copy, gather, reduce, split
+from plait.comm import Count, Group, Mesh, Traffic
+from plait.layout import divide
+
+SHAPES = [(7,), (7, 7), (3, 7), (7, 7, 7), (2, 7, 5, 3)]
+"""7 is uneven for 2 and 3 ranks; where shapes are square a wrong dim would fit."""
+CASES = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), len(shape)) if shape[dim] == 7]
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def strided(tensor: Tensor) -> Tensor:
+    """The same values, not contiguous where there are two elements."""
+    return tensor.repeat_interleave(2, -1)[..., ::2]
+
+
+def piece(tensor: Tensor, ranks: int, index: int, dim: int) -> Tensor:
+    own = divide(tensor.shape[dim], ranks)[index]
+    return tensor.narrow(dim, own.start, len(own))
+
+
+def backward(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
+    (result,) = torch.autograd.grad(output, leaf, gradient)
+    return result
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_copy_sums_gradients(rank_pool: Any, ranks: int) -> None:
+    def body() -> list[tuple[Tensor, Tensor]]:
+        group, results = Mesh(tp=ranks).group("tp"), []
+        for shape in SHAPES:
+            leaf = strided(draw(shape, 0)).requires_grad_()
+            output = copy(leaf, group)
+            gradient = strided(draw(shape, 1 + group.index))
+            kept = gradient.clone()
+            results.append((output.detach(), backward(output, leaf, gradient)))
+            assert torch.equal(gradient, kept), "others may hold the gradient too"
+        return results
+
+    for results in rank_pool.run(body, ranks=ranks):
+        for shape, (output, gradient) in zip(SHAPES, results, strict=True):
+            assert torch.equal(output, draw(shape, 0))
+            wanted = torch.stack([draw(shape, 1 + rank) for rank in range(ranks)]).sum(0)
+            torch.testing.assert_close(gradient, wanted, rtol=1e-14, atol=1e-14)
+
+
+def test_copy_sums_gradients_that_take_no_memory(rank_pool: Any) -> None:
+    def body() -> Tensor | None:
+        group = Mesh(tp=2).group("tp")
+        leaf = draw((3, 4), 0).requires_grad_()
+        (copy(leaf, group) * (1 + group.index) if group.index else copy(leaf, group)).sum().backward()
+        return leaf.grad
+
+    for gradient in rank_pool.run(body, ranks=2):
+        assert torch.equal(gradient, torch.full((3, 4), 3.0, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_reduce_sums_forward_and_leaves_gradients(rank_pool: Any, ranks: int) -> None:
+    def body() -> list[tuple[Tensor, Tensor, bool]]:
+        group, results = Mesh(tp=ranks).group("tp"), []
+        for shape in SHAPES:
+            leaf = draw(shape, group.index).requires_grad_()
+            summand = strided(leaf * 1)
+            output = reduce(summand, group)
+            in_place = output.data_ptr() == summand.data_ptr()
+            results.append((output.detach(), backward(output, leaf, strided(draw(shape, 9))), in_place))
+        return results
+
+    for results in rank_pool.run(body, ranks=ranks):
+        for shape, (output, gradient, in_place) in zip(SHAPES, results, strict=True):
+            wanted = torch.stack([draw(shape, rank) for rank in range(ranks)]).sum(0)
+            torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14)
+            assert torch.equal(gradient, draw(shape, 9))
+            assert in_place
+
+
+def test_what_is_reduced_may_be_written_to(rank_pool: Any) -> None:
+    def body() -> Tensor | None:
+        leaf = draw((3,), 0).requires_grad_()
+        reduce(leaf * 1, Mesh(tp=2).group("tp")).mul_(3).sum().backward()
+        return leaf.grad
+
+    for gradient in rank_pool.run(body, ranks=2):
+        assert torch.equal(gradient, torch.full((3,), 3.0, dtype=torch.float64))
+
+
+def test_reduce_tells_who_saved_its_summand(rank_pool: Any) -> None:
+    """It is written to: a backward that needs it must not go on with the sum."""
+
+    def body() -> None:
+        leaf = draw((3,), 0).requires_grad_()
+        saved = leaf.exp()
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            reduce(saved, Mesh(tp=2).group("tp")).sum().backward()
+
+    rank_pool.run(body, ranks=2)
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_gather_joins_pieces_and_cuts_gradients(rank_pool: Any, ranks: int) -> None:
+    def body() -> list[tuple[Tensor, Tensor]]:
+        group, results = Mesh(tp=ranks).group("tp"), []
+        for shape, dim in CASES:
+            leaf = strided(piece(draw(shape, 0), ranks, group.index, dim)).requires_grad_()
+            output = gather(leaf, group, dim, 7)
+            results.append((output.detach(), backward(output, leaf, strided(draw(shape, 9)))))
+        return results
+
+    for index, results in enumerate(rank_pool.run(body, ranks=ranks)):
+        for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
+            assert torch.equal(output, draw(shape, 0))
+            assert torch.equal(gradient, piece(draw(shape, 9), ranks, index, dim))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3])
+def test_split_cuts_forward_and_joins_gradients(rank_pool: Any, ranks: int) -> None:
+    def body() -> list[tuple[Tensor, Tensor]]:
+        group, results = Mesh(tp=ranks).group("tp"), []
+        for shape, dim in CASES:
+            leaf = strided(draw(shape, 0)).requires_grad_()
+            output = split(leaf, group, dim)
+            mine = strided(piece(draw(shape, 9), ranks, group.index, dim))
+            results.append((output.detach(), backward(output, leaf, mine)))
+        return results
+
+    for index, results in enumerate(rank_pool.run(body, ranks=ranks)):
+        for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
+            assert torch.equal(output, piece(draw(shape, 0), ranks, index, dim))
+            assert torch.equal(gradient, draw(shape, 9))
+
+
+def test_more_ranks_than_rows(rank_pool: Any) -> None:
+    def body() -> tuple[Tensor, tuple[int, ...]]:
+        group = Mesh(tp=3).group("tp")
+        leaf = draw((4, 2), 0).requires_grad_()
+        mine = split(leaf, group, -1)
+        gather(mine, group, -1, 2).backward(draw((4, 2), 9))
+        assert leaf.grad is not None
+        return leaf.grad, tuple(mine.shape)
+
+    gradients, shapes = zip(*rank_pool.run(body, ranks=3), strict=True)
+    assert shapes == ((4, 1), (4, 1), (4, 0))
+    assert all(torch.equal(gradient, draw((4, 2), 9)) for gradient in gradients)
+
+
+def test_communication(rank_pool: Any) -> None:
+    def body() -> dict[str, Any]:
+        mesh, counts = Mesh(tp=2), {}
+        group = mesh.group("tp")
+        for name, operation in {
+            "copy": lambda tensor: copy(tensor, group),
+            "reduce": lambda tensor: reduce(tensor * 1, group),
+            "gather": lambda tensor: gather(tensor, group, 0, 7),
+            "split": lambda tensor: split(tensor, group, 0),
+        }.items():
+            rows = 7 if name != "gather" else (4, 3)[group.index]
+            start = mesh.traffic.snapshot()
+            output = operation(torch.zeros(rows, 2, requires_grad=True))
+            middle = mesh.traffic.snapshot()
+            forward = mesh.traffic.since(start)
+            output.sum().backward()
+            counts[name] = forward, mesh.traffic.since(middle)
+        return counts
+
+    whole, padded = {"tp": {"all_reduce": Count(1, 56)}}, {"tp": {"all_gather": Count(1, 32)}}
+    for counts in rank_pool.run(body, ranks=2):
+        assert counts == {
+            "copy": ({}, whole),
+            "reduce": (whole, {}),
+            "gather": (padded, {}),
+            "split": ({}, padded),
+        }
+
+
+def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
+    def body() -> tuple[list[str], Any]:
+        mesh, events = Mesh(tp=2), []
+        counted: list[Any] = []
+
+        def meanwhile() -> None:
+            events.append("meanwhile")
+            counted.append(mesh.traffic.snapshot())
+
+        leaf = torch.ones(3, requires_grad=True)
+        output = copy(leaf, mesh.group("tp"), meanwhile) * 2
+        events.append("forward")
+        output.sum().backward()
+        return events, counted
+
+    for events, counted in rank_pool.run(body, ranks=2):
+        assert events == ["forward", "meanwhile"]
+        assert counted == [{"tp": {"all_reduce": Count(1, 12)}}]
+
+
+def lonely(size: int) -> Group:
+    """A group for what never communicates."""
+    return Group("tp", tuple(range(size)), 1, None, Traffic(), 1.0)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> None:
+    group, dim = lonely(3), shape.index(7) - len(shape)
+    leaf = torch.empty(shape, device="meta", requires_grad=True)
+    mine = split(copy(leaf, group), group, dim)
+    assert mine.shape == piece(torch.empty(shape), 3, 1, dim).shape
+    output = gather(reduce(mine * 1, group), group, dim, 7)
+    output.sum().backward()
+    assert output.shape == leaf.shape == leaf.grad.shape
+
+
+def test_a_rank_alone_has_nothing_to_do() -> None:
+    group = Mesh().group("tp")
+    tensor = torch.ones(3, requires_grad=True)
+    assert copy(tensor, group) is tensor
+    assert reduce(tensor, group) is tensor
+    assert gather(tensor, group, 0, 3) is tensor
+    assert split(tensor, group, 0) is tensor
+
+
+def test_copy_makes_no_graph_where_none_is_wanted() -> None:
+    frozen, leaf = torch.ones(3), torch.ones(3, requires_grad=True)
+    assert copy(frozen, lonely(2)) is frozen
+    with torch.no_grad():
+        assert copy(leaf, lonely(2)) is leaf
