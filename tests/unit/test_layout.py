@@ -21,14 +21,21 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 @st.composite
 def layouts(draw: st.DrawFn, partial: bool = True, sizes: tuple[int, ...] = tuple(range(8))) -> Layout:
-    """Up to 3 dims over up to 3 axes of 1 to 4 ranks: empty dims and more ranks than rows included."""
+    """Up to 3 dims over up to 3 axes of 1 to 4 ranks: empty dims, more ranks than rows, and copies too."""
     shape = draw(st.lists(st.sampled_from(sizes), max_size=3))
     degrees = draw(st.lists(st.integers(1, 4), max_size=3))
     axes = dict(zip(("replicate", "shard", "tp"), degrees, strict=False))
     kinds: list[Any] = [st.just(Replicate())]
     kinds += [st.just(Partial())] * partial
-    kinds += [st.integers(-len(shape), len(shape) - 1).map(Shard)] * (2 * bool(shape))
-    return Layout(shape, axes, {axis: draw(st.one_of(kinds)) for axis in axes})
+
+    def placements(degree: int) -> st.SearchStrategy[Any]:
+        if not shape:
+            return st.one_of(kinds)
+        copies = st.sampled_from([n for n in range(1, degree + 1) if degree % n == 0])
+        shards = st.builds(Shard, st.integers(-len(shape), len(shape) - 1), copies)
+        return st.one_of(*kinds, shards, shards)
+
+    return Layout(shape, axes, {axis: draw(placements(degree)) for axis, degree in axes.items()})
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -103,6 +110,27 @@ class TestLayout:
         assert layout.replicas((1, 1, 1)) == ((0, 1, 1), (1, 1, 1))
         assert layout.owner((1, 1, 1)) == (0, 1, 0)
 
+    def test_copies_of_a_piece_lie_on_neighbours(self) -> None:
+        layout = Layout((5, 3), {"shard": 2, "tp": 4}, {"tp": Shard(0, copies=2)})
+        boxes = [layout.box((1, tp)) for tp in range(4)]
+        assert boxes == [Box((0, 0), (3, 3))] * 2 + [Box((3, 0), (2, 3))] * 2
+        assert layout.replicas((1, 3)) == ((0, 2), (0, 3), (1, 2), (1, 3))
+        assert [layout.owner((1, tp)) for tp in range(4)] == [(0, 0), (0, 0), (0, 2), (0, 2)]
+        assert layout == Layout((5, 3), {"shard": 2, "tp": 4}, {"tp": Shard(-2, copies=2)})
+        assert layout != Layout((5, 3), {"shard": 2, "tp": 4}, {"tp": Shard(0)})
+        assert str(layout) == "Layout((5, 3), shard=2: Replicate(), tp=4: Shard(0, copies=2))"
+
+    def test_as_many_copies_as_ranks_are_the_whole(self) -> None:
+        layout = Layout((5,), {"tp": 3}, {"tp": Shard(0, copies=3)})
+        assert [layout.local_shape((tp,)) for tp in range(3)] == [(5,)] * 3
+        assert layout.replicas((2,)) == ((0,), (1,), (2,))
+
+    def test_inner_axes_cut_what_the_copies_of_an_outer_one_hold(self) -> None:
+        axes = {"shard": 4, "tp": 2}
+        layout = Layout((10,), axes, {"shard": Shard(0, copies=2), "tp": Shard(0)})
+        held = [(box.offsets[0], box.sizes[0]) for box in map(layout.box, layout.coordinates())]
+        assert held == [(0, 3), (3, 2)] * 2 + [(5, 3), (8, 2)] * 2
+
     @given(layouts())
     def test_owners_tile_the_global_tensor(self, layout: Layout) -> None:
         hits = torch.zeros(layout.shape, dtype=torch.int64)
@@ -136,6 +164,13 @@ class TestLayout:
             (((4,), {"tp": 2}, {"tp": Shard(1)}), r"axis 'tp' shards dim 1 of shape \(4,\)"),
             (((), {"tp": 2}, {"tp": Shard(0)}), r"axis 'tp' shards dim 0 of shape \(\)"),
             (((4,), {"tp": 2}, {"tp": Shard(-2)}), r"axis 'tp' shards dim -2 of shape \(4,\)"),
+            (((4,), {"tp": 4}, {"tp": Shard(0, 3)}), "axis 'tp' has 4 ranks, which cannot hold 3 copies of"),
+            (
+                ((4,), {"tp": 2}, {"tp": Shard(0, 4)}),
+                "4 copies of each piece: give a divisor of 2",
+            ),
+            (((4,), {"tp": 2}, {"tp": Shard(0, 0)}), "cannot hold 0 copies"),
+            (((4,), {"tp": 2}, {"tp": Shard(0, -1)}), "cannot hold -1 copies"),
         ],
     )
     def test_refuses_contradictions(self, arguments: Any, message: str) -> None:
@@ -256,6 +291,16 @@ class TestReshape:
         assert reshape(nested, (6, 2)).placements == (Shard(0), Shard(0))
         assert reshape(nested, (2, 6)).placements == (Shard(0), Shard(1))
         assert reshape(reshape(nested, (2, 6)), (12,)) == nested
+
+    def test_copies_stay(self) -> None:
+        layout = Layout((12, 5), {"tp": 4}, {"tp": Shard(0, copies=2)})
+        assert reshape(layout, (2, 6, 5)).placements == (Shard(0, copies=2),)
+        assert reshape(layout, (60,)).placements == (Shard(0, copies=2),)
+        assert reshape(reshape(layout, (4, 3, 5)), (12, 5)) == layout
+
+    def test_copies_move_with_the_axis_whose_pieces_move(self) -> None:
+        layout = Layout((12,), {"shard": 2, "tp": 6}, {"shard": Shard(0), "tp": Shard(0, copies=2)})
+        assert reshape(layout, (2, 6)).placements == (Shard(0), Shard(1, copies=2))
 
     def test_other_placements_stay(self) -> None:
         layout = Layout((6, 2), {"replicate": 2, "tp": 2}, {"tp": Partial()})

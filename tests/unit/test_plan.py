@@ -71,6 +71,19 @@ def test_chunks_are_positive(chunks: object) -> None:
         Plan(chunks=chunks)  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("overlap", [True, False, None])
+def test_overlap_is_chosen_or_left_open(overlap: bool | None) -> None:
+    assert Plan(overlap=overlap).overlap is overlap
+    assert Plan().overlap is None
+
+
+@pytest.mark.parametrize("overlap", [1, 0, "yes", ()])
+def test_other_overlaps_are_refused(overlap: object) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(overlap=overlap)  # type: ignore[arg-type]
+    assert str(caught.value) == f"plan.overlap is {overlap!r}: give True, False or None."
+
+
 @pytest.mark.parametrize(("dp", "replicate"), [(4, 3), (2, 4), (1, 2)])
 def test_replicate_divides_dp(dp: int, replicate: int) -> None:
     with pytest.raises(PlanError, match=rf"plan\.replicate = {replicate} does not divide plan\.dp = {dp}: "):

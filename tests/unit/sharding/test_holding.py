@@ -1,0 +1,139 @@
+"""Who holds and who counts a parameter, over pp=2, dp=2, tp=2 (rank = 4·pp + 2·dp + tp)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from functools import partial
+from math import prod
+from typing import Any
+
+import pytest
+import torch
+
+from plait.comm import Mesh, all_reduce
+from plait.composer import matched_rules, parameter_holders, parameter_layouts, unit_users
+from plait.layout import Layout, Partial, Replicate, Shard
+from plait.models.gpt2 import gpt2
+from plait.models.llama import llama
+from plait.pipeline.sequence import sequence_of
+from plait.plan import Plan
+from plait.sharding.holding import copies_over_tp, counted_parameters, ranks_holding, reduction_groups
+
+AXES = {"replicate": 1, "shard": 2, "tp": 2}
+WHOLE, CUT, COPIED = (Layout((4,), AXES, at) for at in ({}, {"tp": Shard(0)}, {"tp": Shard(0, copies=2)}))
+HOLDERS = {
+    "first.whole": (0,),
+    "first.cut": (0,),
+    "last.copied": (1,),
+    "last.cut": (1,),
+    "tied.cut": (0, 1),
+    "tied.copied": (0, 1),
+    "tied.whole": (0, 1),
+}
+LAYOUTS = {name: {"whole": WHOLE, "cut": CUT, "copied": COPIED}[name.partition(".")[2]] for name in HOLDERS}
+FAMILIES = {
+    "gpt2": partial(gpt2, vocab=37, context=8, layers=2, hidden=24, heads=4),
+    "llama": partial(llama, vocab=37, context=8, layers=2, hidden=24, heads=4, kv_heads=2),
+    "llama-one": partial(llama, vocab=37, context=8, layers=2, hidden=24, heads=4, kv_heads=1),
+}
+
+
+def over_cube(rank_pool: Any, body: Any) -> list[Any]:
+    """`body(mesh)` on each of the 8 ranks."""
+    return rank_pool.run(lambda: body(Mesh(pp=2, dp=2, tp=2)), ranks=8)
+
+
+def test_copies_over_tp() -> None:
+    assert [copies_over_tp(layout) for layout in (WHOLE, CUT, COPIED)] == [1, 1, 2]
+    assert copies_over_tp(Layout((4,), AXES, {"shard": Shard(0, copies=2)})) == 1
+    assert copies_over_tp(Layout((4,), AXES, {"tp": Partial(), "shard": Replicate()})) == 1
+
+
+def test_ranks_that_hold_the_same_piece(rank_pool):
+    def body(mesh: Mesh) -> Any:
+        return (
+            ranks_holding([(0,), (1,)], 2, mesh),
+            ranks_holding([(0, 1)], 1, mesh),
+            ranks_holding([(0, 1)], 2, mesh),
+        )
+
+    for stages, tied, both in over_cube(rank_pool, body):
+        assert stages == [[0, 1, 2, 3], [4, 5, 6, 7]]
+        assert tied == [[0, 2, 4, 6], [1, 3, 5, 7]]
+        assert both == [[0, 1, 2, 3, 4, 5, 6, 7]]
+
+
+def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(rank_pool):
+    def body(mesh: Mesh) -> dict[str, Any]:
+        groups = reduction_groups(HOLDERS, LAYOUTS, mesh)
+        mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
+        return {name: (groups[name].name, groups[name].ranks) for name in mine}
+
+    for rank, groups in enumerate(over_cube(rank_pool, body)):
+        pp, tp = rank // 4, rank % 2
+        data = tuple(4 * pp + 2 * dp + tp for dp in range(2))
+        tied = ("tie", tuple(range(tp, 8, 2)))
+        wanted = {"tied.cut": tied, "tied.whole": tied, "tied.copied": ("tie", tuple(range(8)))}
+        if pp == 0:
+            wanted |= {"first.whole": ("dp", data), "first.cut": ("dp", data)}
+        else:
+            wanted |= {"last.copied": ("copies", (4, 5, 6, 7)), "last.cut": ("dp", data)}
+        assert groups == wanted
+
+
+def test_the_groups_work(rank_pool):
+    """Each rank gives its number: what comes is the sum over the group, on all of it."""
+
+    def body(mesh: Mesh) -> dict[str, float]:
+        groups = reduction_groups(HOLDERS, LAYOUTS, mesh)
+        own = torch.tensor(float(mesh.rank))
+        mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
+        return {name: all_reduce(own.clone(), groups[name]).wait().item() for name in mine}
+
+    for rank, sums in enumerate(over_cube(rank_pool, body)):
+        pp, tp = rank // 4, rank % 2
+        assert sums["tied.copied"] == 28
+        assert sums["tied.cut"] == 12 + 4 * tp
+        assert sums["first.cut" if pp == 0 else "last.cut"] == 8 * pp + 2 + 2 * tp
+        assert pp == 0 or sums["last.copied"] == 22
+
+
+def test_parameters_that_are_held_alike_share_a_group(rank_pool):
+    def body(mesh: Mesh) -> Any:
+        groups = reduction_groups(HOLDERS, LAYOUTS, mesh)
+        return groups["tied.cut"] is groups["tied.whole"], groups["first.cut"] is mesh.group("dp")
+
+    assert over_cube(rank_pool, body) == [(True, True)] * 8
+
+
+def test_what_counts_as_whose(rank_pool):
+    counted = over_cube(rank_pool, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh))
+    first = {"first.cut", "tied.cut"}
+    for dp in range(2):
+        assert counted[2 * dp] == first | {"first.whole", "tied.whole", "tied.copied"}
+        assert counted[2 * dp + 1] == first
+        assert counted[4 + 2 * dp] == {"last.cut", "last.copied"}
+        assert counted[4 + 2 * dp + 1] == {"last.cut"}
+
+
+def counted_of_model(family: str, degrees: Mapping[str, int], options: Mapping[str, Any]) -> tuple[int, int]:
+    """This rank's place along `dp`, and how many elements count as its."""
+    plan, mesh = Plan(**degrees), Mesh(**degrees)
+    model = FAMILIES[family](**options)
+    sequence = sequence_of(model)
+    layouts = parameter_layouts(sequence, matched_rules(model, None, plan, sequence), mesh)
+    layers = len(sequence.layers)
+    counts = (layers,) if plan.pp == 1 else (layers // 2, layers - layers // 2)
+    holders = parameter_holders(sequence, unit_users(sequence, counts), range(plan.pp))
+    counted = counted_parameters(holders, layouts, mesh)
+    return mesh.index("dp"), sum(prod(layouts[name].local_shape(mesh.coordinate)) for name in counted)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"dp": 2, "tp": 4}])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, family, degrees, tied):
+    found = rank_pool.run(counted_of_model, family, degrees, {"tied": tied}, ranks=8)
+    elements = sum(one.numel() for one in FAMILIES[family](tied=tied).parameters())
+    for dp in range(degrees.get("dp", 1)):
+        assert sum(count for place, count in found if place == dp) == elements

@@ -1,0 +1,144 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.comm import Group, Mesh, Traffic
+from plait.errors import PlanError
+from plait.layout import Layout, Replicate, Shard
+from plait.tensor.cutting import (
+    EVENLY,
+    UNEVENLY,
+    Cut,
+    column_layouts,
+    is_cut,
+    piece_of,
+    row_layouts,
+)
+
+AXES = {"replicate": 1, "shard": 2, "tp": 4}
+
+
+def test_a_column_is_cut_by_its_outputs() -> None:
+    assert column_layouts(8, 6, EVENLY, AXES, "up") == {
+        "weight": Layout((8, 6), AXES, {"tp": Shard(0)}),
+        "bias": Layout((8,), AXES, {"tp": Shard(0)}),
+    }
+
+
+def test_a_row_is_cut_by_its_inputs_and_its_bias_is_whole() -> None:
+    assert row_layouts(6, 8, EVENLY, AXES, "down") == {
+        "weight": Layout((6, 8), AXES, {"tp": Shard(1)}),
+        "bias": Layout((6,), AXES),
+    }
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks", "cut", "copies"),
+    [
+        (12, 1, EVENLY, 1),
+        (12, 4, EVENLY, 1),
+        (12, 4, Cut(parts=4), 1),
+        (12, 2, Cut(parts=4), 1),
+        (12, 4, Cut(parts=2, repeated=True), 2),
+        (12, 4, Cut(parts=1, repeated=True), 4),
+        (12, 4, Cut(parts=4, repeated=True), 1),
+        (12, 6, Cut(parts=3, repeated=True), 2),
+        (13, 4, UNEVENLY, 1),
+        (4, 4, UNEVENLY, 1),
+    ],
+)
+def test_copies_of_a_piece(features: int, ranks: int, cut: Cut, copies: int) -> None:
+    layout = column_layouts(features, 3, cut, {"tp": ranks}, "keys")["weight"]
+    assert layout.placements == (Shard(0, copies),)
+    held = [layout.box((rank,)) for rank in range(ranks)]
+    assert all(box.sizes[0] > 0 for box in held)
+    if cut.parts is not None:
+        part = features // cut.parts
+        assert all(box.offsets[0] % part == 0 and box.sizes[0] % part == 0 for box in held)
+
+
+@pytest.mark.parametrize(
+    ("features", "ranks", "cut", "reason"),
+    [
+        (10, 4, EVENLY, "its 10 features do not divide into 4; set tp to 1 or 2"),
+        (7, 4, EVENLY, "its 7 features do not divide into 4; set tp to 1"),
+        (12, 4, Cut(parts=6), r"its 6 parts \(heads\) do not divide into 4; set tp to 1 or 2 or 3"),
+        (12, 4, Cut(parts=2), r"its 2 parts \(heads\) do not divide into 4; set tp to 1 or 2"),
+        (12, 4, Cut(parts=3, repeated=True), r"its 3 parts \(heads\) do not divide into 4; set tp to 1 or 3"),
+        (
+            12,
+            8,
+            Cut(parts=3, repeated=True),
+            r"its 3 parts \(heads\) do not .* set tp to 1 or 3 or 6",
+        ),
+        (3, 4, UNEVENLY, "its 3 features do not divide into 4; set tp to 1 or 2 or 3"),
+        (10, 2, Cut(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
+        (10, 1, Cut(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
+        (10, 2, Cut(parts=0), r"its 10 features are not 0 equal parts \(heads\)"),
+        (10, 2, Cut(parts=-2), "its 10 features are not -2 equal parts"),
+    ],
+)
+def test_refuses_what_would_divide_a_part(features: int, ranks: int, cut: Cut, reason: str) -> None:
+    start = rf"^blocks\.0\.up with a weight of shape \[{features}, 3\] cannot be cut over tp = {ranks}: "
+    with pytest.raises(PlanError, match=start + reason):
+        column_layouts(features, 3, cut, {"tp": ranks}, "blocks.0.up")
+
+
+def test_every_degree_that_a_refusal_names_would_do() -> None:
+    for features in range(1, 13):
+        for parts in (None, *(n for n in range(1, features + 1) if features % n == 0)):
+            for repeated in (False, True):
+                check_advice(features, Cut(parts, repeated))
+
+
+def check_advice(features: int, cut: Cut) -> None:
+    fits = {ranks: cuts(features, cut, ranks) for ranks in range(1, 9)}
+    for ranks, advice in fits.items():
+        if advice is not None:
+            assert advice == [other for other in range(1, ranks) if fits[other] is None]
+
+
+def cuts(features: int, cut: Cut, ranks: int) -> list[int] | None:
+    """None, or the degrees that the refusal advises."""
+    try:
+        column_layouts(features, 3, cut, {"tp": ranks}, "up")
+    except PlanError as refusal:
+        advice = str(refusal).partition("set tp to ")[2].partition(",")[0]
+        return [int(degree) for degree in advice.split(" or ")]
+    return None
+
+
+def test_a_row_never_repeats_a_part() -> None:
+    """Its result is a sum over the ranks, in which the part would count once for each."""
+    cut = Cut(parts=2, repeated=True)
+    with pytest.raises(PlanError, match=r"2 parts \(heads\) do not divide into 4; set tp to 1 or 2, or"):
+        row_layouts(6, 8, cut, AXES, "down")
+    assert row_layouts(6, 8, cut, {"tp": 2}, "down")["weight"].placements == (Shard(1),)
+
+
+def test_what_counts_as_cut() -> None:
+    layouts = row_layouts(6, 8, EVENLY, AXES, "down")
+    assert is_cut(layouts["weight"])
+    assert not is_cut(layouts["bias"])
+    assert not is_cut(row_layouts(6, 8, EVENLY, {**AXES, "tp": 1}, "down")["weight"])
+    assert is_cut(column_layouts(8, 6, Cut(1, repeated=True), AXES, "keys")["weight"])
+    assert not is_cut(Layout((6,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Replicate()}))
+
+
+@pytest.mark.parametrize("trainable", [True, False])
+def test_a_piece_is_a_parameter_of_its_own(trainable: bool) -> None:
+    group = Group("tp", (4, 5, 6), 1, None, Traffic(), 1.0)
+    full = nn.Parameter(torch.arange(12.0).view(6, 2), trainable)
+    piece = piece_of(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
+    assert isinstance(piece, nn.Parameter)
+    assert piece.requires_grad == trainable
+    assert torch.equal(piece, full[2:4])
+    assert piece.data_ptr() != full[2:4].data_ptr()
+
+
+def test_a_rank_alone_holds_everything() -> None:
+    full = nn.Parameter(torch.arange(12.0).view(6, 2))
+    piece = piece_of(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
+    assert torch.equal(piece, full)
