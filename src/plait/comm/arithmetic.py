@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -12,12 +12,18 @@ from plait.comm.group import Group
 
 Op = Literal["sum", "mean", "product", "min", "max"]
 
-EXCHANGE_LIMIT = 2**20
-"""Bytes that a rank may send in all for a whole exchange to be preferred to Gloo's ring.
+Way = Literal["whole", "pieces", "exchange", "backend"]
+"""How to reduce. Tensors are shown to all in shared memory (`nearby`), and each rank reduces all that it
+gets, or a piece for all; or they are sent to all; or the backend does it."""
 
-Measured with up to 256 KiB on two cores: 4 ranks take about half of the ring's time, 2 ranks between half and
-the same; with 1 MiB on each rank and more the ring wins clearly.
-"""
+WHOLE_LIMIT = 2**21
+"""Bytes that all ranks together may show for each to reduce all itself; beyond, each reduces a piece."""
+SHOW_LIMIT = 2**25
+"""Bytes of a tensor that is shown in shared memory: once or twice as much stays taken there on each rank."""
+EXCHANGE_LIMIT = 2**20
+"""Bytes that a rank may send in all for a whole exchange to be preferred to Gloo's ring."""
+BLOCK = 2**16
+"""Elements that are reduced at once, so that the total stays in the cache."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
@@ -45,27 +51,61 @@ def native(op: Op) -> dist.ReduceOp.RedOpType:
     }[op]
 
 
-def exchanges_whole(tensor: torch.Tensor, group: Group) -> bool:
-    """Whether an all-reduce is best done by sending all of it to everyone and reducing in rank order."""
-    return not tensor.is_cuda and group.uses_gloo and tensor.nbytes * group.size <= EXCHANGE_LIMIT
+def way_to_all_reduce(tensor: torch.Tensor, group: Group) -> Way:
+    """The algorithm, by what all ranks know alike. Measured in `benchmarks/collectives`, for each choice."""
+    if tensor.device.type != "cpu" or not group.uses_gloo:
+        return "backend"
+    together = tensor.nbytes * group.size
+    if group.on_one_host and tensor.nbytes <= SHOW_LIMIT:
+        return "whole" if together <= WHOLE_LIMIT else "pieces"
+    return "exchange" if together <= EXCHANGE_LIMIT else "backend"
+
+
+def way_to_reduce_scatter(tensor: torch.Tensor, group: Group) -> Way:
+    """Likewise. Gloo's own is a whole all-reduce, so it is never the way."""
+    if tensor.device.type != "cpu" or not group.uses_gloo:
+        return "backend"
+    return "whole" if group.on_one_host and tensor.nbytes <= SHOW_LIMIT else "exchange"
 
 
 def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
-    """Reduce the ranks' `pieces` into `out` in rank order; 16-bit floats are reduced in float32."""
+    """Reduce the ranks' flat `pieces` into `out` in rank order; 16-bit floats are reduced in float32.
+
+    `out` may be one of the first two pieces, but overlap no piece otherwise.
+    """
+    for *block, total in blocks((*pieces, out)):
+        _fold_block(block, op, total)
+
+
+def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """Flat tensors of one size cut alike, in pieces that fit the cache together."""
+    size = tensors[0].numel()
+    if size <= BLOCK:
+        return iter((tensors,))
+    return zip(*(torch.split(tensor, BLOCK) for tensor in tensors), strict=True)
+
+
+def _fold_block(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     half = out.dtype in (torch.bfloat16, torch.float16)
-    total = pieces[0].float() if half else out.copy_(pieces[0])
+    total = torch.empty_like(out, dtype=torch.float32) if half else out
+    before = pieces[0].float() if half else pieces[0]
     for piece in pieces[1:]:
-        if op == "product":
-            total.mul_(piece)
-        elif op == "min":
-            torch.minimum(total, piece.to(total.dtype), out=total)
-        elif op == "max":
-            torch.maximum(total, piece.to(total.dtype), out=total)
-        else:
-            total.add_(piece)
+        _combine(before, piece.float() if half else piece, op, total)
+        before = total
     finish_mean(total, op, len(pieces))
     if half:
         out.copy_(total)
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, op: Op, out: torch.Tensor) -> None:
+    if op == "product":
+        torch.mul(a, b, out=out)
+    elif op == "min":
+        torch.minimum(a, b, out=out)
+    elif op == "max":
+        torch.maximum(a, b, out=out)
+    else:
+        torch.add(a, b, out=out)
 
 
 def finish_mean(total: torch.Tensor, op: Op, size: int) -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 from plait.comm.agreement import agree
 from plait.comm.backend import as_bytes, describe
 from plait.comm.group import Group
-from plait.comm.handle import Handle
+from plait.comm.handle import Handle, Waiting
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
@@ -49,7 +49,7 @@ def begin(
 def start(
     kind: str,
     group: Group,
-    launch: Callable[[], dist.Work | None],
+    launch: Callable[[], Waiting | None],
     finish: Callable[[], T],
     *keep: Tensor | None,
 ) -> Handle[T]:

@@ -10,6 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from plait.comm.host import Host
+from plait.comm.lines import Lines
+from plait.comm.scratch import Scratch
 from plait.comm.traffic import Traffic
 
 Neighbours = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -34,6 +37,8 @@ class Group:
     traffic: Traffic
     timeout: float
     """Seconds after which a wait fails."""
+    host: Host | None = None
+    """The ranks of the mesh on this host, where ranks of one host can reach each other besides."""
     shared: MutableMapping[Tensor, Neighbours] = field(default_factory=WeakTensorKeyDictionary)
     """For those of this rank's tensors that others reach: theirs. See `plait.comm.shared`."""
 
@@ -53,6 +58,28 @@ class Group:
         # A public function that the package does not re-export; it gives e.g. "cpu:gloo,cuda:nccl".
         config = dist.distributed_c10d.get_backend_config(self.process_group)
         return "cpu:gloo" in config
+
+    @cached_property
+    def on_one_host(self) -> bool:
+        """Whether all its ranks can reach each other on one host, so that they have `lines`."""
+        return self.process_group is not None and self.host is not None and self.host.has(self.ranks)
+
+    @cached_property
+    def lines(self) -> Lines:
+        """The lines to its other ranks. All ranks ask for them at the same operation; none waits."""
+        assert self.host is not None
+        assert self.process_group is not None
+        return self.host.lines(self.ranks, self.index, self.process_group.group_name, self.timeout)
+
+    @cached_property
+    def scratch(self) -> Scratch:
+        """Where its ranks show each other tensors. As for `lines`."""
+        return Scratch(self.lines)
+
+    def fail(self, cause: Exception) -> None:
+        """An operation failed: let later ones on the lines fail too, here and on the other ranks, at once."""
+        if "lines" in self.__dict__:
+            self.lines.fail(cause)
 
     def __deepcopy__(self, memo: object) -> Group:
         """A module that is copied goes on communicating with the same ranks."""

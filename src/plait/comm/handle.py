@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Generic, TypeVar
-
-import torch.distributed as dist
+from typing import Generic, Protocol, TypeVar
 
 from plait.comm.group import Group
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
-U = TypeVar("U")
+
+
+class Waiting(Protocol):
+    """What has been started: a `Work` of `torch.distributed`, or a wait of ours."""
+
+    def wait(self) -> object:
+        """Return when it is done; raise `RuntimeError` or `OSError` when it failed."""
 
 
 class Handle(Generic[T]):
@@ -23,7 +27,7 @@ class Handle(Generic[T]):
     """
 
     def __init__(
-        self, start: Callable[[], dist.Work | None], finish: Callable[[], T], awaited: str, group: Group
+        self, start: Callable[[], Waiting | None], finish: Callable[[], T], awaited: str, group: Group
     ) -> None:
         """Start the operation by `start()`; `finish()` makes the result of `wait()` and holds the tensors.
 
@@ -32,27 +36,18 @@ class Handle(Generic[T]):
         self._group = group
         self._awaited = awaited
         self._finish: Callable[[], T] | None = finish
-        self._work: dist.Work | None = None
+        self._work: Waiting | None = None
         self._result: list[T] = []
         self._error: CommunicationError | None = None
         try:
             self._work = start()
-        except RuntimeError as cause:
+        except (RuntimeError, OSError) as cause:
             self._fail(cause)
 
     @classmethod
     def done(cls, result: T, group: Group) -> Handle[T]:
         """A handle whose operation needed nobody else."""
         return cls(lambda: None, lambda: result, "nothing", group)
-
-    def then(self, step: Callable[[], U]) -> Handle[U]:
-        """A handle on this operation followed by `step`, which whoever waits carries out."""
-
-        def finish() -> U:
-            self.wait()
-            return step()
-
-        return Handle(lambda: None, finish, self._awaited, self._group)
 
     def wait(self) -> T:
         """The result, once it is there; a second call gives the same result, or raises the same error.
@@ -64,7 +59,7 @@ class Handle(Generic[T]):
             try:
                 if self._work is not None:
                     self._work.wait()
-            except RuntimeError as cause:
+            except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:
                 self._result.append(self._finish())
@@ -73,15 +68,16 @@ class Handle(Generic[T]):
             raise self._error
         return self._result[0]
 
-    def _fail(self, cause: RuntimeError) -> None:
+    def _fail(self, cause: Exception) -> None:
         group = self._group
         sentence = f"rank {group.rank} waits for {self._awaited}: {_reason(cause, group.timeout)}"
         self._error = CommunicationError(sentence)
         self._error.__cause__ = cause
         self._work = self._finish = None
+        group.fail(cause)
 
 
-def _reason(cause: RuntimeError, timeout: float) -> str:
+def _reason(cause: Exception, timeout: float) -> str:
     text = str(cause).strip()
     lowered = text.lower()
     if any(sign in lowered for sign in ("closed by peer", "connection reset", "broken pipe", "remote peer")):

@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from plait.comm import coordinates
 from plait.comm.group import Group
+from plait.comm.introduction import introduce
 from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Traffic
 from plait.errors import MeshError
@@ -59,6 +60,7 @@ class Mesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._made: list[dist.ProcessGroup] = []
+        self._host = introduce(self._everyone()) if joined else None
         # All ranks make all groups in this order, each with a process group of its own, so that the traffic
         # of one axis never waits behind that of another.
         self._groups = {
@@ -128,6 +130,8 @@ class Mesh:
 
         Only a process that makes many meshes needs it. Groups of the mesh are of no use afterwards.
         """
+        if self._host is not None:
+            self._host.close()
         for process_group in self._made:
             dist.destroy_process_group(process_group)
         self._made.clear()
@@ -154,6 +158,11 @@ class Mesh:
                 elif index == lower + 1:
                     receive(token, group, lower, label="the first connection").wait()
 
+    def _everyone(self) -> Group:
+        """All ranks, over the process group that is there before any of the mesh's."""
+        ranks = tuple(range(self.world))
+        return Group("world", ranks, self.rank, dist.group.WORLD, self.traffic, self.timeout)
+
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         """As `_make_group`, for groups that cover the world."""
         group = self._make_group(groups, name)
@@ -170,7 +179,7 @@ class Mesh:
                 )
             if self.rank in ranks:
                 index = ranks.index(self.rank)
-                mine = Group(name, ranks, index, process_group, self.traffic, self.timeout)
+                mine = Group(name, ranks, index, process_group, self.traffic, self.timeout, self._host)
                 self._made += [] if process_group is None else [process_group]
         return mine
 

@@ -8,13 +8,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm import arithmetic
+from plait.comm import arithmetic, nearby
 from plait.comm.arithmetic import Op
 from plait.comm.backend import deliver, dense, landing, reduce_scatter_single
 from plait.comm.call import alone, begin, outside, piece_shape, start, swap, undivided, unfit
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.shared import all_reduce_shared, sharers
+from plait.comm.shared import sharers
 
 
 def all_reduce(
@@ -22,8 +22,9 @@ def all_reduce(
 ) -> Handle[Tensor]:
     """Reduce over the group, in place on every rank; or into `out`, and `tensor` stays what it is.
 
-    Small tensors on Gloo go whole to every rank and are reduced in rank order, 16-bit floats in float32.
-    Tensors made by `shared_zeros` are reduced where they lie.
+    On one host the ranks show each other their tensors in shared memory; else small tensors on Gloo go whole
+    to every rank (`arithmetic` says when). Both reduce in rank order, 16-bit floats in float32. Tensors
+    made by `shared_zeros` are reduced where they lie.
     """
     flaw = arithmetic.flaw(op, tensor.dtype) or unfit(out, tensor.shape, tensor)
     begin("all_reduce", tensor, group, detail=op, flaw=flaw, checked=checked)
@@ -31,19 +32,25 @@ def all_reduce(
         return Handle.done(alone(tensor, out), group)
     everyone = sharers(tensor, group) if out is None else None
     if everyone is not None:
-        return all_reduce_shared(everyone, op, group)
+        return start(
+            "all_reduce", group, partial(nearby.reduce_in_place, everyone, op, group), lambda: tensor
+        )
     target = tensor if out is None else out
-    if arithmetic.exchanges_whole(tensor, group):
+    way = arithmetic.way_to_all_reduce(tensor, group)
+    if way == "backend":
+        return _all_reduce_by_backend(tensor, out, op, group)
+    total = landing(target, tensor.shape, tensor)
+    if way == "exchange":
         copies = tensor.detach().expand(group.size, *tensor.shape).contiguous()
-        pieces = torch.empty_like(copies)
-        total = landing(target, tensor.shape, tensor)
+        return _exchange("all_reduce", copies, total, target, op, group)
+    reduction = nearby.reduce_whole if way == "whole" else nearby.reduce_in_pieces
+    launch = partial(reduction, tensor, total, op, group)
+    return start("all_reduce", group, launch, lambda: deliver(total, target))
 
-        def finish_exchange() -> Tensor:
-            arithmetic.fold(list(pieces), op, total)
-            return deliver(total, target)
 
-        return start("all_reduce", group, partial(swap, pieces, copies, group), finish_exchange)
+def _all_reduce_by_backend(tensor: Tensor, out: Tensor | None, op: Op, group: Group) -> Handle[Tensor]:
     mine = dense(tensor if out is None else out.detach().copy_(tensor))
+    target = tensor if out is None else out
     launch = partial(dist.all_reduce, mine, arithmetic.native(op), group.process_group, async_op=True)
 
     def finish() -> Tensor:
@@ -51,6 +58,19 @@ def all_reduce(
         return deliver(mine, target)
 
     return start("all_reduce", group, launch, finish)
+
+
+def _exchange(
+    kind: str, parcels: Tensor, total: Tensor, out: Tensor | None, op: Op, group: Group
+) -> Handle[Tensor]:
+    """Send each rank its part of `parcels`, as many along dim 0, and reduce what comes into `total`."""
+    arrived = torch.empty_like(parcels)
+
+    def finish() -> Tensor:
+        arithmetic.fold(arrived.view(-1).tensor_split(group.size), op, total.view(-1))
+        return deliver(total, out)
+
+    return start(kind, group, partial(swap, arrived, parcels, group), finish)
 
 
 def reduce(
@@ -85,8 +105,8 @@ def reduce_scatter(
 ) -> Handle[Tensor]:
     """Reduce over the group and keep this rank's piece: `[size * n, ...]` to `[n, ...]`, in `out` if given.
 
-    On Gloo the pieces are exchanged and reduced in rank order (16-bit floats in float32), by whoever waits:
-    Gloo's own would be a whole all-reduce. `out` may be a piece of `tensor`.
+    On Gloo in rank order (16-bit floats in float32), by whoever waits: on one host in shared memory, else the
+    pieces are exchanged; Gloo's own would be a whole all-reduce. `out` may be a piece of `tensor`.
     """
     flaw = arithmetic.flaw(op, tensor.dtype) or undivided(tensor, group)
     shape = piece_shape(tensor, group)
@@ -94,16 +114,14 @@ def reduce_scatter(
     begin("reduce_scatter", tensor, group, detail=op, flaw=flaw, checked=checked)
     if group.process_group is None:
         return Handle.done(alone(tensor, out), group)
+    landed = landing(out, shape, tensor)
+    way = arithmetic.way_to_reduce_scatter(tensor, group)
+    if way == "whole":
+        show = partial(nearby.reduce_to_pieces, tensor, landed, op, group)
+        return start("reduce_scatter", group, show, lambda: deliver(landed, out))
     mine = dense(tensor)
-    landed = landing(out, shape, mine)
-    if not mine.is_cuda and group.uses_gloo:
-        pieces = torch.empty_like(mine)
-
-        def finish_exchange() -> Tensor:
-            arithmetic.fold(list(pieces.view(group.size, *shape)), op, landed)
-            return deliver(landed, out)
-
-        return start("reduce_scatter", group, partial(swap, pieces, mine, group), finish_exchange)
+    if way == "exchange":
+        return _exchange("reduce_scatter", mine, landed, out, op, group)
 
     def finish() -> Tensor:
         arithmetic.finish_mean(landed, op, group.size)

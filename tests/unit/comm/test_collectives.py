@@ -1,4 +1,5 @@
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ from plait.comm import (
     reduce_scatter,
     scatter,
 )
+from plait.comm.arithmetic import way_to_all_reduce
 from plait.errors import CommunicationError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
@@ -53,30 +55,56 @@ OPS = {
 }
 
 
-@pytest.mark.parametrize("elements", [12, 100_000], ids=["exchange", "ring"])
+def over_messages(group: Group) -> Group:
+    """The same ranks, as if they were on several hosts."""
+    return replace(group, host=None)
+
+
+WAYS = {
+    "whole": (12, False),
+    "pieces": (100_003, False),
+    "exchange": (12, True),
+    "backend": (100_000, True),
+}
+"""Elements of float64 on four ranks, and whether they send messages."""
+
+
+@pytest.mark.parametrize("way", WAYS)
 @pytest.mark.parametrize("op", OPS)
-def test_all_reduce_in_place(rank_pool, op, elements):
+def test_all_reduce_in_place_and_elsewhere(rank_pool, op, way):
+    elements, messages = WAYS[way]
+
     def body():
         mesh = Mesh(dp=4)
+        group = over_messages(mesh.group("dp")) if messages else mesh.group("dp")
         tensor = value(mesh.rank, (elements,))
-        result = all_reduce(tensor, mesh.group("dp"), op).wait()
-        return result is tensor, result
+        taken = way_to_all_reduce(tensor, group)
+        other = all_reduce(tensor, group, op, out=torch.empty_like(tensor)).wait()
+        assert torch.equal(tensor, value(mesh.rank, (elements,)))
+        result = all_reduce(tensor, group, op).wait()
+        return taken, result is tensor, result, other, mesh.traffic.snapshot()["dp"]
 
     expected = OPS[op](torch.stack([value(rank, (elements,)) for rank in range(4)]))
-    for same, result in rank_pool.run(body, ranks=4):
+    for taken, same, result, other, traffic in rank_pool.run(body, ranks=4):
+        assert taken == way
         assert same
         assert torch.equal(result, expected)
+        assert torch.equal(other, expected)
+        assert traffic == {"all_reduce": Count(2, 2 * 8 * elements)}
 
 
+@pytest.mark.parametrize("messages", [False, True], ids=["whole", "exchange"])
 @pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_and_reduce(rank_pool, op):
+def test_reduce_scatter_and_reduce(rank_pool, op, messages):
     def body():
         group = Mesh(dp=4).group("dp")
+        group = over_messages(group) if messages else group
         mine = value(group.rank, (8, 3))
         out = torch.empty(2, 3, dtype=torch.float64)
         result = reduce_scatter(mine, group, op, out=out).wait()
         reduced = reduce(mine.clone(), group, op, destination=2).wait()
-        return out.data_ptr() == result.data_ptr(), result, reduced
+        own = reduce_scatter(mine, group, op, out=mine[2 * group.index :][:2]).wait()
+        return torch.equal(own, result) and out.data_ptr() == result.data_ptr(), result, reduced
 
     expected = OPS[op](torch.stack([value(rank, (8, 3)) for rank in range(4)]))
     results = rank_pool.run(body, ranks=4)
@@ -86,33 +114,40 @@ def test_reduce_scatter_and_reduce(rank_pool, op):
 
 
 def test_sums_are_the_same_bits_on_every_rank_and_in_every_round(rank_pool):
-    def body(elements):
+    def body(elements, messages):
         group = Mesh(dp=4).group("dp")
+        group = over_messages(group) if messages else group
         mine = torch.randn(elements, generator=torch.Generator().manual_seed(group.rank))
         return [all_reduce(mine.clone(), group).wait() for _ in range(3)]
 
-    for elements in (1000, 200_000):
-        sums = [result for rank in rank_pool.run(body, elements, ranks=4) for result in rank]
+    for elements, messages in ((1000, False), (200_000, False), (1000, True), (200_000, True)):
+        sums = [result for rank in rank_pool.run(body, elements, messages, ranks=4) for result in rank]
         assert all(torch.equal(result, sums[0]) for result in sums)
+        handed_in = [torch.randn(elements, generator=torch.Generator().manual_seed(r)) for r in range(4)]
+        in_order = handed_in[0] + handed_in[1] + handed_in[2] + handed_in[3]
+        assert torch.equal(sums[0], in_order) or (messages and elements == 200_000)  # the backend's own order
 
 
-def test_small_bfloat16_sums_round_once(rank_pool):
+@pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
+def test_small_bfloat16_sums_round_once(rank_pool, messages):
     def body():
         group = Mesh(dp=4).group("dp")
+        group = over_messages(group) if messages else group
         mine = torch.tensor([256.0 if group.index == 0 else 1.0], dtype=torch.bfloat16)
         whole = all_reduce(mine.clone(), group).wait()
         return whole, reduce_scatter(mine.repeat(4), group).wait()
 
     for whole, piece in rank_pool.run(body, ranks=4):
-        assert (
-            whole.item() == piece.item() == 260.0
-        )  # 256 + 1 is 256 in bfloat16, so rounding thrice gives 256
+        # 256 + 1 is 256 in bfloat16, so rounding thrice gives 256
+        assert whole.item() == piece.item() == 260.0
 
 
+@pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("shape", [*SHAPES, ()], ids=str)
-def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape):
+def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape, messages):
     def body():
         group = Mesh(dp=2).group("dp")
+        group = over_messages(group) if messages else group
         return [all_reduce(value(group.rank, shape, dtype), group).wait() for dtype in DTYPES]
 
     for results in rank_pool.run(body, ranks=2):

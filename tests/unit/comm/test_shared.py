@@ -9,7 +9,7 @@ import signal
 import pytest
 import torch
 
-from plait.comm import shared
+from plait.comm import host
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.comm.shared import SMALLEST, shared_zeros, sharers
@@ -63,7 +63,7 @@ def test_small_tensors_are_sent(rank_pool):
 
 def reduced_apart(size: int) -> tuple[bool, torch.Tensor, object]:
     if torch.distributed.get_rank() == 1:
-        shared._home = lambda: {"host": "another"}  # type: ignore[assignment]
+        host.home = lambda: {"host": "another"}  # type: ignore[assignment]
     return reduced(size, torch.float32)
 
 
