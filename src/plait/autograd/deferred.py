@@ -143,7 +143,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, never as a view: what a Function gives must be writable by those who come after."""
+    """`functional.linear`, never as a view: those who come after may write to what a Function gives."""
     if bias is None or input.dim() == 2:
         return functional.linear(input, weight, bias)
     output = input.new_empty(*input.shape[:-1], weight.shape[0])

@@ -10,9 +10,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.comm.host import Host
-from plait.comm.lines import Lines
-from plait.comm.scratch import Scratch
+from plait.comm.host.host import Host
+from plait.comm.host.lines import Lines
+from plait.comm.host.scratch import Scratch
 from plait.comm.traffic import Traffic
 
 Neighbours = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]

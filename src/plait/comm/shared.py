@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.memory import SharedMemory
+from plait.comm.host.memory import SharedMemory
 
 SMALLEST = 2**18
 """Bytes. Below, copying a tensor costs next to nothing, and a mapping of its own is a waste."""

@@ -9,8 +9,8 @@ import signal
 import pytest
 import torch
 
-from plait.comm import host
 from plait.comm.collectives import all_reduce
+from plait.comm.host import host
 from plait.comm.mesh import Mesh
 from plait.comm.shared import SMALLEST, shared_zeros, sharers
 from plait.errors import RankError

@@ -1,0 +1,129 @@
+"""Which way to reduce is the fastest among the CPU ranks of one host? Prints the tables of README.md.
+
+All ways take turns (A B C A B C …) in the same ranks, which meet before each turn. A turn is several
+operations, each waited for before the next; its time is the slowest rank's; the median over rounds counts.
+"""
+
+import argparse
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm import Group, Mesh, arithmetic, barrier, nearby
+from plait.comm.backend import reduce_scatter_single
+from plait.comm.call import swap
+from plait.comm.pool import RankPool
+
+KIB = 1024
+SIZES = [4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB, 32768 * KIB]
+LARGEST_TURN = 10 * 1024 * KIB
+NAMES = {
+    "backend": "Gloo",
+    "exchange": "exchange over Gloo",
+    "whole": "shared, whole",
+    "pieces": "shared, pieces",
+}
+ALL_REDUCE = ("backend", "exchange", "whole", "pieces")
+REDUCE_SCATTER = ("backend", "exchange", "whole")
+Ways = dict[str, Callable[[], object]]
+
+
+def ways_to_all_reduce(tensor: Tensor, group: Group) -> Ways:
+    """Each reduces `tensor` to another place, as `all_reduce(tensor, group, out=...)` does."""
+    out = torch.empty_like(tensor)
+
+    def backend() -> None:
+        dist.all_reduce(out.copy_(tensor), group=group.process_group)
+
+    return {
+        "backend": backend,
+        "exchange": partial(exchange, tensor.expand(group.size, -1), out, group),
+        "whole": lambda: nearby.reduce_whole(tensor, out, "sum", group).wait(),
+        "pieces": lambda: nearby.reduce_in_pieces(tensor, out, "sum", group).wait(),
+    }
+
+
+def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
+    """Each reduces this rank's piece of `tensor`."""
+    out = torch.empty(tensor.numel() // group.size)
+
+    def backend() -> None:
+        work = reduce_scatter_single(out, tensor, arithmetic.native("sum"), group)
+        assert work is not None
+        work.wait()
+
+    return {
+        "backend": backend,
+        "exchange": partial(exchange, tensor, out, group),
+        "whole": lambda: nearby.reduce_to_pieces(tensor, out, "sum", group).wait(),
+    }
+
+
+def exchange(parcels: Tensor, out: Tensor, group: Group) -> None:
+    """Send each rank its parcel, and reduce what comes in rank order."""
+    parcels = parcels.contiguous()
+    arrived = torch.empty_like(parcels)
+    work = swap(arrived, parcels, group)
+    assert work is not None
+    work.wait()
+    arithmetic.fold(arrived.view(group.size, -1).unbind(), "sum", out)
+
+
+def measure(size: int, rounds: int, scatter: bool) -> tuple[str, dict[str, list[float]]]:
+    """The way that plait takes for float32 of `size` bytes, and the seconds of an operation, by round."""
+    group = Mesh(tp=dist.get_world_size()).group("tp")
+    tensor = torch.randn(size // 4)
+    choose = arithmetic.way_to_reduce_scatter if scatter else arithmetic.way_to_all_reduce
+    ways = (ways_to_reduce_scatter if scatter else ways_to_all_reduce)(tensor, group)
+    times: dict[str, list[float]] = {way: [] for way in ways}
+    turn = max(1, min(20, LARGEST_TURN // size))
+    for _ in range(rounds):
+        for way, run in ways.items():
+            barrier(group, checked=False).wait()
+            began = time.perf_counter()
+            for _ in range(turn):
+                run()
+            times[way].append((time.perf_counter() - began) / turn)
+    return choose(tensor, group), times
+
+
+def row(pool: RankPool, ranks: int, size: int, rounds: int, scatter: bool) -> str:
+    """A line of the table; what plait takes is bold."""
+    measured = pool.run(measure, size, rounds, scatter, ranks=ranks)
+    cells = []
+    for way in REDUCE_SCATTER if scatter else ALL_REDUCE:
+        slowest = [max(each) for each in zip(*(times[way] for _, times in measured), strict=True)]
+        median = statistics.median(slowest[rounds // 10 :]) * 1000
+        text = f"{median:.2f}" if median < 10 else f"{median:.0f}"
+        cells.append(f"**{text}**" if way == measured[0][0] else text)
+    label = f"{size // KIB} KiB" if size < KIB**2 else f"{size // KIB**2} MiB"
+    return f"| {ranks} | {label} | {' | '.join(cells)} |"
+
+
+def table(pool: RankPool, title: str, ranks: Sequence[int], rounds: int, scatter: bool) -> None:
+    """Print a table, line by line as it is measured."""
+    names = [NAMES[way] for way in (REDUCE_SCATTER if scatter else ALL_REDUCE)]
+    print(f"\n{title}\n\n| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    for number in ranks:
+        for size in SIZES:
+            print(row(pool, number, size, rounds, scatter), flush=True)
+
+
+def main() -> None:
+    """Measure, and print both tables."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    arguments = parser.parse_args()
+    with RankPool(max(arguments.ranks), threads=1, timeout=300.0, device="cpu") as pool:
+        table(pool, "All-reduce, ms:", arguments.ranks, arguments.rounds, scatter=False)
+        table(pool, "Reduce-scatter, ms:", arguments.ranks, arguments.rounds, scatter=True)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,119 @@
+"""Tensors shown in shared memory: each rank's scratch, here all of them in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.comm.host import scratch as module
+from plait.comm.host.door import Door
+from plait.comm.host.lines import Lines
+from plait.comm.host.scratch import Scratch, Showing
+
+MIB = 2**20
+
+
+def joined(size: int) -> list[Scratch]:
+    doors = [Door() for _ in range(size)]
+    names = [door.name for door in doors]
+    return [Scratch(Lines(door, names, index, "tp", 10.0)) for index, door in enumerate(doors)]
+
+
+def show_all(ranks: list[Scratch], tensors: Sequence[Tensor], seen: list[list[Tensor]]) -> list[Showing]:
+    def keep(everyone: Sequence[Tensor]) -> None:
+        seen.append([tensor.clone() for tensor in everyone])
+
+    return [rank.show(tensor, keep) for rank, tensor in zip(ranks, tensors, strict=True)]
+
+
+def places(rank: Scratch) -> int:
+    """Bytes of its part that have ever been used."""
+    return int(rank.memory.own.view(-1, 4096).any(1).sum()) * 4096
+
+
+def test_all_see_what_all_show_whatever_its_strides():
+    ranks = joined(3)
+    tensors = [(torch.arange(6.0).view(2, 3) + 10 * rank).t() for rank in range(3)]
+    seen: list[list[Tensor]] = []
+    for showing in show_all(ranks, tensors, seen):
+        showing.wait()
+    wanted = [tensor.reshape(-1).tolist() for tensor in tensors]
+    assert [[tensor.tolist() for tensor in everyone] for everyone in seen] == [wanted] * 3
+
+
+def test_waited_for_in_any_order_and_more_than_once():
+    ranks = joined(2)
+    seen: list[list[Tensor]] = []
+    shown = [show_all(ranks, [torch.full((5,), 2.0 * n + rank) for rank in (0, 1)], seen) for n in range(3)]
+    for pair, order in zip(reversed(shown), ((0, 1), (1, 0), (0, 1)), strict=True):
+        for index in order:
+            pair[index].wait()
+            pair[index].wait()
+    firsts = [[tensor[0].item() for tensor in everyone] for everyone in seen]
+    assert firsts == [[4.0, 5.0]] * 2 + [[2.0, 3.0]] * 2 + [[0.0, 1.0]] * 2
+
+
+def test_two_places_are_enough_for_one_at_a_time():
+    ranks = joined(2)
+    for n in range(20):
+        for showing in show_all(ranks, [torch.full((MIB // 4,), 1.0 + n)] * 2, []):
+            showing.wait()
+    assert places(ranks[0]) == places(ranks[1]) == 2 * MIB
+
+
+def test_a_place_is_not_taken_before_all_have_read_it():
+    ranks = joined(2)
+    seen: list[list[Tensor]] = []
+    late = []
+    for n in range(4):
+        mine, other = show_all(ranks, [torch.full((7,), float(n)), torch.zeros(7)], seen)
+        mine.wait()
+        late.append(other)
+    seen.clear()
+    for other in late:
+        other.wait()
+    assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0]
+
+
+def test_beyond_the_capacity_what_is_under_way_is_finished(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
+    ranks = joined(2)
+    seen: list[list[Tensor]] = []
+    shown = [show_all(ranks, [torch.full((MIB // 4,), float(n))] * 2, seen) for n in range(4)]
+    for _, other in shown:
+        other.wait()
+    assert len(seen) == 4
+    ranks[1].lines.tell_finished()
+    ranks[0].show(torch.full((MIB // 4,), 4.0), lambda everyone: None)
+    assert len(seen) == 8  # the first rank's own
+    for mine, _ in shown:
+        mine.wait()
+    assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0] * 2
+
+
+def test_other_sizes_get_the_places_back(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
+    ranks = joined(2)
+    for nbytes in (MIB, 2 * MIB, MIB // 2, 4 * MIB, 1, 3 * MIB):
+        for n in range(5):
+            for rank in ranks:
+                rank.lines.tell_finished()  # or each might wait for the other, in this one process
+            seen: list[list[Tensor]] = []
+            tensors = [torch.full((nbytes,), 2 * n + rank, dtype=torch.uint8) for rank in (0, 1)]
+            for showing in show_all(ranks, tensors, seen):
+                showing.wait()
+            assert all(
+                torch.equal(*pair) for everyone in seen for pair in zip(everyone, tensors, strict=True)
+            )
+
+
+def test_a_showing_that_failed_goes_on_failing():
+    ranks = joined(2)
+    showing = ranks[0].show(torch.ones(3), lambda everyone: None)
+    ranks[1].lines.close()
+    for _ in range(2):
+        with pytest.raises(ConnectionError):
+            showing.wait()
