@@ -12,7 +12,7 @@ from torch.nn import functional
 
 import plait
 from plait.comm.group import Group
-from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor import ColumnParallelLinear, RowParallelLinear
 
 WIDTH, INNER, ROWS, STEPS = 16, 64, 128, 60
 

@@ -1,1 +1,20 @@
-"""Losses. (The tensor-parallel layers will stand here too.)"""
+"""Layers, losses and sampling whose tensors are cut over the ranks of `tp`, and what cuts a model by rules.
+
+The layers work by themselves, over a group of a mesh, and so does the loss on logits in pieces. `weave` puts
+them in the place of a model's own modules, as `plait.rules` says; `regions` proves that the rules fit.
+"""
+
+from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
+from plait.tensor.vocabulary import Vocabulary
+
+__all__ = [
+    "ColumnParallelLinear",
+    "CrossEntropy",
+    "Loss",
+    "PiecewiseLoss",
+    "RowParallelLinear",
+    "VocabParallelEmbedding",
+    "Vocabulary",
+]
