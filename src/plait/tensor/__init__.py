@@ -4,14 +4,17 @@ The layers work by themselves, over a group of a mesh, and so does the loss on l
 them in the place of a model's own modules, as `plait.rules` says; `regions` proves that the rules fit.
 """
 
+from plait.tensor.cutting import UNEVENLY, Cut
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.vocabulary import Vocabulary
 
 __all__ = [
+    "UNEVENLY",
     "ColumnParallelLinear",
     "CrossEntropy",
+    "Cut",
     "Loss",
     "PiecewiseLoss",
     "RowParallelLinear",
