@@ -20,7 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("verification",),
     ("composer",),
-    ("engine",),
+    ("engine", "weaving"),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
     ("autograd",),
     ("comm",),
@@ -28,12 +28,12 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("simulation",),
     ("schedules",),
     ("layout",),
-    ("plan", "rules"),
+    ("plan", "rules", "sizes"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "rules", "errors"}
+WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "rules", "sizes", "errors"}
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",

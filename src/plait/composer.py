@@ -8,7 +8,6 @@ mesh  ─ groups ─────────────────────
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
@@ -21,16 +20,14 @@ from plait.engine import Engine, Parts
 from plait.errors import PlanError
 from plait.layout import Layout, shard
 from plait.models.initial import initial_value
-from plait.pipeline.boundary import Inspect
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.fingerprint import fingerprint, fingerprint_of_values
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.precision import DTYPES, convert
 from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import LayerSequence, NamedLayer, on_meta, private_copy, sequence_of
+from plait.pipeline.sequence import LayerSequence, private_copy, sequence_of
 from plait.pipeline.stage import Stage
-from plait.pipeline.values import Value, tensors_of
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.planner.cut import shortest_cut
@@ -42,11 +39,10 @@ from plait.schedules.steps import Steps
 from plait.sharding.holding import Holders, counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, build_unit
-from plait.tensor.cutting import is_cut
 from plait.tensor.losses import Loss, loss_of_pieces
-from plait.tensor.regions import prove_layer
 from plait.tensor.vocabulary import Vocabulary
-from plait.tensor.weave import cut_classes, layouts_of, rules_of_modules, weave
+from plait.tensor.weave import layouts_of, rules_of_modules
+from plait.weaving import Weaving, build_skeleton, named, prover
 
 
 def parallelize(
@@ -85,18 +81,18 @@ def parallelize(
     units = build_units(sequence, mine.values(), layouts, groups, plan, mesh, seed)
     weaving = Weaving(cuts, mesh.group("tp"))
     stages = build_stages(sequence, mine, units, weaving, plan, mesh, seed)
-    skeleton = build_skeleton(sequence, layouts, weaving, plan, mesh)
+    skeletons = (build_skeleton(sequence, layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
-    ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
-    worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(ending))
+    ending = loss_end(loss, vocabulary)
+    worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), ending)
     parts = Parts(
         plan=plan,
         mesh=mesh,
         loss=loss,
         counts=counts,
         layouts=layouts,
-        skeleton=skeleton,
-        inspect=prover(sequence, layouts, skeleton, ends_inside=vocabulary is not None),
+        skeleton=next(skeletons),
+        prove=prover(sequence, layouts, next(skeletons), ends_inside=vocabulary is not None),
         steps=steps,
         worker=worker,
         reducer=Reducer(units),
@@ -105,6 +101,13 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(parts)
+
+
+def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
+    """The end of the last stage, for whole logits or for this rank's piece of them."""
+    if vocabulary is None:
+        return LossEnd(loss)
+    return LossEnd(loss_of_pieces(loss, vocabulary), spends=True)
 
 
 def refuse_missing_parts(plan: Plan) -> None:
@@ -150,21 +153,18 @@ def span(stage: int, counts: Sequence[int]) -> range:
 def matched_rules(
     model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
 ) -> dict[str, Rule]:
-    """The rule of each module that has one. PlanError where `tp` asks for rules and there are none."""
+    """The rule of each module that is cut. PlanError where `tp` asks for rules and there are none."""
+    if plan.tp == 1:
+        if rules is not None:
+            rules_of_modules(rules, named(sequence.layers))  # to hear of mistakes before there are ranks
+        return {}
     chosen = getattr(model, "rules", None) if rules is None else rules
     if chosen is None:
-        if plan.tp > 1:
-            raise PlanError(
-                f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
-                "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
-            )
-        return {}
+        raise PlanError(
+            f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
+            "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+        )
     return rules_of_modules(chosen, named(sequence.layers))
-
-
-def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
-    """The layers as pairs of path and module."""
-    return [(layer.path, layer.module) for layer in layers]
 
 
 def parameter_layouts(sequence: LayerSequence, cuts: Mapping[str, Rule], mesh: Mesh) -> dict[str, Layout]:
@@ -235,65 +235,6 @@ def build_stages(
         for layer in stage.layers:
             defer_weight_gradients(layer.module, keeper)
     return stages
-
-
-def build_skeleton(
-    sequence: LayerSequence, layouts: Mapping[str, Layout], weaving: Weaving, plan: Plan, mesh: Mesh
-) -> list[NamedLayer]:
-    """All layers of the model as this rank would hold them, on the meta device."""
-    shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
-    empty = on_meta(sequence, DTYPES[plan.precision], shapes)
-    return weaving.weave(private_copy(sequence.layers, empty))
-
-
-@dataclass(frozen=True)
-class Weaving:
-    """The rules of the modules that are cut over `tp`, applied to layers."""
-
-    cuts: Mapping[str, Rule]
-    group: Group
-
-    def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
-        """The layers, private copies on this rank's pieces, with their matched modules made parallel."""
-        if self.group.size == 1:
-            return list(layers)
-        woven = weave(named(layers), self.cuts, self.group, keeper)
-        return [NamedLayer(layer.path, module) for layer, module in zip(layers, woven, strict=True)]
-
-    def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
-        """What the model's logits are pieces of, if they are."""
-        if self.group.size == 1:
-            return None
-        classes = cut_classes((last.path, last.module), self.cuts)
-        return None if classes is None else Vocabulary(classes, self.group)
-
-
-def prover(
-    sequence: LayerSequence,
-    layouts: Mapping[str, Layout],
-    skeleton: Sequence[NamedLayer],
-    *,
-    ends_inside: bool,
-) -> Inspect:
-    """Proves each layer of the skeleton, when it has run, to give every parameter its whole gradient."""
-    cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    names_cut = [
-        {name for name, one in layer.module.named_parameters(remove_duplicate=False) if id(one) in cut}
-        for layer in sequence.layers
-    ]
-
-    def inspect(number: int, given: Value, output: Value) -> None:
-        layer = skeleton[number]
-        prove_layer(
-            layer.path,
-            tensors_of(given),
-            tensors_of(output),
-            dict(layer.module.named_parameters(remove_duplicate=False)),
-            names_cut[number],
-            may_end_inside=ends_inside and layer is skeleton[-1],
-        )
-
-    return inspect
 
 
 def parameter_holders(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -16,8 +16,9 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Counts
 from plait.errors import DataError, PlanError
 from plait.layout import Layout
-from plait.pipeline.boundary import Inspect, LayerInfo, infer
+from plait.pipeline.boundary import LayerInfo, infer
 from plait.pipeline.executor import Executor
+from plait.pipeline.fingerprint import fingerprint_of_tokens
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.sequence import NamedLayer
@@ -49,8 +50,8 @@ class Parts:
     """Of every parameter of the model, by name."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
-    inspect: Inspect
-    """Looks at each layer of the skeleton when it has run."""
+    prove: Callable[[Value], None] | None
+    """Whether rules fit the model, proved for a micro-batch; None where nothing is cut."""
     steps: Steps
     worker: Worker
     reducer: Reducer
@@ -83,9 +84,9 @@ class Engine:
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches. Returns the mean loss over the global batch, 0-d, equal on every
         rank. Gradients add to those that are there; `zero_grad` starts anew. An exception leaves them as
-        they were. Communication: the batch's shapes (256 bytes) over `pp` and `tp`, boundary tensors over
-        `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, one reduction per unit,
-        the loss over `world`.
+        they were. Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
+        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, one
+        reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
         for stage in self._worker.stages.values():
@@ -117,6 +118,8 @@ class Engine:
         the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
         require_prompt(prompt, tokens, temperature, top_k)
+        start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
+        self._agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
         generator = torch.Generator().manual_seed(seed)
         sequence = prompt.to(self.mesh.device)
         with torch.no_grad(), evaluating(self._modules()):
@@ -214,26 +217,29 @@ class Engine:
         count = self.plan.microbatches
         batch = split(map_tensors(self._as_input, inputs), count, "inputs")
         parts = split(map_tensors(self._as_target, targets), count, "targets")
-        self._agree_on(f"micro-batches of {signature(batch[0])} with targets {signature(parts[0])}")
+        looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
+        self._agree(looks, "pp")
+        self._agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
         weights = [self._parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
         self._run(program, batch, parts, weight.reciprocal(), input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self._is_last and self.mesh.index("tp") == 0:
+        if self._is_last:
             self._totals = self._worker.loss_end.totals
+        if self._is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / weight
         return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
 
-    def _agree_on(self, batch: str) -> None:
-        """Before a step: ranks that differ in `pp` or `tp` must have been given batches that look alike.
+    def _agree(self, doing: str, axis: str) -> None:
+        """Before it: the ranks along `axis` must be about to do the same.
 
-        Communication: one all-gather of 256 bytes over both, on the CPU, so that no device is waited for.
+        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
         """
-        group = self.mesh.group("model")
+        group = self.mesh.group(axis)
         if group.process_group is not None and group.uses_gloo:
-            agree(f"a step on {batch}", group, torch.device("cpu"))
+            agree(doing, group, torch.device("cpu"))
 
     def _as_input(self, tensor: Tensor) -> Tensor:
         """In the plan's precision, if floating-point; on the device where the first stage reads it."""
@@ -279,9 +285,10 @@ class Engine:
                     skeleton,
                     microbatch,
                     input_gradients=input_gradients,
-                    inspect=self._parts.inspect,
-                    circumstances=f"cut over tp = {self.plan.tp} by its rules, " if self.plan.tp > 1 else "",
+                    circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
                 )
+            if self._parts.prove is not None:
+                self._parts.prove(microbatch)
         self._infos[key] = known  # the latest used stands last
         if len(self._infos) > REMEMBERED_SHAPES:
             del self._infos[next(iter(self._infos))]

@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from difflib import get_close_matches
 from typing import Literal
 
@@ -43,11 +43,22 @@ class Rule:
     """The attribute of the module that holds this one which says of how many equal parts the cut dim is made,
     such as heads; a part is never cut. None: of single features."""
     repeated: bool = False
-    """Whether fewer parts than ranks are allowed: neighbouring ranks then hold the same part."""
+    """Of a column: whether there may be fewer parts than ranks, so that neighbours hold the same part."""
     gather_output: bool = False
-    """Of a column: whether every rank gets the whole output."""
+    """Of a column or a vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
     """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
+
+    def __post_init__(self) -> None:
+        fitting = _FIELDS.get(self.kind)
+        if fitting is None:
+            raise PlanError(f"a rule is of kind {self.kind!r}: choose one of {', '.join(_FIELDS)}.")
+        for one in fields(self):
+            if one.name not in ("kind", *fitting) and getattr(self, one.name) != one.default:
+                raise PlanError(
+                    f"a rule {self.kind} has {one.name} = {getattr(self, one.name)!r}, which says nothing "
+                    f"there: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
+                )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""
@@ -55,6 +66,14 @@ class Rule:
 
 
 Rules = Mapping[str, Rule]
+
+_FIELDS: Mapping[str, tuple[str, ...]] = {
+    "entrance": (),
+    "column": ("parts", "repeated", "gather_output"),
+    "row": ("parts", "input_is_parallel"),
+    "vocabulary": ("gather_output",),
+}
+"""Of each kind of rule, what more it can say."""
 
 entrance = Rule("entrance")
 column = Rule("column")
@@ -70,6 +89,10 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     names = list(dict.fromkeys(paths))
     found: dict[str, tuple[str, Rule]] = {}
     for pattern, rule in rules.items():
+        if not isinstance(rule, Rule):
+            raise PlanError(
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row or vocabulary of plait.rules."
+            )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:
             raise PlanError(
@@ -83,6 +106,11 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
                 )
             found[name] = pattern, rule
     return {name: rule for name, (_, rule) in found.items()}
+
+
+def join(path: str, name: str) -> str:
+    """`path.name`, where either may be empty."""
+    return f"{path}.{name}" if path and name else path or name
 
 
 def _fits(pattern: str, name: str) -> bool:

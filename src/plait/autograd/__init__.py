@@ -1,1 +1,1 @@
-"""Autograd functions that plait adds to a model's own: weight gradients kept for later."""
+"""Autograd functions: weight gradients kept for later, and collectives with a gradient, in pairs."""

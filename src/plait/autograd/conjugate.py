@@ -14,17 +14,21 @@ meta device nothing is communicated; a group of one rank has nothing to do.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import Node
 
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.group import Group
+from plait.errors import ModelError
 from plait.layout import divide
 
 Meanwhile = Callable[[], None]
 """What is done while a reduction is under way."""
+Conjugate = Literal["copy", "reduce", "gather", "split"]
+_MARK = "plait.autograd.conjugate"
 
 
 def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Tensor:
@@ -34,16 +38,14 @@ def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Te
     """
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    result: Tensor = _Copy.apply(tensor, group, meanwhile)  # type: ignore[no-untyped-call]
-    return result
+    return _marked("copy", _Copy.apply(tensor, group, meanwhile))  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce of it."""
     if group.size == 1:
         return tensor
-    result: Tensor = _Reduce.apply(tensor, group)  # type: ignore[no-untyped-call]
-    return result
+    return _marked("reduce", _Reduce.apply(tensor, group))  # type: ignore[no-untyped-call]
 
 
 def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
@@ -53,15 +55,37 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
     """
     if group.size == 1:
         return tensor
-    result: Tensor = _Gather.apply(tensor, group, dim, size)  # type: ignore[no-untyped-call]
-    return result
+    return _marked("gather", _Gather.apply(tensor, group, dim, size))  # type: ignore[no-untyped-call]
 
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's piece of `dim`, cut as `divide` does. Communication: backward, one all-gather."""
     if group.size == 1:
         return tensor
-    result: Tensor = _Split.apply(tensor, group, dim)  # type: ignore[no-untyped-call]
+    return _marked("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+
+
+def conjugate_of(node: Node) -> Conjugate | None:
+    """Which of these functions made a node of an autograd graph on the meta device; None: none of them."""
+    metadata: Any = node.metadata
+    conjugate: Conjugate | None = metadata.get(_MARK)
+    return conjugate
+
+
+def _refuse_create_graph() -> None:
+    # Gradients are enabled inside a backward only when it was asked to make a graph of itself.
+    if torch.is_grad_enabled():
+        raise ModelError(
+            "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
+            "derivative, so take first-order gradients only."
+        )
+
+
+def _marked(conjugate: Conjugate, result: Tensor) -> Tensor:
+    # Only where the graph is looked at, which is on the meta device.
+    if result.is_meta and result.grad_fn is not None:
+        metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
+        metadata[_MARK] = conjugate
     return result
 
 
@@ -73,6 +97,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_create_graph()
         if gradient.is_meta:
             return gradient, None, None
         # Not in place: autograd may have given the same memory to others.
@@ -90,6 +115,7 @@ class _Reduce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        _refuse_create_graph()
         return gradient, None
 
 
@@ -101,6 +127,7 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        _refuse_create_graph()
         return _piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
 
 
@@ -112,6 +139,7 @@ class _Split(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_create_graph()
         return _whole(gradient, ctx.group, ctx.dim, ctx.size), None, None
 
 
@@ -125,8 +153,10 @@ def _whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
     if piece.is_meta:
         return piece.new_empty(*piece.shape[: dim % piece.dim()], size, *piece.shape[dim % piece.dim() + 1 :])
     front = piece.movedim(dim, 0)
-    padded = front.new_zeros(len(cuts[0]), *front.shape[1:])
-    padded[: len(front)] = front
-    pieces = all_gather(padded, group, checked=False).wait().view(group.size, *padded.shape)
-    kept = [one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)]
-    return torch.cat(kept).movedim(0, dim).contiguous()
+    if len(front) < len(cuts[0]):
+        front = torch.cat([front, front.new_zeros(len(cuts[0]) - len(front), *front.shape[1:])])
+    whole = all_gather(front, group, checked=False).wait()
+    if len(whole) > size:
+        pieces = whole.view(group.size, *front.shape)
+        whole = torch.cat([one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)])
+    return whole.movedim(0, dim).contiguous()

@@ -112,6 +112,11 @@ def embedding(input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper
     return output
 
 
+def made_by_linear(tensor: Tensor) -> bool:
+    """Whether `tensor` is the output of a linear that defers: no other operation keeps its memory then."""
+    return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
+
+
 class _Linear(torch.autograd.Function):
     """`y = x Wᵀ + b` for `x: [..., in]`, `W: [out, in]`, `b: [out]` or none."""
 

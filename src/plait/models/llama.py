@@ -20,11 +20,10 @@ from plait.models.building import SPREAD, assemble, require_length, require_posi
 from plait.models.initial import Initial, Normal
 from plait.models.rotary import rotary_angles, rotate
 from plait.rules import Rules, column, entrance, row, vocabulary
+from plait.sizes import usual_inner
 
 EPSILON = 1e-5
 """Of the norms, as in Llama 2."""
-INNER_MULTIPLE = 256
-"""What the usual inner width is a multiple of, as in the published code."""
 RULES: Rules = {
     "embedding.token": vocabulary,
     "blocks.*.attention.norm": entrance,
@@ -81,14 +80,6 @@ def llama(
     if tied:
         head.output.weight = embedding.token.weight
     return assemble(embedding, blocks, head, context=context, rules=RULES)
-
-
-def usual_inner(hidden: int) -> int:
-    """Width inside the MLP: 2/3 · 4 · hidden, rounded up to a multiple of 256.
-
-    Three matrices of it hold about as much as two of width 4 · hidden (Shazeer 2020, section 2).
-    """
-    return -(-8 * hidden // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE
 
 
 def _require_fitting_heads(hidden: int, heads: int, kv_heads: int) -> None:

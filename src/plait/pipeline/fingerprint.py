@@ -6,6 +6,7 @@ import hashlib
 from collections.abc import Mapping, Sequence
 
 from plait.pipeline.sequence import LayerSequence, bits_of
+from plait.pipeline.values import Value, tensors_of
 from plait.plan import Plan
 from plait.rules import Rule
 
@@ -22,6 +23,15 @@ def fingerprint(
     digest.update(str(sequence.users).encode())
     digest.update(str(sorted(rules.items(), key=lambda item: item[0])).encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
+
+
+def fingerprint_of_tokens(*values: Value) -> str:
+    """The whole numbers in `values` that lie on the CPU; those on a device would have to be waited for."""
+    digest = hashlib.blake2b(digest_size=8)
+    for tensor in tensors_of(values):
+        if tensor.device.type == "cpu" and not tensor.is_floating_point():
+            digest.update(bits_of(tensor))
+    return digest.hexdigest()
 
 
 def fingerprint_of_values(sequence: LayerSequence) -> str:

@@ -23,8 +23,10 @@ class LossLike(Protocol):
 class LossEnd:
     """Computes each micro-batch's loss and, for training, the gradient of the global mean."""
 
-    def __init__(self, loss: LossLike) -> None:
+    def __init__(self, loss: LossLike, *, spends: bool = False) -> None:
+        """`spends`: the loss may write to the memory of the output."""
         self.loss = loss
+        self.spends = spends
         self._totals: dict[int, Tensor] = {}
         self.outputs: list[Value] = []
         self._targets: Sequence[Value] = ()

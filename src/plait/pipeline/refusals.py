@@ -5,7 +5,8 @@ from __future__ import annotations
 from torch import nn
 
 from plait.errors import ModelError
-from plait.pipeline.sequence import LayerSequence, join
+from plait.pipeline.sequence import LayerSequence
+from plait.rules import join
 
 DROPPING = (
     nn.Dropout,

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.pipeline.precision import convert
+from plait.rules import join
 
 
 @dataclass(frozen=True)
@@ -66,11 +67,6 @@ def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
         if child is not None
         for layer in _flatten(child, join(path, name))
     ]
-
-
-def join(path: str, name: str) -> str:
-    """`path.name`, where either may be empty."""
-    return f"{path}.{name}" if path and name else path or name
 
 
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:

@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.autograd.deferred import Keeper, WeightWork
+from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
 from plait.errors import ModelError
 from plait.pipeline.boundary import LayerInfo
 from plait.pipeline.sequence import NamedLayer
@@ -104,6 +104,11 @@ class Stage:
     def take_output(self, microbatch: int) -> Value:
         """The last layer's output (leaves), once."""
         return self.values.pop(microbatch)
+
+    def output_is_read(self, microbatch: int) -> bool:
+        """Whether the last layer's backward may look at its output, so that nobody may write to that."""
+        run = self.runs.get((microbatch, len(self.layers) - 1))
+        return run is not None and not all(made_by_linear(output) for output in run.outputs)
 
     def take_gradients(self, microbatch: int) -> Gradients:
         """The gradients of the first layer's input, once."""

@@ -133,8 +133,11 @@ class Worker:
         run[action.kind](action.microbatch, instruction.layer)
 
     def _compute_loss(self, instruction: ComputeLoss) -> None:
-        action = instruction.action
-        self.loss_end.compute(action.microbatch, self.stages[action.stage].take_output(action.microbatch))
+        stage, microbatch = self.stages[instruction.action.stage], instruction.action.microbatch
+        output = stage.take_output(microbatch)
+        if self.loss_end.spends and stage.output_is_read(microbatch):
+            output = map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output)
+        self.loss_end.compute(microbatch, output)
 
     def _keep_output(self, instruction: KeepOutput) -> None:
         action = instruction.action

@@ -9,6 +9,7 @@ from plait.autograd.conjugate import reduce
 from plait.autograd.deferred import Keeper, embedding
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
+from plait.layout import divide
 from plait.tensor.cutting import AXIS, UNEVENLY, column_layouts, piece_of
 
 
@@ -37,6 +38,7 @@ class VocabParallelEmbedding(nn.Module):
         layouts = column_layouts(num_embeddings, embedding_dim, UNEVENLY, {AXIS: group.size}, "the table")
         self.layouts = {"weight": layouts["weight"]}
         self.keeper: Keeper | None = None
+        self._own = divide(num_embeddings, group.size)[group.index]
         self.weight = piece_of(full.weight, self.layouts["weight"], group)
 
     @classmethod
@@ -60,15 +62,18 @@ class VocabParallelEmbedding(nn.Module):
         """Look up, and sum over the group. DataError (on the CPU) for numbers that are no tokens."""
         if tokens.device.type == "cpu" and tokens.numel():
             self._refuse_strangers(tokens)
-        box = self.layouts["weight"].box({AXIS: self.group.index})
-        first, count = box.offsets[0], box.sizes[0]
+        first, count = self._own.start, len(self._own)
         local = tokens - first
         elsewhere = (local < 0) | (local >= count)
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < count:
             padding = None
-        rows = embedding(local.masked_fill(elsewhere, 0), self.weight, padding, self.keeper)
+        rows = embedding(local.remainder(count), self.weight, padding, self.keeper)
         return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
+
+    def extra_repr(self) -> str:
+        """Sizes of the full table, and of how many pieces this is one."""
+        return f"{self.num_embeddings} / {self.group.size}, {self.embedding_dim}"
 
     def _refuse_strangers(self, tokens: Tensor) -> None:
         # No rank holds such a row, so that all would give zeros and nobody an error.

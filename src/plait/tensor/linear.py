@@ -81,6 +81,10 @@ class ColumnParallelLinear(nn.Module):
         output = linear(entered, self.weight, self.bias, self.keeper)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
+    def extra_repr(self) -> str:
+        """Sizes of the full linear, and of how many pieces this is one."""
+        return f"{self.in_features}, {self.out_features} / {self.group.size}, bias={self.bias is not None}"
+
 
 class RowParallelLinear(nn.Module):
     """A linear whose input features are cut over `group`; the bias is added once, after the sum.
@@ -126,7 +130,11 @@ class RowParallelLinear(nn.Module):
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
         output = reduce(linear(piece, self.weight, None, self.keeper), self.group)
-        return output if self.bias is None else output + self.bias
+        return output if self.bias is None else output.add_(self.bias)
+
+    def extra_repr(self) -> str:
+        """Sizes of the full linear, and of how many pieces this is one."""
+        return f"{self.in_features} / {self.group.size}, {self.out_features}, bias={self.bias is not None}"
 
 
 def _take_pieces(layer: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:

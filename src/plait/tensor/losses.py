@@ -37,8 +37,8 @@ class PiecewiseLoss(Loss, Protocol):
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
         """`total` of the whole logits, on every rank of `vocabulary.group`, from `[..., len(own)]` of each.
 
-        `targets` are whole on every rank. The memory of the logits may be used for the gradient. A subclass
-        that changes `total` has to change this as well.
+        `targets` are whole on every rank. The memory of the logits may be used for the gradient. Where a
+        subclass changes `total` alone, this is not called: the logits are gathered.
         """
 
 
@@ -97,17 +97,28 @@ def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
     By `total_of_pieces` where the loss has it. Any other is given the whole logits; communication: one
     all-gather of the logits over the group. `total` raises ModelError if the output is not such a piece.
     """
-    return _LossOfPieces(loss, vocabulary)
+    return _LossOfPieces(loss, vocabulary, _takes_pieces(loss))
+
+
+def _takes_pieces(loss: Loss) -> bool:
+    """Whether a loss has `total_of_pieces` that goes with its `total`: a subclass may change one alone."""
+    if not isinstance(loss, PiecewiseLoss):
+        return False
+    homes = (vars(kind) for kind in type(loss).__mro__)
+    latest = next((home for home in homes if {"total", "total_of_pieces"} & home.keys()), None)
+    return latest is None or "total_of_pieces" in latest
 
 
 @dataclass(frozen=True)
 class _LossOfPieces:
     loss: Loss
     vocabulary: Vocabulary
+    by_pieces: bool
 
     def total(self, output: Any, targets: Any) -> Tensor:
         piece, vocabulary = self.vocabulary.require_piece(output), self.vocabulary
-        if isinstance(self.loss, PiecewiseLoss):
+        if self.by_pieces:
+            assert isinstance(self.loss, PiecewiseLoss)
             return self.loss.total_of_pieces(piece, targets, vocabulary)
         return self.loss.total(gather(piece, vocabulary.group, -1, vocabulary.classes), targets)
 

@@ -5,9 +5,10 @@ Every value of the graph is given a state, from the leaves on:
     an input of the layer          whole      the same on every rank, and so is its gradient
     a parameter cut over `tp`      inside     this rank's own, or with this rank's part of the gradient
     any other parameter            neutral    whole as well, as long as nothing else is done with it
+    the same, frozen               constant   no matter where it is used
 
     operation                      reads                       gives
-    copy, split                    whole, neutral              inside
+    copy, split                    whole, neutral, constant    inside
     reduce, gather                 inside                      whole
     any other                      neutral                     neutral
                                    whole, or both of these     whole
@@ -15,10 +16,11 @@ Every value of the graph is given a state, from the leaves on:
                                    inside and another          refused: a gradient would be one rank's part,
                                                                or be summed once too often
 
-What needs no gradient is not in the graph: whole numbers, masks, frozen parameters. A layer that passes gives
-every trainable parameter and every input its whole gradient, if what is done inside a region is done to each
-part (head, feature) by itself: a norm over all features of a cut value is not seen. What an operation hides
-from autograd (the inside of a reentrant checkpoint, `reduce` on a view) is taken as one operation.
+What needs no gradient is not in the graph: whole numbers, masks, what is detached; so the caller has every
+parameter and input of floating-point numbers ask for one. A layer that passes gives each its whole gradient,
+if what is done inside a region is done to each part (head, feature) by itself: a norm over all features of a
+cut value is not seen. What an operation hides from autograd (the inside of a reentrant checkpoint) is taken
+as one.
 """
 
 from __future__ import annotations
@@ -26,20 +28,12 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from enum import Enum
-from typing import Literal
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
+from plait.autograd.conjugate import Conjugate, conjugate_of
 from plait.errors import ModelError
-
-Conjugate = Literal["copy", "reduce", "gather", "split"]
-NODES: Mapping[str, Conjugate] = {
-    "_CopyBackward": "copy",
-    "_ReduceBackward": "reduce",
-    "_GatherBackward": "gather",
-    "_SplitBackward": "split",
-}
 
 
 class State(Enum):
@@ -48,11 +42,12 @@ class State(Enum):
     NEUTRAL = "neutral"
     WHOLE = "whole"
     INSIDE = "inside"
+    CONSTANT = "constant"
 
 
 ANY = frozenset(State)
-INSIDE = frozenset({State.INSIDE})
-NEUTRAL = frozenset({State.NEUTRAL})
+ONLY_INSIDE = frozenset({State.INSIDE})
+ONLY_NEUTRAL = frozenset({State.NEUTRAL})
 
 
 def prove_layer(
@@ -62,14 +57,16 @@ def prove_layer(
     parameters: Mapping[str, Tensor],
     cut: Collection[str],
     *,
-    may_end_inside: bool,
+    frozen: Collection[str] = (),
+    ends_inside: bool,
 ) -> None:
     """Follow a layer's autograd graph from `outputs` back to `inputs` and `parameters`.
 
     `inputs` are the leaves that the layer at `path` was given, `outputs` the tensors that it gave, with
     gradients enabled; on the meta device nothing is computed or sent. `parameters` go by their names in the
-    model or in the layer; `cut` holds the names of those that the layout shards over `tp`. `may_end_inside`:
-    the output may be this rank's piece, as logits cut by vocabulary are. The graph stays as it is.
+    model or in the layer; `cut` holds the names of those that the layout shards over `tp`, `frozen` of whole
+    parameters whose gradient nobody wants. `ends_inside`:
+    the output has to be this rank's piece, as logits cut by vocabulary are. The graph stays as it is.
 
     ModelError for the first operation at which a gradient would be wrong: the layer, the parameter and the
     rule to change.
@@ -81,20 +78,16 @@ def prove_layer(
         names.setdefault(id(parameter), name.removeprefix(f"{path}."))
         if name in cut:
             leaves[id(parameter)] = State.INSIDE
+        elif name in frozen:
+            leaves[id(parameter)] = State.CONSTANT
     ends = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
     proof = _Proof(path, leaves, names)
     for node in _in_order(ends):
         proof.step(node)
-    if not may_end_inside:
+    if ends_inside:
+        proof.end_inside(ends)
+    else:
         proof.end(ends)
-
-
-def conjugate_of(node: Node) -> Conjugate | None:
-    """Which function of `plait.autograd.conjugate` made this node; None: none of them.
-
-    Autograd calls the node of a custom function by the name of its class; there is no other public trace.
-    """
-    return NODES.get(node.name())
 
 
 def _read(node: Node) -> list[Node]:
@@ -148,14 +141,14 @@ class _Proof:
         if leaf is not None:
             self.states[node] = self.leaves.get(id(leaf), State.NEUTRAL)
             return
-        read = {self.states[before] for before in _read(node)}
+        read = {self.states[before] for before in _read(node)} - {State.CONSTANT}
         conjugate = conjugate_of(node)
         if conjugate in ("copy", "split"):
             if State.INSIDE in read:
                 raise self._enters_again(node)
             self.states[node] = State.INSIDE
         elif conjugate in ("reduce", "gather"):
-            if read - INSIDE:
+            if read != ONLY_INSIDE:
                 raise self._reads_whole(node, conjugate)
             self.states[node] = State.WHOLE
         elif State.INSIDE in read and State.WHOLE in read:
@@ -163,15 +156,15 @@ class _Proof:
         elif State.INSIDE in read and State.NEUTRAL in read:
             raise self._whole_parameter(node)
         else:
-            strongest = (state for state in (State.INSIDE, State.WHOLE) if state in read)
-            self.states[node] = next(strongest, State.NEUTRAL)
+            order = (State.INSIDE, State.WHOLE, State.NEUTRAL)
+            self.states[node] = next((state for state in order if state in read), State.CONSTANT)
 
     def end(self, ends: Iterable[Node]) -> None:
         """ModelError if one of these, the layer's outputs, is inside a region."""
         for node in ends:
             if self.states[node] is not State.INSIDE:
                 continue
-            name = self._nearest([node], INSIDE)
+            name = self._nearest([node], ONLY_INSIDE)
             if name is None:
                 raise self._error(
                     "the output of the entrance leaves the layer, though a region ends where its layer does: "
@@ -183,8 +176,16 @@ class _Proof:
                 "stand at the model's end)"
             )
 
+    def end_inside(self, ends: Iterable[Node]) -> None:
+        """ModelError if one of these, the model's outputs, is whole."""
+        if any(self.states[node] is not State.INSIDE for node in ends):
+            raise self._error(
+                "its output is whole on every rank, though it holds a linear with the rule vocabulary, whose "
+                "logits in pieces the loss takes: let that linear come last, or give it the rule column"
+            )
+
     def _enters_again(self, node: Node) -> ModelError:
-        name = self._nearest(_read(node), INSIDE)
+        name = self._nearest(_read(node), ONLY_INSIDE)
         if name is None:
             return self._error(
                 "a value enters a region twice, so that its gradient would be summed twice: keep one of the "
@@ -206,7 +207,7 @@ class _Proof:
         inside = self._read_in(node, State.INSIDE)
         origin = self._origin(self._read_in(node, State.WHOLE))
         own = [before for before in inside if self._is_parameter(before)]
-        name = self._nearest(own or inside, INSIDE)
+        name = self._nearest(own or inside, ONLY_INSIDE)
         if own:
             return self._error(
                 f"{name} is cut over tp but reads a value that has not entered a region ({origin}): give the "
@@ -226,7 +227,7 @@ class _Proof:
         )
 
     def _whole_parameter(self, node: Node) -> ModelError:
-        name = self._nearest(self._read_in(node, State.NEUTRAL), NEUTRAL)
+        name = self._nearest(self._read_in(node, State.NEUTRAL), ONLY_NEUTRAL)
         return self._error(
             f"the whole parameter {name} is used inside a region, where each rank sees only its part of the "
             "gradient: move it out, give its module a rule that cuts it, or leave this region uncut"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from torch import Tensor
@@ -19,12 +20,12 @@ class Vocabulary:
     classes: int
     group: Group
 
-    @property
+    @cached_property
     def own(self) -> range:
         """The class numbers of this rank, which are the rows of the head that it holds."""
         return divide(self.classes, self.group.size)[self.group.index]
 
-    @property
+    @cached_property
     def sizes(self) -> tuple[int, ...]:
         """How many classes each rank of the group has."""
         return tuple(map(len, divide(self.classes, self.group.size)))

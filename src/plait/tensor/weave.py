@@ -17,7 +17,7 @@ from plait.autograd.deferred import Keeper
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
-from plait.rules import Rule, Rules, entrance, match
+from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -61,7 +61,7 @@ def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[
     for path, module, parent in _modules(layers):
         layouts = _layouts(path, module, parent, matched[path], axes) if path in matched else {}
         for name, parameter in module.named_parameters(recurse=False):
-            layout, full = layouts.get(name, Layout(parameter.shape, axes)), _join(path, name)
+            layout, full = layouts.get(name, Layout(parameter.shape, axes)), join(path, name)
             first, known = found.setdefault(id(parameter), (full, layout))
             if known != layout:
                 raise PlanError(
@@ -89,7 +89,7 @@ def weave(
         rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
         enters = all(rule.kind != "entrance" for rule in rules.values())
         for name, rule in rules.items():
-            module, full = layer.get_submodule(name), _join(path, name)
+            module, full = layer.get_submodule(name), join(path, name)
             holder = layer.get_submodule(name.rpartition(".")[0])
             if id(module) not in twins and rule.kind == "entrance":
                 module.register_forward_hook(partial(_enter, group, meanwhile, full))
@@ -197,8 +197,4 @@ def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]
 def _names(path: str, layer: nn.Module) -> Iterable[tuple[str, str]]:
     """Of all modules in a layer: the name in the layer and the path in the model."""
     for name, _ in layer.named_modules(remove_duplicate=False):
-        yield name, _join(path, name)
-
-
-def _join(path: str, name: str) -> str:
-    return f"{path}.{name}" if path and name else path or name
+        yield name, join(path, name)

@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from plait.errors import ConfigError
 from plait.plan import Plan
+from plait.sizes import usual_inner
 from plait.train.sections import (
     DataConfig,
     ModelConfig,
@@ -17,9 +18,6 @@ from plait.train.sections import (
     Section,
     TrainConfig,
 )
-
-INNER_MULTIPLE = 256
-"""What the usual width inside llama's MLP is a multiple of."""
 
 
 class Config(Section):
@@ -123,7 +121,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
     if model.heads % tp:
         raise ConfigError(
             f"model.heads = {model.heads} is not divisible by parallel.tp = {tp}: "
-            f"set model.heads to {_multiples(model.heads, tp)}, or change parallel.tp."
+            f"set parallel.tp to {_divisors(model.heads)}{_heads_for(model, tp)}."
         )
     if model.name != "llama":
         return
@@ -142,9 +140,11 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
         )
 
 
-def usual_inner(hidden: int) -> int:
-    """Return the width that `plait.models.llama` gives its MLP; said again here, to do without torch."""
-    return -(-8 * hidden // (3 * INNER_MULTIPLE)) * INNER_MULTIPLE
+def _heads_for(model: ModelConfig, tp: int) -> str:
+    """Advise the nearest numbers of heads that divide by `tp` and divide model.hidden, if there are any."""
+    fitting = [heads for heads in range(tp, model.hidden + 1, tp) if model.hidden % heads == 0]
+    nearest = sorted(sorted(fitting, key=lambda heads: abs(heads - model.heads))[:2])
+    return f", or model.heads to {' or '.join(map(str, nearest))}" if nearest else ""
 
 
 def _check_batch(train: TrainConfig, dp: int) -> None:

@@ -13,7 +13,7 @@ from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.train.config import Config
 from plait.train.flops import flops_per_token, peak_flops
-from plait.train.trainer import build_model
+from plait.train.model import build_model
 
 
 class Meter:

@@ -8,20 +8,19 @@ from __future__ import annotations
 import math
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.errors import NonFiniteError
-from plait.models import gpt2, llama
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.train.batches import rows_of
 from plait.train.config import Config
 from plait.train.data import Data
+from plait.train.model import build_model
 from plait.train.rate import learning_rate
-from plait.train.sections import ModelConfig
 from plait.train.tokenizer import printable
 
 
@@ -50,7 +49,8 @@ class Trainer:
 
         The loss is the mean over the global batch, the norm is that before clipping. Both are
         the same on every rank, and neither is waited for.
-        Communication: the engine's (activations over `pp`, gradients over `dp`, the norm over the world).
+        Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
+        `dp`, the norm over `pp` and `tp`).
         """
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
@@ -134,17 +134,3 @@ class Trainer:
         first = torch.tensor([mesh.rank if affected else none], dtype=torch.int64, device=mesh.device)
         all_reduce(first, mesh.group("world"), "min", checked=False).wait()
         return int(first) % none
-
-
-def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
-    """The model that `model` describes, for `vocab` tokens, on the meta device."""
-    sizes = {
-        "layers": model.layers,
-        "hidden": model.hidden,
-        "heads": model.heads,
-        "vocab": vocab,
-        "context": model.context,
-    }
-    if model.name == "gpt2":
-        return gpt2(**sizes, tied=model.tied)
-    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.tied)

@@ -54,7 +54,7 @@ def reduction_scaled_backward() -> Iterator[None]:
 @contextmanager
 def reduction_summed_again_backward() -> Iterator[None]:
     def reduce_twice(tensor: Tensor, group: Group) -> Tensor:
-        return conjugate.copy(reduce(tensor, group), group)
+        return conjugate.copy(reduce(tensor, group), group).clone()  # which may be written to
 
     with (
         patch.object(linear_module, "reduce", reduce_twice),

@@ -11,12 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from plait.autograd.conjugate import copy, gather, reduce, split
+from plait.autograd.conjugate import Conjugate, conjugate_of, copy, gather, reduce, split
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.tensor.regions import Conjugate, conjugate_of, prove_layer
+from plait.tensor.regions import prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, HEADS, VOCAB = 8, 4, 10
@@ -92,12 +92,12 @@ def tokens() -> Tensor:
     return torch.zeros(2, 3, dtype=torch.long)
 
 
-def prove(layer: Layer, *inputs: Tensor, may_end_inside: bool = False, path: str = "blocks.0") -> None:
+def prove(layer: Layer, *inputs: Tensor, ends_inside: bool = False, path: str = "blocks.0") -> None:
     given = layer(*inputs)
     outputs = given if isinstance(given, tuple) else (given,)
     parameters = {f"{path}.{name}": parameter for name, parameter in layer.named_parameters()}
     cut = {f"{path}.{name}" for name in layer.cut}
-    prove_layer(path, inputs, outputs, parameters, cut, may_end_inside=may_end_inside)
+    prove_layer(path, inputs, outputs, parameters, cut, ends_inside=ends_inside)
 
 
 def refused(layer: Layer, *inputs: Tensor) -> str:
@@ -116,10 +116,10 @@ def refused(layer: Layer, *inputs: Tensor) -> str:
         (lambda tensor: tensor * 2, None),
     ],
 )
-def test_nodes_are_called_by_the_classes_of_conjugate(
+def test_nodes_are_marked_by_the_functions_of_conjugate(
     function: Callable[[Tensor], Tensor], kind: Conjugate | None
 ) -> None:
-    """Relied on: the node of a custom function is called by its class and "Backward"."""
+    """Relied on: what is written to a node's metadata stays there as long as the graph."""
     assert conjugate_of(get_gradient_edge(function(hidden())).node) == kind
 
 
@@ -183,8 +183,8 @@ def head(*, gathered: bool) -> Layer:
     return Layer(run, norm=nn.LayerNorm(HIDDEN), vocabulary=nn.Linear(HIDDEN, VOCAB // 2))
 
 
-def test_logits_may_end_inside_or_gathered() -> None:
-    prove(head(gathered=False), hidden(), may_end_inside=True)
+def test_logits_ends_inside_or_gathered() -> None:
+    prove(head(gathered=False), hidden(), ends_inside=True)
     prove(head(gathered=True), hidden())
 
 
@@ -199,7 +199,7 @@ def test_a_cut_parameter_is_known_by_each_of_its_names() -> None:
     names = {"table": weight, "head.table": weight}
     for cut in names:
         with pytest.raises(ModelError, match=r"^layer: table is cut over tp but reads a value"):
-            prove_layer("layer", [x], [x @ weight], names, {cut}, may_end_inside=True)
+            prove_layer("layer", [x], [x @ weight], names, {cut}, ends_inside=True)
 
 
 def test_a_deep_graph_with_shared_parts() -> None:
@@ -245,7 +245,7 @@ def test_a_layer_of_which_nothing_is_cut_passes(
     layer, given = module(), input()
     output = layer(given)
     outputs: Iterable[Tensor] = output if isinstance(output, tuple) else (output,)
-    prove_layer("0", [given], outputs, dict(layer.named_parameters()), set(), may_end_inside=False)
+    prove_layer("0", [given], outputs, dict(layer.named_parameters()), set(), ends_inside=False)
 
 
 def test_a_forgotten_entrance() -> None:
@@ -390,10 +390,28 @@ def test_writing_a_cut_value_into_a_view_of_a_whole_one() -> None:
     )
 
 
-def test_a_sum_over_a_view_is_not_seen_and_so_refused() -> None:
-    """Autograd hides a function that writes to a view in a node of its own: layers sum no views."""
+def test_a_sum_over_a_view_is_seen() -> None:
+    """Autograd hides a function that writes to a view in a node of its own, which bears the mark then."""
 
     def run(layer: Layer, x: Tensor) -> Tensor:
         return x + reduce(functional.linear(layer.up(copy(x, TP)), layer.down.weight).view(2, 3, HIDDEN), TP)
 
-    assert "but Add joins it with a whole value" in refused(mlp(run), hidden())
+    prove(mlp(run), hidden())
+
+
+def test_a_frozen_parameter_may_be_used_inside() -> None:
+    def run(layer: Layer, x: Tensor) -> Tensor:
+        inside = layer.up(copy(layer.norm(x), TP)) * layer.scale.weight
+        return x + reduce(functional.linear(inside, layer.down.weight), TP)
+
+    layer = mlp(run, scale=nn.LayerNorm(16, bias=False))
+    assert "the whole parameter scale.weight is used inside a region" in refused(layer, hidden())
+    x = hidden()
+    parameters = dict(layer.named_parameters())
+    cut = {"up.weight", "up.bias", "down.weight"}
+    prove_layer("0", [x], [layer(x)], parameters, cut, frozen={"scale.weight"}, ends_inside=False)
+
+
+def test_a_model_that_ends_inside_has_to() -> None:
+    with pytest.raises(ModelError, match="its output is whole on every rank, though it holds a linear with"):
+        prove(mlp(lambda layer, x: x + widen(layer, copy(x, TP))), hidden(), ends_inside=True)

@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.models.llama import usual_inner as inner_of_llama
 from plait.plan import Plan
-from plait.train.config import Config, usual_inner
+from plait.train.config import Config
 from plait.train.sections import ModelConfig, ParallelConfig, TrainConfig
 from plait.train.settings import config_from_arguments, fields, load_config, takes
 
@@ -177,8 +176,12 @@ CONTRADICTIONS = [
     ),
     (
         "--parallel.tp 3",
+        "model.heads = 4 is not divisible by parallel.tp = 3: set parallel.tp to 1 or 2 or 4.",
+    ),
+    (
+        "--model.hidden 96 --parallel.tp 3",
         "model.heads = 4 is not divisible by parallel.tp = 3: "
-        "set model.heads to 3 or 6, or change parallel.tp.",
+        "set parallel.tp to 1 or 2 or 4, or model.heads to 3 or 6.",
     ),
     (
         "--model.name llama --model.hidden 72 --model.heads 12 --model.kv_heads 6 --parallel.tp 4",
@@ -242,11 +245,6 @@ def test_wrong_options_are_refused_in_one_sentence(options: str, message: str) -
 )
 def test_sizes_that_can_be_cut(options: str) -> None:
     assert config_from_arguments(options.split()).plan().world in (1, 2, 4)
-
-
-def test_the_usual_inner_width_is_the_models() -> None:
-    widths = [1, 95, 96, 97, 128, 384, 768, 4096, 5120, 8192]
-    assert [usual_inner(hidden) for hidden in widths] == [inner_of_llama(hidden) for hidden in widths]
 
 
 @pytest.mark.parametrize(
