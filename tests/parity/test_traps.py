@@ -117,7 +117,7 @@ def give_other_batches() -> None:
 
 def test_other_batches_in_one_pipeline_are_refused(rank_pool):
     with pytest.raises(
-        CommunicationError, match=r"the ranks of model do not agree .*a step on micro-batches of"
+        CommunicationError, match=r"the ranks of pp do not agree .*a step on micro-batches of"
     ):
         rank_pool.run(give_other_batches, ranks=2)
 
