@@ -18,6 +18,7 @@ TORCH_TP = Path(__file__).with_name("torch_tp.py")
 PEERS = {
     "plain process": [str(PLAIN)],
     "torch, tp = 2": [str(TORCH_TP)],
+    "torch, tp = 2, as documented": [str(TORCH_TP), "--documented"],
     "torch, tp = 2, three linears": [str(TORCH_TP), "--separate"],
 }
 WOVEN = {
@@ -25,7 +26,7 @@ WOVEN = {
     "plait, tp = 2, no overlap": ["--parallel.overlap", "false"],
 }
 DEFAULT = [name for name in (*PEERS, *WOVEN) if name != "torch, tp = 2, three linears"]
-BASES = ("plain process", "torch, tp = 2")
+BASES = ("plain process", "torch, tp = 2", "torch, tp = 2, as documented")
 
 
 def peer(command: list[str], steps: int) -> float:

@@ -2,7 +2,8 @@
 
 `parallelize_module` cuts the model of `two_ranks/plain.py`. Nothing of plait. Prints the median seconds of a
 step. Query, key and value are one linear, as in `plain.py`, whose rows stand head by head, so that an even
-cut gives each rank whole heads; `--separate` makes three linears of them.
+cut gives each rank whole heads; `--separate` makes three linears of them, and `--documented` cuts these as
+PyTorch's tutorial does, each by itself, so that each sums its own part of the input's gradient.
 """
 
 import argparse
@@ -84,7 +85,7 @@ class GPT(nn.Module):
         return self.head(self.norm(self.blocks(x)))
 
 
-def parallelize(model: GPT, mesh: DeviceMesh) -> None:
+def parallelize(model: GPT, mesh: DeviceMesh, documented: bool) -> None:
     """Cut `model`; norms and positions stay plain tensors, the same on every rank."""
     plan: dict[str, ParallelStyle] = {
         "token": RowwiseParallel(input_layouts=Replicate()),
@@ -94,10 +95,11 @@ def parallelize(model: GPT, mesh: DeviceMesh) -> None:
         "head": ColwiseParallel(use_local_output=False),
     }
     if isinstance(model.blocks[0].attention, Separate):
-        # One DTensor for all three: their gradients are added before they are summed over the ranks.
-        plan["blocks.*.attention"] = PrepareModuleInput(
-            input_layouts=Replicate(), desired_input_layouts=Replicate()
-        )
+        if not documented:
+            # One DTensor for all three: their gradients are added before they are summed over the ranks.
+            plan["blocks.*.attention"] = PrepareModuleInput(
+                input_layouts=Replicate(), desired_input_layouts=Replicate()
+            )
         plan |= {f"blocks.*.attention.{name}": ColwiseParallel() for name in ("query", "key", "value")}
     else:
         plan["blocks.*.attention.qkv"] = ColwiseParallel()
@@ -135,12 +137,12 @@ def step(model: GPT, optimizer: torch.optim.Optimizer, tokens: Tensor) -> list[T
     return losses
 
 
-def rank_main(rank: int, folder: str, steps: int, separate: bool) -> None:
+def rank_main(rank: int, folder: str, steps: int, separate: bool, documented: bool) -> None:
     torch.set_num_threads(1)
     distributed.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=RANKS)
     torch.manual_seed(0)
-    model = GPT(separate)
-    parallelize(model, init_device_mesh("cpu", (RANKS,)))
+    model = GPT(separate or documented)
+    parallelize(model, init_device_mesh("cpu", (RANKS,)), documented)
     optimizer = torch.optim.AdamW(
         [{"params": group} for group in groups(model)], lr=1e-4, weight_decay=0.1, fused=True
     )
@@ -159,9 +161,10 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--separate", action="store_true", help="query, key, value: three linears")
+    parser.add_argument("--documented", action="store_true", help="three linears, each cut by itself")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
-        options = (folder, arguments.steps, arguments.separate)
+        options = (folder, arguments.steps, arguments.separate, arguments.documented)
         multiprocessing.spawn(rank_main, args=options, nprocs=RANKS)
 
 
