@@ -9,7 +9,7 @@ gradient of the column's input).
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch import Tensor, nn
@@ -18,10 +18,32 @@ from plait.autograd.conjugate import Meanwhile, copy, gather, reduce, split
 from plait.autograd.deferred import Keeper, linear
 from plait.comm.group import Group
 from plait.errors import PlanError
+from plait.layout import Layout
 from plait.tensor.cutting import AXIS, EVENLY, Cut, column_layouts, piece_of, row_layouts
 
 
-class ColumnParallelLinear(nn.Module):
+class _PieceOfLinear(nn.Module):
+    """What both have: a piece of a full linear's weight and bias, as `layouts` say."""
+
+    weight: nn.Parameter
+    bias: nn.Parameter | None
+    group: Group
+    layouts: dict[str, Layout]
+
+    @classmethod
+    def of(cls, full: nn.Linear, group: Group, **options: Any) -> Self:
+        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
+        sizes = full.in_features, full.out_features
+        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
+        made._take_pieces(full)
+        return made
+
+    def _take_pieces(self, full: nn.Linear) -> None:
+        self.weight = piece_of(full.weight, self.layouts["weight"], self.group)
+        self.bias = None if full.bias is None else piece_of(full.bias, self.layouts["bias"], self.group)
+
+
+class ColumnParallelLinear(_PieceOfLinear):
     """A linear whose output features are cut over `group`.
 
     `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
@@ -29,9 +51,6 @@ class ColumnParallelLinear(nn.Module):
     this rank's `weight` and `bias` are. Communication: one all-reduce of the input's gradient; with
     `gather_output` one all-gather forward.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -65,15 +84,7 @@ class ColumnParallelLinear(nn.Module):
         """Whether the input is copied here; else an entrance before did it, for several linears at once."""
         self.keeper: Keeper | None = None
         self.meanwhile: Meanwhile | None = None
-        _take_pieces(self, nn.Linear(in_features, out_features, bias, device, dtype))
-
-    @classmethod
-    def of(cls, full: nn.Linear, group: Group, **options: Any) -> ColumnParallelLinear:
-        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
-        sizes = full.in_features, full.out_features
-        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
-        _take_pieces(made, full)
-        return made
+        self._take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
@@ -86,16 +97,13 @@ class ColumnParallelLinear(nn.Module):
         return f"{self.in_features}, {self.out_features} / {self.group.size}, bias={self.bias is not None}"
 
 
-class RowParallelLinear(nn.Module):
+class RowParallelLinear(_PieceOfLinear):
     """A linear whose input features are cut over `group`; the bias is added once, after the sum.
 
     `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank. Without
     `input_is_parallel` it is given `[..., in_features]`, whole on every rank. Communication: one all-reduce
     of the output; without `input_is_parallel` one all-gather of the input's gradient.
     """
-
-    weight: nn.Parameter
-    bias: nn.Parameter | None
 
     def __init__(
         self,
@@ -116,15 +124,7 @@ class RowParallelLinear(nn.Module):
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
         self.keeper: Keeper | None = None
-        _take_pieces(self, nn.Linear(in_features, out_features, bias, device, dtype))
-
-    @classmethod
-    def of(cls, full: nn.Linear, group: Group, **options: Any) -> RowParallelLinear:
-        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
-        sizes = full.in_features, full.out_features
-        made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
-        _take_pieces(made, full)
-        return made
+        self._take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
@@ -135,8 +135,3 @@ class RowParallelLinear(nn.Module):
     def extra_repr(self) -> str:
         """Sizes of the full linear, and of how many pieces this is one."""
         return f"{self.in_features} / {self.group.size}, {self.out_features}, bias={self.bias is not None}"
-
-
-def _take_pieces(layer: ColumnParallelLinear | RowParallelLinear, full: nn.Linear) -> None:
-    layer.weight = piece_of(full.weight, layer.layouts["weight"], layer.group)
-    layer.bias = None if full.bias is None else piece_of(full.bias, layer.layouts["bias"], layer.group)
