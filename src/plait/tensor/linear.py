@@ -35,10 +35,11 @@ class _PieceOfLinear(nn.Module):
         """This rank's piece of a full linear, which every rank has alike; its values are copied."""
         sizes = full.in_features, full.out_features
         made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
-        made._take_pieces(full)
+        made.take_pieces(full)
         return made
 
-    def _take_pieces(self, full: nn.Linear) -> None:
+    def take_pieces(self, full: nn.Linear) -> None:
+        """Make this rank's pieces of a full linear the weight and the bias."""
         self.weight = piece_of(full.weight, self.layouts["weight"], self.group)
         self.bias = None if full.bias is None else piece_of(full.bias, self.layouts["bias"], self.group)
 
@@ -84,7 +85,7 @@ class ColumnParallelLinear(_PieceOfLinear):
         """Whether the input is copied here; else an entrance before did it, for several linears at once."""
         self.keeper: Keeper | None = None
         self.meanwhile: Meanwhile | None = None
-        self._take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
+        self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
@@ -124,7 +125,7 @@ class RowParallelLinear(_PieceOfLinear):
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
         self.keeper: Keeper | None = None
-        self._take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
+        self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
