@@ -25,6 +25,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("autograd",),
     ("comm",),
     ("planner",),
+    ("search",),
     ("simulation",),
     ("schedules",),
     ("layout",),
@@ -33,7 +34,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"planner", "simulation", "schedules", "plan", "rules", "sizes", "errors"}
+WITHOUT_TORCH = {"planner", "search", "simulation", "schedules", "plan", "rules", "sizes", "errors"}
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
@@ -44,8 +45,8 @@ PRIVATE_USES = {
     ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
 }
 """File, function, private name: why there is no public way."""
-ENDING_PROCESS = "_exit"
-"""`os._exit` is public in spite of its name."""
+PUBLIC_NAMES = {"_exit", "_replace"}
+"""`os._exit`, and what every named tuple has: documented, in spite of their names."""
 FROZEN_VALUES = {
     ("tensor/losses.py", "cross_entropy"): "a frozen dataclass: the loss as a value",
     ("rules.py", "entrance"): "a frozen dataclass: a word of the rules",
@@ -300,7 +301,7 @@ def private_uses(source: Source) -> Iterator[tuple[int, str, str]]:
     def visit(node: ast.AST, function: str) -> Iterator[tuple[int, str, str]]:
         if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
             function = node.name
-        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr != ENDING_PROCESS:
+        if isinstance(node, ast.Attribute) and _is_private(node.attr) and node.attr not in PUBLIC_NAMES:
             if ast.unparse(node.value) not in {"self", "cls"}:
                 yield node.lineno, function, node.attr
         elif isinstance(node, ast.Import | ast.ImportFrom):

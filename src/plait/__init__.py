@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from plait.errors import PlaitError
     from plait.plan import Plan
     from plait.schedules.check import check
-    from plait.schedules.policies import schedule
+    from plait.search.schedule import schedule
     from plait.simulation.costs import Costs
     from plait.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
@@ -33,7 +33,7 @@ _HOME = {
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
     "parallelize": "plait.composer",
-    "schedule": "plait.schedules.policies",
+    "schedule": "plait.search.schedule",
     "simulate": "plait.simulation.timeline",
 }
 

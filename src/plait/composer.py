@@ -33,7 +33,7 @@ from plait.plan import Plan
 from plait.planner.cut import shortest_cut
 from plait.rules import Rule, Rules
 from plait.schedules.lower import Place, Shape
-from plait.schedules.policies import schedule
+from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 from plait.schedules.steps import Steps
 from plait.sharding.holding import Holders, counted_parameters, reduction_groups
@@ -43,6 +43,9 @@ from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.vocabulary import Vocabulary
 from plait.tensor.weave import layouts_of, rules_of_modules
 from plait.weaving import Weaving, build_skeleton, named, prover
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Those with one stage a rank."""
 
 
 def parallelize(
@@ -69,7 +72,7 @@ def parallelize(
     refuse_layout_dependence(sequence)
     cuts = matched_rules(model, rules, plan, sequence)
     layouts = parameter_layouts(sequence, cuts, mesh)
-    order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
+    order = order_by(plan.schedule, plan.pp, plan.microbatches)
     counts = cut(sequence, plan, order)
     for statement in (fingerprint(sequence, plan, counts, cuts, seed), fingerprint_of_values(sequence)):
         agree(statement, mesh.group("world"), mesh.device)
@@ -112,15 +115,18 @@ def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
 
 def refuse_missing_parts(plan: Plan) -> None:
     """PlanError for what a plan can say and the engine cannot do yet."""
-    missing = {
-        "strategy": (plan.strategy, "none"),
-        "reduce": (plan.reduce, "last"),
-        "recompute": (plan.recompute, "none"),
-        "chunks": (plan.chunks or 1, 1),
+    available = {
+        "schedule": SCHEDULES,
+        "strategy": ("none",),
+        "reduce": ("last",),
+        "recompute": ("none",),
+        "chunks": (None, 1),
     }
-    for name, (value, available) in missing.items():
-        if value != available:
-            raise PlanError(f"plan.{name} is {value!r}: only {available!r} is available yet.")
+    for name, values in available.items():
+        value = getattr(plan, name)
+        if value not in values:
+            known = " or ".join(repr(value) for value in values if value is not None)
+            raise PlanError(f"plan.{name} is {value!r}: only {known} is available yet.")
 
 
 def cut(sequence: LayerSequence, plan: Plan, order: Schedule) -> tuple[int, ...]:

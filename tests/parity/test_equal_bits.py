@@ -6,33 +6,45 @@ import torch
 from parity import woven
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2
+from plait.composer import SCHEDULES
+from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
+from plait.planner.balance import balance
 
 BY_NAME = {case.name: case for case in USER_CASES}
 LAYOUTS = [(2, 1, 3), (4, 1, 5), (4, 1, 2), (2, 2, 4)]
 
 
 def bits(rank_pool, case, pp, dp, microbatches, schedule):
-    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, precision="fp64")
+    layers = len(sequence_of(case.build()).layers)
+    plan = Plan(
+        pp=pp,
+        dp=dp,
+        schedule=schedule,
+        microbatches=microbatches,
+        precision="fp64",
+        layers_per_stage=balance([1.0] * layers, pp),  # by itself each schedule would choose its own
+    )
     return rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world)
 
 
 def check(rank_pool, case, layout):
-    ranks = zip(*(bits(rank_pool, case, *layout, schedule) for schedule in ("gpipe", "1f1b")), strict=True)
-    for gpipe, one_f_one_b in ranks:
-        assert gpipe.losses == one_f_one_b.losses
-        assert gpipe.norms == one_f_one_b.norms
-        for what in ("gradients", "parameters"):
-            ours, theirs = getattr(gpipe, what), getattr(one_f_one_b, what)
-            assert ours.keys() == theirs.keys()
-            assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    runs = (bits(rank_pool, case, *layout, schedule) for schedule in SCHEDULES)
+    for first, *others in zip(*runs, strict=True):
+        for other in others:
+            assert first.losses == other.losses
+            assert first.norms == other.norms
+            for what in ("gradients", "parameters"):
+                ours, theirs = getattr(first, what), getattr(other, what)
+                assert ours.keys() == theirs.keys()
+                assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_gpipe_and_1f1b_of_gpt2(rank_pool, layout):
+def test_schedules_of_gpt2(rank_pool, layout):
     check(rank_pool, gpt2(layers=2, tied=layout[1] == 1), layout)
 
 
 @pytest.mark.parametrize("name", ["crossing_ties", "convolution"])
-def test_gpipe_and_1f1b_of_users_models(rank_pool, name):
+def test_schedules_of_users_models(rank_pool, name):
     check(rank_pool, BY_NAME[name], (4, 1, 4))

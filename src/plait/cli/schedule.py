@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import NoReturn
 
 from plait.errors import ConfigError, ScheduleError
-from plait.schedules.policies import POLICIES, schedule
+from plait.schedules.policies import POLICIES
+from plait.search.schedule import schedule
 from plait.simulation.costs import Costs
 from plait.simulation.svg import draw_svg
 from plait.simulation.text import draw_text, title

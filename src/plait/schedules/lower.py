@@ -6,9 +6,7 @@ What is added, and where:
 - inside each action: one instruction a layer, forwards in model order, backwards in reverse. A full
   backward whose result is sent does all of its `I` first, then sends, then does its `W`; one that nobody
   waits for does both at once, layer by layer, so that `W` can hide what `I` communicates;
-- a receive is posted as soon as the one before it on the same channel was taken, so that exactly one
-  buffer per channel waits ahead and memory does not grow with the number of micro-batches. A channel is
-  a pair of ranks and a direction; its messages are received in the order in which they are sent;
+- the receives of messages are posted ahead, in the order of sending (see `messages`);
 - the reduction of a unit follows the last weight gradient that goes into it. Units that several ranks of
   the `pp` axis hold come last, in one order for all ranks, so no two ranks wait for each other crosswise.
 """
@@ -20,6 +18,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from plait.schedules.action import Action, Kind
+from plait.schedules.messages import AT_START, Inbox, Message, inboxes, needed_by
 from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
@@ -62,120 +61,75 @@ class Shape:
 
 def lower(schedule: Schedule, shape: Shape, ending: Ending = "loss") -> tuple[Program, ...]:
     """One program per rank of the `pp` axis. `ending` says what the last stage does with its output."""
-    messages = [_messages_to(schedule, rank) for rank in range(schedule.ranks)]
-    return tuple(_lower_rank(schedule, shape, ending, rank, messages[rank]) for rank in range(schedule.ranks))
+    return tuple(
+        _lower_rank(schedule, shape, ending, rank, inbox) for rank, inbox in enumerate(inboxes(schedule))
+    )
 
 
-def source_of(action: Action, schedule: Schedule) -> int | None:
-    """The stage whose result `action` starts from: before for a forward, behind for a backward, or none."""
-    if action.kind is Kind.F:
-        return action.stage - 1 if action.stage > 0 else None
-    if action.kind is Kind.W:
-        return None
-    return action.stage + 1 if action.stage + 1 < schedule.stages else None
-
-
-def consumer_of(action: Action, schedule: Schedule) -> Action | None:
-    """The action on another stage that waits for the result of `action`: a forward or an input gradient."""
-    if action.kind is Kind.F and action.stage + 1 < schedule.stages:
-        return Action(action.stage + 1, Kind.F, action.microbatch)
-    if action.kind in (Kind.I, Kind.B) and action.stage > 0:
-        return Action(action.stage - 1, Kind.I, action.microbatch)
-    return None
-
-
-def _needed_by(action: Action) -> Action:
-    """`action` as the receiver of a message: a full backward receives as its input gradient does."""
-    return Action(action.stage, Kind.I, action.microbatch) if action.kind is Kind.B else action
-
-
-Channel = tuple[int, Kind]
-"""The sending rank, and the direction: `F` forward, `I` backward."""
-
-
-def _messages_to(schedule: Schedule, rank: int) -> dict[Channel, list[Action]]:
-    """For each channel into `rank`: the actions that wait for its messages, in the order of sending."""
-    channels: dict[Channel, list[Action]] = {}
-    for sender in range(schedule.ranks):
-        for action in schedule.actions[sender]:
-            consumer = consumer_of(action, schedule)
-            if consumer is not None and sender != rank == schedule.rank_of[consumer.stage]:
-                channels.setdefault((sender, consumer.kind), []).append(consumer)
-    return channels
-
-
-def _lower_rank(
-    schedule: Schedule, shape: Shape, ending: Ending, rank: int, channels: dict[Channel, list[Action]]
-) -> Program:
-    program: list[Instruction] = []
-    waiting = {channel: iter(consumers) for channel, consumers in channels.items()}
-
-    def post_next(channel: Channel) -> None:
-        following = next(waiting[channel], None)
-        if following is not None:
-            program.append(PostReceive(following, channel[0]))
-
-    for channel in channels:
-        post_next(channel)
+def _lower_rank(schedule: Schedule, shape: Shape, ending: Ending, rank: int, inbox: Inbox) -> Program:
+    program: list[Instruction] = [_post(message) for message in inbox.get(AT_START, ())]
     reductions = _reductions(schedule, shape, rank)
-    for action in schedule.actions[rank]:
+    for place, action in enumerate(schedule.actions[rank]):
+        program += _input_of(action, schedule)
+        program += map(_post, inbox.get(place, ()))
         for instruction in _lower_action(action, schedule, shape, ending):
             program.append(instruction)
-            if isinstance(instruction, AwaitReceive):
-                post_next((instruction.peer, instruction.action.kind))
-            elif isinstance(instruction, RunLayer):
-                program.extend(reductions.get(instruction, ()))
+            if reductions and isinstance(instruction, RunLayer):
+                program += reductions.get(instruction, ())
     if schedule.trains:
-        program.extend(ReduceGradient(unit) for unit in _spanning(schedule, shape, rank))
+        program += (ReduceGradient(unit) for unit in _spanning(schedule, shape, rank))
     program.append(Finish())
     return tuple(program)
 
 
-def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Ending) -> Iterator[Instruction]:
-    stage = action.stage
-    last = stage + 1 == schedule.stages
-    yield from _input_of(action, schedule)
-    if action.kind is Kind.F:
-        for layer in range(shape.layers[stage]):
-            yield RunLayer(action, layer)
-        if last:
-            yield ComputeLoss(action) if ending == "loss" else KeepOutput(action)
-        yield from _result_of(action, schedule)
+def _post(message: Message) -> PostReceive:
+    return PostReceive(message.consumer, message.sender)
+
+
+def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Ending) -> list[Instruction]:
+    stage, kind = action.stage, action.kind
+    if kind is Kind.F:
+        lowered: list[Instruction] = [RunLayer(action, layer) for layer in range(shape.layers[stage])]
+        if stage + 1 == schedule.stages:
+            lowered.append(ComputeLoss(action) if ending == "loss" else KeepOutput(action))
+        lowered += _result_of(action, schedule)
     else:
-        yield from _backward(action, schedule, shape)
-    if action.kind in (Kind.W, Kind.B) or not schedule.trains:
-        yield Release(action)
+        lowered = _backward(action, schedule, shape)
+    if kind in (Kind.W, Kind.B) or not schedule.trains:
+        lowered.append(Release(action))
+    return lowered
 
 
-def _backward(action: Action, schedule: Schedule, shape: Shape) -> Iterator[Instruction]:
+def _backward(action: Action, schedule: Schedule, shape: Shape) -> list[Instruction]:
     """`I`, `W`, or both: at once where nobody waits (or as told), else all of `I` first, to send early."""
-    result = tuple(_result_of(action, schedule))
+    stage, kind, microbatch = action
+    result = _result_of(action, schedule)
     at_once = not result if shape.overlap is None else shape.overlap
-    split = action.kind is Kind.B and not at_once
-    first, *later = (Kind.I, Kind.W) if split else (action.kind,)
-    layers = range(shape.layers[action.stage])[::-1]
-    yield from (RunLayer(Action(action.stage, first, action.microbatch), layer) for layer in layers)
-    yield from result
-    for kind in later:
-        yield from (RunLayer(Action(action.stage, kind, action.microbatch), layer) for layer in layers)
+    first, *later = (Kind.I, Kind.W) if kind is Kind.B and not at_once else (kind,)
+    layers = range(shape.layers[stage])[::-1]
+    lowered: list[Instruction] = [RunLayer(Action(stage, first, microbatch), layer) for layer in layers]
+    lowered += result
+    for second in later:
+        lowered += [RunLayer(Action(stage, second, microbatch), layer) for layer in layers]
+    return lowered
 
 
-def _result_of(action: Action, schedule: Schedule) -> Iterator[Send]:
-    consumer = consumer_of(action, schedule)
-    if consumer is not None and schedule.rank_of[consumer.stage] != schedule.rank_of[action.stage]:
-        yield Send(_needed_by(action), schedule.rank_of[consumer.stage])
+def _result_of(action: Action, schedule: Schedule) -> list[Send]:
+    consumer = action.consumer(schedule.stages)
+    if consumer is None or schedule.rank_of[consumer.stage] == schedule.rank_of[action.stage]:
+        return []
+    return [Send(needed_by(action), schedule.rank_of[consumer.stage])]
 
 
-def _input_of(action: Action, schedule: Schedule) -> Iterator[Instruction]:
-    source, wanted = source_of(action, schedule), _needed_by(action)
-    if source is not None:
-        owner = schedule.rank_of[source]
-        local = owner == schedule.rank_of[action.stage]
-        yield HandOver(wanted) if local else AwaitReceive(wanted, owner)
-    elif action.kind is Kind.F:
-        yield TakeBatch(action)
-    elif action.kind is not Kind.W:
-        yield SeedGradient(wanted)
+def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
+    if action.kind is Kind.W:
+        return []
+    source, wanted = action.source(schedule.stages), needed_by(action)
+    if source is None:
+        return [TakeBatch(action) if action.kind is Kind.F else SeedGradient(wanted)]
+    owner = schedule.rank_of[source]
+    local = owner == schedule.rank_of[action.stage]
+    return [HandOver(wanted) if local else AwaitReceive(wanted, owner)]
 
 
 def _holders(schedule: Schedule, places: Sequence[Place]) -> set[int]:

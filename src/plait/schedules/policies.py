@@ -1,55 +1,141 @@
-"""Named schedules. A policy is small: where stages live, and how many micro-batches a rank may hold.
+"""Named schedules. A policy is small: where stages live, how far forwards run ahead, and where W goes.
 
-rank 0:  F0 F1 F2 F3 B0 B1 B2 B3           gpipe: as many as there are
-rank 1:     F0 F1 F2 F3 B0 B1 B2 B3
+rank 0  F0 F1 F2 F3 B0 B1 B2 B3            gpipe: all forwards first
+rank 1  F0 F1 F2 F3 B0 B1 B2 B3
 
-rank 0:  F0 F1    B0 F2 B1 F3 B2    B3     1f1b: as many as there are stages from here to the end
-rank 1:     F0 B0 F1 B1 F2 B2 F3 B3
+rank 0  F0 F1 B0 F2 B1 F3 B2 B3            1f1b: as many ahead as there are ranks from here on
+rank 1  F0 B0 F1 B1 F2 B2 F3 B3
+
+rank 0  F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 …    zb-h1: likewise, and W lags behind by the rank's number
+rank 1  F0 I0 F1 I1 W0 F2 I2 W1 F3 …
+
+rank 0  F0 F1 F2 I0 W0 F3 I1 W1 …          zb-h2: nearly twice as many ahead
+rank 1  F0 I0 F1 I1 F2 I2 W0 F3 …
+
+rank 0  0F0 0F1 2F0 2F1 0F2 2B0 0F3 2B1 …  interleaved: chunk by chunk, for a group of micro-batches at
+rank 1  1F0 1F1 3F0 3B0 3F1 3B1 1F2 1B0 …  a time, at least as many as there are ranks
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from difflib import get_close_matches
+from dataclasses import dataclass
+from itertools import islice, pairwise
+from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.pattern import tightest
+from plait.schedules.placement import Placement
 from plait.schedules.schedule import Schedule
 
-InFlight = Callable[[int, int, int], int]
-"""`(rank, ranks, microbatches)` → the most micro-batches whose forward ran and whose backward did not."""
 
-POLICIES: dict[str, InFlight] = {
-    "gpipe": lambda rank, ranks, microbatches: microbatches,
-    "1f1b": lambda rank, ranks, microbatches: ranks - rank,
+class At(NamedTuple):
+    """A rank, in a pipeline of so many ranks, micro-batches and chunks a rank."""
+
+    rank: int
+    ranks: int
+    microbatches: int
+    chunks: int
+
+    @property
+    def groups(self) -> list[range]:
+        """Micro-batches that go through a chunk together: as many as there are ranks, or a few more."""
+        count = max(self.microbatches // self.ranks, 1)
+        firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
+        return [range(first, after) for first, after in pairwise(firsts)]
+
+
+@dataclass(frozen=True)
+class InTurns:
+    """Warm up with forwards; then a backward and a forward in turns; then the backwards that are left."""
+
+    placement: Placement
+    chunks: int
+    """How many stages a rank holds unless told otherwise; a linear placement has no choice."""
+    ahead: Callable[[At], int]
+    """Forwards of a rank before its first backward."""
+    lag: Callable[[At], int] | None = None
+    """By how many actions the weight gradients stay behind the input gradients; None: they are one action."""
+
+
+@dataclass(frozen=True)
+class InPattern:
+    """Two chunks in a v, in a pattern that repeats (see `tightest`)."""
+
+    pause: int
+    peak: Callable[[int], int]
+    """The most micro-batches that one of so many ranks holds."""
+    placement = Placement.V
+    chunks = 2
+
+
+Policy: TypeAlias = InTurns | InPattern
+
+POLICIES: dict[str, Policy] = {
+    # Huang et al. 2019 "GPipe", section 2.3.
+    "gpipe": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.microbatches),
+    # Narayanan et al. 2021 "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2 (PipeDream-Flush).
+    "1f1b": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank),
+    # Narayanan et al. 2021 "Efficient Large-Scale Language Model Training", section 2.2.
+    "interleaved": InTurns(
+        Placement.LOOP,
+        2,
+        ahead=lambda at: (at.chunks - 1) * len(at.groups[0]) + 2 * (at.ranks - at.rank) - 1,
+    ),
+    # Qi et al. 2023 "Zero Bubble Pipeline Parallelism", sections 2.1 and 2.2.
+    "zb-h1": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank, lag=lambda at: at.rank),
+    "zb-h2": InTurns(
+        Placement.LINEAR, 1, ahead=lambda at: 2 * (at.ranks - at.rank) - 1, lag=lambda at: 2 * at.rank
+    ),
+    # The same, section 6.
+    "zb-v": InPattern(pause=4, peak=lambda ranks: ranks),
+    # Qi et al. 2024 "Pipeline Parallelism with Controllable Memory", section 3.
+    "v-half": InPattern(pause=1, peak=lambda ranks: (ranks + 2) // 2),
+    "v-min": InPattern(pause=0, peak=lambda ranks: (ranks + 4) // 3),
 }
 
 
-def schedule(policy: str, *, ranks: int, microbatches: int) -> Schedule:
-    """The schedule that `policy` makes for one stage on each of `ranks` ranks.
+def order_by(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """The schedule of `POLICIES[name]`, as it is written there: an order, for any costs.
 
-    gpipe: Huang et al. 2019, section 2.3. 1f1b: Narayanan et al. 2021 (PipeDream-Flush), section 2.2.
+    ScheduleError for counts below one, and for chunks that the policy cannot have.
     """
-    if policy not in POLICIES:
-        near = get_close_matches(policy, POLICIES, n=1)
-        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(POLICIES)}."
-        raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")
-    require_positive(ranks=ranks, microbatches=microbatches)
-    in_flight = POLICIES[policy]
-    actions = tuple(
-        tuple(capped(rank, microbatches, in_flight(rank, ranks, microbatches))) for rank in range(ranks)
-    )
-    return Schedule(policy, microbatches, tuple(range(ranks)), actions)
+    policy = POLICIES[name]
+    chunks = policy.chunks if chunks is None else chunks
+    require_positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
+    if policy.placement is not Placement.LOOP and chunks != policy.chunks:
+        raise ScheduleError(f"{name} has chunks = {policy.chunks} and no other: chunks is {chunks}.")
+    rank_of = policy.placement.rank_of(ranks, chunks)
+    if isinstance(policy, InPattern):
+        orders = tightest(rank_of, policy.pause).orders(microbatches)
+        return Schedule(name, microbatches, rank_of, tuple(map(tuple, orders)))
+    places = (At(rank, ranks, microbatches, chunks) for rank in range(ranks))
+    return Schedule(name, microbatches, rank_of, tuple(tuple(_in_turns(policy, at)) for at in places))
 
 
-def capped(stage: int, microbatches: int, cap: int) -> Iterator[Action]:
-    """Forward while fewer than `cap` micro-batches are in flight, otherwise backward of the oldest."""
-    forwards = 0
-    for backwards in range(microbatches):
-        while forwards < microbatches and forwards - backwards < cap:
-            yield Action(stage, Kind.F, forwards)
-            forwards += 1
-        yield Action(stage, Kind.B, backwards)
+def _in_turns(policy: InTurns, at: At) -> Iterator[Action]:
+    forwards = _by_groups(at, Kind.F)
+    inputs = _by_groups(at, Kind.B if policy.lag is None else Kind.I)
+    weights = _by_groups(at, Kind.W)
+    lag = 0 if policy.lag is None else policy.lag(at)
+    yield from islice(forwards, policy.ahead(at))
+    for number, action in enumerate(inputs):
+        yield action
+        if policy.lag is not None and number >= lag:
+            yield next(weights)
+        yield from islice(forwards, 1)
+    if policy.lag is not None:
+        yield from weights
+
+
+def _by_groups(at: At, kind: Kind) -> Iterator[Action]:
+    """A rank's actions of a kind: group by group, in each chunk by chunk."""
+    stages = range(at.rank, at.ranks * at.chunks, at.ranks)
+    for group in at.groups:
+        for stage in stages if kind is Kind.F else reversed(stages):
+            for microbatch in group:
+                yield Action(stage, kind, microbatch)
 
 
 def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> Schedule:
@@ -68,7 +154,7 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
 
 
 def require_positive(**counts: int) -> None:
-    """ScheduleError for the first count below one, named."""
+    """ScheduleError for the first count that is no whole number of at least one, named."""
     for name, count in counts.items():
-        if count < 1:
+        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
             raise ScheduleError(f"{name} is {count}: a schedule needs at least 1.")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 from plait.schedules.action import Action, Kind
+from plait.schedules.grid import Grid, draw, fill
 
 
 @dataclass(frozen=True)
@@ -15,9 +17,12 @@ class Schedule:
     """
 
     policy: str
+    """Who made it; of a search, what won."""
     microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
+    bound: float | None = None
+    """Of a search: the makespan below which no schedule can get that it was allowed to choose from."""
 
     @property
     def ranks(self) -> int:
@@ -34,16 +39,19 @@ class Schedule:
         """The actions in text form, per rank: `(("0F0", "0F1", …), …)`."""
         return tuple(tuple(str(action) for action in rank) for rank in self.actions)
 
-    @property
+    @cached_property
     def trains(self) -> bool:
         """Whether any backward is in it; evaluation and generation run schedules of forwards only."""
         return any(action.kind is not Kind.F for rank in self.actions for action in rank)
+
+    @cached_property
+    def grid(self) -> Grid:
+        """At which step each action runs, if each takes one step and runs as soon as it can."""
+        return fill(self.actions, self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
         """The stages that live on `rank`, in model order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def __str__(self) -> str:
-        width = max((len(text) for rank in self.order for text in rank), default=0)
-        lines = [" ".join(text.rjust(width) for text in rank) for rank in self.order]
-        return "\n".join(f"rank {rank}: {line}" for rank, line in enumerate(lines))
+        return draw(self.actions, self.grid)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from plait.schedules.check import check, check_programs
+from plait.schedules.check import check
+from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import Ending, Shape, lower
 from plait.schedules.policies import forward_only
 from plait.schedules.program import Program

@@ -1,16 +1,20 @@
-"""What an action costs: time for each kind of work, and for a hop from one rank to another."""
+"""What a micro-batch costs: time for each kind of work and for a hop between ranks, and memory."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import pairwise
 from math import gcd, isfinite, lcm
 from numbers import Real
+from operator import add
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.schedules.action import Action, Kind
+from plait.schedules.action import Kind
+from plait.schedules.holding import Holds
+from plait.schedules.play import Pace
 from plait.schedules.schedule import Schedule
 
 Cost = float | Sequence[float]
@@ -21,39 +25,39 @@ class Ticks(NamedTuple):
     """Costs as whole numbers of the longest time that divides all of them, so that sums are exact."""
 
     tick: Fraction
-    forward: tuple[int, ...]
-    """per stage, as the two below"""
-    inputs: tuple[int, ...]
-    weights: tuple[int, ...]
+    durations: Mapping[Kind, tuple[int, ...]]
+    """How long an action of each kind runs, per stage."""
     comm: int
 
-    def duration(self, action: Action) -> int:
-        """How long `action` runs."""
-        kind, stage = action.kind, action.stage
-        if kind is Kind.F:
-            return self.forward[stage]
-        if kind is Kind.B:
-            return self.inputs[stage] + self.weights[stage]
-        return self.inputs[stage] if kind is Kind.I else self.weights[stage]
+    def pace(self, rank_of: Sequence[int]) -> Pace:
+        """As `play` takes it: a hop to the stage behind or before is free on the same rank."""
+        hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
+        return Pace(self.durations, [0, *hops], [*hops, 0])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """Time of a forward `F`, an input gradient `I`, a weight gradient `W`, and of a hop `comm`; any unit.
+    """What a micro-batch costs: times in any unit, and memory.
 
-    A number is the time of one rank and micro-batch: with several chunks a rank, the action of a chunk costs
-    that part of it. A sequence holds absolute times, one per stage. A full backward `B` costs `I + W`.
-    `comm` is charged for each hop between different ranks and blocks neither of them.
-    ScheduleError for what is negative, not finite or no number.
+    `F`, `I`, `W`: a forward, an input gradient, a weight gradient. A full backward `B` costs `I + W`.
+    `comm`: a hop between different ranks; it blocks neither of them. `until_I`, `until_W`: what is held from
+    the start of the forward to the end of the input gradient, and from then to the end of the weight
+    gradient.
+
+    A number is the cost of one rank and micro-batch: with several chunks a rank, a chunk costs that part of
+    it. A sequence holds absolute costs, one per stage. ScheduleError for what is negative, not finite or no
+    number.
     """
 
     F: Cost = 1
     I: Cost = 1  # noqa: E741 (the field's letter)
     W: Cost = 1
     comm: float = 0
+    until_I: Cost = 1  # noqa: N815 (the field's letter)
+    until_W: Cost = 1  # noqa: N815
 
     def __post_init__(self) -> None:
-        for name in ("F", "I", "W"):
+        for name in ("F", "I", "W", "until_I", "until_W"):
             cost = getattr(self, name)
             if isinstance(cost, Sequence):
                 object.__setattr__(self, name, tuple(cost))
@@ -64,25 +68,48 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, schedule: Schedule) -> Ticks:
-        """The costs of `schedule`, exactly. ScheduleError unless each sequence has one value per stage."""
-        stages = [self._per_stage(name, schedule) for name in ("F", "I", "W")]
-        comm = _exact(self.comm)
-        times = [time for costs in stages for time in costs] + [comm]
-        grid = lcm(*(time.denominator for time in times))
-        tick = Fraction(gcd(*(int(time * grid) for time in times)) or 1, grid)
-        forward, inputs, weights = (tuple(int(time / tick) for time in costs) for costs in stages)
-        return Ticks(tick, forward, inputs, weights, int(comm / tick))
+        """The times of `schedule`, exactly. ScheduleError unless each sequence has one value per stage."""
+        return self.ticks_of(schedule.ranks, schedule.stages)
 
-    def _per_stage(self, name: str, schedule: Schedule) -> list[Fraction]:
+    def holds(self, schedule: Schedule) -> Holds:
+        """What one of its micro-batches holds, exactly. ScheduleError as `ticks`."""
+        return self.holds_of(schedule.ranks, schedule.stages)
+
+    def ticks_of(self, ranks: int, stages: int) -> Ticks:
+        """As `ticks`, for any schedule of so many ranks and stages."""
+        names = ("F", "I", "W")
+        tick, (*times, (comm,)) = _whole(
+            *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]
+        )
+        forward, inputs, weights = times
+        both = tuple(map(add, inputs, weights))
+        return Ticks(tick, {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}, comm)
+
+    def holds_of(self, ranks: int, stages: int) -> Holds:
+        """As `holds`, for any schedule of so many ranks and stages."""
+        unit, (until_input, until_weight) = _whole(
+            *(self._per_stage(name, ranks, stages) for name in ("until_I", "until_W"))
+        )
+        return Holds(unit, until_input, until_weight)
+
+    def _per_stage(self, name: str, ranks: int, stages: int) -> list[Fraction]:
         cost: Cost = getattr(self, name)
         if not isinstance(cost, Sequence):
-            return [_exact(cost) * schedule.ranks / schedule.stages] * schedule.stages
-        if len(cost) != schedule.stages:
+            return [_exact(cost) * ranks / stages] * stages
+        if len(cost) != stages:
             raise ScheduleError(
-                f"costs.{name} has {len(cost)} values, but the schedule has {schedule.stages} stages: "
+                f"costs.{name} has {len(cost)} values, but the schedule has {stages} stages: "
                 "give one value per stage, or one number."
             )
         return [_exact(value) for value in cost]
+
+
+def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[tuple[int, ...]]]:
+    """The largest unit of which all numbers are whole multiples, and the multiples."""
+    numbers = [number for row in rows for number in row]
+    grid = lcm(*(number.denominator for number in numbers))
+    unit = Fraction(gcd(*(int(number * grid) for number in numbers)) or 1, grid)
+    return unit, [tuple(int(number / unit) for number in row) for row in rows]
 
 
 def _require_time(name: str, value: object) -> None:

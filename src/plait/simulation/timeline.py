@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.schedules.action import Action, Kind
+from plait.schedules.action import Action
+from plait.schedules.holding import Holds, peaks
+from plait.schedules.play import play
 from plait.schedules.schedule import Schedule
-from plait.simulation.costs import Costs, Ticks
+from plait.simulation.costs import Costs
 
 
 class Event(NamedTuple):
@@ -41,6 +42,7 @@ class Timeline:
     schedule: Schedule
     tick: Fraction
     cells: tuple[tuple[Cell, ...], ...]
+    holds: Holds
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -58,7 +60,7 @@ class Timeline:
     @property
     def span(self) -> float:
         """Last end − first start of the rank for which that is longest."""
-        return self.time(max(self._spans))
+        return self.time(self.longest)
 
     @property
     def bubble(self) -> float:
@@ -68,7 +70,7 @@ class Timeline:
     @property
     def bubble_span(self) -> float:
         """The zero-bubble papers' measure: `1 − work / span`, work = the most loaded rank's."""
-        return _part_left(max(self._busy), max(self._spans))
+        return _part_left(max(self._busy), self.longest)
 
     @property
     def idle(self) -> tuple[float, ...]:
@@ -82,18 +84,22 @@ class Timeline:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Per rank: most activations alive at once, each from the start of its F to the end of its W or B.
+        """Per rank: the most that is held at once, each micro-batch from the start of F to the end of W or B.
 
         In units of one rank's micro-batch: with several chunks a rank, a chunk counts as that part of one.
         """
-        ranks, stages = self.schedule.ranks, self.schedule.stages
-        return tuple(_most_alive(actions) * ranks / stages for actions in self.schedule.actions)
+        return tuple(map(float, peaks(self.schedule, self.holds)))
 
     @cached_property
     def length(self) -> int:
         """The makespan in ticks."""
         rows = [row for row in self.cells if row]
         return max((row[-1].end for row in rows), default=0) - self.first
+
+    @property
+    def longest(self) -> int:
+        """The span in ticks."""
+        return max(self._spans)
 
     @cached_property
     def first(self) -> int:
@@ -120,89 +126,31 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     arrives on another rank `costs.comm` after the end of its action, and a `B` hands its gradient on at its
     end. Linear in the number of actions. ScheduleError when ranks wait for each other for ever.
     """
-    ticks = (costs or Costs()).ticks(schedule)
-    rows: list[list[Cell]] = [[] for _ in schedule.actions]
-    ended: dict[Result, int] = {}
-    waiting: dict[Result, list[int]] = defaultdict(list)
-    ready = deque(range(schedule.ranks))
-    while ready:
-        rank = ready.popleft()
-        row, actions = rows[rank], schedule.actions[rank]
-        while len(row) < len(actions):
-            action = actions[len(row)]
-            arrival, missing = _arrival(_needs(action, schedule, ticks), ended)
-            if missing:
-                waiting[missing].append(rank)
-                break
-            start = max(arrival, row[-1].end) if row else arrival
-            end = start + ticks.duration(action)
-            row.append(Cell(action, start, end))
-            if action.kind is not Kind.W:
-                result = _result(action)
-                ended[result] = end
-                ready.extend(waiting.pop(result, ()))
-    if waiting:
-        raise ScheduleError(_stuck(waiting, schedule, rows))
-    return Timeline(schedule, ticks.tick, tuple(map(tuple, rows)))
-
-
-Result = tuple[int, bool, int]
-"""What other actions wait for: of which stage, whether a gradient, of which micro-batch."""
-
-
-def _result(action: Action) -> Result:
-    return action.stage, action.kind is not Kind.F, action.microbatch
-
-
-def _arrival(needs: Iterable[tuple[Result, int]], ended: Mapping[Result, int]) -> tuple[int, Result | None]:
-    """When all of `needs` are there; or the first one that nobody has made yet."""
-    latest = 0
-    for need, delay in needs:
-        end = ended.get(need)
-        if end is None:
-            return 0, need
-        latest = max(latest, end + delay)
-    return latest, None
-
-
-def _needs(action: Action, schedule: Schedule, ticks: Ticks) -> Iterator[tuple[Result, int]]:
-    """The results that `action` starts from, each with the time it takes to get here."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
-    if kind is Kind.W:
-        yield (stage, True, microbatch), 0
-        return
-    backward = kind is not Kind.F
-    if backward:
-        yield (stage, False, microbatch), 0
-    source = stage + 1 if backward else stage - 1
-    if 0 <= source < schedule.stages:
-        hop = schedule.rank_of[source] != schedule.rank_of[stage]
-        yield (source, backward, microbatch), ticks.comm if hop else 0
-
-
-def _stuck(waiting: dict[Result, list[int]], schedule: Schedule, rows: Sequence[Sequence[Cell]]) -> str:
-    """Say where it stuck: the first rank, what it wants to do and what never comes."""
-    blocked = {rank: need for need, ranks in waiting.items() for rank in ranks}
-    rank = min(blocked)
-    stage, backward, microbatch = blocked[rank]
-    action = schedule.actions[rank][len(rows[rank])]
-    missing = Action(stage, Kind.I if backward else Kind.F, microbatch)
-    others = f", as {len(blocked) - 1} more wait" if len(blocked) > 1 else ""
-    return (
-        f"the schedule is stuck: rank {rank} waits at {action} for {missing}, which never comes{others}; "
-        "change the order of the actions, plait.check names the rule."
+    costs = costs or Costs()
+    ticks = costs.ticks(schedule)
+    ends, missing = play(schedule.actions, ticks.pace(schedule.rank_of))
+    if missing:
+        raise ScheduleError(_stuck(missing, ends, schedule))
+    durations = ticks.durations
+    cells = tuple(
+        tuple(
+            Cell(action, end - durations[action.kind][action.stage], end)
+            for action, end in zip(*row, strict=True)
+        )
+        for row in zip(schedule.actions, ends, strict=True)
     )
+    return Timeline(schedule, ticks.tick, cells, costs.holds(schedule))
 
 
-def _most_alive(actions: Sequence[Action]) -> int:
-    alive = most = 0
-    for action in actions:
-        if action.kind is Kind.F:
-            alive += 1
-            most = max(most, alive)
-        elif action.kind is not Kind.I:
-            alive -= 1
-    return most
+def _stuck(missing: Mapping[int, Action], ends: Sequence[Sequence[int]], schedule: Schedule) -> str:
+    """Say where it stuck: the first rank, what it wants to do and what never comes."""
+    rank = min(missing)
+    action = schedule.actions[rank][len(ends[rank])]
+    others = f", as {len(missing) - 1} more wait" if len(missing) > 1 else ""
+    return (
+        f"the schedule is stuck: rank {rank} waits at {action} for {missing[rank]}, which never comes"
+        f"{others}; change the order of the actions, plait.check names the rule."
+    )
 
 
 def _part_left(used: int, whole: int) -> float:

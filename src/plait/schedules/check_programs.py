@@ -1,0 +1,103 @@
+"""Whether lowered programs can run: messages in one order on both sides, and nobody waits for ever."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
+from plait.schedules.messages import Channel
+from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Program, Send
+
+
+def check_programs(programs: Sequence[Program]) -> None:
+    """ScheduleError when the programs could wait for each other for ever.
+
+    Sends are modelled as rendezvous that block their rank until the receive is posted, as NCCL's do. Each
+    channel must post its receives in the order in which they are sent, and take what was posted.
+    """
+    _check_channel_order(programs)
+    run = _Run(programs)
+    moved = 1
+    while moved:
+        moved = sum(run.advance(rank) for rank in range(len(programs)))
+    stuck = [
+        f"rank {rank} at {program[run.counters[rank]]}"
+        for rank, program in enumerate(programs)
+        if run.counters[rank] < len(program)
+    ]
+    if stuck:
+        raise ScheduleError(f"rule 'no deadlock' is broken: {'; '.join(stuck)} wait for each other.")
+
+
+class _Run:
+    """Programs under way: how far each rank is, and what each channel carries."""
+
+    def __init__(self, programs: Sequence[Program]) -> None:
+        self.programs = programs
+        self.counters = [0] * len(programs)
+        self.posted: dict[Channel, int] = defaultdict(int)
+        self.sent: dict[Channel, int] = defaultdict(int)
+        self.arrived: set[tuple[int, Action]] = set()
+
+    def advance(self, rank: int) -> int:
+        """Go on with a rank until it is blocked; by how many instructions."""
+        program, start = self.programs[rank], self.counters[rank]
+        while self.counters[rank] < len(program) and self._pass(rank, program[self.counters[rank]]):
+            self.counters[rank] += 1
+        return self.counters[rank] - start
+
+    def _pass(self, rank: int, instruction: Instruction) -> bool:
+        match instruction:
+            case PostReceive(action, peer):
+                self.posted[peer, rank, action.kind] += 1
+            case Send(action, peer):
+                channel = rank, peer, action.kind
+                if self.posted[channel] <= self.sent[channel]:
+                    return False
+                self.sent[channel] += 1
+                self.arrived.add((peer, _consumer(action)))
+            case AwaitReceive(action):
+                return (rank, action) in self.arrived
+        return True
+
+
+def _consumer(sent: Action) -> Action:
+    """Who waits for what the instruction `Send(sent, …)` sends."""
+    return Action(sent.stage + (1 if sent.kind is Kind.F else -1), sent.kind, sent.microbatch)
+
+
+def _check_channel_order(programs: Sequence[Program]) -> None:
+    sends: dict[Channel, list[Action]] = defaultdict(list)
+    receives: dict[Channel, list[Action]] = defaultdict(list)
+    waiting: dict[Channel, set[Action]] = defaultdict(set)
+    for rank, program in enumerate(programs):
+        for instruction in program:
+            match instruction:
+                case Send(action, peer):
+                    sends[rank, peer, action.kind].append(_consumer(action))
+                case PostReceive(action, peer):
+                    receives[peer, rank, action.kind].append(action)
+                    waiting[peer, rank, action.kind].add(action)
+                case AwaitReceive(action, peer):
+                    posted = waiting[peer, rank, action.kind]
+                    if action not in posted:
+                        _refuse((peer, rank, action.kind), f"{action} is awaited before it is received")
+                    posted.remove(action)
+    for channel in sorted({*sends, *receives}):
+        if sends[channel] != receives[channel]:
+            told = f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}"
+            _refuse(channel, told)
+        if waiting[channel]:
+            _refuse(channel, f"{_listed(sorted(waiting[channel]))} is received and never awaited")
+
+
+def _refuse(channel: Channel, why: str) -> None:
+    raise ScheduleError(
+        f"rule 'one order per channel' is broken between ranks {channel[0]} and {channel[1]}: {why}."
+    )
+
+
+def _listed(actions: Sequence[Action]) -> str:
+    return " ".join(map(str, actions)) or "nothing"

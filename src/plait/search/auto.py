@@ -1,0 +1,146 @@
+"""The search as a whole: the shortest schedule that holds no more than it may."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from fractions import Fraction
+from math import isinf
+from typing import Literal
+
+from plait.errors import ScheduleError
+from plait.schedules.holding import allowed, peaks
+from plait.schedules.placement import Placement
+from plait.schedules.policies import POLICIES, InTurns, order_by
+from plait.schedules.schedule import Schedule
+from plait.search.bound import lower_bound
+from plait.search.exact import search_all
+from plait.search.fuse import fused
+from plait.search.problem import Layout, Orders, Problem
+from plait.search.race import race, short_run
+from plait.search.room import least_room
+from plait.simulation.costs import Costs
+from plait.simulation.timeline import Timeline, simulate
+
+Measure = Literal["makespan", "span"]
+MOST_CHUNKS = 4
+"""Chunks that are tried unless told."""
+EFFORT = 800_000
+"""Operations settled in a search, at least: a second or two."""
+PER_OPERATION, MOST_EFFORT = 100, 3_000_000
+"""In larger pipelines: for each operation of the largest problem, up to some seconds."""
+PER_START, PER_FINAL = 20, 12
+"""In the largest: for each operation of all short runs, and of the largest problem."""
+EXACT_SIZE, EXACT_NODES = 160, 20_000
+"""Problems of so many operations are searched exactly, through so many nodes in all."""
+
+
+def find(
+    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: int | None, measure: Measure
+) -> Schedule:
+    """The schedule with the least `measure` that was found among those in which no rank holds above `limit`.
+
+    Its `policy` says where its stages live, or which named policy it is; its `bound` how short a schedule
+    could be at best: as short as this one where nothing better exists. The same for the same arguments on
+    every machine. ScheduleError for a limit below what any schedule needs.
+    """
+    problems = _problems(ranks, microbatches, costs, limit, chunks, measure)
+    found = [_schedule(runner.problem, runner.settled.orders) for runner in race(problems, _effort(problems))]
+    found += _fitting_policies(problems, costs, limit)
+    best = min(
+        (simulate(schedule, costs) for schedule in found), key=lambda timeline: _score(timeline, measure)
+    )
+    best, bound = _searched_exactly(problems, best, costs, measure)
+    return replace(fused(best.schedule, costs), bound=float(bound))
+
+
+def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, int]:
+    """What is minimised first, then what else is worth having."""
+    first, second = timeline.length, timeline.longest
+    if measure == "span":
+        first, second = second, first
+    return first * timeline.tick, second * timeline.tick, timeline.schedule.stages
+
+
+def _problems(
+    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: int | None, measure: Measure
+) -> list[Problem]:
+    """The pipeline with its stages laid out in every way in which it can be run within the limit."""
+    problems, least = [], Fraction(0)
+    for placement, count in _layouts(ranks, costs, chunks):
+        stages = ranks * count
+        holds, ticks = costs.holds_of(ranks, stages), costs.ticks_of(ranks, stages)
+        everything = microbatches * sum(map(max, holds.until_input, holds.until_weight))
+        most = everything if isinf(limit) else min(allowed(limit, holds.unit), everything)
+        problem = Problem(placement, ranks, count, microbatches, ticks, holds, most, measure == "span")
+        needed = max(least_room(problem, rank) for rank in range(ranks))
+        if needed <= most:
+            problems.append(problem)
+        elif least == 0 or needed * holds.unit < least:
+            least = needed * holds.unit
+    if not problems:
+        raise ScheduleError(
+            f"a limit of {limit:g} is below what any schedule needs: "
+            f"let each rank hold at least {float(least):g}."
+        )
+    return problems
+
+
+def _layouts(ranks: int, costs: Costs, chunks: int | None) -> Iterator[Layout]:
+    lengths = {len(cost) for cost in (costs.F, costs.I, costs.W) if not isinstance(cost, int | float)}
+    if chunks is None and lengths:
+        chunks = max(min(lengths) // ranks, 1)  # what does not fit is refused where costs are read
+    for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):
+        if count == 1:
+            yield Placement.LINEAR, 1
+        else:
+            yield Placement.V, count
+            yield Placement.LOOP, count
+
+
+def _effort(problems: Sequence[Problem]) -> float:
+    largest = max(problem.size for problem in problems)
+    starts = sum(short_run(problem).size for problem in problems)
+    return max(EFFORT, min(PER_OPERATION * largest, MOST_EFFORT), PER_START * starts + PER_FINAL * largest)
+
+
+def _schedule(problem: Problem, orders: Orders) -> Schedule:
+    chunks = "" if problem.chunks == 1 else f", {problem.chunks} chunks"
+    rows = tuple(map(tuple, problem.actions_of(orders)))
+    return Schedule(f"auto ({problem.placement}{chunks})", problem.microbatches, problem.rank_of, rows)
+
+
+def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
+    """The named policies as they are, where they fit: what is found should never be behind one of them."""
+    for problem in problems:
+        for name, policy in POLICIES.items():
+            if isinstance(policy, InTurns) and policy.placement is problem.placement:
+                made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
+                holds = costs.holds(made)
+                if isinf(limit) or max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
+                    yield replace(made, policy=f"auto ({name})")
+
+
+def _searched_exactly(
+    problems: Sequence[Problem], best: Timeline, costs: Costs, measure: Measure
+) -> tuple[Timeline, Fraction]:
+    """Small problems searched to the end: the best schedule, and what no schedule can be below."""
+    nodes, open_bounds = EXACT_NODES, []
+    for problem in sorted(problems, key=_bound):
+        known = _score(best, measure)[0]
+        if _bound(problem) >= known:
+            continue
+        if problem.size > EXACT_SIZE or nodes <= 0:
+            open_bounds.append(_bound(problem))
+            continue
+        found = search_all(problem, problem.length(known), nodes)
+        nodes -= found.nodes
+        if found.orders is not None:
+            best = simulate(_schedule(problem, found.orders), costs)
+        if not found.proven:
+            open_bounds.append(_bound(problem))
+    return best, min([*open_bounds, _score(best, measure)[0]])
+
+
+def _bound(problem: Problem) -> Fraction:
+    return problem.measure(lower_bound(problem))

@@ -1,0 +1,147 @@
+"""The race: heats of many starts on a short run, finals at full length, and the winners shaken."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from fractions import Fraction
+from heapq import nsmallest
+from itertools import cycle, islice
+from random import Random
+
+from plait.search.bound import lower_bound
+from plait.search.problem import Problem
+from plait.search.settle import Effort, Habit, Settled, justify, settle
+from plait.search.starts import Start, orders_from, starts
+
+SEED = 0
+LEAST = 10
+"""Runners of each problem, however little effort there is."""
+HABITS = (Habit(0.5), Habit(1.0), Habit(0.5, True), Habit(0.0), Habit(1.0, True), Habit(0.0, True))
+"""The most promising first."""
+FINALISTS, WINNERS = 6, 3
+HEATS, FINALS = 0.35, 0.3
+"""Parts of the effort; shaking takes what is left."""
+UNREST, NOISE = (0.0, 0.01, 0.03, 0.1), (0.0, 1.0, 2.0)
+"""Of a habit when it is shaken."""
+CHANGES = (0, 1, 3, 10)
+WORSE, BACK = 1.0, 0.05
+"""Shaking goes on from what is longer by up to this part; and so often, of 1, goes back to the best."""
+
+
+@dataclass(frozen=True)
+class Runner:
+    """A schedule in the race: what it started from, how its ranks fill gaps, and how far it got."""
+
+    problem: Problem
+    start: Start
+    habit: Habit
+    settled: Settled
+
+    @property
+    def length(self) -> Fraction:
+        """In the unit of the costs, so that problems can be compared."""
+        return self.problem.measure(self.settled.length)
+
+
+def race(problems: Sequence[Problem], effort: float) -> list[Runner]:
+    """The best schedules that were found, the shortest first; at least one. About `effort` is spent."""
+    full = {problem.layout: problem for problem in problems}
+    finals = Effort(FINALS * effort)
+    runners = [
+        _at_full_length(full[runner.problem.layout], runner, finals)
+        for runner in _heats(problems, HEATS * effort)
+    ]
+    for habit in cycle(HABITS):
+        runners = nsmallest(max(WINNERS, len(runners) - 1), runners, key=_length)
+        if finals.left <= 0:
+            break
+        runners = [_justified(runner, habit, 2, finals) for runner in runners]
+    winners = nsmallest(WINNERS, runners, key=_length)
+    share = (1 - HEATS - FINALS) * effort / len(winners)
+    return sorted((_shaken(winner, share) for winner in winners), key=_length)
+
+
+def short_run(problem: Problem) -> Problem:
+    """A few micro-batches only: what costs most, filling and draining the pipeline, is as in a long run.
+
+    Two for each rank; or more, if there is room for more of them at once.
+    """
+    share = sum(problem.holds.until_input) // problem.ranks or 1
+    enough = problem.ranks + max(problem.ranks, problem.limit // share)
+    return problem.shortened(min(problem.microbatches, enough))
+
+
+def _length(runner: Runner) -> Fraction:
+    return runner.length
+
+
+def _heats(problems: Sequence[Problem], effort: float) -> list[Runner]:
+    """Starts with two habits each, on a short run; the better half goes on, round after round."""
+    shorts = [short_run(problem) for problem in problems]
+    # With n runners there are n, n, n / 2, n / 4 … settled.
+    each = max(int(effort / 3 / sum(short.size for short in shorts)), LEAST)
+    runners = [runner for short in shorts for runner in islice(_starters(short), each)]
+    while len(runners) > FINALISTS:
+        different = {
+            (runner.problem.layout, runner.start.origin, runner.length): runner for runner in runners
+        }
+        runners = nsmallest(max(len(runners) // 2, FINALISTS), different.values(), key=_length)
+        runners = [_justified(runner, runner.habit, 1) for runner in runners]
+    return runners
+
+
+def _starters(problem: Problem) -> Iterator[Runner]:
+    for start in starts(problem, Random(SEED)):
+        orders = orders_from(problem, start)
+        for habit in HABITS[:2]:
+            yield Runner(problem, start, habit, settle(problem.ahead, orders, problem.limit, habit))
+
+
+def _justified(runner: Runner, habit: Habit, rounds: int, effort: Effort | None = None) -> Runner:
+    settled = justify(runner.problem, runner.settled, habit, rounds, effort)
+    return replace(runner, settled=settled)
+
+
+def _at_full_length(problem: Problem, runner: Runner, effort: Effort) -> Runner:
+    if problem.microbatches == runner.problem.microbatches:
+        return replace(runner, problem=problem)
+    settled = settle(problem.ahead, orders_from(problem, runner.start), problem.limit, runner.habit)
+    return _justified(replace(runner, problem=problem, settled=settled), runner.habit, 3, effort)
+
+
+def _shaken(runner: Runner, effort: float) -> Runner:
+    """A runner, justified over and over by restless ranks."""
+    problem, chance, left = runner.problem, Random(SEED), Effort(effort)
+    bound = lower_bound(problem)
+    best = now = runner.settled
+    worse = WORSE * sum(problem.ahead.duration) / problem.size
+    while left.left > 0 and best.length > bound:
+        left.spend(2 * problem.size)
+        late = settle(
+            problem.mirrored,
+            now.reversed(),
+            problem.limit,
+            _restless(chance, runner.habit, problem.size),
+            chance,
+        )
+        after = settle(
+            problem.ahead,
+            late.reversed(),
+            problem.limit,
+            _restless(chance, runner.habit, problem.size),
+            chance,
+        )
+        if after.length <= now.length + worse * chance.random():
+            now = after
+        elif chance.random() < BACK:
+            now = best
+        if after.length < best.length:
+            best = now = after
+    return replace(runner, settled=best)
+
+
+def _restless(chance: Random, usual: Habit, size: int) -> Habit:
+    if chance.random() < 0.5:
+        return replace(usual, unrest=min(chance.choice(CHANGES) / size, 1.0), noise=chance.choice((0.0, 0.1)))
+    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(NOISE))

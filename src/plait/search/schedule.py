@@ -1,0 +1,99 @@
+"""`plait.schedule`: a schedule by the name of its policy, or the shortest that fits."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from difflib import get_close_matches
+from math import isnan
+from typing import get_args
+
+from plait.errors import ScheduleError
+from plait.schedules.check import check
+from plait.schedules.holding import allowed
+from plait.schedules.policies import POLICIES, InPattern, order_by, require_positive
+from plait.schedules.schedule import Schedule
+from plait.search.auto import Measure, find
+from plait.search.problem import Problem
+from plait.search.race import HABITS
+from plait.search.settle import justify, settle
+from plait.simulation.costs import Costs
+from plait.simulation.timeline import simulate
+
+AUTO = "auto"
+NAMES = (*POLICIES, AUTO)
+ROUNDS = 6
+
+
+def schedule(
+    policy: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+    limit: float | None = None,
+    measure: Measure = "makespan",
+) -> Schedule:
+    """The schedule that `policy` makes for a pipeline of `ranks` ranks.
+
+    `gpipe`, `1f1b`, `interleaved`, `zb-h1` and `zb-h2` are orders, the same for any costs (see
+    `plait.schedules.policies` for their sources). `zb-v`, `v-half` and `v-min` are patterns, settled for
+    `costs` to the shortest span that their memory allows. `auto` is the shortest `measure` that is found for
+    `costs` within `limit`, by default the memory of 1f1b: `ranks`.
+
+    `chunks`: stages on each rank; by default 1, for `interleaved` and the patterns 2; for `auto` the best of
+    1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a hop. `limit`: the most that a rank may
+    hold, in units of one rank's micro-batch; by default any, but for `auto`. ScheduleError for an unknown
+    policy, counts below one, chunks that the policy cannot have, and a limit that it does not keep.
+    """
+    _require_known(policy, measure)
+    require_positive(ranks=ranks, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks}))
+    if limit is not None and (isnan(limit) or limit < 0):
+        raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
+    costs = costs or Costs()
+    if policy == AUTO:
+        return find(ranks, microbatches, costs, ranks if limit is None else limit, chunks, measure)
+    made = order_by(policy, ranks, microbatches, chunks)
+    kind = POLICIES[policy]
+    if isinstance(kind, InPattern):
+        made = _settled(made, kind, costs)
+    if limit is not None:
+        check(made, limit, costs.holds(made))
+    return made
+
+
+def _require_known(policy: str, measure: str) -> None:
+    if policy not in NAMES:
+        near = get_close_matches(policy, NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}."
+        raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")
+    if measure not in get_args(Measure):
+        raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
+
+
+def _settled(pattern: Schedule, policy: InPattern, costs: Costs) -> Schedule:
+    """A pattern's order, settled for `costs` within the policy's memory, by the measure of its authors."""
+    ranks, chunks = pattern.ranks, policy.chunks
+    evenly = Costs().holds(pattern)
+    problem = Problem(
+        policy.placement,
+        ranks,
+        chunks,
+        pattern.microbatches,
+        costs.ticks(pattern),
+        evenly,
+        allowed(policy.peak(ranks), evenly.unit),
+        of_span=True,
+    )
+    orders = problem.orders_of(pattern.actions)
+    tries = []
+    for habit in HABITS:
+        start = settle(problem.ahead, orders, problem.limit, habit)
+        rows = problem.actions_of(justify(problem, start, habit, ROUNDS).orders)
+        tries.append(replace(pattern, actions=tuple(map(tuple, rows))))
+
+    def key(made: Schedule) -> tuple[float, float]:
+        timeline = simulate(made, costs)
+        return timeline.span, timeline.makespan
+
+    return min(tries, key=key)
