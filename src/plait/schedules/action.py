@@ -53,7 +53,7 @@ class Action(NamedTuple):
     @staticmethod
     def parse(text: str) -> Action:
         """The action that `text` names; ScheduleError when it names none."""
-        match = re.fullmatch(r"([0-9]+)([FIWB])([0-9]+)", text.strip())
+        match = re.fullmatch(r"([0-9]{1,9})([FIWB])([0-9]{1,9})", text.strip())
         if match is None:
             raise ScheduleError(
                 f"{text!r} is no action: write stage, kind (F, I, W or B) and micro-batch, as in 2F0."

@@ -22,11 +22,14 @@ HABITS = (Habit(0.5), Habit(1.0), Habit(0.5, True), Habit(0.0), Habit(1.0, True)
 FINALISTS, WINNERS = 6, 3
 HEATS, FINALS = 0.35, 0.3
 """Parts of the effort; shaking takes what is left."""
-UNREST, NOISE = (0.0, 0.01, 0.03, 0.1), (0.0, 1.0, 2.0)
-"""Of a habit when it is shaken."""
-CHANGES = (0, 1, 3, 10)
+PASSES = 20
+"""How often a winner is shaken, or there are fewer winners."""
+UNREST, WHIMS = (0.0, 0.01, 0.03, 0.1), (0.0, 0.1, 1.0)
+"""Of ranks that are shaken."""
+FOCUS = 0.5
+"""How often, of 1, only the rank that ends last is shaken."""
 WORSE, BACK = 1.0, 0.05
-"""Shaking goes on from what is longer by up to this part; and so often, of 1, goes back to the best."""
+"""Shaking goes on from what is longer by up to so many operations; or goes back, so often, to the best."""
 
 
 @dataclass(frozen=True)
@@ -58,8 +61,9 @@ def race(problems: Sequence[Problem], effort: float) -> list[Runner]:
             break
         runners = [_justified(runner, habit, 2, finals) for runner in runners]
     winners = nsmallest(WINNERS, runners, key=_length)
-    share = (1 - HEATS - FINALS) * effort / len(winners)
-    return sorted((_shaken(winner, share) for winner in winners), key=_length)
+    rest = (1 - HEATS - FINALS) * effort
+    count = max(min(int(rest / PASSES / 2 / winners[0].problem.size), len(winners)), 1)
+    return sorted((_shaken(winner, rest / count) for winner in winners[:count]), key=_length)
 
 
 def short_run(problem: Problem) -> Problem:
@@ -83,9 +87,7 @@ def _heats(problems: Sequence[Problem], effort: float) -> list[Runner]:
     each = max(int(effort / 3 / sum(short.size for short in shorts)), LEAST)
     runners = [runner for short in shorts for runner in islice(_starters(short), each)]
     while len(runners) > FINALISTS:
-        different = {
-            (runner.problem.layout, runner.start.origin, runner.length): runner for runner in runners
-        }
+        different = {(runner.problem.layout, *runner.settled.ends): runner for runner in runners}
         runners = nsmallest(max(len(runners) // 2, FINALISTS), different.values(), key=_length)
         runners = [_justified(runner, runner.habit, 1) for runner in runners]
     return runners
@@ -118,20 +120,13 @@ def _shaken(runner: Runner, effort: float) -> Runner:
     worse = WORSE * sum(problem.ahead.duration) / problem.size
     while left.left > 0 and best.length > bound:
         left.spend(2 * problem.size)
-        late = settle(
-            problem.mirrored,
-            now.reversed(),
-            problem.limit,
-            _restless(chance, runner.habit, problem.size),
-            chance,
-        )
-        after = settle(
-            problem.ahead,
-            late.reversed(),
-            problem.limit,
-            _restless(chance, runner.habit, problem.size),
-            chance,
-        )
+        if chance.random() < FOCUS:
+            late = settle(problem.mirrored, now.reversed(), problem.limit, runner.habit)
+            other = {_last_rank(problem, now): _restless(chance)}
+            after = settle(problem.ahead, late.reversed(), problem.limit, runner.habit, chance, other)
+        else:
+            late = settle(problem.mirrored, now.reversed(), problem.limit, _restless(chance), chance)
+            after = settle(problem.ahead, late.reversed(), problem.limit, _restless(chance), chance)
         if after.length <= now.length + worse * chance.random():
             now = after
         elif chance.random() < BACK:
@@ -141,7 +136,12 @@ def _shaken(runner: Runner, effort: float) -> Runner:
     return replace(runner, settled=best)
 
 
-def _restless(chance: Random, usual: Habit, size: int) -> Habit:
-    if chance.random() < 0.5:
-        return replace(usual, unrest=min(chance.choice(CHANGES) / size, 1.0), noise=chance.choice((0.0, 0.1)))
-    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(NOISE))
+def _last_rank(problem: Problem, settled: Settled) -> int:
+    """The rank that ends last."""
+    ends = [settled.ends[order[-1]] for order in settled.orders]
+    late = list(map(int.__add__, ends, problem.ahead.closes))
+    return late.index(max(late))
+
+
+def _restless(chance: Random) -> Habit:
+    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(WHIMS))

@@ -46,7 +46,9 @@ def schedule(
     hold, in units of one rank's micro-batch; by default any, but for `auto`. ScheduleError for an unknown
     policy, counts below one, chunks that the policy cannot have, and a limit that it does not keep.
     """
-    _require_known(policy, measure)
+    require_known(policy)
+    if measure not in get_args(Measure):
+        raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
     require_positive(ranks=ranks, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks}))
     if limit is not None and (isnan(limit) or limit < 0):
         raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
@@ -62,13 +64,12 @@ def schedule(
     return made
 
 
-def _require_known(policy: str, measure: str) -> None:
+def require_known(policy: str) -> None:
+    """ScheduleError for a name that is no policy, with the nearest that is."""
     if policy not in NAMES:
         near = get_close_matches(policy, NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}."
         raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")
-    if measure not in get_args(Measure):
-        raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
 
 
 def _settled(pattern: Schedule, policy: InPattern, costs: Costs) -> Schedule:

@@ -11,8 +11,10 @@ Quintanilla 2005). A few rounds of it are most of what the search does.
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
+from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -33,8 +35,8 @@ class Habit:
     """Whether what somebody waits for goes before what nobody does."""
     unrest: float = 0.0
     """How often, of 1, a rank does something else than what is next, though that could start."""
-    noise: float = 0.0
-    """By how much `gap` varies from one decision to the next."""
+    whim: float = 0.0
+    """How often, of 1, it fills any gap, or none, whatever `gap` says."""
 
 
 class Settled(NamedTuple):
@@ -62,9 +64,20 @@ class Effort:
         self.left -= operations
 
 
-def settle(view: View, orders: Orders, limit: int, habit: Habit, chance: Random | None = None) -> Settled:
-    """Settle `orders`, which can be run and hold at most `limit`. With `chance`, ranks are restless."""
-    settling = _Settling(view, orders, limit, habit, chance)
+def settle(
+    view: View,
+    orders: Orders,
+    limit: int,
+    habit: Habit,
+    chance: Random | None = None,
+    others: Mapping[int, Habit] | None = None,
+) -> Settled:
+    """Settle `orders`, which can be run and hold at most `limit`.
+
+    With `chance`, ranks have unrest and whims. `others`: ranks with other habits.
+    """
+    habits = [(others or {}).get(rank, habit) for rank in range(len(orders))]
+    settling = _Settling(view, orders, limit, habits, chance)
     settling.run()
     ends = settling.ends
     assert min(ends) >= 0, "orders that cannot be run"
@@ -93,8 +106,10 @@ def justify(
 class _Settling:
     """Ranks at work: what is done and when it ended, and how far each order and each lane is."""
 
-    def __init__(self, view: View, orders: Orders, limit: int, habit: Habit, chance: Random | None) -> None:
-        self.view, self.orders, self.limit, self.habit, self.chance = view, orders, limit, habit, chance
+    def __init__(
+        self, view: View, orders: Orders, limit: int, habits: Sequence[Habit], chance: Random | None
+    ) -> None:
+        self.view, self.orders, self.limit, self.habits, self.chance = view, orders, limit, habits, chance
         self.done: Orders = [[] for _ in orders]
         self.ends = [-1] * len(view.lane)
         self.places = [0] * len(view.lane)
@@ -127,6 +142,7 @@ class _Settling:
     def _go_on(self, rank: int, woken: int) -> None:
         """Let a rank work in its order, and look for something else where that has to wait."""
         view, ends, order, free = self.view, self.ends, self.orders[rank], self.free
+        habit = self.habits[rank]
         now, place, size = woken, self.next[rank], len(order)
         while True:
             while place < size and ends[order[place]] >= 0:
@@ -139,7 +155,7 @@ class _Settling:
             ready = 0
             if need >= 0:
                 ready = ends[need] + view.delay[operation] if ends[need] >= 0 else NEVER
-            if ready > now or self._is_restless():
+            if ready > now or self._happens(habit.unrest):
                 if now > woken and self.events and self.events[0][0] < now:
                     self._wake(rank, now)  # what the others do until now may matter
                     return
@@ -155,16 +171,18 @@ class _Settling:
                 other = view.rank[follower]
                 self._wake(other, max(now + view.delay[follower], free[other]))
 
-    def _is_restless(self) -> bool:
-        return self.chance is not None and self.chance.random() < self.habit.unrest
+    def _happens(self, often: float) -> bool:
+        """Whether a rank does this time what it does so often, of 1."""
+        return self.chance is not None and self.chance.random() < often
 
     def _filler(self, rank: int, now: int, ready: int) -> int:
         """Something to do before the next operation of the order is `ready`, or -1."""
         view, ends = self.view, self.ends
         following = self.orders[rank][self.next[rank]]
-        gap, soonest = self.habit.gap, ready
-        if self.chance is not None:
-            gap += self.habit.noise * (self.chance.random() - 0.5)
+        habit = self.habits[rank]
+        gap, soonest = habit.gap, ready
+        if self._happens(habit.whim):
+            gap = 0.0 if self._happens(0.5) else inf
         choices = []
         for operation in self._heads(rank):
             if operation == following or (view.after[operation] >= 0 and ends[view.after[operation]] < 0):
@@ -178,7 +196,7 @@ class _Settling:
                     soonest = min(soonest, start)
                     continue
             if ready <= now or ready - now >= gap * view.duration[operation]:
-                last = self.habit.spare_last and view.spare[operation]
+                last = habit.spare_last and view.spare[operation]
                 choices.append((last, self.places[operation], operation))
         for _, place, operation in sorted(choices):
             if view.grows[operation] <= 0 or self._has_room(rank, place):
