@@ -36,6 +36,7 @@ from plait.schedules.lower import Place, Shape
 from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 from plait.schedules.steps import Steps
+from plait.search.schedule import require_known
 from plait.sharding.holding import Holders, counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, build_unit
@@ -115,6 +116,7 @@ def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
 
 def refuse_missing_parts(plan: Plan) -> None:
     """PlanError for what a plan can say and the engine cannot do yet."""
+    require_known(plan.schedule)
     available = {
         "schedule": SCHEDULES,
         "strategy": ("none",),

@@ -5,13 +5,14 @@ import pytest
 from parity.cases import gpt2
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
+from plait.composer import SCHEDULES
 from plait.plan import Plan
 
 FACTORS = {
     "degrees": ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)),
     "microbatches": (1, 2, 3, 4, 5),
     "layers": (2, 3),
-    "schedule": ("gpipe", "1f1b"),
+    "schedule": SCHEDULES,
     "tied": (True, False),
 }
 COVERING = covering_rows(FACTORS)

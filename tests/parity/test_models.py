@@ -7,6 +7,7 @@ from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
 from plait.comm.shared import SMALLEST
+from plait.composer import SCHEDULES
 from plait.plan import Plan
 
 CASES = [pytest.param(case, id=case.name) for case in USER_CASES]
@@ -19,7 +20,7 @@ LAYOUTS = covering_rows(
     {
         "name": tuple(case.name for case in USER_CASES),
         "degrees": ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)),
-        "schedule": ("gpipe", "1f1b"),
+        "schedule": SCHEDULES,
         "microbatches": (1, 5),
     }
 )

@@ -13,6 +13,7 @@ from parity.case import Case
 from parity.cases import SMOOTHED, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
+from plait.composer import SCHEDULES
 from plait.plan import Plan
 from plait.tensor.losses import CrossEntropy
 
@@ -28,7 +29,7 @@ CUBE = tuple((pp, dp, tp) for pp in (1, 2) for dp in (1, 2) for tp in (1, 2))
 FACTORS = {
     "degrees": (*CUBE, (1, 1, 4), (2, 1, 4), (1, 2, 4)),
     "family": tuple(FAMILIES),
-    "schedule": ("gpipe", "1f1b"),
+    "schedule": SCHEDULES,
     "microbatches": (1, 3),
     "tied": (True, False),
     "overlap": (True, False),

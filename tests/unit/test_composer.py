@@ -11,13 +11,21 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from plait.comm.mesh import Mesh
-from plait.composer import cut, parallelize, parameter_holders, refuse_missing_parts, span, unit_users
+from plait.composer import (
+    SCHEDULES,
+    cut,
+    parallelize,
+    parameter_holders,
+    refuse_missing_parts,
+    span,
+    unit_users,
+)
 from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.lower import Place
-from plait.schedules.policies import schedule
+from plait.search.schedule import schedule
 from plait.tensor.losses import cross_entropy
 
 
@@ -37,6 +45,10 @@ def linears(count: int) -> nn.Sequential:
         (Plan(recompute="selective"), "plan.recompute is 'selective': only 'none' is available yet."),
         (Plan(reduce="each"), "plan.reduce is 'each': only 'last' is available yet."),
         (Plan(chunks=2), "plan.chunks is 2: only 1 is available yet."),
+        (
+            Plan(schedule="auto"),
+            "plan.schedule is 'auto': only 'gpipe' or '1f1b' or 'zb-h1' or 'zb-h2' is available yet.",
+        ),
     ],
 )
 def test_what_is_not_there_yet_is_refused(plan: Plan, told: str) -> None:
@@ -180,7 +192,7 @@ def assert_gradients(engine: Engine, wanted: dict[str, Tensor], times: int = 1) 
         torch.testing.assert_close(got[name], times * gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
+@pytest.mark.parametrize("schedule", SCHEDULES)
 def test_one_rank_without_any_backend(schedule: str) -> None:
     assert not dist.is_initialized()
     model = small_model()

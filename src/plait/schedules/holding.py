@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
+from math import isinf, isnan
 from typing import NamedTuple
 
+from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 
+UNLIMITED = 1 << 62
+"""More units than anything holds."""
 TOLERANCE = Fraction(1, 100_000)
 """By how much a limit may be missed, so that 3.33333 admits ten thirds."""
 
@@ -56,5 +60,7 @@ def peaks(schedule: Schedule, holds: Holds | None = None) -> tuple[Fraction, ...
 
 
 def allowed(limit: float, unit: Fraction) -> int:
-    """How many whole units are within `limit`."""
-    return int((Fraction(str(limit)) + TOLERANCE) / unit)
+    """How many whole units are within `limit`. ScheduleError where it is negative or no number."""
+    if isnan(limit) or limit < 0:
+        raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
+    return UNLIMITED if isinf(limit) else int((Fraction(str(limit)) + TOLERANCE) / unit)

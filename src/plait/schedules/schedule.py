@@ -22,7 +22,7 @@ class Schedule:
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     bound: float | None = None
-    """Of a search: the makespan below which no schedule can get that it was allowed to choose from."""
+    """Of a search: what no schedule can be shorter than that it was allowed to choose from."""
 
     @property
     def ranks(self) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
-from math import isinf
 from typing import Literal
 
 from plait.errors import ScheduleError
@@ -71,7 +70,7 @@ def _problems(
         stages = ranks * count
         holds, ticks = costs.holds_of(ranks, stages), costs.ticks_of(ranks, stages)
         everything = microbatches * sum(map(max, holds.until_input, holds.until_weight))
-        most = everything if isinf(limit) else min(allowed(limit, holds.unit), everything)
+        most = min(allowed(limit, holds.unit), everything)
         problem = Problem(placement, ranks, count, microbatches, ticks, holds, most, measure == "span")
         needed = max(least_room(problem, rank) for rank in range(ranks))
         if needed <= most:
@@ -117,7 +116,7 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
             if isinstance(policy, InTurns) and policy.placement is problem.placement:
                 made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
                 holds = costs.holds(made)
-                if isinf(limit) or max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
+                if max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
                     yield replace(made, policy=f"auto ({name})")
 
 

@@ -15,8 +15,8 @@ from plait.search.settle import Effort, Habit, Settled, justify, settle
 from plait.search.starts import Start, orders_from, starts
 
 SEED = 0
-LEAST = 10
-"""Runners of each problem, however little effort there is."""
+LEAST, MOST = 10, 100
+"""Runners of each problem, however little effort there is, or much."""
 HABITS = (Habit(0.5), Habit(1.0), Habit(0.5, True), Habit(0.0), Habit(1.0, True), Habit(0.0, True))
 """The most promising first."""
 FINALISTS, WINNERS = 6, 3
@@ -55,9 +55,10 @@ def race(problems: Sequence[Problem], effort: float) -> list[Runner]:
         _at_full_length(full[runner.problem.layout], runner, finals)
         for runner in _heats(problems, HEATS * effort)
     ]
+    least = min(problem.measure(lower_bound(problem)) for problem in problems)
     for habit in cycle(HABITS):
         runners = nsmallest(max(WINNERS, len(runners) - 1), runners, key=_length)
-        if finals.left <= 0:
+        if finals.left <= 0 or runners[0].length == least:
             break
         runners = [_justified(runner, habit, 2, finals) for runner in runners]
     winners = nsmallest(WINNERS, runners, key=_length)
@@ -84,7 +85,7 @@ def _heats(problems: Sequence[Problem], effort: float) -> list[Runner]:
     """Starts with two habits each, on a short run; the better half goes on, round after round."""
     shorts = [short_run(problem) for problem in problems]
     # With n runners there are n, n, n / 2, n / 4 … settled.
-    each = max(int(effort / 3 / sum(short.size for short in shorts)), LEAST)
+    each = min(max(int(effort / 3 / sum(short.size for short in shorts)), LEAST), MOST)
     runners = [runner for short in shorts for runner in islice(_starters(short), each)]
     while len(runners) > FINALISTS:
         different = {(runner.problem.layout, *runner.settled.ends): runner for runner in runners}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from difflib import get_close_matches
-from math import isnan
 from typing import get_args
 
 from plait.errors import ScheduleError
@@ -50,8 +49,6 @@ def schedule(
     if measure not in get_args(Measure):
         raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
     require_positive(ranks=ranks, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks}))
-    if limit is not None and (isnan(limit) or limit < 0):
-        raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
     costs = costs or Costs()
     if policy == AUTO:
         return find(ranks, microbatches, costs, ranks if limit is None else limit, chunks, measure)

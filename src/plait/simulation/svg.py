@@ -45,6 +45,14 @@ def draw_svg(
     return _Picture(timeline, width, name or title(timeline.schedule), rows or ranks).document()
 
 
+def shade(kind: Kind, part: float) -> str:
+    """The colour of a kind, as `#rrggbb`: `part` goes from 0, the first micro-batch, to 1, the last."""
+    (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
+    lightness = low + part * (high - low)
+    red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
 @dataclass(frozen=True)
 class _Picture:
     timeline: Timeline
@@ -93,7 +101,7 @@ class _Picture:
             x -= round(7.2 * len(NAMES[kind]))
             yield f'<text x="{x}" y="25">{NAMES[kind]}</text>'
             x -= 25
-            yield f'<rect x="{x}" y="13" width="19" height="16" rx="4" fill="{_shade(kind, 0.3)}"/>'
+            yield f'<rect x="{x}" y="13" width="19" height="16" rx="4" fill="{shade(kind, 0.3)}"/>'
             yield f'<text class="cell" x="{x + 9.5}" y="25">{kind}</text>'
             x -= 16
 
@@ -123,7 +131,7 @@ class _Picture:
                 yield f'<text class="cell" x="{x + wide / 2:.2f}" y="{middle:g}">{text}</text>'
 
     def fill(self, action: Action) -> str:
-        return _shade(action.kind, action.microbatch / max(self.timeline.schedule.microbatches - 1, 1))
+        return shade(action.kind, action.microbatch / max(self.timeline.schedule.microbatches - 1, 1))
 
     @cached_property
     def written(self) -> Mapping[Kind, Callable[[Action], str]]:
@@ -145,10 +153,3 @@ class _Picture:
 def _peaks(timeline: Timeline) -> str:
     peak = timeline.peak
     return " ".join(f"{units:g}" for units in peak) if len(peak) <= 16 else f"up to {max(peak):g}"
-
-
-def _shade(kind: Kind, part: float) -> str:
-    (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
-    lightness = low + part * (high - low)
-    red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
-    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait.schedules.policies import schedule
+from plait.search.schedule import NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
@@ -59,10 +59,16 @@ def test_costs_of_each_stage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_writes_files_and_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    svg, csv = tmp_path / "new" / "demo.svg", tmp_path / "demo.csv"
-    assert main([*DEMO, "--svg", str(svg), "--csv", str(csv)]) == 0
-    assert capsys.readouterr().out.endswith(f"wrote     {svg}\nwrote     {csv}\n")
+    svg, html, trace, csv = (
+        tmp_path / name for name in ("new/demo.svg", "demo.html", "demo.json", "demo.csv")
+    )
+    files = ["--svg", str(svg), "--html", str(html), "--trace", str(trace), "--csv", str(csv)]
+    assert main([*DEMO, *files]) == 0
+    written = "".join(f"wrote     {path}\n" for path in (svg, html, trace, csv))
+    assert capsys.readouterr().out.endswith(written)
     assert svg.read_text(encoding="utf-8").startswith("<svg ")
+    assert html.read_text(encoding="utf-8").startswith("<!doctype html>")
+    assert json.loads(trace.read_text(encoding="utf-8"))["traceEvents"]
     assert csv.read_text(encoding="utf-8") == (
         "0F0,0F1,0B0,0F2,0B1,0F3,0B2,0B3\n1F0,1B0,1F1,1B1,1F2,1B2,1F3,1B3\n"
     )
@@ -83,7 +89,8 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ("", "the following arguments are required: POLICY, --ranks, --microbatches; see"),
+        ("", "plait schedule needs a POLICY or a CSV file; see `plait schedule --help`."),
+        ("1f1b", "the following arguments are required: --ranks, --microbatches; see"),
         (
             "1f1b --ranks 2",
             "the following arguments are required: --microbatches; see `plait schedule --help`.",
@@ -92,14 +99,29 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
         ("1f1b --ranks 2.5 --microbatches 4", "'2.5' is no whole number of at least 1; see"),
         ("1f1b --ranks 2 --microbatches 0", "argument --microbatches: '0' is no whole number of at least 1;"),
         ("1f2b --ranks 2 --microbatches 4", "there is no schedule policy '1f2b': did you mean 1f1b?"),
-        ("zb-h1 --ranks 2 --microbatches 4", "the policy zb-h1 is not available yet: choose gpipe or 1f1b."),
-        ("auto --ranks 2 --microbatches 4", "the policy auto is not available yet: choose gpipe or 1f1b."),
-        ("1f1b --ranks 2 --microbatches 4 --chunks 2", "--chunks 2 is not available yet: set it to 1."),
+        ("1f2b", "there is no schedule policy '1f2b': did you mean 1f1b?"),
         (
-            "1f1b --ranks 2 --microbatches 4 --html x",
-            "--html is not available yet: write an SVG with --svg FILE.",
+            "1f1b --ranks 2 --microbatches 4 --chunks 2",
+            "1f1b has chunks = 1 and no other: chunks is 2.",
         ),
-        ("1f1b --ranks 2 --microbatches 4 --trace x", "--trace is not available yet: "),
+        (
+            "auto --ranks 4 --microbatches 8 --limit 0.5",
+            "a limit of 0.5 is below what any schedule needs: let each rank hold at least 1.",
+        ),
+        ("auto --ranks 2 --microbatches 4 --limit -1", "limit is -1: give the most that a rank may hold"),
+        ("auto --ranks 2 --microbatches 4 --limit nan", "argument --limit: 'nan' is no number; see"),
+        ("auto --ranks 2 --microbatches 4 --measure sum", "argument --measure: invalid choice: 'sum'"),
+        ("auto --ranks 2 --microbatches 4 --cost.until_W -1", "costs.until_W is -1: give a finite number"),
+        (
+            "missing.csv",
+            "missing.csv cannot be read (No such file or directory): give a CSV file, or a policy.",
+        ),
+        ("1f1b --compare gpipe --ranks 2 --microbatches 4 --svg x", "--compare writes no files: name one"),
+        (
+            "--compare 1f1b,1f2b --ranks 2 --microbatches 4",
+            "there is no schedule policy '1f2b': did you mean",
+        ),
+        ("--compare gpipe,1f1b --ranks 4 --microbatches 8 --limit -2", "limit is -2: give the most"),
         ("1f1b --ranks 2 --microbatches 4 --cost.I -1", "costs.I is -1: give a finite number of at least 0."),
         ("1f1b --ranks 2 --microbatches 4 --cost.I nan", "argument --cost.I: 'nan' is no number; see"),
         (
@@ -107,10 +129,6 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
             "costs.I has 3 values, but the schedule has 2 stages",
         ),
         ("1f1b --ranks 2 --microbatches 4 --rank 3", "unrecognized arguments: --rank 3; see"),
-        (
-            "gpipe --ranks 2 --microbatches 4 --limit 3.5",
-            "rank 0 holds up to 4 activations, above the limit of 3.5: raise --limit, or choose",
-        ),
     ],
 )
 def test_refusals_are_one_sentence(arguments: str, message: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -120,6 +138,18 @@ def test_refusals_are_one_sentence(arguments: str, message: str, capsys: pytest.
     assert err.startswith("plait: ")
     assert message in err
     assert err.count("\n") == 1
+
+
+def test_a_limit_that_is_not_kept_shows_where(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", "gpipe", "--ranks", "2", "--microbatches", "4", "--limit", "3.5"]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err == (
+        "plait: rule 'memory limit' is broken on rank 0 by 0F3: with it the rank holds 4, above the limit of "
+        "3.5.\n\n"
+        "rank 0   0F0   0F1   0F2  [0F3]   .     .    0B0   0B1   0B2   0B3\n"
+        "rank 1    .    1F0   1F1   1F2   1F3   1B0   1B1   1B2   1B3    .\n"
+    )
 
 
 def test_a_file_that_cannot_be_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -134,10 +164,99 @@ def test_nothing_is_written_above_the_limit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("policy", NAMES)
+def test_every_policy_draws(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["schedule", policy, "--ranks", "2", "--microbatches", "3"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith(policy)
+    assert ("\nbound " in shown) == (policy == "auto")
+
+
+def test_auto_says_what_won_and_the_bound(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ["schedule", "auto", "--ranks", "2", "--microbatches", "3", "--chunks", "1", "--limit", "2"]
+    assert main(arguments) == 0
+    assert "bound     10: no makespan within the limit is shorter\n" in capsys.readouterr().out
+    assert main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["policy"], told["makespan"], told["bound"]) == ("auto (linear)", 10, 10)
+
+
+def test_auto_says_how_far_it_is_from_a_bound_that_it_does_not_reach(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("plait.search.auto.EXACT_SIZE", 0)
+    arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
+    assert main([*arguments, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["makespan"] > told["bound"]
+    assert main(arguments) == 0
+    above = told["makespan"] / told["bound"] - 1
+    shown = capsys.readouterr().out
+    assert f"bound     {told['bound']:g}: no makespan within the limit is below it;" in shown
+    assert f"this one is {above:.2%} above\n" in shown
+
+
+def test_a_file_is_read_checked_and_drawn(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text("0F0,0F1,0B0,,0B1\n,1F0,1B0,1F1,1B1\n")
+    assert main(["schedule", str(path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert {name: told[name] for name in ("policy", "ranks", "microbatches", "chunks", "makespan")} == {
+        "policy": "mine",
+        "ranks": 2,
+        "microbatches": 2,
+        "chunks": 1,
+        "makespan": 9,
+    }
+
+
+@pytest.mark.parametrize(
+    ("text", "options", "message"),
+    [
+        ("0F0,xx\n", "", "line 1, column 2"),
+        ("0F0,0B0\n", "--ranks 2", "has ranks = 1, but --ranks is 2: leave it out."),
+        ("0B0,0F0\n", "", "rule 'forward, input, weights' is broken on rank 0 by 0B0"),
+        ("0F0,0B0\n", "--limit 0.5", "rule 'memory limit' is broken on rank 0 by 0F0"),
+    ],
+)
+def test_a_file_that_is_refused(
+    text: str, options: str, message: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = tmp_path / "mine.csv"
+    path.write_text(text)
+    assert main(["schedule", str(path), *options.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert message in err
+
+
+COMPARE = ["schedule", "--compare", "gpipe,1f1b,zb-h1", "--ranks", "4", "--microbatches", "8"]
+
+
+def test_compares(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--limit", "4"]) == 0
+    assert capsys.readouterr().out == (
+        "policy  chunks  makespan  span  bubble  of span  peak  × best\n"
+        "1f1b         1        33    33   27.3%    27.3%     4    1.22\n"
+        "zb-h1        1        27    27   11.1%    11.1%     4    1.00\n"
+        "\n"
+        "gpipe: rule 'memory limit' is broken on rank 0 by 0F4: "
+        "with it the rank holds 5, above the limit of 4.\n"
+    )
+
+
+def test_compares_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*COMPARE, "--limit", "4", "--json"]) == 0
+    gpipe, one_f_one_b, _ = json.loads(capsys.readouterr().out)
+    assert gpipe["policy"] == "gpipe"
+    assert gpipe["error"].startswith("rule 'memory limit'")
+    assert one_f_one_b["makespan"] == 33
+
+
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", "--help"]) == 0
     shown = capsys.readouterr().out
-    options = ("--cost.F", "--cost.I", "--cost.W", "--cost.comm", "--limit", "--json", "--svg", "--csv")
+    options = ("--cost.F", "--cost.until_W", "--cost.comm", "--limit", "--measure", "--compare", "--json")
     assert [option for option in options if option not in shown] == []
 
 

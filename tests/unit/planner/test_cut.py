@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from plait.composer import SCHEDULES
 from plait.errors import PlanError
 from plait.planner import balance, shortest_cut
 from plait.planner.cut import split_backward
 from plait.schedules.check import check
-from plait.schedules.policies import POLICIES, schedule
+from plait.search.schedule import schedule
 from plait.simulation.costs import Costs
 from plait.simulation.timeline import simulate
 
@@ -51,7 +52,7 @@ def test_many_micro_batches_want_even_stages():
 
 @given(
     costs=st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8),
-    policy=st.sampled_from(sorted(POLICIES)),
+    policy=st.sampled_from(SCHEDULES),
     microbatches=st.integers(1, 6),
 )
 def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):

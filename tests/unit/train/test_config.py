@@ -216,7 +216,10 @@ CONTRADICTIONS = [
 NOT_YET = [
     ("--parallel.strategy full", "parallel.strategy is full: sharding over the data-parallel ranks is not"),
     ("--parallel.reduce each", "parallel.reduce is each: reducing after each micro-batch is not available"),
-    ("--parallel.schedule zb-h1", "this schedule is not available yet, set it to 1f1b or gpipe."),
+    (
+        "--parallel.schedule zb-v",
+        "this schedule is not available yet, set it to 1f1b or gpipe or zb-h1 or zb-h2.",
+    ),
     (
         "--parallel.chunks 2",
         "parallel.chunks is 2: more than one stage a rank is not available yet, set it to 1.",

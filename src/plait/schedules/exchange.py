@@ -1,0 +1,110 @@
+"""Schedules exchanged with PyTorch, as the compute-only CSV of `torch.distributed.pipelining`.
+
+0F0,0F1,,0B0,,0B1      a line per rank, a cell per action; an empty cell is an idle step
+,1F0,1B0,1F1,1B1
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
+
+from plait.errors import ScheduleError
+from plait.schedules.action import Action
+from plait.schedules.schedule import Schedule
+
+_BYTE_ORDER_MARK = "\ufeff"
+_COMMUNICATION = re.compile(r"[0-9]+(SEND_[FB]|RECV_[FB]|UNSHARD|RESHARD|REDUCE_GRAD)[0-9]*")
+_PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
+
+
+class _Place(NamedTuple):
+    """Where in the text an action stands. Both count from 1; a column is a cell, as in a spreadsheet."""
+
+    line: int
+    column: int
+
+    def __str__(self) -> str:
+        return f"line {self.line}, column {self.column}"
+
+
+_Row: TypeAlias = list[tuple[_Place, Action]]
+"""A rank's actions in order."""
+
+
+def to_csv(schedule: Schedule) -> str:
+    """`schedule` as PyTorch's `_load_csv` reads it: a line per rank, a cell per action.
+
+    Idle steps are left out: whoever runs a schedule waits for what an action needs.
+    """
+    return "".join(",".join(actions) + "\n" for actions in schedule.order)
+
+
+def from_csv(text: str, name: str = "csv") -> Schedule:
+    """The schedule in `text`, as PyTorch's `_dump_csv` writes it with `format="compute_only"`.
+
+    Its policy is `name`, its ranks are the lines, in order. Empty cells are idle steps and left out. Of the
+    pairs of DualPipeV, such as `(0F7;7B1)OVERLAP_F_B`, one action follows the other as they are written:
+    that they overlap is not modelled.
+
+    ScheduleError that names line and column (a column is a cell; both count from 1) for what is no action or
+    one of communication, for a stage on two ranks, a gap in the numbers of stages, and a rank without
+    actions. Whether the schedule can run is for `plait.check` to say.
+    """
+    lines = text.removeprefix(_BYTE_ORDER_MARK).rstrip().splitlines()
+    if not lines:
+        raise ScheduleError(
+            "the CSV is empty: write a line per rank with its actions, as in 0F0,0F1,0B0,0B1."
+        )
+    rows = [_row(number, line) for number, line in enumerate(lines, start=1)]
+    actions = tuple(tuple(action for _, action in row) for row in rows)
+    microbatches = 1 + max(action.microbatch for row in actions for action in row)
+    return Schedule(name, microbatches, _rank_of(rows), actions)
+
+
+def _row(number: int, line: str) -> _Row:
+    row: _Row = []
+    # No cell holds a comma or a line end, so there is nothing to know of quotes but that some write them.
+    for column, cell in enumerate(line.split(","), start=1):
+        place = _Place(number, column)
+        row += ((place, action) for action in _actions(cell.strip().strip('"').strip(), place))
+    if not row:
+        raise ScheduleError(
+            f"line {number}: rank {number - 1} has no actions; write a line per rank, each with at least one."
+        )
+    return row
+
+
+def _actions(cell: str, place: _Place) -> list[Action]:
+    if not cell:
+        return []
+    if _COMMUNICATION.fullmatch(cell):
+        raise ScheduleError(
+            f"{place}: {cell} is from a file of communication actions, which plait adds by itself; give the "
+            "compute-only file, as PyTorch's _dump_csv writes it with format='compute_only'."
+        )
+    pair = _PAIR.fullmatch(cell)
+    try:
+        return [Action.parse(part) for part in (pair.groups() if pair else [cell])]
+    except ScheduleError as error:
+        raise ScheduleError(f"{place}: {error}") from None
+
+
+def _rank_of(rows: Sequence[_Row]) -> tuple[int, ...]:
+    """The rank of each stage: the one on whose line its actions stand."""
+    firsts: dict[int, _Place] = {}
+    for row in rows:
+        for place, action in row:
+            first = firsts.setdefault(action.stage, place)
+            if place.line != first.line:
+                raise ScheduleError(
+                    f"{place}: {action} is of stage {action.stage}, which has an action in {first} too; "
+                    "a stage lives on one rank: write its actions on one line."
+                )
+    for stage, (found, place) in enumerate(sorted(firsts.items())):
+        if found != stage:
+            raise ScheduleError(
+                f"{place}: there is a stage {found} but no stage {stage}; number stages from 0, without gaps."
+            )
+    return tuple(firsts[stage].line - 1 for stage in range(len(firsts)))

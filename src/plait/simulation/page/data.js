@@ -1,0 +1,130 @@
+'use strict';
+
+// The timeline, unpacked from what html.py wrote. Cells are numbered through, rank after rank, and their
+// columns are arrays; times are in ticks.
+
+const KINDS = {forward: 0, backward: 1, input: 2, weight: 3};
+const timeline = unpack(JSON.parse(document.getElementById('timeline').textContent));
+
+function unpack(data) {
+  const ranks = data.cells.length, stages = data.rankOf.length;
+  const count = data.cells.reduce((sum, row) => sum + row.length / 5, 0);
+  const cells = {
+    rank: new Int32Array(count), stage: new Int32Array(count), kind: new Uint8Array(count),
+    microbatch: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count),
+  };
+  const first = new Int32Array(ranks + 1);  // of each rank's cells
+  const place = new Int32Array(data.microbatches * stages * 3).fill(-1);  // see placeOf
+  let cell = 0;
+  data.cells.forEach((row, rank) => {
+    let time = 0;
+    for (let at = 0; at < row.length; at += 5, cell++) {
+      const [stage, kind, microbatch, idle, duration] = row.slice(at, at + 5);
+      cells.rank[cell] = rank;
+      cells.stage[cell] = stage;
+      cells.kind[cell] = kind;
+      cells.microbatch[cell] = microbatch;
+      cells.start[cell] = time + idle;
+      cells.end[cell] = time += idle + duration;
+      place[(microbatch * stages + stage) * 3 + roleOf(kind)] = cell;
+    }
+    first[rank + 1] = cell;
+  });
+  const durations = cells.end.map((end, at) => end - cells.start[at]);
+  return {
+    ...data, ranks, stages, cells, first, place,
+    shortest: durations.reduce((least, time) => (time > 0 && time < least ? time : least), data.length || 1),
+    colours: data.kinds.map(([, , shades]) => shades.map((shade) => parseInt(shade.slice(1), 16))),
+    memory: data.memory.map(unpackMemory),
+  };
+}
+
+function unpackMemory(row) {
+  const ticks = new Float64Array(row.length / 2), held = new Float64Array(row.length / 2);
+  for (let at = 0, time = 0; at < ticks.length; at++) {
+    ticks[at] = time += row[2 * at];
+    held[at] = row[2 * at + 1];
+  }
+  return {ticks, held};
+}
+
+// Forward, input gradient (in a full backward too), weight gradient.
+function roleOf(kind) {
+  return kind === KINDS.forward ? 0 : kind === KINDS.weight ? 2 : 1;
+}
+
+// The cell that does this, or -1. All of a micro-batch stand next to each other in `place`.
+function placeOf(microbatch, stage, role) {
+  return timeline.place[(microbatch * timeline.stages + stage) * 3 + role];
+}
+
+function cellsOf(microbatch) {
+  const size = timeline.stages * 3;
+  return timeline.place.subarray(microbatch * size, (microbatch + 1) * size).filter((cell) => cell >= 0);
+}
+
+// The cell whose result this one starts from, or -1.
+function sourceOf(cell) {
+  const {kind, stage, microbatch} = timeline.cells;
+  const batch = microbatch[cell], here = stage[cell];
+  if (kind[cell] === KINDS.forward) return here > 0 ? placeOf(batch, here - 1, 0) : -1;
+  if (kind[cell] === KINDS.weight) return placeOf(batch, here, 1);
+  return here + 1 < timeline.stages ? placeOf(batch, here + 1, 1) : placeOf(batch, here, 0);
+}
+
+// When the result of `source` is on the rank of `cell`.
+function arrival(source, cell) {
+  const {rank, end} = timeline.cells;
+  return end[source] + (rank[source] === rank[cell] ? 0 : timeline.hop);
+}
+
+function middleOf(cell) {
+  return (timeline.cells.start[cell] + timeline.cells.end[cell]) / 2;
+}
+
+// For how long the rank was idle before this cell.
+function idleBefore(cell) {
+  const {rank, start, end} = timeline.cells;
+  return start[cell] - (cell > timeline.first[rank[cell]] ? end[cell - 1] : 0);
+}
+
+// The first index from `low` to `high` at which `holds` is true; it must be false before and true after.
+function firstWhere(low, high, holds) {
+  while (low < high) {
+    const middle = (low + high) >> 1;
+    if (holds(middle)) high = middle;
+    else low = middle + 1;
+  }
+  return low;
+}
+
+// The first cell of a rank that ends after `tick`; where there is none, the number after its last.
+function cellAfter(rank, tick) {
+  const {first, cells} = timeline;
+  return firstWhere(first[rank], first[rank + 1], (cell) => cells.end[cell] > tick);
+}
+
+// How much a rank holds at `tick`, in units of one rank's micro-batch.
+function heldAt(rank, tick) {
+  const {ticks, held} = timeline.memory[rank];
+  const next = firstWhere(0, ticks.length, (at) => ticks[at] > tick);
+  return next > 0 ? held[next - 1] * timeline.unit : 0;
+}
+
+// An action as text: 2F13, or F13 where each rank has one stage.
+function nameOf(cell, withStage) {
+  const {stage, kind, microbatch} = timeline.cells;
+  return `${withStage ? stage[cell] : ''}${timeline.kinds[kind[cell]][0]}${microbatch[cell]}`;
+}
+
+// Ticks in the unit of the costs, in no more digits than tell apart times that are `finest` ticks apart.
+function timeText(ticks, finest = (timeline.length || 1) * 1e-7) {
+  const time = ticks * timeline.tick;
+  const magnitude = (value) => Math.floor(Math.log10(value));
+  const digits = time ? magnitude(Math.abs(time)) - magnitude(finest * timeline.tick) + 1 : 0;
+  return digits < 1 ? '0' : String(Number(time.toPrecision(Math.min(digits, 15))));
+}
+
+function numberText(value) {
+  return String(Number(value.toPrecision(6)));
+}

@@ -1,0 +1,203 @@
+'use strict';
+
+// The picture itself: rows of cells, the time axis, and the strips of memory, all on one canvas.
+
+const SANS = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif';
+const BOLD = `600 11px ${SANS}`;
+const NARROW = 2;  // cells below so many pixels are blended into their neighbours
+const base = document.getElementById('base').getContext('2d');
+const blend = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const labels = new Map();  // how wide the longest label is, with and without its stage
+let waiting = false;
+
+// Draws once before the next frame, however often it is asked.
+function redraw() {
+  if (!waiting) requestAnimationFrame(draw);
+  waiting = true;
+}
+
+function draw() {
+  waiting = false;
+  fitCanvas(base);
+  drawAxis();
+  drawRows();
+  for (let rank = 0; rank < timeline.ranks; rank++) drawStrip(rank);
+  lookAgain();
+  const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length)}`;
+  document.getElementById('shown').textContent = `shown: ${part}`;
+}
+
+// A pixel of the screen for each pixel of the canvas, as far as browsers make canvases; clears it.
+function fitCanvas(context) {
+  const {canvas} = context, {width, height} = layout;
+  const ratio = Math.min(window.devicePixelRatio || 1, 16000 / height);
+  const wide = Math.round(width * ratio), high = Math.round(height * ratio);
+  if (canvas.width !== wide || canvas.height !== high) {
+    [canvas.width, canvas.height, canvas.style.height] = [wide, high, `${height}px`];
+  }
+  context.setTransform(wide / width, 0, 0, high / height, 0, 0);
+  context.clearRect(0, 0, width, height);
+  context.textBaseline = 'middle';
+}
+
+// A colour of the style sheet, which knows light from dark.
+function colour(name) {
+  return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
+}
+
+function write(context, text, x, y, {align = 'left', fill = colour('faint'), font = `11.5px ${SANS}`} = {}) {
+  context.font = font;
+  context.fillStyle = fill;
+  context.textAlign = align;
+  context.fillText(text, x, y);
+}
+
+// Round times, at most one for every 80 pixels.
+function drawAxis() {
+  const {left, right, top, bottom, memory, end} = layout;
+  const shown = (view.to - view.from) * timeline.tick, marks = Math.max((right - left) / 80, 2);
+  const power = 10 ** Math.floor(Math.log10(shown / marks || 1));
+  const step = power * [1, 2, 5, 10].find((factor) => power * factor * marks >= shown * 0.999999);
+  base.strokeStyle = colour('grid');
+  base.lineWidth = 1;
+  base.beginPath();
+  for (let mark = Math.ceil(view.from * timeline.tick / step - 1e-9); ; mark++) {
+    const tick = mark * step / timeline.tick;
+    if (!(tick <= view.to * (1 + 1e-12))) break;
+    const x = Math.round(xOf(tick)) + 0.5;
+    base.moveTo(x, top);
+    base.lineTo(x, bottom + 5);
+    base.moveTo(x, memory - 4);
+    base.lineTo(x, end);
+    write(base, timeText(tick), x, bottom + 15, {align: 'center'});
+  }
+  base.stroke();
+  write(base, 'held, in micro-batches of one rank', left, memory - 14);
+  write(base, 'peak', right + 6, memory - 14);
+}
+
+function drawRows() {
+  const {left, right, width, rowHeight} = layout;
+  const columns = Math.round((right - left) * base.canvas.width / width);
+  const image = new ImageData(columns, timeline.ranks);
+  const track = colour('track');
+  let blended = false;
+  for (let rank = 0; rank < timeline.ranks; rank++) {
+    base.fillStyle = track;
+    base.fillRect(left, rowTop(rank), right - left, rowHeight);
+    writeRank(rank, rowTop(rank) + rowHeight / 2);
+    blended = drawCells(rank, image) || blended;
+  }
+  if (!blended) return;
+  blend.canvas.width = columns;
+  blend.canvas.height = timeline.ranks;
+  blend.putImageData(image, 0, 0);
+  base.imageSmoothingEnabled = false;
+  for (let rank = 0; rank < timeline.ranks; rank++) {
+    base.drawImage(blend.canvas, 0, rank, columns, 1, left, rowTop(rank), right - left, rowHeight);
+  }
+}
+
+function writeRank(rank, y) {
+  write(base, layout.left > 40 ? `rank ${rank}` : String(rank), layout.left - 8, y, {align: 'right'});
+}
+
+// Draws a rank's cells; the narrow ones go into its row of `image`. Says whether there were any.
+function drawCells(rank, image) {
+  const {start, end, kind, microbatch} = timeline.cells, last = timeline.first[rank + 1];
+  const scale = pixelsPerTick(), columns = image.width;
+  const fine = columns / (view.to - view.from);  // columns of the image per tick
+  const mixed = new Float32Array(columns * 4);  // in each column: red, green and blue, and how much is covered
+  let narrow = false;
+  for (let cell = cellAfter(rank, view.from); cell < last && start[cell] < view.to; cell++) {
+    if ((end[cell] - start[cell]) * scale >= NARROW) {
+      drawCell(base, cell);
+      continue;
+    }
+    narrow = true;
+    const rgb = timeline.colours[kind[cell]][microbatch[cell]];
+    const right = Math.min((end[cell] - view.from) * fine, columns);
+    let x = Math.max((start[cell] - view.from) * fine, 0);
+    while (x < right) {
+      const column = Math.floor(x), next = Math.min(column + 1, right), part = next - x;
+      mixed[4 * column] += part * (rgb >> 16);
+      mixed[4 * column + 1] += part * (rgb >> 8 & 255);
+      mixed[4 * column + 2] += part * (rgb & 255);
+      mixed[4 * column + 3] += part;
+      x = next;
+    }
+  }
+  if (narrow) {
+    for (let at = 0, pixel = rank * columns * 4; at < mixed.length; at += 4, pixel += 4) {
+      const covered = mixed[at + 3];
+      if (!covered) continue;
+      for (let part = 0; part < 3; part++) image.data[pixel + part] = mixed[at + part] / covered;
+      image.data[pixel + 3] = 255 * covered;
+    }
+  }
+  return narrow;
+}
+
+// Draws the part of a cell that is in view, at least so many pixels wide.
+function drawCell(context, cell, least = 0) {
+  const {rank, start, end, kind, microbatch} = timeline.cells;
+  const from = Math.max(xOf(start[cell]), layout.left), to = Math.min(xOf(end[cell]), layout.right);
+  const gap = Math.min(1.5, (to - from) / 8), wide = Math.max(to - from - gap, least);
+  const x = from + gap / 2, y = rowTop(rank[cell]), height = layout.rowHeight;
+  context.fillStyle = timeline.kinds[kind[cell]][2][microbatch[cell]];
+  if (wide < 8) {
+    context.fillRect(x, y, wide, height);
+    return;
+  }
+  context.beginPath();
+  context.roundRect(x, y, wide, height, Math.min(4.5, wide / 4, height / 4));
+  context.fill();
+  const text = labelOf(cell, wide), style = {align: 'center', fill: '#0b1526', font: BOLD};
+  if (text) write(context, text, x + wide / 2, y + height / 2 + 0.5, style);
+}
+
+// As much of a cell's name as fits: all of it, the number of its micro-batch, or nothing.
+function labelOf(cell, wide) {
+  const many = timeline.stages > timeline.ranks;
+  if (!labels.size) {
+    base.font = BOLD;
+    const longest = String(timeline.microbatches - 1), stage = many ? String(timeline.stages - 1) : '';
+    labels.set('whole', base.measureText(`${stage}W${longest}`).width + 4);
+    labels.set('number', base.measureText(longest).width + 4);
+  }
+  if (wide >= labels.get('whole')) return nameOf(cell, many);
+  return wide >= labels.get('number') ? String(timeline.cells.microbatch[cell]) : '';
+}
+
+// What a rank holds, as an area. Of what happens within a pixel it shows the most that is held.
+function drawStrip(rank) {
+  const {left, right, stripHeight} = layout, {ticks, held} = timeline.memory[rank];
+  const floor = stripTop(rank) + stripHeight, highest = Math.max(...timeline.peak) || 1;
+  const yOf = (units) => floor - units * timeline.unit / highest * (stripHeight - 2);
+  base.fillStyle = colour('track');
+  base.fillRect(left, stripTop(rank), right - left, stripHeight);
+  const line = [];
+  let at = firstWhere(0, ticks.length, (step) => ticks[step] > view.from);
+  let level = at > 0 ? held[at - 1] : 0;
+  line.push([left, yOf(level)]);
+  for (; at < ticks.length && ticks[at] < view.to; at++) {
+    const x = xOf(ticks[at]), pixel = tickAt(x + 1);
+    let most = held[at];
+    line.push([x, yOf(level)]);
+    while (at + 1 < ticks.length && ticks[at + 1] < pixel) most = Math.max(most, held[++at]);
+    level = held[at];
+    line.push([x, yOf(most)]);
+    if (most > level) line.push([x + 1, yOf(most)], [x + 1, yOf(level)]);
+  }
+  line.push([right, yOf(level)]);
+  base.beginPath();
+  for (const [x, y] of line) base.lineTo(x, y);
+  base.strokeStyle = colour('edge');
+  base.stroke();
+  base.lineTo(right, floor);
+  base.lineTo(left, floor);
+  base.fillStyle = colour('held');
+  base.fill();
+  writeRank(rank, floor - stripHeight / 2);
+  write(base, numberText(timeline.peak[rank]), right + 6, floor - stripHeight / 2);
+}

@@ -1,0 +1,122 @@
+'use strict';
+
+// What the mouse, fingers and keys do.
+
+const down = new Map();  // the pointers that are pressed, and where they are
+let travelled = 0;  // pixels, since the first of them was pressed
+
+function placeOfEvent(event) {
+  const box = chart.getBoundingClientRect();
+  return {x: event.clientX - box.left, y: event.clientY - box.top};
+}
+
+chart.addEventListener('pointerdown', (event) => {
+  if (event.button !== 0) return;
+  chart.setPointerCapture(event.pointerId);
+  if (!down.size) travelled = 0;
+  down.set(event.pointerId, placeOfEvent(event));
+});
+
+chart.addEventListener('pointermove', (event) => {
+  const now = placeOfEvent(event), before = down.get(event.pointerId);
+  if (!before) {
+    lookAt(now.x, now.y);
+    return;
+  }
+  travelled += Math.abs(now.x - before.x);
+  if (down.size === 1) {
+    if (travelled < 4) return;  // a click of an unsteady hand; `before` stays, so nothing is lost
+    pan(before.x - now.x);
+  } else {
+    const [other] = [...down].filter(([id]) => id !== event.pointerId).map(([, place]) => place);
+    const apart = (place) => Math.max(Math.abs(place.x - other.x), 10);
+    zoom(apart(before) / apart(now), other.x);
+  }
+  pointer = null;
+  chart.classList.add('moving');
+  dismiss();
+  down.set(event.pointerId, now);
+});
+
+for (const ending of ['pointerup', 'pointercancel']) {
+  chart.addEventListener(ending, (event) => {
+    const {x, y} = placeOfEvent(event);
+    if (down.delete(event.pointerId) && ending === 'pointerup' && travelled < 4) lookAt(x, y);
+    if (!down.size) chart.classList.remove('moving');
+  });
+}
+
+chart.addEventListener('pointerleave', (event) => {
+  if (event.pointerType === 'touch') return;  // a finger is lifted, and what it pointed at stays
+  pointer = null;
+  dismiss();
+});
+
+chart.addEventListener('wheel', (event) => {
+  const {x, y} = placeOfEvent(event), line = [1, 20, 400][event.deltaMode];
+  const aside = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
+  const sideways = event.shiftKey || Math.abs(aside) > Math.abs(event.deltaY);
+  const speed = event.ctrlKey ? 0.01 : 0.002;  // with Ctrl: two fingers on a trackpad
+  const changed = sideways ? pan(aside * line) : zoom(Math.exp(event.deltaY * line * speed), x);
+  // Who turns on when all is shown wants to scroll the page.
+  if (changed || event.ctrlKey || (!sideways && event.deltaY < 0)) event.preventDefault();
+}, {passive: false});
+
+chart.addEventListener('dblclick', showAll);
+
+chart.addEventListener('blur', () => {
+  if (!pointer) dismiss();
+});
+
+chart.addEventListener('keydown', (event) => {
+  if (event.ctrlKey || event.metaKey || event.altKey) return;
+  const middle = chosen < 0 ? undefined : xOf(middleOf(chosen));
+  const tenth = (layout.right - layout.left) / 10, shift = event.shiftKey;
+  const deed = {
+    '+': () => zoom(1 / 1.5, middle),
+    '=': () => zoom(1 / 1.5, middle),
+    '-': () => zoom(1.5, middle),
+    '0': showAll,
+    Home: showAll,
+    Escape: dismiss,
+    ArrowLeft: () => (shift ? pan(-tenth) : step(-1, 0)),
+    ArrowRight: () => (shift ? pan(tenth) : step(1, 0)),
+    ArrowUp: () => step(0, -1),
+    ArrowDown: () => step(0, 1),
+  }[event.key];
+  if (!deed) return;
+  event.preventDefault();
+  deed();
+});
+
+// Goes to the action before or behind, or to the one that the next rank does then.
+function step(along, across) {
+  const {first, cells} = timeline;
+  const rank = chosen < 0 ? 0 : cells.rank[chosen] + across;
+  if (rank < 0 || rank >= timeline.ranks) return;
+  const when = chosen < 0 ? view.from : middleOf(chosen);
+  const then = across || chosen < 0 ? cellAfter(rank, when) : chosen + along;
+  choose(Math.max(first[rank], Math.min(then, first[rank + 1] - 1)));
+}
+
+document.getElementById('closer').addEventListener('click', () => zoom(1 / 1.5));
+document.getElementById('wider').addEventListener('click', () => zoom(1.5));
+document.getElementById('whole').addEventListener('click', showAll);
+
+function fit() {
+  const now = measure();
+  if (Object.keys(now).every((length) => now[length] === layout[length])) return;
+  Object.assign(layout, now);
+  hint.hidden = true;
+  redraw();
+}
+
+new ResizeObserver(fit).observe(chart);
+window.addEventListener('resize', () => {
+  fit();
+  redraw();  // another screen may have other pixels
+});
+window.addEventListener('hashchange', showAddress);
+window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);
+showAddress();
+redraw();

@@ -1,0 +1,155 @@
+'use strict';
+
+// What one points at or chooses: its micro-batch stands out on a second canvas, a card says the rest.
+
+const hint = document.getElementById('hint');
+const glass = document.getElementById('glass').getContext('2d');
+let chosen = -1;  // the cell, or -1
+let pointer = null;  // where the mouse is on the chart
+
+function drawGlass() {
+  fitCanvas(glass);
+  const {left, right, top, bottom, end} = layout;
+  if (chosen >= 0) {
+    glass.globalAlpha = 0.68;
+    glass.fillStyle = colour('page');
+    glass.fillRect(left, top, right - left, bottom - top);
+    glass.globalAlpha = 1;
+    for (const cell of cellsOf(timeline.cells.microbatch[chosen])) {
+      if (isShown(cell)) drawCell(glass, cell, 2);
+    }
+    drawChosen();
+  }
+  if (pointer && pointer.x >= left && pointer.x <= right) {
+    glass.fillStyle = colour('faint');
+    glass.fillRect(Math.round(pointer.x), top, 1, end - top);
+  }
+}
+
+// A frame around the chosen cell, and the way that its input came from another rank.
+function drawChosen() {
+  const {rank, start, end} = timeline.cells, {left, right, rowHeight} = layout;
+  const x = xOf(start[chosen]), middle = rowHeight / 2, source = sourceOf(chosen);
+  glass.save();
+  glass.beginPath();
+  glass.rect(left - 2, 0, right - left + 4, layout.height);
+  glass.clip();
+  glass.strokeStyle = glass.fillStyle = colour('ink');
+  glass.lineWidth = 1.5;
+  glass.strokeRect(x, rowTop(rank[chosen]), Math.max(xOf(end[chosen]) - x, 2), rowHeight);
+  if (source >= 0 && rank[source] !== rank[chosen]) {
+    const y = rowTop(rank[chosen]) + middle;
+    glass.beginPath();
+    glass.moveTo(xOf(end[source]), rowTop(rank[source]) + middle);
+    glass.lineTo(x, y);
+    glass.stroke();
+    glass.beginPath();
+    glass.arc(x, y, 3.5, 0, 2 * Math.PI);
+    glass.fill();
+  }
+  glass.restore();
+}
+
+// Shows what is at a place of the chart.
+function lookAt(x, y) {
+  pointer = {x, y};
+  const row = rowAt(y), tick = tickAt(x);
+  if (!row || x < layout.left || x > layout.right) {
+    dismiss();
+    return;
+  }
+  const cell = row.memory ? -1 : cellAfter(row.rank, tick);
+  const isCell = !row.memory && cell < timeline.first[row.rank + 1] && timeline.cells.start[cell] <= tick;
+  chosen = isCell ? cell : -1;
+  if (isCell) showCard(...aboutCell(cell), x, y);
+  else if (row.memory) showCard(...aboutMemory(row.rank, tick), x, y);
+  else showCard(...aboutIdle(row.rank, cell), x, y);
+  drawGlass();
+}
+
+// Chooses a cell without a mouse.
+function choose(cell) {
+  pointer = null;
+  reveal(cell);
+  present(cell);
+}
+
+function present(cell) {
+  const {rank, start, end} = timeline.cells;
+  const x = (xOf(Math.max(start[cell], view.from)) + xOf(Math.min(end[cell], view.to))) / 2;
+  chosen = cell;
+  showCard(...aboutCell(cell), x, rowTop(rank[cell]) + layout.rowHeight);
+  drawGlass();
+}
+
+// After the view has changed.
+function lookAgain() {
+  if (pointer) lookAt(pointer.x, pointer.y);
+  else if (chosen >= 0 && isShown(chosen)) present(chosen);
+  else dismiss();
+}
+
+function dismiss() {
+  hint.hidden = true;
+  chosen = -1;
+  drawGlass();
+}
+
+// Each of these gives a headline and rows of what and how much.
+
+function aboutCell(cell) {
+  const {rank, stage, kind, microbatch, start, end} = timeline.cells;
+  const source = sourceOf(cell), idle = idleBefore(cell);
+  const rows = [
+    ['stage', `${stage[cell]}, on rank ${rank[cell]}`],
+    ['micro-batch', microbatch[cell]],
+    ['start', timeText(start[cell])],
+    ['end', timeText(end[cell])],
+    ['duration', timeText(end[cell] - start[cell])],
+  ];
+  if (source >= 0) {
+    const there = arrival(source, cell);
+    const of = rank[source] === rank[cell] ? 'done here' : `of rank ${rank[source]}, arrived`;
+    const waited = idle > 0 && there === start[cell];
+    rows.push([waited ? 'waited for' : 'needed', `${nameOf(source, true)} ${of} at ${timeText(there)}`]);
+  }
+  rows.push(['idle before', timeText(idle)], ['held', heldText(rank[cell], start[cell])]);
+  return [`${nameOf(cell, true)}  ${timeline.kinds[kind[cell]][1]}`, rows];
+}
+
+function aboutIdle(rank, next) {
+  const {first, cells} = timeline;
+  const from = next > first[rank] ? cells.end[next - 1] : 0;
+  const to = next < first[rank + 1] ? cells.start[next] : full.to;
+  const rows = [['from', timeText(from)], ['to', timeText(to)], ['duration', timeText(to - from)]];
+  if (next < first[rank + 1]) rows.push(['until', nameOf(next, true)]);
+  return [`rank ${rank} is idle`, rows];
+}
+
+function aboutMemory(rank, tick) {
+  return [`rank ${rank} holds ${heldText(rank, tick)}`, [['at', nearText(tick)]]];
+}
+
+function heldText(rank, tick) {
+  return `${numberText(heldAt(rank, tick))} of at most ${numberText(timeline.peak[rank])}`;
+}
+
+// The card next to a place of the chart, where the window has room for it.
+function showCard(headline, rows, x, y) {
+  const head = document.createElement('strong'), list = document.createElement('dl');
+  head.textContent = headline;
+  for (const [word, value] of rows) {
+    for (const [tag, text] of [['dt', word], ['dd', value]]) {
+      const item = document.createElement(tag);
+      item.textContent = text;
+      list.append(item);
+    }
+  }
+  hint.replaceChildren(head, list);
+  hint.hidden = false;
+  const {width, height} = hint.getBoundingClientRect(), chartTop = chart.getBoundingClientRect().top;
+  const left = x + 16 + width > layout.width ? x - 16 - width : x + 16;
+  const top = chartTop + y + 18 + height > window.innerHeight ? y - 18 - height : y + 18;
+  hint.style.left = `${Math.max(left, 0)}px`;
+  hint.style.top = `${Math.max(top, -chartTop)}px`;
+}

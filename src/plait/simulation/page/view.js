@@ -1,0 +1,124 @@
+'use strict';
+
+// Which part of the timeline is shown, and where on the canvas things stand.
+
+const chart = document.getElementById('chart');
+const full = {from: 0, to: timeline.length || 1};
+const view = {...full};  // in ticks
+const layout = measure();
+let writing = 0;
+
+// All lengths in CSS pixels: a row for each rank, the time axis, a strip of memory for each rank.
+function measure() {
+  const width = Math.max(chart.clientWidth, 240), ranks = timeline.ranks;
+  const fit = (share, least, most) =>
+    Math.min(most, Math.max(least, Math.floor(share * window.innerHeight / ranks)));
+  const row = fit(0.45, 15, 38), strip = fit(0.3, 15, 46);
+  const rowGap = row > 24 ? 5 : 2, stripGap = 3;
+  const left = width > 500 ? 58 : 24, right = width - 46;
+  const top = 4, bottom = top + ranks * row, memory = bottom + 52, end = memory + ranks * strip;
+  return {
+    width, height: end + 8, left, right, top, bottom, memory, end,
+    row, strip, rowHeight: row - rowGap, stripHeight: strip - stripGap,
+  };
+}
+
+function pixelsPerTick() {
+  return (layout.right - layout.left) / (view.to - view.from);
+}
+
+function xOf(tick) {
+  return layout.left + (tick - view.from) * pixelsPerTick();
+}
+
+function tickAt(x) {
+  return view.from + (x - layout.left) / pixelsPerTick();
+}
+
+function rowTop(rank) {
+  return layout.top + rank * layout.row;
+}
+
+function stripTop(rank) {
+  return layout.memory + rank * layout.strip;
+}
+
+// Whose row lies at a height, and whether it is one of the timeline or of the memory below; null between them.
+function rowAt(y) {
+  const {top, bottom, memory, end, row, strip} = layout;
+  if (y >= top && y < bottom) return {rank: Math.floor((y - top) / row), memory: false};
+  if (y >= memory && y < end) return {rank: Math.floor((y - memory) / strip), memory: true};
+  return null;
+}
+
+// Shows `from` to `to`, moved and widened to what there is to see. Says whether anything changed.
+function show(from, to) {
+  const least = Math.min(timeline.shortest / 2, full.to);
+  const length = Math.min(Math.max(to - from, least), full.to);
+  const start = Math.min(Math.max((from + to - length) / 2, 0), full.to - length);
+  const changed = start !== view.from || start + length !== view.to;
+  view.from = start;
+  view.to = start + length;
+  if (changed) {
+    redraw();
+    clearTimeout(writing);  // browsers refuse to change the address all the time
+    writing = setTimeout(writeAddress, 300);
+  }
+  return changed;
+}
+
+// Shows so many times as much, while the tick at x stays where it is.
+function zoom(factor, x = (layout.left + layout.right) / 2) {
+  const still = tickAt(x);
+  const length = Math.min((view.to - view.from) * factor, full.to);
+  const from = still - (still - view.from) * length / (view.to - view.from);
+  return show(from, from + length);
+}
+
+function pan(pixels) {
+  const ticks = pixels / pixelsPerTick();
+  return show(view.from + ticks, view.to + ticks);
+}
+
+function showAll() {
+  return show(full.from, full.to);
+}
+
+function isShown(cell) {
+  const start = timeline.cells.start[cell], end = timeline.cells.end[cell];
+  return start < end ? end > view.from && start < view.to : start >= view.from && start <= view.to;
+}
+
+// Moves the view so that a cell is in it.
+function reveal(cell) {
+  const length = view.to - view.from;
+  if (timeline.cells.start[cell] < view.from || timeline.cells.end[cell] > view.to) {
+    const from = middleOf(cell) - length / 2;
+    show(from, from + length);
+  }
+}
+
+// A time as exactly as the eye can tell it here.
+function nearText(tick) {
+  return timeText(tick, 0.5 / pixelsPerTick());
+}
+
+// The address of what is shown: #from=10&to=20, in the unit of the costs.
+
+function showAddress() {
+  const words = new URLSearchParams(location.hash.slice(1));
+  const [from, to] = ['from', 'to'].map((word) => Number(words.get(word) ?? NaN) / timeline.tick);
+  if (from < to) show(from, to);
+  else showAll();
+}
+
+function writeAddress() {
+  const whole = view.from === full.from && view.to === full.to;
+  const address = whole ? '' : `#from=${nearText(view.from)}&to=${nearText(view.to)}`;
+  if (address === location.hash) return;
+  try {
+    history.replaceState(null, '', location.href.split('#')[0] + address);
+  } catch {
+    // A page inside another may have no address of its own.
+  }
+}
