@@ -48,7 +48,7 @@ def _refusal(rule: str, violation: Violation, schedule: Schedule) -> ScheduleErr
 def _placement(schedule: Schedule) -> Iterator[Violation]:
     for rank, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
-            if action.stage >= schedule.stages or schedule.rank_of[action.stage] != rank:
+            if not 0 <= action.stage < schedule.stages or schedule.rank_of[action.stage] != rank:
                 yield Violation(rank, action, "the stage does not live there", position)
 
 
@@ -58,7 +58,7 @@ def _once(schedule: Schedule) -> Iterator[Violation]:
         for position, action in enumerate(actions):
             if action in seen:
                 yield Violation(rank, action, "it stands there twice", position)
-            if action.microbatch >= schedule.microbatches:
+            if not 0 <= action.microbatch < schedule.microbatches:
                 yield Violation(rank, action, "there is no such micro-batch", position)
             seen[action] = position
     backward = (Kind.I, Kind.W) if schedule.trains else ()

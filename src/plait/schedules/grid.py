@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import takewhile
 from typing import TypeAlias
 
 from plait.schedules.action import Action, Kind
@@ -38,9 +39,10 @@ class Grid:
 
 
 def fill(rows: Rows, stages: int) -> Grid:
-    """The grid of `rows`, over a pipeline of so many stages."""
+    """The grid of `rows`, over a pipeline of so many stages. Each row up to an action of no such stage."""
     ones, zeros = (1,) * stages, (0,) * stages
-    ends, missing = play(rows, Pace(dict.fromkeys(Kind, ones), zeros, zeros))
+    known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
+    ends, missing = play(known, Pace(dict.fromkeys(Kind, ones), zeros, zeros))
     return Grid(tuple(tuple(end - 1 for end in row) for row in ends), missing)
 
 

@@ -1,6 +1,6 @@
 """Patterns that repeat: when each stage works on micro-batch 0; every other does the same a period later.
 
-    rank 0  F0 .  I1 F1 W1 I0    two ranks, placement v, period 6: what is drawn is one period, in the
+    rank 0  F0 F1 I1 I0 W1 W0    two ranks, placement v, period 6: what is drawn is one period, in the
     rank 1  W0 F0 F1 I1 I0 W1    steady state (digits are chunks)
 
 A pattern says how a pipeline runs between filling and draining, and how much it holds then. It is laid out
@@ -74,7 +74,7 @@ class Pattern:
                 whole, rest = divmod(last - first, self.period)
                 always += whole * amount[stage]
                 if rest:
-                    always += amount[stage] * (first % self.period + rest > self.period)
+                    always += amount[stage] * (first % self.period + rest >= self.period)
                     changes[first % self.period] += amount[stage]
                     changes[last % self.period] -= amount[stage]
         held = most = always

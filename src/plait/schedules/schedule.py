@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
+from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.grid import Grid, draw, fill
 
@@ -23,6 +24,14 @@ class Schedule:
     actions: tuple[tuple[Action, ...], ...]
     bound: float | None = None
     """Of a search: what no schedule can be shorter than that it was allowed to choose from."""
+
+    def __post_init__(self) -> None:
+        for stage, rank in enumerate(self.rank_of):
+            if not 0 <= rank < self.ranks:
+                raise ScheduleError(
+                    f"stage {stage} lives on rank {rank}, but there are actions for ranks 0 to "
+                    f"{self.ranks - 1}: give a row of actions for each rank, or another rank_of."
+                )
 
     @property
     def ranks(self) -> int:

@@ -26,7 +26,7 @@ MOST_CHUNKS = 4
 """Chunks that are tried unless told."""
 EFFORT = 800_000
 """Operations settled in a search, at least: a second or two."""
-PER_OPERATION, MOST_EFFORT = 200, 4_000_000
+PER_OPERATION, MOST_EFFORT = 300, 4_000_000
 """In larger pipelines: for each operation of the largest problem, up to some seconds."""
 PER_START, PER_FINAL = 20, 12
 """In the largest: for each operation of all short runs, and of the largest problem."""

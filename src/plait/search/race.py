@@ -22,11 +22,12 @@ HABITS = (Habit(0.5), Habit(1.0), Habit(0.5, True), Habit(0.0), Habit(1.0, True)
 FINALISTS, WINNERS = 6, 3
 HEATS, FINALS = 0.35, 0.3
 """Parts of the effort; shaking takes what is left."""
-PASSES = 20
+PASSES = 40
 """How often a winner is shaken, or there are fewer winners."""
-UNREST, WHIMS = (0.0, 0.01, 0.03, 0.1), (0.0, 0.1, 1.0)
-"""Of ranks that are shaken."""
-FOCUS = 0.5
+UNREST, NOISE = (0.0, 0.01, 0.03, 0.1), (0.0, 1.0, 2.0)
+CHANGES, LITTLE_NOISE = (0, 1, 3, 10), (0.0, 0.1)
+"""Of ranks that are shaken: much, or a little. Changes are operations out of turn."""
+FOCUS = 0.6
 """How often, of 1, only the rank that ends last is shaken."""
 WORSE, BACK = 1.0, 0.05
 """Shaking goes on from what is longer by up to so many operations; or goes back, so often, to the best."""
@@ -121,13 +122,7 @@ def _shaken(runner: Runner, effort: float) -> Runner:
     worse = WORSE * sum(problem.ahead.duration) / problem.size
     while left.left > 0 and best.length > bound:
         left.spend(2 * problem.size)
-        if chance.random() < FOCUS:
-            late = settle(problem.mirrored, now.reversed(), problem.limit, runner.habit)
-            other = {_last_rank(problem, now): _restless(chance)}
-            after = settle(problem.ahead, late.reversed(), problem.limit, runner.habit, chance, other)
-        else:
-            late = settle(problem.mirrored, now.reversed(), problem.limit, _restless(chance), chance)
-            after = settle(problem.ahead, late.reversed(), problem.limit, _restless(chance), chance)
+        after = _again(runner, now, chance)
         if after.length <= now.length + worse * chance.random():
             now = after
         elif chance.random() < BACK:
@@ -137,6 +132,17 @@ def _shaken(runner: Runner, effort: float) -> Runner:
     return replace(runner, settled=best)
 
 
+def _again(runner: Runner, now: Settled, chance: Random) -> Settled:
+    """Settled from the back and from the front; other habits have all ranks, or the one that ends last."""
+    problem, habit = runner.problem, runner.habit
+    if chance.random() < FOCUS:
+        late = settle(problem.mirrored, now.reversed(), problem.limit, habit)
+        other = {_last_rank(problem, now): _any_habit(chance)}
+        return settle(problem.ahead, late.reversed(), problem.limit, habit, chance, other)
+    late = settle(problem.mirrored, now.reversed(), problem.limit, _restless(runner, chance), chance)
+    return settle(problem.ahead, late.reversed(), problem.limit, _restless(runner, chance), chance)
+
+
 def _last_rank(problem: Problem, settled: Settled) -> int:
     """The rank that ends last."""
     ends = [settled.ends[order[-1]] for order in settled.orders]
@@ -144,5 +150,13 @@ def _last_rank(problem: Problem, settled: Settled) -> int:
     return late.index(max(late))
 
 
-def _restless(chance: Random) -> Habit:
-    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(WHIMS))
+def _restless(runner: Runner, chance: Random) -> Habit:
+    """Any habit; or the runner's own, and a few operations out of turn."""
+    if chance.random() < 0.5:
+        unrest = min(chance.choice(CHANGES) / runner.problem.size, 1.0)
+        return replace(runner.habit, unrest=unrest, noise=chance.choice(LITTLE_NOISE))
+    return _any_habit(chance)
+
+
+def _any_habit(chance: Random) -> Habit:
+    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(NOISE))

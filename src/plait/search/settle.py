@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from heapq import heapify, heappop, heappush
-from math import inf
 from random import Random
 from typing import NamedTuple
 
@@ -35,8 +34,8 @@ class Habit:
     """Whether what somebody waits for goes before what nobody does."""
     unrest: float = 0.0
     """How often, of 1, a rank does something else than what is next, though that could start."""
-    whim: float = 0.0
-    """How often, of 1, it fills any gap, or none, whatever `gap` says."""
+    noise: float = 0.0
+    """By how much `gap` varies from one decision to the next."""
 
 
 class Settled(NamedTuple):
@@ -181,8 +180,8 @@ class _Settling:
         following = self.orders[rank][self.next[rank]]
         habit = self.habits[rank]
         gap, soonest = habit.gap, ready
-        if self._happens(habit.whim):
-            gap = 0.0 if self._happens(0.5) else inf
+        if self.chance is not None:
+            gap += habit.noise * (self.chance.random() - 0.5)
         choices = []
         for operation in self._heads(rank):
             if operation == following or (view.after[operation] >= 0 and ends[view.after[operation]] < 0):

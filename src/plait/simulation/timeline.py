@@ -124,8 +124,10 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
 
     A forward needs the stage before, a backward its own forward and the stage behind, `W` its `I`; a result
     arrives on another rank `costs.comm` after the end of its action, and a `B` hands its gradient on at its
-    end. Linear in the number of actions. ScheduleError when ranks wait for each other for ever.
+    end. Linear in the number of actions. ScheduleError when ranks wait for each other for ever, and for a
+    stage that is not there.
     """
+    _require_stages(schedule)
     costs = costs or Costs()
     ticks = costs.ticks(schedule)
     ends, missing = play(schedule.actions, ticks.pace(schedule.rank_of))
@@ -140,6 +142,16 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         for row in zip(schedule.actions, ends, strict=True)
     )
     return Timeline(schedule, ticks.tick, cells, costs.holds(schedule))
+
+
+def _require_stages(schedule: Schedule) -> None:
+    for rank, actions in enumerate(schedule.actions):
+        for action in actions:
+            if not 0 <= action.stage < schedule.stages:
+                raise ScheduleError(
+                    f"rank {rank} does {action}, but rank_of names stages 0 to {schedule.stages - 1} only: "
+                    "change the action, or add its stage to rank_of."
+                )
 
 
 def _stuck(missing: Mapping[int, Action], ends: Sequence[Sequence[int]], schedule: Schedule) -> str:

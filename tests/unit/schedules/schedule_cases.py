@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 from hypothesis import settings
 from hypothesis import strategies as st
@@ -28,6 +29,8 @@ from plait.schedules.schedule import Schedule
 
 UNHURRIED = settings(deadline=None)
 """No timing is asserted."""
+BRIEF = settings(UNHURRIED, max_examples=40)
+"""Of tests that run several times, with other parameters."""
 WORDS: dict[type, str] = {
     TakeBatch: "take",
     HandOver: "hand",
@@ -78,21 +81,20 @@ def listed(text: str) -> list[str]:
 
 @st.composite
 def legal_schedules(draw: st.DrawFn) -> Schedule:
-    """Any placement of up to two stages a rank, B or I and W, in any order that can run."""
+    """Any placement of up to two stages a rank, with any backwards split, in any order that can run."""
     ranks, microbatches = draw(st.integers(1, 4)), draw(st.integers(1, 4))
     placed = [*range(ranks), *draw(st.lists(st.integers(0, ranks - 1), max_size=ranks))]
     rank_of = draw(st.permutations(placed))
-    fused = draw(st.lists(st.booleans(), min_size=len(rank_of), max_size=len(rank_of)))
-    kinds = [(Kind.F, Kind.B) if one else (Kind.F, Kind.I, Kind.W) for one in fused]
+    choose = draw(st.randoms(use_true_random=False))
+    split = draw(st.sampled_from([0, 0.5, 1]))
     left = [
         Action(stage, kind, microbatch)
         for stage in range(len(rank_of))
-        for kind in kinds[stage]
         for microbatch in range(microbatches)
+        for kind in ((Kind.F, Kind.I, Kind.W) if choose.random() < split else (Kind.F, Kind.B))
     ]
     rows: list[list[Action]] = [[] for _ in range(ranks)]
     done: set[Action] = set()
-    choose = draw(st.randoms(use_true_random=False))
     while left:
         action = choose.choice([action for action in left if can_run(action, done, len(rank_of))])
         left.remove(action)
@@ -103,15 +105,55 @@ def legal_schedules(draw: st.DrawFn) -> Schedule:
 
 def can_run(action: Action, done: set[Action], stages: int) -> bool:
     """Whether everything that an action needs is done; said a second time here, to test the rules by."""
-    stage, kind, microbatch = action.stage, action.kind, action.microbatch
+    return has_its_needs(action, done, stages) and is_due(action, done)
 
-    def has(stage: int, *kinds: Kind, microbatch: int = microbatch) -> bool:
+
+def has_its_needs(action: Action, done: set[Action], stages: int) -> bool:
+    """Whether what it starts from is made: on its stage, before it and behind it."""
+    stage, kind, microbatch = action
+
+    def has(stage: int, *kinds: Kind) -> bool:
         return any(Action(stage, kind, microbatch) in done for kind in kinds)
 
-    if kind is not Kind.F and microbatch > 0 and not has(stage, kind, microbatch=microbatch - 1):
-        return False
     if kind is Kind.F:
         return stage == 0 or has(stage - 1, Kind.F)
     if kind is Kind.W:
         return has(stage, Kind.I)
     return has(stage, Kind.F) and (stage + 1 == stages or has(stage + 1, Kind.I, Kind.B))
+
+
+def is_due(action: Action, done: set[Action]) -> bool:
+    """Whether the micro-batch before had its turn, in what this adds to the sums of the stage."""
+    stage, kind, microbatch = action
+    sums = {Kind.F: "", Kind.I: "I", Kind.W: "W", Kind.B: "IW"}[kind]
+    return microbatch == 0 or all(
+        Action(stage, Kind.B, microbatch - 1) in done or Action(stage, Kind(one), microbatch - 1) in done
+        for one in sums
+    )
+
+
+def done_by_tokens(made: Schedule) -> list[int]:
+    """How many actions of each rank get to run, if each takes its turn as soon as it has what it needs."""
+    done: set[Action] = set()
+    counts = [0] * made.ranks
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(made.actions):
+            while counts[rank] < len(row) and has_its_needs(row[counts[rank]], done, made.stages):
+                done.add(row[counts[rank]])
+                counts[rank] += 1
+                moved = True
+    return counts
+
+
+def held_by_intervals(row: Sequence[Action]) -> list[int]:
+    """Of each action of a rank: how many chunks of micro-batches are between F and the end of W or B."""
+    first = {action[::2]: place for place, action in enumerate(row) if action.kind is Kind.F}
+    last = {action[::2]: place for place, action in enumerate(row)}
+    return [sum(first[one] <= place <= last[one] for one in first) for place in range(len(row))]
+
+
+def with_row(made: Schedule, rank: int, row: Iterable[Action]) -> Schedule:
+    """`made`, with another row on one rank."""
+    return replace(made, actions=(*made.actions[:rank], tuple(row), *made.actions[rank + 1 :]))

@@ -20,9 +20,42 @@ def test_text_form() -> None:
     assert Action.parse(" 10W3 ") == Action(10, Kind.W, 3)
 
 
-@pytest.mark.parametrize("text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 3F0", "2F0x", "2.0F1"])
+@pytest.mark.parametrize(
+    "text", ["", "F0", "2F", "2X0", "2f0", "-1F0", "2F0 3F0", "2F0x", "2.0F1", "1234567890F0"]
+)
 def test_refuses_other_text(text: str) -> None:
     with pytest.raises(
         ScheduleError, match=r"is no action: write stage, kind \(F, I, W or B\) and micro-batch"
     ):
         Action.parse(text)
+
+
+def test_an_action_is_its_three_parts_and_sorts_by_them() -> None:
+    stage, kind, microbatch = Action(2, Kind.F, 0)
+    assert (stage, kind, microbatch) == (2, "F", 0)
+    assert sorted(map(Action.parse, ["1F0", "0W0", "0F1", "0F0"])) == [
+        *map(Action.parse, ["0F0", "0F1", "0W0", "1F0"])
+    ]
+    assert Action(2, Kind.F, 0)._replace(microbatch=1) == Action.parse("2F1")
+    assert hash(Kind.F) == hash("F")
+
+
+SOURCES = {"0F3": None, "1F3": 0, "2F3": 1, "2I3": None, "2B3": None, "1I3": 2, "0B3": 1, "1W3": None}
+CONSUMERS = {"0F3": "1F3", "2F3": None, "2I3": "1I3", "1B3": "0I3", "0I3": None, "0B3": None, "1W3": None}
+
+
+@pytest.mark.parametrize("text", SOURCES)
+def test_where_its_input_comes_from_among_three_stages(text: str) -> None:
+    assert Action.parse(text).source(stages=3) == SOURCES[text]
+
+
+@pytest.mark.parametrize("text", CONSUMERS)
+def test_who_waits_for_its_result_among_three_stages(text: str) -> None:
+    consumer = Action.parse(text).consumer(stages=3)
+    assert (consumer and str(consumer)) == CONSUMERS[text]
+
+
+def test_a_single_stage_has_neither() -> None:
+    for kind in Kind:
+        assert Action(0, kind, 0).source(stages=1) is None
+        assert Action(0, kind, 0).consumer(stages=1) is None

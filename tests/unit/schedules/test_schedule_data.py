@@ -1,6 +1,9 @@
 from __future__ import annotations
 
+import pytest
 from schedule_cases import written
+
+from plait.errors import ScheduleError
 
 TWO_STAGES_EACH = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
 
@@ -16,6 +19,25 @@ def test_order_is_text() -> None:
     assert TWO_STAGES_EACH.order == (("0F0", "3F0", "3B0", "0B0"), ("1F0", "2F0", "2B0", "1B0"))
 
 
-def test_a_picture_has_one_line_per_rank_and_columns() -> None:
-    drawn = str(written(["0F0 0B0", "10F0 10B0"], rank_of=(0, 1), microbatches=1))
-    assert drawn == "rank 0:  0F0  0B0\nrank 1: 10F0 10B0"
+def test_it_prints_as_its_grid() -> None:
+    assert str(TWO_STAGES_EACH) == "\n".join(
+        [
+            "rank 0  0F0  .   .  3F0 3B0  .   .  0B0",
+            "rank 1   .  1F0 2F0  .   .  2B0 1B0  .",
+        ]
+    )
+
+
+def test_it_is_a_value() -> None:
+    same = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
+    assert same == TWO_STAGES_EACH
+    assert hash(same) == hash(TWO_STAGES_EACH)
+    assert same.bound is None
+    assert same.grid is same.grid
+
+
+@pytest.mark.parametrize("rank", [-1, 1])
+def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
+    told = f"stage 1 lives on rank {rank}, but there are actions for ranks 0 to 0"
+    with pytest.raises(ScheduleError, match=told):
+        written(["0F0 0B0"], (0, rank), 1)

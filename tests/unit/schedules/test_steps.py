@@ -4,12 +4,14 @@ import pytest
 from schedule_cases import listed, words, written
 
 from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
 from plait.schedules.lower import Place, Shape
-from plait.schedules.policies import schedule
+from plait.schedules.policies import order_by
+from plait.schedules.program import AwaitReceive, Send
 from plait.schedules.steps import Steps
 
 SHAPE = Shape((1, 1), {"a": (Place(0, 0),), "b": (Place(1, 0),)})
-STEPS = Steps(schedule("gpipe", ranks=2, microbatches=2), SHAPE, rank=1)
+STEPS = Steps(order_by("gpipe", 2, 2), SHAPE, rank=1)
 
 
 def test_programs_of_one_rank() -> None:
@@ -37,3 +39,29 @@ def test_an_illegal_schedule_is_refused_before_it_is_lowered() -> None:
     steps = Steps(written(["0B0 0F0"], rank_of=(0,), microbatches=1), Shape((1,), {}), rank=0)
     with pytest.raises(ScheduleError, match="forward, input, weights"):
         _ = steps.train
+
+
+def test_programs_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No schedule is lowered to such programs; if one were, no rank would wait for ever."""
+    first, last = (Action(stage, Kind.F, 0) for stage in (0, 1))
+    unreceived = (Send(first, 1),), (AwaitReceive(last, 0),)
+    monkeypatch.setattr("plait.schedules.steps.lower", lambda *_: unreceived)
+    steps = Steps(order_by("gpipe", 2, 1), SHAPE, rank=0)
+    for step in ("train", "evaluate", "output"):
+        with pytest.raises(ScheduleError, match="one order per channel"):
+            getattr(steps, step)
+
+
+def test_a_v_trains_and_evaluates() -> None:
+    made = order_by("v-min", 2, 2)
+    shape = Shape((1,) * 4, {str(stage): (Place(stage, 0),) for stage in range(4)})
+    steps = Steps(made, shape, rank=0)
+    assert [word for word in words(steps.train) if "reduce" in word] == ["reduce 3", "reduce 0"]
+    assert words(steps.evaluate) == listed("""
+        post 3F0<1
+        take 0F0; 0F0.0; send 0F0>1; release 0F0
+        await 3F0<1; post 3F1<1; 3F0.0; loss 3F0; release 3F0
+        take 0F1; 0F1.0; send 0F1>1; release 0F1
+        await 3F1<1; 3F1.0; loss 3F1; release 3F1
+        finish
+    """)

@@ -7,10 +7,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-from plait.schedules.policies import schedule
+from plait.schedules.action import Kind
+from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 from plait.simulation.costs import Costs
-from plait.simulation.svg import draw_svg
+from plait.simulation.svg import draw_svg, shade
 from plait.simulation.timeline import Timeline, simulate
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -37,7 +38,7 @@ def cells(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
 @pytest.mark.parametrize("width", [300, 800])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 2, 3, 0.25), Costs(1e-200, 1, 1), Costs(0, 0, 0)])
 def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> None:
-    found = cells(picture(simulate(schedule("1f1b", ranks=3, microbatches=5), costs), width))
+    found = cells(picture(simulate(order_by("1f1b", 3, 5), costs), width))
     assert len(found) == 3 * 5 * 2
     assert all(70 <= left <= right <= width - 12 for _, left, right, _ in found)
     for (row, _, right, _), (next_row, left, _, _) in pairwise(found):
@@ -45,7 +46,7 @@ def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> N
 
 
 def test_cells_say_what_and_when() -> None:
-    svg = picture(simulate(schedule("gpipe", ranks=2, microbatches=2), Costs(1, 1, 0.5)))
+    svg = picture(simulate(order_by("gpipe", 2, 2), Costs(1, 1, 0.5)))
     assert [tip for *_, tip in cells(svg)][:4] == [
         "0F0: 0 to 1",
         "0F1: 1 to 2",
@@ -55,7 +56,7 @@ def test_cells_say_what_and_when() -> None:
 
 
 def test_words_around_the_picture() -> None:
-    shown = texts(picture(simulate(schedule("1f1b", ranks=2, microbatches=4))))
+    shown = texts(picture(simulate(order_by("1f1b", 2, 4))))
     assert shown[0] == "1f1b: 2 ranks, 4 micro-batches"
     assert shown[1] == "makespan 15 · bubble 20.0% · peak activations per rank: 2 1"
     assert {"forward", "backward", "rank 0", "rank 1", "F0", "B3", "14"} <= set(shown)
@@ -63,7 +64,7 @@ def test_words_around_the_picture() -> None:
 
 
 def test_many_ranks_show_the_highest_peak_only() -> None:
-    shown = texts(picture(simulate(schedule("1f1b", ranks=17, microbatches=20))))
+    shown = texts(picture(simulate(order_by("1f1b", 17, 20))))
     assert shown[1].endswith("peak activations per rank: up to 17")
 
 
@@ -77,19 +78,45 @@ def test_many_ranks_show_the_highest_peak_only() -> None:
     ],
 )
 def test_cells_of_a_kind_hold_as_much_text_as_fits_all_of_them(width: int, written: list[str]) -> None:
-    timeline = simulate(schedule("gpipe", ranks=1, microbatches=2), Costs(1, 8, 0))
+    timeline = simulate(order_by("gpipe", 1, 2), Costs(1, 8, 0))
     shown = [text.text for text in picture(timeline, width).iter(f"{SVG}text") if text.get("class") == "cell"]
     assert shown == ["B", "F", *written]  # the legend comes first
 
 
+def test_a_split_backward_shows_its_kinds_and_chunks_their_stage() -> None:
+    svg = picture(simulate(order_by("v-min", 2, 2)), width=1200)
+    shown = texts(svg)
+    assert {"forward", "input gradient", "weight gradient", "0F0", "3I1", "2W1"} <= set(shown)
+    assert "backward" not in shown
+    fills = {rect.attrib["fill"] for rect in svg.iter(f"{SVG}rect") if rect.find(f"{SVG}title") is not None}
+    assert fills == {shade(kind, part) for kind in (Kind.F, Kind.I, Kind.W) for part in (0, 1)}
+
+
+def test_colours_differ_by_kind_and_grow_lighter() -> None:
+    assert len({shade(kind, part) for kind in Kind for part in (0, 0.5, 1)}) == 12
+    for kind in Kind:
+        first, last = (sum(bytes.fromhex(shade(kind, part)[1:])) for part in (0, 1))
+        assert first < last
+
+
+def test_other_rows_and_another_name() -> None:
+    timeline = simulate(order_by("gpipe", 2, 1))
+    rows = [("pp 0, dp 0", 0), ("pp 0, dp 1", 0), ("pp 1 & more", 1)]
+    svg = ElementTree.fromstring(draw_svg(timeline, name="a mesh", rows=rows))
+    shown = texts(svg)
+    assert shown[0] == "a mesh"
+    assert [text for text in shown if text.startswith("pp")] == ["pp 0, dp 0", "pp 0, dp 1", "pp 1 & more"]
+    assert [tip.partition(":")[0] for *_, tip in cells(svg)] == ["0F0", "0B0", "0F0", "0B0", "1F0", "1B0"]
+
+
 def test_names_are_escaped() -> None:
-    made = schedule("gpipe", ranks=1, microbatches=1)
+    made = order_by("gpipe", 1, 1)
     named = Schedule("<a & b>", 1, made.rank_of, made.actions)
     assert texts(picture(simulate(named)))[0] == "<a & b>: 1 rank, 1 micro-batch"
 
 
 def test_is_self_contained() -> None:
-    document = draw_svg(simulate(schedule("1f1b", ranks=2, microbatches=2)))
+    document = draw_svg(simulate(order_by("1f1b", 2, 2)))
     assert "href" not in document
     assert "url(" not in document
     assert document.count("http") == 1  # the name space

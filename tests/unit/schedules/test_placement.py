@@ -1,0 +1,30 @@
+from __future__ import annotations
+
+import pytest
+
+from plait.schedules.placement import Placement
+
+DEALT = {
+    (Placement.LINEAR, 4, 1): "0 1 2 3",
+    (Placement.LOOP, 4, 1): "0 1 2 3",
+    (Placement.V, 4, 1): "0 1 2 3",
+    (Placement.LOOP, 4, 2): "0 1 2 3  0 1 2 3",
+    (Placement.V, 4, 2): "0 1 2 3  3 2 1 0",
+    (Placement.LOOP, 2, 3): "0 1  0 1  0 1",
+    (Placement.V, 3, 3): "0 1 2  2 1 0  0 1 2",
+    (Placement.V, 1, 2): "0  0",
+}
+
+
+@pytest.mark.parametrize(("placement", "ranks", "chunks"), DEALT)
+def test_the_rank_of_each_stage(placement: Placement, ranks: int, chunks: int) -> None:
+    dealt = tuple(map(int, DEALT[placement, ranks, chunks].split()))
+    assert placement.rank_of(ranks, chunks) == dealt
+
+
+def test_only_a_v_goes_back() -> None:
+    assert [placement for placement in Placement if placement.goes_back] == [Placement.V]
+
+
+def test_names() -> None:
+    assert [Placement(name) for name in ("linear", "loop", "v")] == list(Placement)
