@@ -11,7 +11,7 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 
-UNLIMITED = 1 << 62
+UNLIMITED = 1 << 4096
 """More units than anything holds."""
 TOLERANCE = Fraction(1, 100_000)
 """By how much a limit may be missed, so that 3.33333 admits ten thirds."""

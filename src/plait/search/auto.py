@@ -10,11 +10,12 @@ from typing import Literal
 from plait.errors import ScheduleError
 from plait.schedules.holding import allowed, peaks
 from plait.schedules.placement import Placement
-from plait.schedules.policies import POLICIES, InTurns, order_by
+from plait.schedules.policies import POLICIES, InPattern, order_by
 from plait.schedules.schedule import Schedule
 from plait.search.bound import lower_bound
 from plait.search.exact import search_all
 from plait.search.fuse import fused
+from plait.search.patterns import settled_pattern
 from plait.search.problem import Layout, Orders, Problem
 from plait.search.race import race, short_run
 from plait.search.room import least_room
@@ -30,6 +31,8 @@ PER_OPERATION, MOST_EFFORT = 300, 4_000_000
 """In larger pipelines: for each operation of the largest problem, up to some seconds."""
 PER_START, PER_FINAL = 20, 12
 """In the largest: for each operation of all short runs, and of the largest problem."""
+PATTERN_SIZE = 10_000
+"""Named patterns are settled for problems of so many operations; the race starts from them in any case."""
 EXACT_SIZE, EXACT_NODES = 160, 20_000
 """Problems of so many operations are searched exactly, through so many nodes in all."""
 
@@ -86,7 +89,8 @@ def _problems(
 
 
 def _layouts(ranks: int, costs: Costs, chunks: int | None) -> Iterator[Layout]:
-    lengths = {len(cost) for cost in (costs.F, costs.I, costs.W) if not isinstance(cost, int | float)}
+    every = (costs.F, costs.I, costs.W, costs.until_I, costs.until_W)
+    lengths = {len(cost) for cost in every if not isinstance(cost, int | float)}
     if chunks is None and lengths:
         chunks = max(min(lengths) // ranks, 1)  # what does not fit is refused where costs are read
     for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):
@@ -113,11 +117,18 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
     """The named policies as they are, where they fit: what is found should never be behind one of them."""
     for problem in problems:
         for name, policy in POLICIES.items():
-            if isinstance(policy, InTurns) and policy.placement is problem.placement:
-                made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
-                holds = costs.holds(made)
-                if max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
-                    yield replace(made, policy=f"auto ({name})")
+            if policy.placement is not problem.placement:
+                continue
+            if isinstance(policy, InPattern) and (
+                policy.chunks != problem.chunks or problem.size > PATTERN_SIZE
+            ):
+                continue
+            made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
+            if isinstance(policy, InPattern):
+                made = settled_pattern(made, policy, costs)
+            holds = costs.holds(made)
+            if max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
+                yield replace(made, policy=f"auto ({name})")
 
 
 def _searched_exactly(

@@ -75,7 +75,7 @@ def _most_time(
     sizes = {room[stage] for stage in stages}
     left = Fraction(problem.limit // max(min(sizes), 1) * min(sizes) if len(sizes) == 1 else problem.limit)
     most = Fraction(0)
-    for stage in sorted(stages, key=lambda stage: room[stage] * Fraction(1, times[stage] or 1)):
+    for stage in sorted(stages, key=lambda stage: Fraction(times[stage], room[stage] or 1), reverse=True):
         count = Fraction(problem.microbatches)
         if room[stage]:
             count = min(count, left / room[stage])

@@ -8,6 +8,7 @@ done was no later in anything.
 
 from __future__ import annotations
 
+from operator import gt
 from typing import NamedTuple
 
 from plait.schedules.action import Kind
@@ -41,7 +42,13 @@ def search_all(problem: Problem, known: int, nodes: int) -> Found:
         search.descend()
     except _EnoughError:
         return Found(search.found, False, nodes)
-    return Found(search.found, True, nodes - search.nodes)
+    return Found(search.found, problem.chunks == 1 or not _grows(problem), nodes - search.nodes)
+
+
+def _grows(problem: Problem) -> bool:
+    """Whether an input gradient takes room: with several chunks a rank, `Room` is then more careful than it
+    has to be."""
+    return any(map(gt, problem.holds.until_weight, problem.holds.until_input))
 
 
 class _EnoughError(Exception):
@@ -85,7 +92,7 @@ class _Search:
         for choice in choices:
             if choice.start < first.end or choice is first:
                 self._try(choice)
-        if self.view.lane[first.operation] % 3 == 0:
+        if self.view.grows[first.operation] > 0:
             rank = self.view.rank[first.operation]
             before = self.held_back[rank]
             self.held_back[rank] = before | {first.operation}

@@ -19,13 +19,7 @@ class Room:
         self.held = [0] * problem.ranks
         self.inside = [0] * problem.ranks
         """What is held for micro-batches whose input gradient is still to come."""
-        self._alone = [least_room(problem, rank) for rank in range(problem.ranks)]
-        holds = problem.holds
-        growth = [
-            max(after - before, 0)
-            for before, after in zip(holds.until_input, holds.until_weight, strict=True)
-        ]
-        self._growth = [max(growth[stage] for stage in stages) for stages in problem.stages_of]
+        self._alone = [_rooms(problem, rank) for rank in range(problem.ranks)]
 
     def admits(self, operation: int) -> bool:
         """Whether the operation, whose turn it is in its lane, fits now."""
@@ -35,25 +29,27 @@ class Room:
             return False
         if lane % 3:
             return True
-        until_input = problem.holds.until_input
-        inside = self.inside[rank] + until_input[lane // 3]
-        if inside + self._growth[rank] > problem.limit:
-            return False
-        if inside + self._alone[rank] <= problem.limit:
+        return self._is_safe(rank, lane)
+
+    def _is_safe(self, rank: int, lane: int) -> bool:
+        """Whether, with one more forward of this lane, one micro-batch after the other can be finished."""
+        alone, stages = self._alone[rank], self.problem.stages_of[rank]
+        limit, until_input = self.problem.limit, self.problem.holds.until_input
+        if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
             return True
-        forwards = [
-            (self.done[3 * stage] + (3 * stage == lane), self.done[3 * stage + 1], until_input[stage])
-            for stage in problem.stages_of[rank]
-        ]
-        oldest = min(begun for begun, _, _ in forwards)
-        if oldest == problem.microbatches:
-            return True
-        younger = sum(
-            (begun - max(turned, oldest + 1)) * amount
-            for begun, turned, amount in forwards
-            if begun > max(turned, oldest + 1)
+        begun = [self.done[3 * stage] + (3 * stage == lane) for stage in stages]
+        turned = [self.done[3 * stage + 1] for stage in stages]
+
+        def younger(than: int) -> int:
+            return sum(
+                max(first - max(second, than + 1), 0) * until_input[stage]
+                for first, second, stage in zip(begun, turned, stages, strict=True)
+            )
+
+        return all(
+            younger(number) + alone[sum(count > number for count in turned)] <= limit
+            for number in range(min(turned), max(turned) + 1)
         )
-        return younger + self._alone[rank] <= problem.limit
 
     def take(self, operation: int) -> None:
         """The operation is done."""
@@ -74,9 +70,15 @@ class Room:
 
 def least_room(problem: Problem, rank: int) -> int:
     """What a rank holds at most if it lets one micro-batch through at a time."""
+    return _rooms(problem, rank)[0]
+
+
+def _rooms(problem: Problem, rank: int) -> list[int]:
+    """What a rank holds at most of a micro-batch of which so many input gradients are done, from 0 on."""
     until_input, until_weight = problem.holds.until_input, problem.holds.until_weight
-    inside = most = sum(until_input[stage] for stage in problem.stages_of[rank])
-    for stage in reversed(problem.stages_of[rank]):
-        most = max(most, inside + until_weight[stage] - until_input[stage])
-        inside -= until_input[stage]
-    return most
+    inside, most = 0, [0]
+    for stage in problem.stages_of[rank]:
+        inside += until_input[stage]
+        turning = inside + until_weight[stage] - until_input[stage]
+        most.append(max(most[-1], inside, turning))
+    return most[::-1]

@@ -2,25 +2,19 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
 from difflib import get_close_matches
 from typing import get_args
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.holding import allowed
 from plait.schedules.policies import POLICIES, InPattern, order_by, require_positive
 from plait.schedules.schedule import Schedule
 from plait.search.auto import Measure, find
-from plait.search.problem import Problem
-from plait.search.race import HABITS
-from plait.search.settle import justify, settle
+from plait.search.patterns import settled_pattern
 from plait.simulation.costs import Costs
-from plait.simulation.timeline import simulate
 
 AUTO = "auto"
 NAMES = (*POLICIES, AUTO)
-ROUNDS = 6
 
 
 def schedule(
@@ -55,7 +49,7 @@ def schedule(
     made = order_by(policy, ranks, microbatches, chunks)
     kind = POLICIES[policy]
     if isinstance(kind, InPattern):
-        made = _settled(made, kind, costs)
+        made = settled_pattern(made, kind, costs)
     if limit is not None:
         check(made, limit, costs.holds(made))
     return made
@@ -64,34 +58,6 @@ def schedule(
 def require_known(policy: str) -> None:
     """ScheduleError for a name that is no policy, with the nearest that is."""
     if policy not in NAMES:
-        near = get_close_matches(policy, NAMES, n=1)
+        near = get_close_matches(policy.lower(), NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}."
         raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")
-
-
-def _settled(pattern: Schedule, policy: InPattern, costs: Costs) -> Schedule:
-    """A pattern's order, settled for `costs` within the policy's memory, by the measure of its authors."""
-    ranks, chunks = pattern.ranks, policy.chunks
-    evenly = Costs().holds(pattern)
-    problem = Problem(
-        policy.placement,
-        ranks,
-        chunks,
-        pattern.microbatches,
-        costs.ticks(pattern),
-        evenly,
-        allowed(policy.peak(ranks), evenly.unit),
-        of_span=True,
-    )
-    orders = problem.orders_of(pattern.actions)
-    tries = []
-    for habit in HABITS:
-        start = settle(problem.ahead, orders, problem.limit, habit)
-        rows = problem.actions_of(justify(problem, start, habit, ROUNDS).orders)
-        tries.append(replace(pattern, actions=tuple(map(tuple, rows))))
-
-    def key(made: Schedule) -> tuple[float, float]:
-        timeline = simulate(made, costs)
-        return timeline.span, timeline.makespan
-
-    return min(tries, key=key)

@@ -19,7 +19,7 @@ from typing import NamedTuple
 
 from plait.search.problem import Orders, Problem, View
 
-NEVER = 1 << 62
+NEVER = 1 << 4096
 PATIENCE = 2
 """Rounds of justification without gain before it ends."""
 

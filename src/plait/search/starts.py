@@ -103,7 +103,22 @@ def _fitting(problem: Problem, keys: list[int]) -> Orders:
     for operation in operations:
         orders[view.rank[operation]].append(operation)
     held = max(max(accumulate(view.grows[operation] for operation in order)) for order in orders)
-    return orders if held <= problem.limit else admitted(problem, keys)
+    return orders if held <= problem.limit and _can_run(problem, orders) else admitted(problem, keys)
+
+
+def _can_run(problem: Problem, orders: Orders) -> bool:
+    """Whether nobody waits for ever: where ranks have room for different numbers of forwards, they might."""
+    needs, done = problem.ahead.needs, [False] * problem.size
+    waiting = [iter(order) for order in orders]
+    heads = [next(order) for order in waiting]
+    moved = True
+    while moved:
+        moved = False
+        for rank, order in enumerate(waiting):
+            while heads[rank] >= 0 and (needs[heads[rank]] < 0 or done[needs[heads[rank]]]):
+                done[heads[rank]] = moved = True
+                heads[rank] = next(order, -1)
+    return all(done)
 
 
 def pattern_of(problem: Problem, shape: Shape) -> Pattern:
