@@ -27,7 +27,7 @@ MOST_CHUNKS = 4
 """Chunks that are tried unless told."""
 EFFORT = 800_000
 """Operations settled in a search, at least: a second or two."""
-PER_OPERATION, MOST_EFFORT = 300, 4_000_000
+PER_OPERATION, MOST_EFFORT = 150, 4_000_000
 """In larger pipelines: for each operation of the largest problem, up to some seconds."""
 PER_START, PER_FINAL = 20, 12
 """In the largest: for each operation of all short runs, and of the largest problem."""
@@ -103,6 +103,8 @@ def _layouts(ranks: int, costs: Costs, chunks: int | None) -> Iterator[Layout]:
 
 def _effort(problems: Sequence[Problem]) -> float:
     largest = max(problem.size for problem in problems)
+    if len(problems) == 1:
+        largest *= 2  # the heats are short then: more time to improve the winners
     starts = sum(short_run(problem).size for problem in problems)
     return max(EFFORT, min(PER_OPERATION * largest, MOST_EFFORT), PER_START * starts + PER_FINAL * largest)
 

@@ -83,15 +83,19 @@ def _length(runner: Runner) -> Fraction:
 
 
 def _heats(problems: Sequence[Problem], effort: float) -> list[Runner]:
-    """Starts with two habits each, on a short run; the better half goes on, round after round."""
+    """Starts with two habits each, on a short run; the better half goes on, and the first of each layout."""
     shorts = [short_run(problem) for problem in problems]
     # With n runners there are n, n, n / 2, n / 4 … settled.
     each = min(max(int(effort / 3 / sum(short.size for short in shorts)), LEAST), MOST)
     runners = [runner for short in shorts for runner in islice(_starters(short), each)]
-    while len(runners) > FINALISTS:
+    places = len(runners)
+    while places > FINALISTS:
+        places = max(places // 2, FINALISTS)
         different = {(runner.problem.layout, *runner.settled.ends): runner for runner in runners}
-        runners = nsmallest(max(len(runners) // 2, FINALISTS), different.values(), key=_length)
-        runners = [_justified(runner, runner.habit, 1) for runner in runners]
+        ranked = sorted(different.values(), key=_length)
+        first_of = {runner.problem.layout: runner for runner in reversed(ranked)}
+        others = [runner for runner in ranked[places:] if runner is first_of[runner.problem.layout]]
+        runners = [_justified(runner, runner.habit, 1) for runner in ranked[:places] + others]
     return runners
 
 

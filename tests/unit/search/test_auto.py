@@ -103,7 +103,7 @@ def require_good(case: Case, found: Timeline) -> None:
             assert max(other.peak) > case.limit or value <= case.value(other), name
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(cases(ranks=4, microbatches=6))
 def test_what_is_found_is_legal_within_the_limit_and_behind_nothing(case: Case) -> None:
     require_good(case, case.search())
@@ -142,7 +142,7 @@ def tiny(draw: st.DrawFn) -> Case:
     return Case(ranks, microbatches, chunks, costs, draw(st.sampled_from(MEASURES)), limit)
 
 
-@settings(max_examples=60)
+@settings(max_examples=40)
 @given(tiny())
 def test_of_tiny_pipelines_it_finds_the_best_and_its_bound_says_so(case: Case) -> None:
     ranks, microbatches, chunks, costs, measure, limit = case

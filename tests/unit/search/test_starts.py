@@ -117,7 +117,7 @@ def test_ranks_with_room_for_different_numbers_of_forwards_do_not_wait_for_each_
         require_legal(problem, orders_from(problem, start))
 
 
-@settings(max_examples=150)
+@settings(max_examples=100)
 @given(problems(), st.integers(0, 70))
 def test_every_start_can_be_run_within_the_limit(problem: Problem, number: int) -> None:
     start = next(islice(starts(problem, Random(0)), number, None))
