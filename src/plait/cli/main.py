@@ -5,6 +5,7 @@ Commands are imported only when they run, so that those without tensors start wi
 
 from __future__ import annotations
 
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -33,11 +34,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: `sys.argv`) names and return the exit code.
 
     0: done. 1: a rank failed or lost a peer; what is known is shown. 2: something the user can mend.
-    130: interrupted.
+    130: interrupted. 141: nobody reads the output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
-        return _dispatch(arguments)
+        code = _dispatch(arguments)
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:
+        # Whoever read has heard enough, as `head` does; Python would complain again at its exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 141
     except RankError as error:
         told = error.traceback in str(error)
         _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")

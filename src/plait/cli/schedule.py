@@ -16,7 +16,7 @@ from plait.errors import ConfigError, ScheduleError
 from plait.schedules.check import check
 from plait.schedules.exchange import from_csv, to_csv
 from plait.schedules.schedule import Schedule
-from plait.search.schedule import require_known, schedule
+from plait.search.schedule import NAMES, require_known, schedule
 from plait.simulation.costs import Costs
 from plait.simulation.html import draw_html
 from plait.simulation.svg import draw_svg
@@ -69,6 +69,7 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
     """The schedule of a policy, or of a file."""
     if _is_file(policy):
         return _read(Path(policy), options, costs)
+    require_known(policy)
     missing = [f"--{name}" for name in ("ranks", "microbatches") if getattr(options, name) is None]
     if missing:
         raise ConfigError(
@@ -86,21 +87,20 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
 
 
 def _is_file(policy: str) -> bool:
-    """Whether a file is meant. ScheduleError for a name that is no policy either."""
-    if policy.endswith(".csv") or os.sep in policy:
-        return True
-    require_known(policy)
-    return False
+    """Whether a file is meant, not a policy."""
+    return policy not in NAMES and (policy.endswith(".csv") or os.sep in policy or Path(policy).is_file())
 
 
 def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"{path} is no file: give a CSV file, or a policy.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
         raise ConfigError(f"{path} cannot be read ({why}): give a CSV file, or a policy.") from None
     try:
-        made = from_csv(text, path.stem)
+        made = from_csv(text, str(path))
     except ScheduleError as error:
         raise ScheduleError(f"{path}: {error}") from None
     counts = {"ranks": made.ranks, "microbatches": made.microbatches, "chunks": made.stages // made.ranks}
@@ -162,7 +162,8 @@ def _compare(options: Namespace, costs: Costs) -> None:
     names = ([] if options.policy is None else [options.policy]) + list(options.compare)
     results: dict[str, Timeline | ScheduleError] = {}
     for name in names:
-        _is_file(name)  # a misspelt name is for the user to mend, not a row
+        if not _is_file(name):
+            require_known(name)  # a misspelt name is for the user to mend, not a row
         try:
             results[name] = simulate(_made(name, options, costs), costs)
         except ScheduleError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
-from math import inf, isfinite, isnan, nan
+from math import isfinite, isnan, nan
 from pathlib import Path
 from typing import NoReturn, get_args
 
@@ -65,13 +65,14 @@ def _limit(text: str) -> float:
     value = _read(text)
     if isnan(value):
         raise ArgumentTypeError(f"{text!r} is no number")
-    return inf if value == inf else value
+    return value
 
 
 def _read(text: str) -> float:
     try:
-        return int(text) if text.lstrip("+-").isdecimal() else float(text)
-    except ValueError:
+        value = float(text)
+        return int(text) if text.lstrip("+-").isdecimal() else value
+    except (ValueError, OverflowError):
         return nan
 
 

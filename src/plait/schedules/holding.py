@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from fractions import Fraction
-from math import isinf, isnan
+from math import inf
+from numbers import Real
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
@@ -13,8 +14,8 @@ from plait.schedules.schedule import Schedule
 
 UNLIMITED = 1 << 4096
 """More units than anything holds."""
-TOLERANCE = Fraction(1, 100_000)
-"""By how much a limit may be missed, so that 3.33333 admits ten thirds."""
+TOLERANCE = Fraction(1, 10**9)
+"""By which part of it a limit may be missed: the rounding of floats, no more."""
 
 
 class Holds(NamedTuple):
@@ -61,6 +62,7 @@ def peaks(schedule: Schedule, holds: Holds | None = None) -> tuple[Fraction, ...
 
 def allowed(limit: float, unit: Fraction) -> int:
     """How many whole units are within `limit`. ScheduleError where it is negative or no number."""
-    if isnan(limit) or limit < 0:
+    number = isinstance(limit, Real) and not isinstance(limit, bool)
+    if not number or limit != limit or limit < 0:
         raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
-    return UNLIMITED if isinf(limit) else int((Fraction(str(limit)) + TOLERANCE) / unit)
+    return UNLIMITED if limit == inf else int(Fraction(str(limit)) * (1 + TOLERANCE) / unit)

@@ -70,6 +70,8 @@ class InPattern:
     chunks = 2
 
 
+MOST_COUNT = 1_000_000
+"""More ranks, micro-batches or chunks than anybody has."""
 Policy: TypeAlias = InTurns | InPattern
 
 POLICIES: dict[str, Policy] = {
@@ -154,7 +156,7 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
 
 
 def require_positive(**counts: int) -> None:
-    """ScheduleError for the first count that is no whole number of at least one, named."""
+    """ScheduleError for the first count that is no whole number from 1 to a million, named."""
     for name, count in counts.items():
-        if not isinstance(count, int) or isinstance(count, bool) or count < 1:
-            raise ScheduleError(f"{name} is {count}: a schedule needs at least 1.")
+        if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_COUNT:
+            raise ScheduleError(f"{name} is {count!r}: give a whole number from 1 to {MOST_COUNT:,}.")

@@ -26,6 +26,8 @@ class Schedule:
     """Of a search: what no schedule can be shorter than that it was allowed to choose from."""
 
     def __post_init__(self) -> None:
+        if not self.actions or not self.rank_of:
+            raise ScheduleError("a schedule without ranks or stages: give actions for at least one of each.")
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise ScheduleError(

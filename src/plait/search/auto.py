@@ -90,7 +90,7 @@ def _problems(
 
 def _layouts(ranks: int, costs: Costs, chunks: int | None) -> Iterator[Layout]:
     every = (costs.F, costs.I, costs.W, costs.until_I, costs.until_W)
-    lengths = {len(cost) for cost in every if not isinstance(cost, int | float)}
+    lengths = {len(cost) for cost in every if isinstance(cost, Sequence)}
     if chunks is None and lengths:
         chunks = max(min(lengths) // ranks, 1)  # what does not fit is refused where costs are read
     for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):

@@ -42,13 +42,7 @@ def search_all(problem: Problem, known: int, nodes: int) -> Found:
         search.descend()
     except _EnoughError:
         return Found(search.found, False, nodes)
-    return Found(search.found, problem.chunks == 1 or not _grows(problem), nodes - search.nodes)
-
-
-def _grows(problem: Problem) -> bool:
-    """Whether an input gradient takes room: with several chunks a rank, `Room` is then more careful than it
-    has to be."""
-    return any(map(gt, problem.holds.until_weight, problem.holds.until_input))
+    return Found(search.found, True, nodes - search.nodes)
 
 
 class _EnoughError(Exception):
@@ -63,6 +57,9 @@ class _Search:
         self.best, self.nodes = known, nodes
         self.found: Orders | None = None
         self.room = Room(problem)
+        # Where an input gradient takes room, what `Room` admits is more careful than it has to be.
+        grows = any(map(gt, problem.holds.until_weight, problem.holds.until_input))
+        self.has_room = self.room.fits if grows else self.room.admits
         self.ends = [-1] * problem.size
         self.free = list(self.view.opens)
         self.path: list[int] = []
@@ -112,7 +109,7 @@ class _Search:
                 need = view.needs[operation]
                 if need >= 0 and self.ends[need] < 0:
                     continue
-                if operation in self.held_back[rank] or not self.room.admits(operation):
+                if operation in self.held_back[rank] or not self.has_room(operation):
                     continue
                 start = free if need < 0 else max(free, self.ends[need] + view.delay[operation])
                 choices.append(Choice(start + view.duration[operation], start, operation))

@@ -21,15 +21,16 @@ class Room:
         """What is held for micro-batches whose input gradient is still to come."""
         self._alone = [_rooms(problem, rank) for rank in range(problem.ranks)]
 
+    def fits(self, operation: int) -> bool:
+        """Whether the operation, whose turn it is in its lane, takes no more than there is now."""
+        view = self.problem.ahead
+        return self.held[view.rank[operation]] + view.grows[operation] <= self.problem.limit
+
     def admits(self, operation: int) -> bool:
-        """Whether the operation, whose turn it is in its lane, fits now."""
-        problem, view = self.problem, self.problem.ahead
-        rank, lane = view.rank[operation], view.lane[operation]
-        if self.held[rank] + view.grows[operation] > problem.limit:
-            return False
-        if lane % 3:
-            return True
-        return self._is_safe(rank, lane)
+        """Whether it fits, and everything else can be done after it too."""
+        view = self.problem.ahead
+        lane = view.lane[operation]
+        return self.fits(operation) and (lane % 3 > 0 or self._is_safe(view.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
         """Whether, with one more forward of this lane, one micro-batch after the other can be finished."""

@@ -43,7 +43,9 @@ def schedule(
     if measure not in get_args(Measure):
         raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
     require_positive(ranks=ranks, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks}))
-    costs = costs or Costs()
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs is {costs!r}: give plait.Costs(F=…, I=…, W=…, comm=…), or None.")
     if policy == AUTO:
         return find(ranks, microbatches, costs, ranks if limit is None else limit, chunks, measure)
     made = order_by(policy, ranks, microbatches, chunks)
@@ -58,6 +60,6 @@ def schedule(
 def require_known(policy: str) -> None:
     """ScheduleError for a name that is no policy, with the nearest that is."""
     if policy not in NAMES:
-        near = get_close_matches(policy.lower(), NAMES, n=1)
+        near = get_close_matches(str(policy).lower(), NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(NAMES)}."
         raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
-from math import gcd, isfinite, lcm
+from math import gcd, inf, lcm
 from numbers import Real
 from operator import add
 from typing import NamedTuple
@@ -17,6 +17,8 @@ from plait.schedules.holding import Holds
 from plait.schedules.play import Pace
 from plait.schedules.schedule import Schedule
 
+SMALLEST, LARGEST = 1e-200, 1e60
+"""Costs beyond have no use but to overflow."""
 Cost = float | Sequence[float]
 """A number: for all that a rank holds of the model, per micro-batch. A sequence: for each stage as it is."""
 
@@ -59,7 +61,7 @@ class Costs:
     def __post_init__(self) -> None:
         for name in ("F", "I", "W", "until_I", "until_W"):
             cost = getattr(self, name)
-            if isinstance(cost, Sequence):
+            if isinstance(cost, Sequence) and not isinstance(cost, str | bytes):
                 object.__setattr__(self, name, tuple(cost))
                 for stage, value in enumerate(cost):
                     _require_time(f"{name}[{stage}]", value)
@@ -114,8 +116,12 @@ def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[tuple[int, ...]]]:
 
 def _require_time(name: str, value: object) -> None:
     number = isinstance(value, Real) and not isinstance(value, bool)
-    if not number or not isfinite(value) or value < 0:  # type: ignore[arg-type, operator]
+    if not number or not 0 <= value < inf:  # type: ignore[operator]
         raise ScheduleError(f"costs.{name} is {value!r}: give a finite number of at least 0.")
+    if value and not SMALLEST <= value <= LARGEST:  # type: ignore[operator]
+        raise ScheduleError(
+            f"costs.{name} is {value!r}: choose a unit in which it is from {SMALLEST:g} to {LARGEST:g}."
+        )
 
 
 def _exact(value: float) -> Fraction:

@@ -202,7 +202,7 @@ def test_a_file_is_read_checked_and_drawn(tmp_path: Path, capsys: pytest.Capture
     assert main(["schedule", str(path), "--json"]) == 0
     told = json.loads(capsys.readouterr().out)
     assert {name: told[name] for name in ("policy", "ranks", "microbatches", "chunks", "makespan")} == {
-        "policy": "mine",
+        "policy": str(path),
         "ranks": 2,
         "microbatches": 2,
         "chunks": 1,

@@ -282,13 +282,13 @@ def test_refuses_counts_that_are_no_whole_number_of_at_least_one(policy: str, na
     counts: dict[str, Any] = {"ranks": 2, "microbatches": 2, name: wrong}
     with pytest.raises(ScheduleError) as caught:
         order_by(policy, **counts)
-    assert str(caught.value) == f"{name} is {wrong}: a schedule needs at least 1."
+    assert str(caught.value) == f"{name} is {wrong!r}: give a whole number from 1 to 1,000,000."
 
 
 @pytest.mark.parametrize("counts", [{"ranks": 0, "microbatches": 1}, {"ranks": 1, "microbatches": 0}])
 def test_forwards_alone_need_counts_too(counts: dict[str, int]) -> None:
     name = min(counts, key=lambda key: counts[key])
-    with pytest.raises(ScheduleError, match=f"{name} is 0: a schedule needs at least 1"):
+    with pytest.raises(ScheduleError, match=f"{name} is 0: give a whole number from 1"):
         forward_only((0,), **counts)
 
 

@@ -92,14 +92,18 @@ def left(done: Sequence[Action], holds: Holds) -> int:
     [
         (4, Fraction(1), 4),
         (3.9, Fraction(1), 3),
-        (3.99999, Fraction(1), 4),
-        (3.9999, Fraction(1), 3),
-        (3.33333, Fraction(1, 3), 10),
-        (3.3333, Fraction(1, 3), 9),
+        (3.9999999999, Fraction(1), 4),
+        (3.99999, Fraction(1), 3),
+        (10 / 3, Fraction(1, 3), 10),
+        (2 / 3, Fraction(1, 3), 2),
+        (3.3333333333, Fraction(1, 3), 10),
+        (3.333333, Fraction(1, 3), 9),
+        (1e-6, Fraction(1, 10**6), 1),
+        (0.9e-6, Fraction(1, 10**6), 0),
         (2.5, Fraction(1, 2), 5),
         (0.1 + 0.2, Fraction(1, 10), 3),
         (0, Fraction(1), 0),
-        (1e9, Fraction(1, 4), 4 * 10**9),
+        (1e6, Fraction(1, 4), 4 * 10**6),
     ],
 )
 def test_a_limit_in_whole_units(limit: float, unit: Fraction, units: int) -> None:

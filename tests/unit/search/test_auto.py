@@ -231,11 +231,11 @@ def test_the_default_limit_is_the_memory_of_1f1b() -> None:
     assert max(searched(3, 6).peak) <= 3
 
 
-@pytest.mark.parametrize("limit", [3.3333, 3.33333])
+@pytest.mark.parametrize("limit", [3.333333, 10 / 3])
 def test_a_limit_in_decimals_admits_thirds_that_are_written_out(limit: float) -> None:
     peak = max(searched(4, 8, chunks=3, limit=limit, effort=20_000).peak)
     assert peak <= limit + 1e-5
-    assert peak == pytest.approx(10 / 3 if limit == 3.33333 else 3)
+    assert peak == pytest.approx(10 / 3 if limit == 10 / 3 else 3)
 
 
 def test_chunks_are_as_many_as_costs_have_stages_for() -> None:

@@ -120,7 +120,7 @@ def test_refuses_an_unknown_measure(policy: str) -> None:
 @pytest.mark.parametrize("count", [0, -1, 2.0, True])
 def test_refuses_counts_below_one_and_what_is_no_count(policy: str, name: str, count: object) -> None:
     told = refusal(policy=policy, **{name: count})
-    assert told == f"{name} is {count}: a schedule needs at least 1."
+    assert told == f"{name} is {count!r}: give a whole number from 1 to 1,000,000."
 
 
 @pytest.mark.parametrize(

@@ -40,7 +40,7 @@ def test_refuses_what_is_no_cost_in_a_sequence(name: str, wrong: Any) -> None:
 
 
 def test_text_is_no_sequence_of_costs() -> None:
-    with pytest.raises(ScheduleError, match=r"costs.I\[0\] is '1': give a finite number of at least 0\."):
+    with pytest.raises(ScheduleError, match=r"costs.I is '1': give a finite number of at least 0\."):
         Costs(I="1")  # type: ignore[arg-type]
 
 
