@@ -116,7 +116,7 @@ def _beyond(limit: float, holds: Holds, schedule: Schedule) -> Iterator[Violatio
     for rank, actions in enumerate(schedule.actions):
         for position, (most, _) in enumerate(held(actions, holds)):
             if most > most_allowed:
-                why = f"with it the rank holds {float(most * holds.unit):g}, above the limit of {limit:g}"
+                why = f"with it the rank holds {float(most * holds.unit):g}, above the limit of {limit}"
                 yield Violation(rank, actions[position], why, position)
 
 

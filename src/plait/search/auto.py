@@ -82,7 +82,7 @@ def _problems(
             least = needed * holds.unit
     if not problems:
         raise ScheduleError(
-            f"a limit of {limit:g} is below what any schedule needs: "
+            f"a limit of {limit} is below what any schedule needs: "
             f"let each rank hold at least {float(least):g}."
         )
     return problems

@@ -256,7 +256,7 @@ def test_some_backwards_may_be_split_and_others_not() -> None:
 def test_beyond_the_limit() -> None:
     made = order_by("1f1b", 3, 4)
     check(made, limit=3)
-    check(made, limit=2.999999)  # as good as 3
+    check(made, limit=2.9999999999)  # as good as 3
     with pytest.raises(ScheduleError) as caught:
         check(made, limit=2.9)
     assert str(caught.value) == dedent("""\
