@@ -98,6 +98,15 @@ POLICIES: dict[str, Policy] = {
 }
 
 
+def policies_for(placement: Placement, chunks: int) -> list[str]:
+    """The names of the policies that can have stages placed so, and so many on each rank."""
+    return [
+        name
+        for name, policy in POLICIES.items()
+        if policy.placement is placement and (placement is Placement.LOOP or chunks == policy.chunks)
+    ]
+
+
 def order_by(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
     """The schedule of `POLICIES[name]`, as it is written there: an order, for any costs.
 
@@ -106,7 +115,7 @@ def order_by(name: str, ranks: int, microbatches: int, chunks: int | None = None
     policy = POLICIES[name]
     chunks = policy.chunks if chunks is None else chunks
     require_positive(ranks=ranks, microbatches=microbatches, chunks=chunks)
-    if policy.placement is not Placement.LOOP and chunks != policy.chunks:
+    if name not in policies_for(policy.placement, chunks):
         raise ScheduleError(f"{name} has chunks = {policy.chunks} and no other: chunks is {chunks}.")
     rank_of = policy.placement.rank_of(ranks, chunks)
     if isinstance(policy, InPattern):

@@ -10,7 +10,7 @@ from typing import Literal
 from plait.errors import ScheduleError
 from plait.schedules.holding import allowed, peaks
 from plait.schedules.placement import Placement
-from plait.schedules.policies import POLICIES, InPattern, order_by
+from plait.schedules.policies import POLICIES, InPattern, order_by, policies_for
 from plait.schedules.schedule import Schedule
 from plait.search.bound import lower_bound
 from plait.search.exact import search_all
@@ -118,12 +118,9 @@ def _schedule(problem: Problem, orders: Orders) -> Schedule:
 def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
     """The named policies as they are, where they fit: what is found should never be behind one of them."""
     for problem in problems:
-        for name, policy in POLICIES.items():
-            if policy.placement is not problem.placement:
-                continue
-            if isinstance(policy, InPattern) and (
-                policy.chunks != problem.chunks or problem.size > PATTERN_SIZE
-            ):
+        for name in policies_for(problem.placement, problem.chunks):
+            policy = POLICIES[name]
+            if isinstance(policy, InPattern) and problem.size > PATTERN_SIZE:
                 continue
             made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
             if isinstance(policy, InPattern):
@@ -137,22 +134,20 @@ def _searched_exactly(
     problems: Sequence[Problem], best: Timeline, costs: Costs, measure: Measure
 ) -> tuple[Timeline, Fraction]:
     """Small problems searched to the end: the best schedule, and what no schedule can be below."""
-    nodes, open_bounds = EXACT_NODES, []
-    for problem in sorted(problems, key=_bound):
-        known = _score(best, measure)[0]
-        if _bound(problem) >= known:
+    nodes, open_bounds, known = EXACT_NODES, [], _score(best, measure)[0]
+    bounds = {problem.layout: problem.measure(lower_bound(problem)) for problem in problems}
+    for problem in sorted(problems, key=lambda problem: bounds[problem.layout]):
+        bound = bounds[problem.layout]
+        if bound >= known:
             continue
         if problem.size > EXACT_SIZE or nodes <= 0:
-            open_bounds.append(_bound(problem))
+            open_bounds.append(bound)
             continue
         found = search_all(problem, problem.length(known), nodes)
         nodes -= found.nodes
         if found.orders is not None:
             best = simulate(_schedule(problem, found.orders), costs)
+            known = _score(best, measure)[0]
         if not found.proven:
-            open_bounds.append(_bound(problem))
-    return best, min([*open_bounds, _score(best, measure)[0]])
-
-
-def _bound(problem: Problem) -> Fraction:
-    return problem.measure(lower_bound(problem))
+            open_bounds.append(bound)
+    return best, min([*open_bounds, known])

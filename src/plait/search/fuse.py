@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 from plait.simulation.costs import Costs
-from plait.simulation.timeline import Cell, simulate
+from plait.simulation.timeline import Cell, Timeline, simulate
 
 
 def fused(schedule: Schedule, costs: Costs) -> Schedule:
@@ -16,14 +17,13 @@ def fused(schedule: Schedule, costs: Costs) -> Schedule:
     A `B` hands its gradient on at its end, so whoever waits for it must not be due before that gets there.
     """
     timeline = simulate(schedule, costs)
-    comm = costs.ticks(schedule).comm
     due = {cell.action: cell.start for row in timeline.cells for cell in row}
     rows: list[tuple[Action, ...]] = []
     for row in timeline.cells:
         actions: list[Action] = []
         for cell in row:
             before = actions[-1] if actions else None
-            joined = _joined(before, cell, schedule, due, comm)
+            joined = _joined(before, cell, timeline, due)
             if joined is not None:
                 actions[-1] = joined
             else:
@@ -33,15 +33,16 @@ def fused(schedule: Schedule, costs: Costs) -> Schedule:
 
 
 def _joined(
-    before: Action | None, cell: Cell, schedule: Schedule, due: dict[Action, int], comm: int
+    before: Action | None, cell: Cell, timeline: Timeline, due: Mapping[Action, int]
 ) -> Action | None:
     """The `B` that `before` and the action of `cell` make, if they may be one."""
     stage, kind, microbatch = cell.action
     if kind is not Kind.W or before != (stage, Kind.I, microbatch):
         return None
+    schedule = timeline.schedule
     consumer = cell.action._replace(kind=Kind.I).consumer(schedule.stages)
     if consumer is not None:
-        hop = comm if schedule.rank_of[consumer.stage] != schedule.rank_of[stage] else 0
+        hop = timeline.hop if schedule.rank_of[consumer.stage] != schedule.rank_of[stage] else 0
         if due[consumer] < cell.end + hop:
             return None
     return Action(stage, Kind.B, microbatch)

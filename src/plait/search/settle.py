@@ -73,7 +73,7 @@ def settle(
 ) -> Settled:
     """Settle `orders`, which can be run and hold at most `limit`.
 
-    With `chance`, ranks have unrest and whims. `others`: ranks with other habits.
+    With `chance`, ranks have unrest and noise, else not. `others`: ranks with other habits.
     """
     habits = [(others or {}).get(rank, habit) for rank in range(len(orders))]
     settling = _Settling(view, orders, limit, habits, chance)

@@ -10,8 +10,7 @@ from typing import NamedTuple
 
 from plait.schedules.action import Kind
 from plait.schedules.pattern import Delays, Lengths, Pattern, repeat
-from plait.schedules.placement import Placement
-from plait.schedules.policies import POLICIES, order_by
+from plait.schedules.policies import order_by, policies_for
 from plait.search.problem import Orders, Problem
 from plait.search.room import Room
 
@@ -51,10 +50,9 @@ TEMPERS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
 
 def starts(problem: Problem, chance: Random) -> Iterator[Start]:
     """Policies that have the problem's stages, then patterns, the plain ones first; without end."""
-    policies = [name for name, policy in POLICIES.items() if policy.placement is problem.placement]
+    policies = policies_for(problem.placement, problem.chunks)
     for temper, name in product(TEMPERS, reversed(policies)):
-        if problem.chunks in (POLICIES[name].chunks, 1) or problem.placement is Placement.LOOP:
-            yield Start(name, *temper)
+        yield Start(name, *temper)
     straight = (0,) * (2 * problem.chunks - 1)
     for temper, cells, pauses in product(TEMPERS, CELLS, PAUSES):
         yield Start(Shape(cells, 0.0, pauses, straight), *temper)

@@ -12,7 +12,6 @@ from html import escape
 from importlib import resources
 from string import Template
 
-from plait.schedules.action import Action, Kind
 from plait.simulation.memory import memory_steps
 from plait.simulation.svg import shade
 from plait.simulation.text import NAMES, kinds_of, title
@@ -98,7 +97,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
     return {
         "tick": float(timeline.tick * scale),
         "length": ticks(timeline.first + timeline.length),
-        "hop": _hop(timeline) // scale,
+        "hop": timeline.hop // scale,
         "microbatches": schedule.microbatches,
         "rankOf": schedule.rank_of,
         "kinds": [[kind, NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
@@ -107,20 +106,3 @@ def _data(timeline: Timeline) -> dict[str, object]:
         "memory": [list(memory(rank)) for rank in range(schedule.ranks)],
         "peak": timeline.peak,
     }
-
-
-def _hop(timeline: Timeline) -> int:
-    """How long a result is on its way to another rank, in ticks.
-
-    A rank that has not stage 0 begins when its first result arrives, so its start tells.
-    """
-    schedule = timeline.schedule
-    for row in timeline.cells:
-        if row and row[0].action.stage > 0:
-            stage, _, microbatch = row[0].action
-            source = Action(stage - 1, Kind.F, microbatch)
-            ends = (
-                cell.end for cell in timeline.cells[schedule.rank_of[source.stage]] if cell.action == source
-            )
-            return row[0].start - next(ends)
-    return 0

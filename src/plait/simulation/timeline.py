@@ -43,6 +43,8 @@ class Timeline:
     tick: Fraction
     cells: tuple[tuple[Cell, ...], ...]
     holds: Holds
+    hop: int
+    """How long a result is on its way to another rank, in ticks; 0 where there is no other."""
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
@@ -130,7 +132,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
     _require_stages(schedule)
     costs = costs or Costs()
     ticks = costs.ticks(schedule)
-    ends, missing = play(schedule.actions, ticks.pace(schedule.rank_of))
+    pace = ticks.pace(schedule.rank_of)
+    ends, missing = play(schedule.actions, pace)
     if missing:
         raise ScheduleError(_stuck(missing, ends, schedule))
     durations = ticks.durations
@@ -141,7 +144,7 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         )
         for row in zip(schedule.actions, ends, strict=True)
     )
-    return Timeline(schedule, ticks.tick, cells, costs.holds(schedule))
+    return Timeline(schedule, ticks.tick, cells, costs.holds(schedule), max(pace.forward_hops))
 
 
 def _require_stages(schedule: Schedule) -> None:
