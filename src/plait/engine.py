@@ -25,10 +25,11 @@ from plait.pipeline.sequence import NamedLayer
 from plait.pipeline.values import Value, map_tensors, signature, split
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
-from plait.schedules.program import Program
+from plait.schedules.program import Instruction, Program
 from plait.schedules.steps import Steps
 from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
+from plait.sharding.replicas import check_replicas, held_by
 from plait.tensor.losses import Loss
 from plait.tensor.sampling import next_token, padded, require_prompt
 from plait.tensor.vocabulary import Vocabulary
@@ -61,6 +62,10 @@ class Parts:
     """What the model's logits are pieces of, where they are cut over `tp`."""
     context: int | None
     """The longest sequence that the model takes, if it says so."""
+
+
+Observer = Callable[[Instruction, Parts], None]
+"""Told of each instruction of a step after it was carried out; the parts say what it gave."""
 
 
 class Engine:
@@ -171,6 +176,15 @@ class Engine:
             {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
         ]
 
+    def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
+        """Raise `ReplicaError` on every rank where ranks that must hold the same bits of a parameter do not.
+
+        With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
+        model over `dp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
+        """
+        units = self._parts.reducer.units.values()
+        check_replicas(held_by(units, self.layouts, self._parts.steps, self.mesh), optimizer)
+
     def microbatch_losses(self) -> Tensor:
         """The mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
 
@@ -194,6 +208,13 @@ class Engine:
         columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
         whole = iter([None if column[0] is None else torch.cat(column) for column in columns])  # type: ignore[arg-type]
         return map_tensors(lambda _: next(whole), self._worker.batch[0])
+
+    def observe(self, observer: Observer | None) -> None:
+        """Let `observer` see what each instruction of this rank's next steps gives; None: nobody any more."""
+        parts = self._parts
+        self._executor.observer = (
+            None if observer is None else lambda instruction: observer(instruction, parts)
+        )
 
     @property
     def layouts(self) -> Mapping[str, Layout]:

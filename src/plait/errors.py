@@ -40,6 +40,10 @@ class CommunicationError(PlaitError):
     """A collective or a message failed; the message names the operation, the rank and the peer."""
 
 
+class ReplicaError(PlaitError):
+    """Ranks that must hold the same hold something else; the message names the tensor and the ranks."""
+
+
 class NonFiniteError(PlaitError):
     """The loss or the gradient norm is not a finite number."""
 

@@ -9,6 +9,10 @@
 The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
 `copy … reduce` or `split … gather` all ranks of the group hold the same; inside, each holds its own. On the
 meta device nothing is communicated; a group of one rank has nothing to do.
+
+In a guarded group (see `Mesh`) the ranks first compare what enters such a pair, at `copy` and at `split`,
+also where no gradient is wanted: one more exchange of 256 bytes, forward, and a CommunicationError on every
+rank where one brings other bits.
 """
 
 from __future__ import annotations
@@ -20,6 +24,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from plait.comm.bits import require_same_bits
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.group import Group
 from plait.errors import ModelError
@@ -29,6 +34,7 @@ Meanwhile = Callable[[], None]
 """What is done while a reduction is under way."""
 Conjugate = Literal["copy", "reduce", "gather", "split"]
 _MARK = "plait.autograd.conjugate"
+_ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
 
 
 def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Tensor:
@@ -36,6 +42,7 @@ def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Te
 
     `meanwhile` runs in the backward while the sum is under way. Communication: backward, one all-reduce.
     """
+    _require_whole(tensor, group)
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     return _marked("copy", _Copy.apply(tensor, group, meanwhile))  # type: ignore[no-untyped-call]
@@ -60,6 +67,7 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """This rank's piece of `dim`, cut as `divide` does. Communication: backward, one all-gather."""
+    _require_whole(tensor, group)
     if group.size == 1:
         return tensor
     return _marked("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
@@ -70,6 +78,11 @@ def conjugate_of(node: Node) -> Conjugate | None:
     metadata: Any = node.metadata
     conjugate: Conjugate | None = metadata.get(_MARK)
     return conjugate
+
+
+def _require_whole(tensor: Tensor, group: Group) -> None:
+    """In a guarded group: what enters a region is the same on every rank."""
+    require_same_bits(tensor, group, _ENTERS)
 
 
 def _refuse_create_graph() -> None:

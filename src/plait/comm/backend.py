@@ -34,7 +34,10 @@ def dense(tensor: torch.Tensor) -> torch.Tensor:
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous tensor of any dtype and shape as a flat view of bytes: backends know only some dtypes."""
-    return tensor.view(-1).view(torch.uint8)
+    flat = tensor.view(-1)
+    if flat.stride(0) != 1:  # of one element or none, which is contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
 
 
 def landing(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.agreement import agree
+from plait.comm.agreement import HEADER_BYTES, agree
 from plait.comm.backend import as_bytes, describe
 from plait.comm.group import Group
 from plait.comm.handle import Handle, Waiting
@@ -30,9 +30,11 @@ def begin(
 ) -> None:
     """Refuse a call that has a `flaw`, on every rank if it is `checked`; count it otherwise.
 
-    `payload` is in bytes, by default all of `tensor`.
+    `payload` is in bytes, by default all of `tensor`. In a guarded group every call is checked, and the check
+    counts as traffic.
     """
     alone = group.process_group is None
+    checked = checked or group.guarded
     if flaw or (checked and not alone):
         words = (kind, detail, tensor is not None and f"of {describe(tensor)}", flaw and f"but {flaw}")
         call = " ".join(word for word in words if word)
@@ -42,6 +44,8 @@ def begin(
             sentence = f"rank {group.rank} cannot call {call} over {group.name}: mend the arguments."
             raise CommunicationError(sentence)
     if not alone:
+        if group.guarded:
+            group.traffic.record(group.name, "guard", HEADER_BYTES)
         size = 0 if tensor is None else tensor.nbytes
         group.traffic.record(group.name, kind, size if payload is None else payload)
 

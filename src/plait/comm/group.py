@@ -41,6 +41,8 @@ class Group:
     """The ranks of the mesh on this host, where ranks of one host can reach each other besides."""
     shared: MutableMapping[Tensor, Neighbours] = field(default_factory=WeakTensorKeyDictionary)
     """For those of this rank's tensors that others reach: theirs. See `plait.comm.shared`."""
+    guarded: bool = False
+    """Whether its ranks agree on every collective first, and on what enters a region: see `Mesh`."""
 
     @property
     def size(self) -> int:

@@ -38,6 +38,7 @@ class Mesh:
         device: str | torch.device | None = None,
         timeout: float = 600.0,
         alone: bool = False,
+        guarded: bool = False,
     ) -> None:
         """Make every group, with all ranks of the world: call it on each, with the same degrees or plan.
 
@@ -45,6 +46,12 @@ class Mesh:
         `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
         whatever world it is in, and asks nothing of the others. Raises `MeshError` for a plan together with
         degrees, and for degrees whose product is not the number of ranks in the world.
+
+        `guarded` has the ranks of every group agree on each collective before it starts, whoever calls it,
+        and on the bits of what enters a region of tensor parallelism: a difference is a `CommunicationError`
+        on every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for
+        all of them; results stay the same bits. Messages between stages have no such header: the programs
+        that send and receive them are proved to do so in one order, and each step agrees on their shapes.
         """
         if plan is not None:
             if (pp, dp, tp, replicate) != (1, 1, 1, 1):
@@ -57,6 +64,7 @@ class Mesh:
         _check_world(self.sizes, self.world)
         self.device = _device(device, joined)
         self.timeout = float(timeout)
+        self.guarded = guarded
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._made: list[dist.ProcessGroup] = []
@@ -179,7 +187,16 @@ class Mesh:
                 )
             if self.rank in ranks:
                 index = ranks.index(self.rank)
-                mine = Group(name, ranks, index, process_group, self.traffic, self.timeout, self._host)
+                mine = Group(
+                    name,
+                    ranks,
+                    index,
+                    process_group,
+                    self.traffic,
+                    self.timeout,
+                    self._host,
+                    guarded=self.guarded,
+                )
                 self._made += [] if process_group is None else [process_group]
         return mine
 

@@ -27,10 +27,11 @@ def all_reduce(
     made by `shared_zeros` are reduced where they lie.
     """
     flaw = arithmetic.flaw(op, tensor.dtype) or unfit(out, tensor.shape, tensor)
-    begin("all_reduce", tensor, group, detail=op, flaw=flaw, checked=checked)
+    everyone = sharers(tensor, group) if out is None else None
+    detail = op if everyone is None else f"{op} in shared memory"
+    begin("all_reduce", tensor, group, detail=detail, flaw=flaw, checked=checked)
     if group.process_group is None:
         return Handle.done(alone(tensor, out), group)
-    everyone = sharers(tensor, group) if out is None else None
     if everyone is not None:
         return start(
             "all_reduce", group, partial(nearby.reduce_in_place, everyone, op, group), lambda: tensor

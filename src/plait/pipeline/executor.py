@@ -5,11 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from plait.schedules.program import Program
+from plait.schedules.program import Instruction, Program
 
 Handler = Callable[[Any], None]
 Handlers = Mapping[type, Handler]
 """What to do for each type of instruction."""
+Observer = Callable[[Instruction], None]
+"""Told of each instruction after it was carried out."""
 
 
 class Executor:
@@ -22,6 +24,7 @@ class Executor:
             for kind, handler in supplier.items():
                 merged.setdefault(kind, []).append(handler)
         self._handlers = merged
+        self.observer: Observer | None = None
 
     def run(self, program: Program) -> None:
         """Carry out `program`, first instruction to last. An exception says where it happened."""
@@ -30,6 +33,8 @@ class Executor:
             try:
                 for handler in handlers[type(instruction)]:
                     handler(instruction)
+                if self.observer is not None:
+                    self.observer(instruction)
             except Exception as error:
                 error.add_note(f"while running {instruction}")
                 raise

@@ -48,6 +48,10 @@ class LossEnd:
         if torch.is_grad_enabled():
             self._open[microbatch] = total, list(tensors_of(output))
 
+    def total(self, microbatch: int) -> Tensor:
+        """The summed loss of a micro-batch of the latest step."""
+        return self._totals[microbatch]
+
     @property
     def totals(self) -> list[Tensor]:
         """The summed loss of each micro-batch, in their order, whatever the schedule's."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
+from plait.errors import ReplicaError
 from plait.train.compare import Comparison, LossAndNorm, compare
 from plait.train.config import Config
 from plait.train.data import load_data
@@ -37,11 +38,12 @@ def train(config: Config) -> Report:
     """Train as `config` says: called in every rank of a world of `config.plan().world`, or alone for one.
 
     Rank 0 shows the progress and writes to `run.dir`. Raises `ConfigError`, `DataError`, `PlanError`,
-    `MeshError`, and `NonFiniteError` when the loss or the gradient norm stops being a number.
+    `MeshError`, `NonFiniteError` when the loss or the gradient norm stops being a number, and `ReplicaError`
+    when `run.check_replicas` finds a difference.
     """
     plan, settings = config.plan(), config.train
     device = None if config.run.device == "auto" else config.run.device
-    mesh = Mesh(plan, device=device, timeout=config.run.timeout)
+    mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
     follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
     with _metrics(config, mesh) as metrics:
         data = load_data(config)
@@ -57,6 +59,7 @@ def train(config: Config) -> Report:
                 loss, norm = trainer.step(step)
                 row = meter.row(step, loss, norm, trainer.rate(step))
                 trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
+                _check_replicas(config, trainer, step)
                 follower.update(step + 1, row["loss"], row["tokens_per_second"])
                 if _validates(config, step):
                     validation_loss = trainer.validate(step)
@@ -91,6 +94,16 @@ def _metrics(config: Config, mesh: Mesh) -> Metrics:
     return open_metrics(
         run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard
     )
+
+
+def _check_replicas(config: Config, trainer: Trainer, step: int) -> None:
+    every = config.run.check_replicas
+    if every == 0 or (step + 1) % every:
+        return
+    try:
+        trainer.engine.check_replicas(trainer.optimizer)
+    except ReplicaError as error:
+        raise ReplicaError(f"step {step + 1}: {error}") from None
 
 
 def _validates(config: Config, step: int) -> bool:

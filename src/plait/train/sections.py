@@ -136,6 +136,14 @@ class RunConfig(Section):
     compare: int = Field(
         default=0, ge=0, description="first steps run again on a single rank to compare; 0: none"
     )
+    guard: bool = Field(
+        default=False,
+        description="check that all ranks of a group make the same collective, and bring the same to a "
+        "region of tensor parallelism",
+    )
+    check_replicas: int = Field(
+        default=0, ge=0, description="steps between comparisons of what several ranks hold alike; 0: none"
+    )
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
     csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")

@@ -1,5 +1,7 @@
 from __future__ import annotations
 
+import re
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -8,6 +10,7 @@ from torch import Tensor
 
 from plait.autograd.conjugate import copy, gather, reduce, split
 from plait.comm import Count, Group, Mesh, Traffic
+from plait.errors import CommunicationError
 from plait.layout import divide
 
 SHAPES = [(7,), (7, 7), (3, 7), (7, 7, 7), (2, 7, 5, 3)]
@@ -234,3 +237,79 @@ def test_copy_makes_no_graph_where_none_is_wanted() -> None:
     assert copy(frozen, lonely(2)) is frozen
     with torch.no_grad():
         assert copy(leaf, lonely(2)) is leaf
+
+
+ENTRANCES: dict[str, Callable[[Tensor, Group], Tensor]] = {
+    "copy": copy,
+    "split": lambda tensor, group: split(tensor, group, -1),
+}
+
+
+@pytest.mark.parametrize("gradients", [True, False])
+@pytest.mark.parametrize("entrance", ENTRANCES)
+def test_a_guarded_entrance_refuses_what_is_not_the_same(
+    rank_pool: Any, entrance: str, gradients: bool
+) -> None:
+    """The last bit of one element on rank 1, a sign of zero, another shape, another dtype."""
+
+    def body() -> list[str]:
+        group, odd = Mesh(tp=3, guarded=True).group("tp"), 1
+        zeros = torch.zeros(2, 6, dtype=torch.float64)
+        given = {
+            "bits": draw((2, 6), 0).nextafter(torch.tensor(9.0)) if group.index == odd else draw((2, 6), 0),
+            "sign": -zeros if group.index == odd else zeros,
+            "shape": zeros.view(6, 2) if group.index == odd else zeros,
+            "dtype": zeros.float() if group.index == odd else zeros,
+        }
+        messages = []
+        for tensor in given.values():
+            with torch.set_grad_enabled(gradients), pytest.raises(CommunicationError) as caught:
+                ENTRANCES[entrance](tensor.requires_grad_(gradients), group)
+            messages.append(str(caught.value))
+        ENTRANCES[entrance](zeros, group)  # the group goes on
+        return messages
+
+    results = rank_pool.run(body, ranks=3)
+    assert results[0] == results[1] == results[2]
+    whole = "float64[2, 6]"
+    for message, odd in zip(results[0], (whole, whole, "float64[6, 2]", "float32[2, 6]"), strict=True):
+        said = re.fullmatch(
+            r"the ranks of tp do not agree \(ranks 0, 2: enter a region .* with (\S+ ?\S+) of bits (\w{16}); "
+            r"rank 1: enter a region .* with (\S+ ?\S+) of bits (\w{16})\): .*",
+            message,
+        )
+        assert said is not None, message
+        assert (said[1], said[3]) == (whole, odd)
+        assert (said[2] != said[4]) == (odd == whole)  # zeros of any shape have the same bits
+
+
+def test_a_guarded_entrance_lets_pass_what_is_the_same(rank_pool: Any) -> None:
+    def body(guarded: bool) -> tuple[list[Tensor], dict[str, Any]]:
+        mesh = Mesh(tp=2, guarded=guarded)
+        group, results = mesh.group("tp"), []
+        for entrance in ENTRANCES.values():
+            leaf = strided(draw((3, 6), 0)).requires_grad_()
+            leaf.data[0, 0] = torch.nan
+            output = entrance(leaf, group)
+            results += [output.detach(), backward(output, leaf, torch.ones_like(output))]
+        return results, mesh.traffic.snapshot()["tp"]
+
+    for (results, traffic), (wanted, counted) in zip(
+        rank_pool.run(body, True, ranks=2), rank_pool.run(body, False, ranks=2), strict=True
+    ):
+        for result, want in zip(results, wanted, strict=True):
+            torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True)
+        # two entrances, the all-reduce of the one and the all-gather of the other backward
+        assert traffic == counted | {"guard": Count(4, 4 * 256)}
+
+
+def test_a_guarded_entrance_looks_at_nothing_on_meta_and_alone(rank_pool: Any) -> None:
+    def body() -> tuple[list[torch.Size], Any]:
+        mesh = Mesh(tp=2, guarded=True)
+        tensor = torch.empty(4, 2, device="meta", requires_grad=True)
+        shapes = [entrance(tensor, mesh.group("tp")).shape for entrance in ENTRANCES.values()]
+        return shapes, mesh.traffic.snapshot()
+
+    assert rank_pool.run(body, ranks=2) == [([(4, 2), (4, 1)], {})] * 2
+    group, tensor = Mesh(guarded=True).group("tp"), torch.ones(3)
+    assert copy(tensor, group) is split(tensor, group, 0) is tensor

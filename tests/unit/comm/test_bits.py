@@ -1,0 +1,106 @@
+"""Hashes of bits: any other bits give another hash, the same bits the same one, however they lie."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as some
+from torch import Tensor
+
+from plait.comm import Group, Mesh, Traffic
+from plait.comm.bits import as_hex, hash_of_bits, require_same_bits
+
+ROW = 4096
+"""Words of 8 bytes that the hash takes as one row."""
+DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64]
+DTYPES += [torch.float8_e4m3fn, torch.int16]
+
+
+def hash_of(tensor: Tensor) -> int:
+    return int(hash_of_bits(tensor))
+
+
+def flipped(tensor: Tensor, *bits: int) -> Tensor:
+    """With some bits the other way, counted over all bytes."""
+    damaged = np.frombuffer(bytearray(tensor.contiguous().numpy().tobytes()), dtype=np.uint8)
+    for bit in bits:
+        damaged[bit // 8] ^= 1 << bit % 8
+    return torch.from_numpy(damaged).view(tensor.dtype).view(tensor.shape)
+
+
+def test_the_hash_is_the_same_everywhere_and_always() -> None:
+    ramp = torch.arange(3 * ROW + 5, dtype=torch.float32)
+    assert as_hex(hash_of_bits(ramp)) == "eecbe8ff132a9850"
+    assert as_hex(hash_of_bits(ramp.to(torch.int16))) == "3c5455a811526deb"
+    assert hash_of(torch.zeros(7)) == hash_of(torch.empty(0)) == 0
+    assert as_hex(torch.tensor(-1)) == "ffffffffffffffff"
+
+
+def test_it_is_one_number_on_the_tensors_device() -> None:
+    hashed = hash_of_bits(torch.ones(3, requires_grad=True))
+    assert (hashed.shape, hashed.dtype, hashed.requires_grad) == (torch.Size([]), torch.int64, False)
+
+
+@given(words=some.integers(1, 5), place=some.data())
+def test_a_flipped_bit_is_seen(words: int, place: some.DataObject) -> None:
+    tensor = torch.randn(words, dtype=torch.float64, generator=torch.Generator().manual_seed(words))
+    bit = place.draw(some.integers(0, 64 * words - 1))
+    assert hash_of(flipped(tensor, bit)) != hash_of(tensor)
+
+
+@pytest.mark.parametrize("words", [1, ROW - 1, ROW, ROW + 1, 16 * ROW, 16 * ROW + 1, 40 * ROW + 3])
+def test_a_flipped_bit_is_seen_in_every_row(words: int) -> None:
+    tensor = torch.zeros(words, dtype=torch.float64)
+    places = {0, 63, 64 * words - 1, 64 * words - 64, 32 * words}
+    hashes = [hash_of(flipped(tensor, place)) for place in places]
+    assert len({*hashes, hash_of(tensor)}) == len(places) + 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_signs_that_change_in_pairs_are_seen(dtype: torch.dtype) -> None:
+    """What a sum with odd factors alone would lose: 2^63 times two odd numbers is zero modulo 2^64."""
+    tensor = torch.randn(64, generator=torch.Generator().manual_seed(0)).to(dtype)
+    seen = {hash_of(tensor), hash_of(-tensor)}
+    for first in range(64):
+        for second in range(first):
+            changed = tensor.clone()
+            changed[[first, second]] *= -1
+            seen.add(hash_of(changed))
+    assert len(seen) == 2 + 64 * 63 // 2
+
+
+def test_what_stands_elsewhere_is_seen() -> None:
+    tensor = torch.randn(2 * ROW + 9, generator=torch.Generator().manual_seed(0))
+    rolled = [hash_of(tensor.roll(by)) for by in (0, 1, 2, ROW, 2 * ROW)]
+    assert len(set(rolled)) == len(rolled)
+
+
+def test_numbers_that_are_none_and_zeros_are_bits() -> None:
+    nan, other = torch.tensor([float("nan")]), flipped(torch.tensor([float("nan")]), 0)
+    assert other.isnan().all()
+    assert hash_of(nan) == hash_of(nan.clone())
+    assert hash_of(nan) != hash_of(other)
+    assert hash_of(torch.tensor([0.0])) != hash_of(torch.tensor([-0.0]))
+
+
+@pytest.mark.parametrize("shape", [(), (0,), (1,), (3, 0), (7, 5), (2 * ROW + 1,)], ids=str)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_strides_and_places_in_memory_do_not_matter(dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    tensor = torch.randint(0, 2, shape, generator=torch.Generator().manual_seed(0)).to(dtype)
+    wanted = hash_of(tensor)
+    strided = torch.stack([tensor, tensor.clone()], -1)[..., 0]
+    assert hash_of(strided) == wanted
+    for before in range(1, 9):
+        memory = torch.empty(before + tensor.numel(), dtype=dtype)
+        moved = memory[before:].view(shape).copy_(tensor)
+        assert hash_of(moved) == wanted
+
+
+def test_ranks_that_are_not_guarded_compare_nothing() -> None:
+    unguarded = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
+    require_same_bits(torch.ones(2), unguarded, "do it with")
+    alone = Mesh(guarded=True).group("tp")
+    require_same_bits(torch.ones(2), alone, "do it with")
+    assert unguarded.traffic.snapshot() == alone.traffic.snapshot() == {}
