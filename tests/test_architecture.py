@@ -42,6 +42,7 @@ PUBLIC = [
     "parallelize",
     "schedule",
     "simulate",
+    "verify",
 ]
 
 

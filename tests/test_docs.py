@@ -17,6 +17,7 @@ from typing import NamedTuple
 import pytest
 
 from plait.cli.main import main
+from plait.cli.verify import parser as verify_parser
 from plait.train.settings import config_from_arguments, fields, takes
 
 ROOT = Path(__file__).parent.parent
@@ -91,9 +92,11 @@ def test_every_output_belongs_to_a_script() -> None:
 def test_a_command_is_understood(
     where: str, arguments: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A schedule is drawn; a training run is only read."""
+    """A schedule is drawn; what runs ranks is only read."""
     command, *options = arguments
-    if command == "train":
+    if command == "verify":
+        _, options = verify_parser().parse_known_args(options)
+    if command in ("train", "verify"):
         monkeypatch.chdir(ROOT)
         config_from_arguments(options)
     else:

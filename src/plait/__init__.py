@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from plait.simulation.costs import Costs
     from plait.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
+    from plait.verification.verify import verify
 
 __version__ = "0.1.0"
 
@@ -35,6 +36,7 @@ _HOME = {
     "parallelize": "plait.composer",
     "schedule": "plait.search.schedule",
     "simulate": "plait.simulation.timeline",
+    "verify": "plait.verification.verify",
 }
 
 __all__ = [
@@ -49,6 +51,7 @@ __all__ = [
     "parallelize",
     "schedule",
     "simulate",
+    "verify",
 ]
 
 

@@ -22,10 +22,13 @@ class Command:
     name: str
     module: str
     summary: str
+    failed: int = 1
+    """The exit code when a rank failed."""
 
 
 COMMANDS = (
     Command("train", "plait.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
+    Command("verify", "plait.cli.verify", "compare a run with one rank: equal, or where not", failed=2),
     Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
 )
 
@@ -33,8 +36,8 @@ COMMANDS = (
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: `sys.argv`) names and return the exit code.
 
-    0: done. 1: a rank failed or lost a peer; what is known is shown. 2: something the user can mend.
-    130: interrupted. 141: nobody reads the output any more.
+    0: done. 1: a rank failed or lost a peer (for `verify` 2); what is known is shown. 2: something the user
+    can mend. 130: interrupted. 141: nobody reads the output any more.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -48,11 +51,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except RankError as error:
         told = error.traceback in str(error)
         _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")
-        return 1
+        return _code_of_failure(arguments)
     except CommunicationError as error:
         # A lost peer is not for the user to mend; what the other ranks did helps to find it.
         _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
-        return 1
+        return _code_of_failure(arguments)
     except PlaitError as error:
         _complain(str(error))
         return 2
@@ -75,6 +78,10 @@ def _dispatch(arguments: list[str]) -> int:
     near = get_close_matches(name, [command.name for command in COMMANDS], n=1)
     remedy = f"did you mean {near[0]}?" if near else "see `plait --help` for all commands."
     raise PlaitError(f'"{name}" is not a command: {remedy}')
+
+
+def _code_of_failure(arguments: Sequence[str]) -> int:
+    return next((command.failed for command in COMMANDS if command.name in arguments[:1]), 1)
 
 
 def _help() -> str:

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import json
-import signal
-import sys
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.errors import ConfigError
+from plait.cli.running import degrees, importing, local_ranks
 from plait.train.settings import config_from_arguments, sections, takes
 
 _USAGE = """\
@@ -31,27 +29,14 @@ def run(argv: Sequence[str]) -> int:
         return 0
     config = config_from_arguments(argv)
 
-    # Imported late, so that help and refusals need not wait for torch. Its import swallows Ctrl-C now and
-    # then; nothing runs yet, so the signal may end the process at once.
-    interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
-    from plait.comm.launch import launch
-    from plait.comm.pool import stop_fork_server
-    from plait.comm.world import find_world
-    from plait.train.data import check_data
-    from plait.train.loop import train
+    with importing():  # late, so that help and refusals need not wait for torch
+        from plait.comm.launch import launch
+        from plait.train.data import check_data
+        from plait.train.loop import train
 
-    signal.signal(signal.SIGINT, interrupt)
-    plan, world = config.plan(), find_world()
-    if world is not None and world.world_size != plan.world:
-        raise ConfigError(
-            f"parallel.pp = {plan.pp} times parallel.dp = {plan.dp} times parallel.tp = {plan.tp} needs "
-            f"{plan.world} ranks, but {world.launcher} started {world.world_size}: "
-            f"start {plan.world}, or change the degrees."
-        )
-    check_data(config)
-    if world is None:
-        signal.signal(signal.SIGTERM, _terminate)
-    try:
+    plan = config.plan()
+    with local_ranks(plan.world, degrees(plan)):
+        check_data(config)
         reports = launch(
             train,
             config,
@@ -60,15 +45,7 @@ def run(argv: Sequence[str]) -> int:
             timeout=config.run.timeout,
             device=config.run.device,
         )
-    finally:
-        stop_fork_server()
     return 0 if reports[0].matches else 1
-
-
-def _terminate(number: int, frame: object) -> None:
-    """SIGTERM to the parent of local ranks: unwind, so that they end and temporary folders go."""
-    print("plait: terminated.", file=sys.stderr)
-    raise SystemExit(128 + number)
 
 
 def _print_help() -> None:

@@ -20,6 +20,7 @@ from plait.train.batches import rows_of
 from plait.train.config import Config
 from plait.train.data import Data
 from plait.train.model import build_model
+from plait.train.optimizer import adamw
 from plait.train.rate import learning_rate
 from plait.train.tokenizer import printable
 
@@ -32,13 +33,8 @@ class Trainer:
         model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed)
-        self.optimizer = torch.optim.AdamW(
-            self.engine.parameter_groups(weight_decay=settings.weight_decay),
-            lr=settings.lr,
-            betas=settings.betas,
-            eps=settings.eps,
-            fused=True,
-        )
+        groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
+        self.optimizer = adamw(groups, settings)
         self._settings = settings
         self._data = data
         self._mesh = mesh

@@ -1,0 +1,78 @@
+"""What is verified, and how each mode prepares it: the values, the data, the loss, the optimizer."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.pipeline.values import tensors_of
+from plait.rules import Rules
+from plait.tensor.losses import Loss
+from plait.verification.exact import (
+    WeightedSum,
+    WholeNumbers,
+    whole_batch,
+    whole_buffer,
+    whole_parameter,
+)
+from plait.verification.recipe import Recipe
+from plait.verification.reference import Batch
+from plait.verification.values import moved, unchanged, with_values
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model on global batches, one for each step."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """Or what builds it, for one that cannot be sent to the ranks."""
+    loss: Loss
+    batches: Sequence[Batch]
+    recipe: Recipe
+    rules: Rules | None = None
+    device: str | None = None
+    timeout: float = 600.0
+
+    def build(self) -> nn.Module:
+        """The model."""
+        return self.model if isinstance(self.model, nn.Module) else self.model()
+
+
+@dataclass(frozen=True)
+class Ready:
+    """A case as its mode prepares it: both sides start from these values."""
+
+    model: nn.Module
+    loss: Loss
+    batches: Sequence[Batch]
+    recipe: Recipe
+    rules: Rules | None
+
+
+@contextmanager
+def prepared(case: Case) -> Iterator[Ready]:
+    """The case with the values that its mode starts from; both sides run while this is entered."""
+    model, recipe = case.build(), case.recipe
+    seed = recipe.seed
+    rules = getattr(model, "rules", None) if case.rules is None else case.rules
+    if recipe.mode != "exact":
+        start = with_values(model, seed, moved(seed), unchanged)
+        yield Ready(start, case.loss, case.batches, recipe, rules)
+        return
+    inputs, _ = case.batches[0]
+    batch = whole_batch(inputs, next(tensors_of(inputs)).shape[0])
+    start = with_values(model, seed, whole_parameter(seed), whole_buffer)
+    plain = replace(recipe, clip=math.inf, weight_decay=0.0, optimizer=descent)
+    with WholeNumbers():
+        yield Ready(start, WeightedSum(), [batch], plain, rules)
+
+
+def descent(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Whole numbers minus whole numbers."""
+    return torch.optim.SGD(groups, lr=1.0)

@@ -1,0 +1,266 @@
+"""What a difference looks like says what probably caused it: a table of signatures, the surest first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import combinations
+
+import torch
+from torch import Tensor
+
+from plait.plan import Plan
+from plait.verification.difference import Difference, Evidence
+from plait.verification.place import Phase
+
+AXES = ("tp", "dp", "pp")
+FITS = 1e-3
+"""A signature fits where it explains the difference but for this part of it."""
+
+
+@dataclass(frozen=True)
+class Symptoms:
+    """The first difference as all ranks see it."""
+
+    difference: Difference
+    evidence: Mapping[int, Evidence]
+    """Of the ranks whose first difference this is."""
+    coordinates: Sequence[Mapping[str, int]]
+    """Of every rank."""
+    judges: Sequence[int]
+    """The ranks that compared a tensor at this place."""
+    plan: Plan
+
+    @property
+    def slack(self) -> float:
+        """By how much what a signature says may miss the tensor."""
+        return FITS * self.difference.largest
+
+    @property
+    def pair(self) -> tuple[Tensor, Tensor]:
+        """Actual and expected on the first rank that differs, flat float64."""
+        first = self.evidence[min(self.evidence)]
+        return first.actual.double(), first.expected.double()
+
+    def neighbours(self, axes: Sequence[str]) -> list[int]:
+        """The ranks that differ from the first that is wrong along `axes` only, itself included."""
+        own = self.coordinates[min(self.evidence)]
+        kept = [axis for axis in AXES if axis not in axes]
+        return [
+            rank
+            for rank, coordinate in enumerate(self.coordinates)
+            if all(_along(coordinate, axis, self.plan) == _along(own, axis, self.plan) for axis in kept)
+        ]
+
+
+def likely_cause(symptoms: Symptoms) -> str:
+    """One sentence; where nothing in the table fits, what is usual for the phase."""
+    usual = USUAL[symptoms.difference.place.phase]
+    fitting = (row(symptoms) for row in TABLE)
+    found = symptoms.difference.hint or next((text for text in fitting if text), usual)
+    return "; ".join([found, *_circumstances(symptoms)]) + "."
+
+
+def no_number(symptoms: Symptoms) -> str | None:
+    """NaN or infinity where the reference has a number."""
+    actual, expected = symptoms.pair
+    if bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
+        return None
+    return "it is not a number where the reference is: a division by zero, or memory that was never written"
+
+
+def summands(symptoms: Symptoms) -> str | None:
+    """The ranks along one axis, or two, hold parts whose sum is right."""
+    expected = symptoms.pair[1]
+    for axes in (*((axis,) for axis in AXES), *combinations(AXES, 2)):
+        ranks = [rank for rank in symptoms.neighbours(axes) if rank in symptoms.evidence]
+        parts = [symptoms.evidence[rank].actual.double() for rank in ranks]
+        if len(parts) < 2 or any(part.shape != expected.shape for part in parts):
+            continue
+        if all(torch.equal(part, parts[0]) for part in parts):
+            continue  # as after a mean: it is a factor
+        if _same(torch.stack(parts).sum(0), expected, symptoms.slack):
+            over = " and ".join(axes)
+            return f"the ranks of {over} hold summands of the right value: their sum over {over} is missing"
+    return None
+
+
+def nothing(symptoms: Symptoms) -> str | None:
+    """Zero."""
+    actual, expected = symptoms.pair
+    if float(actual.abs().max()) or not float(expected.abs().max()):
+        return None
+    return "it is zero: it was never computed, or never added or sent"
+
+
+def factor(symptoms: Symptoms) -> str | None:
+    """All of it, or what the layer adds to what flows through it, times the same number."""
+    first = symptoms.evidence[min(symptoms.evidence)]
+    bases = [("all of it", torch.zeros_like(first.expected))]
+    if first.base is not None:
+        bases.append(("what the layer adds to it", first.base))
+    for what, base in bases:
+        actual, expected = (first.actual - base).double(), (first.expected - base).double()
+        square = float(expected @ expected)
+        if not square or len(expected) < 2:
+            continue
+        ratio = float(actual @ expected) / square
+        if math.isfinite(ratio) and _same(actual, ratio * expected, symptoms.slack):
+            return f"{what} is {_ratio(ratio)} times what it should be{_explained(ratio, symptoms)}"
+    return None
+
+
+def same_row_added(symptoms: Symptoms) -> str | None:
+    """A bias."""
+    shape = symptoms.difference.shape
+    if symptoms.difference.place.phase is not Phase.FORWARD or len(shape) < 2 or shape[-1] < 2:
+        return None
+    actual, expected = symptoms.pair
+    whole = len(actual) // shape[-1] * shape[-1]
+    rows = (actual - expected)[:whole].view(-1, shape[-1])
+    if len(rows) < 2 or not _same(rows, rows[:1].expand_as(rows), symptoms.slack):
+        return None
+    return "the same row is added to all rows: a bias that counts more than once, or is left out"
+
+
+def same_numbers(symptoms: Symptoms) -> str | None:
+    """A permutation."""
+    actual, expected = symptoms.pair
+    if len(actual) < 2 or not _same(actual.sort().values, expected.sort().values, symptoms.slack):
+        return None
+    return "the same numbers stand in another order: rows, heads or pieces are exchanged"
+
+
+def only_a_box(symptoms: Symptoms) -> str | None:
+    """Some rows of one dim."""
+    difference = symptoms.difference
+    if difference.whole_box or len(difference.box) != len(difference.shape):
+        return None
+    parts = [
+        f"{start}:{stop} of dim {dim}"
+        for dim, ((start, stop), size) in enumerate(zip(difference.box, difference.shape, strict=True))
+        if stop - start < size
+    ]
+    if len(parts) != 1:
+        return None
+    return f"only {parts[0]} differs: a cut is off there, or these rows are left out or counted twice"
+
+
+def rounded(symptoms: Symptoms) -> str | None:
+    """Element by element off by as little as the rounding of a narrower dtype."""
+    actual, expected = symptoms.pair
+    known = expected.abs() > 0
+    if symptoms.difference.allowed > 1e-10 * symptoms.difference.size or int(known.sum()) < 8:
+        return None  # only where many more digits are expected, and many elements show it
+    relative = ((actual - expected).abs() / expected.abs())[known]
+    for name, epsilon in (("float32", 2.0**-23), ("float16", 2.0**-10), ("bfloat16", 2.0**-7)):
+        if float(relative.max()) < epsilon and float(relative.median()) > epsilon / 64:
+            return f"each element is off by as much as {name} rounds: something on the way was {name}"
+    return None
+
+
+def norm_of_more_or_less(symptoms: Symptoms) -> str | None:
+    """A norm."""
+    if symptoms.difference.place.phase is not Phase.NORM:
+        return None
+    actual, expected = symptoms.difference.values
+    if actual > expected:
+        return "it is too large: what several ranks hold alike is counted by more than one of them"
+    return "it is too small: it leaves out what other ranks hold (their stages, or their pieces)"
+
+
+Row = Callable[[Symptoms], str | None]
+TABLE: tuple[Row, ...] = (
+    no_number,
+    norm_of_more_or_less,
+    rounded,
+    nothing,
+    summands,
+    factor,
+    same_row_added,
+    same_numbers,
+    only_a_box,
+)
+USUAL: Mapping[Phase, str] = {
+    Phase.BATCH: "the model or the loss depends on how the batch is cut: statistics over rows, or a "
+    "loss whose total is no sum over rows",
+    Phase.INPUT: "a rank was given other rows than its own",
+    Phase.MESSAGE: "what one stage sent is not what the next one got: a buffer that was used again too "
+    "early, or messages in another order",
+    Phase.FORWARD: "the layer computes something else when it is cut, or its parameters differ",
+    Phase.LOSS: "the loss is given other targets, or computes something else from pieces",
+    Phase.LOSS_GRADIENT: "the gradient starts with another scale or from other targets",
+    Phase.GRADIENT_MESSAGE: "what one stage sent is not what the stage before got: a buffer that was used "
+    "again too early, or messages in another order",
+    Phase.INPUT_GRADIENT: "the layer's backward is not that of its forward: a sum that is missing, doubled "
+    "or averaged at the entrance or the end of a region",
+    Phase.WEIGHT_GRADIENT: "the weight gradient is made of another input or output gradient than the "
+    "layer's, or is added more than once",
+    Phase.REDUCTION: "what the ranks computed is right, but not how it was put together: a reduction that is "
+    "missing, done twice, or over other ranks",
+    Phase.MEAN_LOSS: "the mean over the global batch is divided by another weight",
+    Phase.NORM: "the norm does not count each parameter of the model once",
+    Phase.CLIP: "gradients are scaled by another factor, or not all of them",
+    Phase.OPTIMIZER: "the optimizer was given another gradient, setting or state, or an update that is not "
+    "elementwise sees only a piece",
+    Phase.EVALUATION: "evaluation computes something else than training: a mode, or a weight",
+}
+
+
+def _circumstances(symptoms: Symptoms) -> Iterator[str]:
+    """On which ranks and micro-batches it is not seen."""
+    place = symptoms.difference.place
+    equal = [rank for rank in symptoms.judges if rank not in symptoms.evidence]
+    if equal:
+        yield f"equal on {_where(equal, symptoms)}"
+    if place.microbatch is not None and place.microbatch % symptoms.plan.microbatches:
+        yield "micro-batches before it are equal"
+    if place.step:
+        yield "the steps before it are equal"
+
+
+def _where(ranks: Sequence[int], symptoms: Symptoms) -> str:
+    """Ranks, by the axis that sets them apart if there is one."""
+    for axis in AXES:
+        indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
+        others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
+        if not indices & others:
+            return f"{axis} {', '.join(map(str, sorted(indices)))}"
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _along(coordinate: Mapping[str, int], axis: str, plan: Plan) -> int:
+    if axis != "dp":
+        return coordinate[axis]
+    return coordinate["replicate"] * plan.shard + coordinate["shard"]
+
+
+def _explained(ratio: float, symptoms: Symptoms) -> str:
+    """What a factor may come from, given the degrees."""
+    plan, phase = symptoms.plan, symptoms.difference.place.phase
+    inside = phase in (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.LOSS)
+    degrees = {"tp": plan.tp}
+    if not inside:
+        degrees |= {"dp": plan.dp, "the number of micro-batches": plan.microbatches}
+    if phase in (Phase.REDUCTION, Phase.NORM, Phase.CLIP):
+        degrees |= {"pp": plan.pp}
+    more = [name for name, size in degrees.items() if size > 1 and abs(ratio - size) < FITS * size]
+    less = [name for name, size in degrees.items() if size > 1 and abs(ratio * size - 1) < FITS]
+    if more:
+        return f", the size of {' and of '.join(more)}: a sum is taken twice, or every rank adds the same"
+    if less:
+        return f", one over {' and '.join(less)}: averaged instead of summed, or divided once too often"
+    return ": it is scaled once too often, or not at all"
+
+
+def _ratio(ratio: float) -> str:
+    for bottom in (1, 2, 3, 4, 6, 8):
+        top = round(ratio * bottom)
+        if top and abs(ratio * bottom - top) < FITS:
+            return str(top) if bottom == 1 else f"{top}/{bottom}"
+    return f"{ratio:.4g}"
+
+
+def _same(a: Tensor, b: Tensor, slack: float) -> bool:
+    return a.shape == b.shape and bool(((a - b).abs() <= slack).all())

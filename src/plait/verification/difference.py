@@ -1,0 +1,154 @@
+"""Comparing one tensor with its reference, and collecting what differs on a rank."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plait.verification.place import Phase, Place
+from plait.verification.recording import Bound, difference
+
+REMEMBERED = 64
+"""Differences of one rank that are listed; of others only their number is kept."""
+SHOWN = 1 << 20
+"""Elements of a tensor that travel with the first difference, for causes that several ranks show together."""
+
+Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
+"""What a tensor may be by mistake, as sentences with the value that it then has."""
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor that is not what the reference says, on one rank."""
+
+    place: Place
+    largest: float
+    """Absolute; infinity where one of the two is no number."""
+    size: float
+    """Of the reference's tensor: see `Bound`."""
+    allowed: float
+    """What rounding explains, absolute."""
+    shape: tuple[int, ...]
+    """Of this rank's tensor."""
+    box: tuple[tuple[int, int], ...]
+    """Per dim the first and one past the last index of what differs, in the global tensor."""
+    whole_box: bool
+    """Whether that is all of this rank's tensor."""
+    share: float
+    """Of the elements, how many differ: 0 to 1."""
+    worst: tuple[int, ...]
+    """Index of the element that differs most, in the global tensor."""
+    values: tuple[float, float]
+    """That element, as it is and as it should be."""
+    hint: str = ""
+    """What the tensor is instead, where this rank sees it by itself."""
+
+
+@dataclass
+class Tally:
+    """How many tensors of a phase were compared, and how close they were."""
+
+    compared: int = 0
+    different: int = 0
+    used: float = 0.0
+    """The largest share of what is allowed, among those that are equal."""
+    relative: float = 0.0
+    """The largest difference relative to the tensor's size, among those that are equal."""
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The tensors of a rank's first difference, flat; long ones are shortened."""
+
+    place: Place
+    actual: Tensor
+    expected: Tensor
+    base: Tensor | None = None
+    """What flowed into the layer: part of what it gives, if it has a residual connection."""
+
+
+@dataclass
+class Findings:
+    """What one rank found out."""
+
+    layers: int
+    tallies: dict[Phase, Tally] = field(default_factory=dict)
+    differences: list[Difference] = field(default_factory=list)
+    """The first one first."""
+    evidence: Evidence | None = None
+
+    def compare(
+        self,
+        place: Place,
+        actual: Tensor,
+        expected: Tensor,
+        bound: Bound,
+        *,
+        offsets: Sequence[int] = (),
+        alternatives: Alternatives = tuple,
+        base: Tensor | None = None,
+    ) -> bool:
+        """Whether `actual` is what the reference says. `offsets`: where this rank's piece starts, per dim."""
+        tally = self.tallies.setdefault(place.phase, Tally())
+        tally.compared += 1
+        actual, expected = actual.detach(), expected.to(actual.device)
+        largest = difference(actual, expected) if actual.shape == expected.shape else torch.inf
+        if largest <= bound.allowed:
+            tally.used = max(tally.used, largest / bound.allowed if largest else 0.0)
+            tally.relative = max(tally.relative, largest / bound.size if largest else 0.0)
+            return True
+        tally.different += 1
+        if self.evidence is None or place.order(self.layers) < self.evidence.place.order(self.layers):
+            fits = base is not None and base.shape == actual.shape and base.dtype == actual.dtype
+            through = _shortened(base) if base is not None and fits else None
+            self.evidence = Evidence(place, _shortened(actual), _shortened(expected), through)
+            hint = _hint(actual, expected, bound, alternatives)
+            self.differences.insert(0, _describe(place, actual, expected, bound, offsets, hint))
+        elif len(self.differences) < REMEMBERED:
+            self.differences.append(_describe(place, actual, expected, bound, offsets, ""))
+        return False
+
+
+def _hint(actual: Tensor, expected: Tensor, bound: Bound, alternatives: Alternatives) -> str:
+    """What a tensor is instead."""
+    if actual.shape != expected.shape:
+        return f"its shape is {list(actual.shape)} instead of {list(expected.shape)}"
+    fitting = (text for text, value in alternatives() if difference(actual, value) <= bound.allowed)
+    return next(fitting, "")
+
+
+def _describe(
+    place: Place, actual: Tensor, expected: Tensor, bound: Bound, offsets: Sequence[int], hint: str
+) -> Difference:
+    """Where two tensors differ, and how."""
+    if actual.shape != expected.shape or not actual.numel():
+        nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
+        return Difference(place, math.inf, bound.size, bound.allowed, shape, (), True, 1.0, (), nowhere, hint)
+    apart = (actual.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
+    apart = apart.reshape(actual.shape or (1,))
+    wrong = (apart > bound.allowed).nonzero()
+    starts = list(offsets) or [0] * apart.dim()
+    low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
+    worst = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
+    here, there = actual.reshape(apart.shape)[tuple(worst)], expected.reshape(apart.shape)[tuple(worst)]
+    return Difference(
+        place=place,
+        largest=float(apart.max()),
+        size=bound.size,
+        allowed=bound.allowed,
+        shape=tuple(actual.shape),
+        box=tuple((start + a, start + b + 1) for start, a, b in zip(starts, low, high, strict=True)),
+        whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, apart.shape, strict=True)),
+        share=len(wrong) / apart.numel(),
+        worst=tuple(start + i for start, i in zip(starts, worst, strict=True)),
+        values=(float(here), float(there)),
+        hint=hint,
+    )
+
+
+def _shortened(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1)[:SHOWN].to("cpu", copy=True)

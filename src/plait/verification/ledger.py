@@ -1,0 +1,115 @@
+"""What each parameter's gradient should be at any time of a step, on one rank.
+
+Some weight gradients are added by `I` (norms, biases: with the layer's backward), others by `W` (deferred),
+a few in part by each. Which is which is seen from the numbers: after `I` a gradient holds the micro-batch's
+contribution already, or is still what it was, or is neither.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+
+from torch import Tensor, nn
+
+from plait.verification.recording import NOTHING, Bound, difference, peak
+
+Use = tuple[int, int]
+"""Layer of the model, micro-batch of the global batch."""
+
+
+@dataclass(frozen=True)
+class Contribution:
+    """What one use adds to a gradient, and by how much that may be missed."""
+
+    value: Tensor
+    bound: Bound
+    begun: bool = False
+    """Whether `I` has added a part of it."""
+
+
+@dataclass(frozen=True)
+class Due:
+    """A gradient as it is and as it should be."""
+
+    actual: Tensor
+    expected: Tensor
+    bound: Bound
+
+    @property
+    def holds(self) -> bool:
+        """Whether it is as it should be."""
+        return difference(self.actual, self.expected) <= self.bound.allowed
+
+
+@dataclass
+class Ledger:
+    """The gradients that a rank's parameters should have, as contributions come in."""
+
+    parameters: Mapping[str, nn.Parameter]
+    epsilon: float
+    settled: dict[str, tuple[Tensor, Bound]] = field(default_factory=dict)
+    """Per parameter: what is surely in its gradient."""
+    open: dict[str, dict[Use, Contribution]] = field(default_factory=dict)
+    """Per parameter: uses whose `I` is done and whose `W` may be to come."""
+
+    def begin(self) -> None:
+        """A step starts from zero."""
+        self.settled.clear()
+        self.open.clear()
+
+    def after_input(
+        self, name: str, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
+    ) -> Due | None:
+        """After `I`: the gradient, if it holds the contribution already. `whole`: `W` was done as well."""
+        own = self.open.setdefault(name, {})
+        own[use] = Contribution(contribution, bound)
+        if whole:
+            return None
+        waiting, added = self._due(name, []), self._due(name, [use])
+        if added.holds and not waiting.holds:
+            return self._settle(name, [use], added)
+        if not waiting.holds:
+            own[use] = Contribution(contribution, bound, begun=True)
+        return None
+
+    def after_weight(self, name: str, use: Use) -> Due | None:
+        """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
+        own = self.open.get(name, {})
+        if use not in own:
+            return None
+        uses, due = [use], self._due(name, [use])
+        if not due.holds and any(other.begun for key, other in own.items() if key != use):
+            uses, due = list(own), self._due(name, list(own))
+            if not due.holds:
+                return None
+        return self._settle(name, uses, due)
+
+    def left(self) -> Iterator[tuple[str, Use, Due]]:
+        """When all is done: the gradients that never were what they should be, with the first open use."""
+        for name, own in self.open.items():
+            if own:
+                yield name, next(iter(own)), self._due(name, own)
+
+    def accept(self, name: str) -> None:
+        """A gradient that was wrong, and was reported, is the new start."""
+        due = self._due(name, [])
+        self.settled[name] = due.actual.detach().clone(), due.bound
+
+    def _due(self, name: str, uses: Iterable[Use]) -> Due:
+        actual = self.parameters[name].grad
+        assert actual is not None
+        before = self.settled.get(name)
+        total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NOTHING)
+        for use in uses:
+            value, bound = self.open[name][use].value, self.open[name][use].bound
+            total = total + value
+            size = max(size, bound.size, peak(total))
+            allowed += bound.allowed + self.epsilon * size
+        return Due(actual, total, Bound(size, allowed))
+
+    def _settle(self, name: str, uses: Iterable[Use], due: Due) -> Due:
+        self.settled[name] = due.expected, due.bound
+        for use in uses:
+            del self.open[name][use]
+        return due

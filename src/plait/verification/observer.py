@@ -1,0 +1,212 @@
+"""Looks at what each instruction of a step gave, and compares it with the recording.
+
+Every value is looked at right after it was made, before anything else can write to its memory.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from plait.engine import Parts
+from plait.layout import shard
+from plait.pipeline.values import tensors_of
+from plait.schedules.action import Action, Kind
+from plait.schedules.program import (
+    AwaitReceive,
+    ComputeLoss,
+    Finish,
+    HandOver,
+    Instruction,
+    RunLayer,
+    SeedGradient,
+    TakeBatch,
+)
+from plait.sharding.holding import copies_over_tp
+from plait.verification.difference import Findings
+from plait.verification.ledger import Due, Ledger, Use
+from plait.verification.place import Key, Moment, Phase, Place
+from plait.verification.recording import NOTHING, Bound, Recording
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+class Observer:
+    """Compares one rank's steps; `findings` is what comes of it."""
+
+    def __init__(
+        self, parts: Parts, recording: Recording, findings: Findings, *, epsilon: float, isolate: bool
+    ) -> None:
+        """`epsilon` is that of the gradients' dtype, 0 where all is exact."""
+        self.parts = parts
+        self.recording = recording
+        self.findings = findings
+        self.isolate = isolate
+        self.step = 0
+        units = parts.reducer.units.values()
+        self.parameters = {name: p for unit in units for name, p in unit.parameters.items()}
+        self.ledger = Ledger(self.parameters, 8 * epsilon)
+        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        self.uses = {
+            (stage.number, number): [
+                names[id(p)]
+                for p in layer.module.parameters()
+                if p.requires_grad and self._is_local(names[id(p)])
+            ]
+            for stage in parts.worker.stages.values()
+            for number, layer in enumerate(stage.layers)
+        }
+
+    def begin(self, step: int) -> None:
+        """The step that comes next."""
+        self.step = step
+        self.ledger.begin()
+
+    def __call__(self, instruction: Instruction, parts: Parts) -> None:
+        """After an instruction: compare what it gave."""
+        match instruction:
+            case TakeBatch(action):
+                self._value(Phase.INPUT, action, -1)
+            case AwaitReceive(action) | HandOver(action) if action.kind is Kind.F:
+                self._value(Phase.MESSAGE, action, self._layer(action.stage) - 1)
+            case AwaitReceive(action) | HandOver(action):
+                self._gradient(Phase.GRADIENT_MESSAGE, action, self._layer(action.stage + 1) - 1)
+            case RunLayer(action, layer) if action.kind is Kind.F:
+                self._value(Phase.FORWARD, action, self._layer(action.stage) + layer)
+            case RunLayer(action, layer):
+                self._backward(action, layer)
+            case ComputeLoss(action):
+                total = parts.worker.loss_end.total(action.microbatch)
+                self._compare(Phase.LOSS, action, None, Key("total"), "", total)
+            case SeedGradient(action):
+                self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
+            case Finish():
+                self._left()
+            case _:
+                pass
+
+    def _value(self, phase: Phase, action: Action, layer: int) -> None:
+        value = self.parts.worker.stages[action.stage].values[action.microbatch]
+        for number, tensor in enumerate(tensors_of(value)):
+            self._compare(phase, action, layer, Key("output", layer, str(number)), str(number or ""), tensor)
+
+    def _gradient(self, phase: Phase, action: Action, source: int, layer: int | None = None) -> None:
+        """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
+        for number, tensor in enumerate(self.parts.worker.stages[action.stage].gradients[action.microbatch]):
+            if tensor is not None:
+                place = source if layer is None else layer
+                self._compare(
+                    phase, action, place, Key("gradient", source, str(number)), str(number or ""), tensor
+                )
+
+    def _backward(self, action: Action, number: int) -> None:
+        layer, use = (
+            self._layer(action.stage) + number,
+            (self._layer(action.stage) + number, self._global(action)),
+        )
+        if action.kind in (Kind.I, Kind.B):
+            self._gradient(Phase.INPUT_GRADIENT, action, layer - 1, layer)
+            for name in self.uses[action.stage, number]:
+                found = self._contribution(name, use)
+                if found is not None:
+                    due = self.ledger.after_input(name, use, *found, whole=action.kind is Kind.B)
+                    if due is not None:
+                        self._weight_gradient(name, use, due)
+        if action.kind in (Kind.W, Kind.B):
+            for name in self.uses[action.stage, number]:
+                due = self.ledger.after_weight(name, use)
+                if due is not None:
+                    self._weight_gradient(name, use, due)
+
+    def _left(self) -> None:
+        """The weight gradients that never were certain."""
+        for name, use, due in list(self.ledger.left()):
+            self._weight_gradient(name, use, due)
+
+    def _weight_gradient(self, name: str, use: Use, due: Due) -> None:
+        place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
+        offsets = self.parts.layouts[name].box(self.parts.mesh.coordinate).offsets
+
+        def alternatives() -> Named:
+            own = self._contribution(name, use)
+            if own is not None:
+                yield "it was not added at all", due.expected - own[0]
+                yield "it was added twice", due.expected + own[0]
+                for other in range(self.recording.microbatches(self.step)):
+                    found = self._contribution(name, (use[0], other))
+                    if other != use[1] and found is not None:
+                        text = f"what was added is that of micro-batch {other}"
+                        yield text, due.expected - own[0] + found[0]
+
+        if not self.findings.compare(
+            place, due.actual, due.expected, due.bound, offsets=offsets, alternatives=alternatives
+        ):
+            if self.isolate:
+                due.actual.copy_(due.expected)
+            else:
+                self.ledger.accept(name)
+
+    def _contribution(self, name: str, use: Use) -> tuple[Tensor, Bound] | None:
+        """This rank's piece of what a use adds, from the recording."""
+        layer, microbatch = use
+        moment, key = Moment(self.step, microbatch), Key("contribution", layer, name)
+        whole = self.recording.values.get(moment, {}).get(key)
+        if whole is None:
+            return None
+        return self.piece(name, whole), self.recording.bounds[moment][key]
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """This rank's piece of a tensor that is laid out as the parameter is."""
+        return shard(whole, self.parts.layouts[name], self.parts.mesh.coordinate)
+
+    def _is_local(self, name: str) -> bool:
+        """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
+        return copies_over_tp(self.parts.layouts[name]) == 1
+
+    def _compare(
+        self, phase: Phase, action: Action, layer: int | None, key: Key, name: str, actual: Tensor
+    ) -> None:
+        number = self._global(action)
+        moment = Moment(self.step, number)
+        expected, start = self._of_this_rank(self.recording.values[moment].get(key), actual, key)
+        offsets = [0] * (actual.dim() - 1) + [start] if actual.dim() else []
+
+        def alternatives() -> Named:
+            for other in range(self.recording.microbatches(self.step)):
+                value = self.recording.values.get(Moment(self.step, other), {}).get(key)
+                if other != number and value is not None and value.shape == expected.shape:
+                    yield f"it is that of micro-batch {other}", self._of_this_rank(value, actual, key)[0]
+
+        step = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
+        through = None if step is None else key._replace(layer=key.layer + step)
+        equal = self.findings.compare(
+            Place(self.step, phase, layer, number, name),
+            actual,
+            expected,
+            self.recording.bounds[moment].get(key, NOTHING),
+            offsets=offsets,
+            alternatives=alternatives,
+            base=None if through is None else self.recording.values[moment].get(through),
+        )
+        if not equal and self.isolate:
+            actual.data.copy_(expected)  # through .data: a layer may have saved what it gave
+
+    def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, int]:
+        """What stands in the place of `actual`: nothing recorded means zeros; logits may be cut by class."""
+        if whole is None:
+            return torch.zeros_like(actual), 0
+        vocabulary = self.parts.vocabulary
+        if vocabulary is not None and key.layer == sum(self.parts.counts) - 1 and key.kind != "total":
+            own = vocabulary.own
+            return whole[..., own.start : own.stop], own.start
+        return whole, 0
+
+    def _layer(self, stage: int) -> int:
+        """The number of the first layer of a stage in the model."""
+        return sum(self.parts.counts[:stage])
+
+    def _global(self, action: Action) -> int:
+        """The number of a micro-batch in the global batch."""
+        return self.parts.mesh.index("dp") * self.parts.plan.microbatches + action.microbatch

@@ -1,0 +1,84 @@
+"""Where a step's numbers stand: phase, layer, micro-batch; and which of two places comes first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import NamedTuple
+
+
+class Phase(StrEnum):
+    """What a step does, in the order in which one thing depends on another."""
+
+    BATCH = "cut into micro-batches"
+    INPUT = "input"
+    MESSAGE = "forward message"
+    FORWARD = "forward"
+    LOSS = "loss"
+    LOSS_GRADIENT = "loss gradient"
+    GRADIENT_MESSAGE = "gradient message"
+    INPUT_GRADIENT = "input gradient"
+    WEIGHT_GRADIENT = "weight gradient"
+    REDUCTION = "reduction"
+    MEAN_LOSS = "mean loss"
+    NORM = "norm"
+    CLIP = "clip"
+    OPTIMIZER = "optimizer"
+    EVALUATION = "evaluation"
+
+
+BACKWARD = (Phase.GRADIENT_MESSAGE, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+
+
+@dataclass(frozen=True)
+class Place:
+    """One tensor of one step, on whichever rank."""
+
+    step: int
+    phase: Phase
+    layer: int | None = None
+    """Of the model, counted from 0; of a message the layer that it comes from (forward) or is for."""
+    microbatch: int | None = None
+    """Of the global batch: data-parallel rank · micro-batches + its own micro-batch."""
+    name: str = ""
+    """Of a parameter (and a tensor of its optimizer state); of one of several tensors between layers."""
+
+    def order(self, layers: int) -> tuple[int, int, int, int, str]:
+        """Sorts places of a model of `layers` layers so that a cause stands before its consequences."""
+        phases = list(Phase)
+        phase = phases.index(self.phase)
+        layer = -1 if self.layer is None else self.layer
+        if self.phase in (Phase.BATCH, Phase.INPUT, Phase.MESSAGE, Phase.FORWARD):
+            # A message brings what the layer before gave.
+            place = (0, 2 * layer + (self.phase is Phase.MESSAGE))
+        elif self.phase in BACKWARD:
+            # Layers last to first; a message comes before what the layer does with it.
+            place = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
+        else:
+            place = (phase, 0)
+        return self.step, *place, -1 if self.microbatch is None else self.microbatch, self.name
+
+
+class Key(NamedTuple):
+    """The name of a recorded tensor within a moment."""
+
+    kind: str
+    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total`, …"""
+    layer: int = -1
+    """Whose output or contribution it is; -1: the batch's, or the step's."""
+    name: str = ""
+
+
+OF_PARAMETERS = ("contribution", "final", "clipped", "value", "state")
+"""Kinds whose name is that of a parameter; of a state it is followed by `/` and the state's own."""
+
+
+class Moment(NamedTuple):
+    """A step, and one of its micro-batches (of the global batch), or the step as a whole."""
+
+    step: int
+    microbatch: int
+
+
+WHOLE = -1
+"""In the place of a micro-batch: the step as a whole."""

@@ -1,0 +1,63 @@
+"""What a verification does: the mode, the steps, the optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+import torch
+
+from plait.errors import PlanError
+from plait.plan import Precision
+
+Mode = Literal["exact", "float64", "native"]
+MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""Given parameter groups that say their own weight decay: matrices, then vectors."""
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """AdamW as most models are trained with."""
+    return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
+
+
+def usual_steps(mode: Mode) -> int:
+    """How many steps are compared unless told: enough for what one step leaves to the next."""
+    return 1 if mode == "exact" else 2
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """How both sides run, and how the second is judged.
+
+    `mode`: `float64`; `native`, in the plan's own precision; `exact`, in whole numbers. `clip`: the largest
+    gradient norm; None: half of the first step's, so that clipping is exercised. `perturbations`: how often
+    the reference is run again with rounding errors of its own making, from which follows what rounding
+    explains. `isolate`: feed the reference's value downstream wherever one differs, so that each difference
+    that is reported has a cause of its own. `optimizer` gets parameter groups.
+    """
+
+    mode: Mode = "float64"
+    steps: int = 2
+    clip: float | None = None
+    weight_decay: float = 0.1
+    optimizer: MakeOptimizer = adamw
+    perturbations: int = 2
+    isolate: bool = False
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        if self.mode not in get_args(Mode):
+            raise PlanError(f"mode is {self.mode!r}: choose one of {', '.join(get_args(Mode))}.")
+        for name, least in (("steps", 1), ("perturbations", 1), ("seed", 0)):
+            value = getattr(self, name)
+            if not isinstance(value, int) or isinstance(value, bool) or value < least:
+                raise PlanError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        if self.mode == "exact" and self.steps != 1:
+            raise PlanError(f"steps is {self.steps}: mode exact takes 1, for after it numbers are too large.")
+        if self.clip is not None and not self.clip > 0:
+            raise PlanError(f"clip is {self.clip!r}: give a norm above 0, or None.")
+
+    def precision(self, planned: Precision | None) -> Precision | None:
+        """The precision of both sides, for a plan with `planned`."""
+        return planned if self.mode == "native" else "fp64"

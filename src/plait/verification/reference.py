@@ -1,0 +1,189 @@
+"""The single device in plain PyTorch: layers, autograd, `torch.optim`. Nothing of the engine runs here.
+
+Two things are agreed on and shared: a model is a sequence of layers, and tensors on the meta device get
+their initial values by name. Each layer has aliases of its parameters (the same memory), so that what each
+use of a tied parameter contributes to its gradient is seen by itself.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from plait.models.initial import initial_value
+from plait.pipeline.modes import evaluating
+from plait.pipeline.precision import convert
+from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
+from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.tensor.losses import Loss
+from plait.verification.noise import Noise
+from plait.verification.place import WHOLE, Key, Moment
+from plait.verification.recipe import Recipe
+
+Records = dict[Key, Tensor]
+Batch = tuple[Value, Value]
+"""Inputs and targets of a global batch."""
+
+
+class Reference:
+    """One run on one device, recorded moment by moment."""
+
+    def __init__(
+        self,
+        sequence: LayerSequence,
+        loss: Loss,
+        recipe: Recipe,
+        dtype: torch.dtype | None,
+        device: torch.device,
+        noise: Noise,
+        clip: float | None,
+    ) -> None:
+        self.loss = loss
+        self.noise = noise
+        self.clip = clip
+        self.parameters, self.layers, self.uses = materialise(sequence, recipe.seed, dtype, device)
+        with torch.no_grad():
+            for parameter in self.parameters.values():
+                parameter.copy_(noise.shake(parameter))
+        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        kinds = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
+        self.epsilon = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        matrices = [p for p in self.trainable.values() if p.dim() >= 2]
+        vectors = [p for p in self.trainable.values() if p.dim() < 2]
+        groups = [
+            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
+        self.optimizer = recipe.optimizer(groups)
+
+    def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[Moment, Records]]:
+        """Train on `batches`, each cut into `microbatches`; give each moment when it is done."""
+        for step, (inputs, targets) in enumerate(batches):
+            yield from self._step(step, inputs, targets, microbatches)
+        inputs, targets = batches[-1]
+        with evaluating(layer.module for layer in self.layers):
+            mean = self._mean(inputs, targets)
+        yield Moment(len(batches), WHOLE), {Key("evaluation"): mean}
+
+    def _step(
+        self, step: int, inputs: Value, targets: Value, microbatches: int
+    ) -> Iterator[tuple[Moment, Records]]:
+        whole = self._mean(inputs, targets)
+        parts = split(targets, microbatches, "targets")
+        weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
+        for parameter in self.trainable.values():
+            parameter.grad = torch.zeros_like(parameter)
+        totals = []
+        for number, (given, wanted) in enumerate(
+            zip(split(inputs, microbatches, "inputs"), parts, strict=True)
+        ):
+            records = self._microbatch(given, wanted, weight)
+            totals.append(records[Key("total")].double())
+            yield Moment(step, number), records
+        records = {Key("mean"): torch.stack(totals).sum() / weight, Key("whole"): whole}
+        yield Moment(step, WHOLE), records | self._update()
+
+    def _microbatch(self, inputs: Value, targets: Value, weight: Tensor) -> Records:
+        records: Records = {}
+
+        def boundary(value: Value, layer: int) -> Value:
+            """Record what flows, and its gradient when that comes; go on with a copy that may be written."""
+            numbers = iter(range(len(list(tensors_of(value)))))
+
+            def pass_on(tensor: Tensor) -> Tensor:
+                name = str(next(numbers))
+                shaken = self.noise.shake(tensor)
+                records[Key("output", layer, name)] = shaken.detach().clone()
+                copied = shaken.clone()
+                if copied.requires_grad:
+                    copied.register_hook(partial(keep, Key("gradient", layer, name)))  # type: ignore[no-untyped-call]
+                return copied
+
+            return map_tensors(pass_on, value)
+
+        def keep(key: Key, gradient: Tensor) -> Tensor:
+            shaken = self.noise.shake(gradient)
+            records[key] = shaken.detach().clone()
+            return shaken
+
+        value = boundary(inputs, -1)
+        for number, layer in enumerate(self.layers):
+            value = boundary(layer.module(value), number)
+        total = self.loss.total(value, targets)
+        records[Key("total")] = total.detach().clone()
+        if total.requires_grad:
+            (total / weight.to(total.dtype)).backward()  # type: ignore[no-untyped-call]
+        for number, uses in enumerate(self.uses):
+            for name, alias in uses.items():
+                if alias.grad is not None:
+                    contribution = self.noise.shake(alias.grad)
+                    records[Key("contribution", number, name)] = contribution
+                    self.trainable[name].grad.add_(contribution)  # type: ignore[union-attr]
+                    alias.grad = None
+        return records
+
+    def _update(self) -> Records:
+        """Norm, clipping and the step of the optimizer."""
+        records: Records = {}
+        for name, parameter in self.trainable.items():
+            assert parameter.grad is not None
+            records[Key("final", name=name)] = parameter.grad.clone()
+        norm = nn.utils.get_total_norm(
+            [p.grad.double() for p in self.trainable.values() if p.grad is not None]
+        )
+        if self.clip is None:
+            self.clip = float(norm) / 2 or math.inf
+        nn.utils.clip_grads_with_norm_(self.trainable.values(), self.clip, norm)
+        records[Key("norm")], records[Key("clip")] = norm, torch.tensor(self.clip, dtype=torch.float64)
+        for name, parameter in self.trainable.items():
+            assert parameter.grad is not None
+            records[Key("clipped", name=name)] = parameter.grad.clone()
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            records[Key("value", name=name)] = parameter.detach().clone()
+        for name, parameter in self.trainable.items():
+            for entry, state in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor):
+                    records[Key("state", name=f"{name}/{entry}")] = state.detach().clone()
+        return records
+
+    def _mean(self, inputs: Value, targets: Value) -> Tensor:
+        """The loss of a batch that nobody cuts."""
+        value = map_tensors(torch.clone, inputs)
+        with torch.no_grad():
+            for layer in self.layers:
+                value = map_tensors(torch.clone, layer.module(value))
+            total = self.loss.total(value, targets)
+        return total.double() / torch.as_tensor(self.loss.weight(targets)).to(total.device)
+
+
+def materialise(
+    sequence: LayerSequence, seed: int, dtype: torch.dtype | None, device: torch.device
+) -> tuple[dict[str, nn.Parameter], list[NamedLayer], list[dict[str, nn.Parameter]]]:
+    """The parameters with values by name, the layers on aliases of them, and each layer's aliases by name."""
+    names = {id(parameter): name for name, parameter in sequence.parameters.items()}
+    parameters: dict[str, nn.Parameter] = {}
+    buffers: dict[int, Tensor] = {}
+    layers, uses = [], []
+    for layer in sequence.layers:
+        tensors: dict[int, Tensor] = {}
+        aliases: dict[str, nn.Parameter] = {}
+        for local, parameter in layer.module.named_parameters():
+            name = names[id(parameter)]
+            if name not in parameters:
+                value = convert(initial_value(layer.module, layer.path, local, seed), dtype, device)
+                parameters[name] = nn.Parameter(value, parameter.requires_grad)
+            alias = nn.Parameter(parameters[name].data, parameter.requires_grad)
+            tensors[id(parameter)] = aliases[name] = alias
+        for local, buffer in layer.module.named_buffers():
+            if id(buffer) not in buffers:
+                value = initial_value(layer.module, layer.path, local, seed)
+                buffers[id(buffer)] = convert(value, dtype, device)
+            tensors[id(buffer)] = buffers[id(buffer)]
+        layers += private_copy([layer], tensors)
+        uses.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
+    return parameters, layers, uses

@@ -1,0 +1,307 @@
+"""What all ranks found, as one answer: equal or not, how closely, and the first difference."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plait.plan import Plan
+from plait.verification.causes import Symptoms, likely_cause
+from plait.verification.difference import Difference, Tally
+from plait.verification.place import Phase, Place
+from plait.verification.rank import Outcome
+from plait.verification.recipe import Recipe
+
+WIDTH = 80
+LISTED = 5
+"""Differences that have a cause of their own (with `isolate`) and are listed one by one."""
+
+
+@dataclass(frozen=True)
+class First:
+    """The first difference: before it, all is equal."""
+
+    difference: Difference
+    ranks: tuple[int, ...]
+    """On which it is seen."""
+    coordinates: tuple[dict[str, int], ...]
+    layer: str
+    """The path of its layer."""
+    cause: str
+
+
+@dataclass(frozen=True)
+class Report:
+    """The answer of a verification. It is true where the runs are equal; `print` it."""
+
+    plan: Plan
+    recipe: Recipe
+    clip: float
+    tallies: dict[Phase, Tally]
+    first: First | None
+    others: tuple[Difference, ...]
+    paths: tuple[str, ...]
+    seconds: float
+
+    @property
+    def equal(self) -> bool:
+        """Whether rounding explains every difference."""
+        return self.first is None
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    @property
+    def compared(self) -> int:
+        """How many tensors, over all ranks."""
+        return sum(tally.compared for tally in self.tallies.values())
+
+    @property
+    def different(self) -> int:
+        """How many of them differ by more than rounding explains."""
+        return sum(tally.different for tally in self.tallies.values())
+
+    @property
+    def used(self) -> float:
+        """The largest share of what rounding explains, among those that are equal: at most 1."""
+        return max((tally.used for tally in self.tallies.values()), default=0.0)
+
+    def __str__(self) -> str:
+        return "\n".join([self.headline(), "", *self._circumstances(), "", *_table(self.tallies)])
+
+    def headline(self) -> str:
+        """Equal or not, and how closely, in one line."""
+        if self.first is None:
+            if self.recipe.mode == "exact":
+                return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
+            worst = max(tally.relative for tally in self.tallies.values())
+            return (
+                f"EQUAL to one rank: {self.compared:,} tensors differ by at most {worst:.1e} of their size, "
+                f"{self.used:.0%} of what rounding explains."
+            )
+        difference = self.first.difference
+        relative = difference.largest / difference.size if difference.size else float("inf")
+        return f"NOT EQUAL to one rank: {self.what(difference.place)} differs by {relative:.1e} of its size."
+
+    def what(self, place: Place) -> str:
+        """The place in words: `the forward of blocks.1.mlp`."""
+        layer = self.path_of(place)
+        named = f"{place.name} in " if place.name and place.phase is Phase.WEIGHT_GRADIENT else ""
+        if layer:
+            return f"the {place.phase} of {named}{layer}"
+        return f"the {place.phase} of {place.name}" if place.name else f"the {place.phase}"
+
+    def path_of(self, place: Place) -> str:
+        """The path of the layer, if the place has one."""
+        if place.layer is None:
+            return ""
+        return self.paths[place.layer] if 0 <= place.layer < len(self.paths) else "the batch"
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs; see docs/reference/command-line.md."""
+        return {
+            "equal": self.equal,
+            "mode": self.recipe.mode,
+            "plan": asdict(self.plan),
+            "steps": self.recipe.steps,
+            "clip": finite(self.clip),
+            "compared": self.compared,
+            "different": self.different,
+            "used": self.used,
+            "seconds": self.seconds,
+            "phases": {str(phase): asdict(tally) for phase, tally in self.tallies.items()},
+            "first": self.first and self._first_as_json(self.first),
+        }
+
+    def _first_as_json(self, first: First) -> dict[str, Any]:
+        difference = first.difference
+        return {
+            "step": difference.place.step,
+            "phase": str(difference.place.phase),
+            "layer": first.layer or None,
+            "parameter": difference.place.name or None,
+            "microbatch": difference.place.microbatch,
+            "ranks": list(first.ranks),
+            "coordinates": list(first.coordinates),
+            "largest": finite(difference.largest),
+            "size": difference.size,
+            "allowed": difference.allowed,
+            "shape": list(difference.shape),
+            "box": [list(bounds) for bounds in difference.box],
+            "index": list(difference.worst),
+            "actual": finite(difference.values[0]),
+            "expected": finite(difference.values[1]),
+            "cause": first.cause,
+        }
+
+    def _circumstances(self) -> list[str]:
+        plan, recipe = self.plan, self.recipe
+        steps = "1 step" if recipe.steps == 1 else f"{recipe.steps} steps"
+        run = f"{recipe.mode}, {plan.microbatches} micro-batches, {steps}, clipped to {self.clip:.3g}"
+        lines = [_line("plan", f"{layout_of(plan)}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
+        if self.first is None:
+            return lines
+        first, difference = self.first, self.first.difference
+        place = difference.place
+        number = "" if place.microbatch is None else f", micro-batch {place.microbatch}"
+        subject = self._subject(place)
+        lines += [
+            _line("first", f"step {place.step + 1}, {place.phase}{number}{subject and f': {subject}'}"),
+            _line("on", _ranks(first)),
+            _line("where", _where(difference)),
+            _line("likely", first.cause),
+            _line("in all", f"{self.different:,} of {self.compared:,} tensors differ{self._advice()}"),
+        ]
+        if recipe.isolate:
+            places = dict.fromkeys(self.what(other.place) for other in self.others)
+            lines += [_line("also", what) for what in list(places)[:LISTED]]
+        return lines
+
+    def _subject(self, place: Place) -> str:
+        parts = [] if place.layer is None else [f"layer {place.layer}, {self.path_of(place)}"]
+        return ", ".join(parts + ([place.name] if place.name else []))
+
+    def _advice(self) -> str:
+        if self.recipe.isolate:
+            return ", each by itself: the reference's values were fed downstream"
+        return "" if self.different == 1 else "; with isolate only those that differ by themselves would"
+
+
+def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Report:
+    """Put together what every rank of `plan` found."""
+    paths = outcomes[0].paths
+    tallies: dict[Phase, Tally] = {}
+    for phase in Phase:
+        own = [outcome.findings.tallies[phase] for outcome in outcomes if phase in outcome.findings.tallies]
+        if own:
+            tallies[phase] = Tally(
+                sum(tally.compared for tally in own),
+                sum(tally.different for tally in own),
+                max(tally.used for tally in own),
+                max(tally.relative for tally in own),
+            )
+    first = _first(outcomes, plan, paths)
+    others = (
+        ()
+        if first is None
+        else tuple(
+            sorted(
+                (
+                    difference
+                    for outcome in outcomes
+                    for difference in outcome.findings.differences
+                    if difference.place != first.difference.place
+                ),
+                key=lambda difference: difference.place.order(len(paths)),
+            )
+        )
+    )
+    return Report(
+        plan=plan,
+        recipe=recipe,
+        clip=outcomes[0].clip,
+        tallies=tallies,
+        first=first,
+        others=others,
+        paths=paths,
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )
+
+
+def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> First | None:
+    wrong = [outcome for outcome in outcomes if outcome.findings.evidence is not None]
+    if not wrong:
+        return None
+
+    def order(outcome: Outcome) -> tuple[Any, ...]:
+        assert outcome.findings.evidence is not None
+        return outcome.findings.evidence.place.order(len(paths)), outcome.rank
+
+    chosen = min(wrong, key=order)
+    difference = chosen.findings.differences[0]
+    evidence = {
+        outcome.rank: outcome.findings.evidence
+        for outcome in wrong
+        if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
+    }
+    symptoms = Symptoms(
+        difference=difference,
+        evidence=evidence,
+        coordinates=[outcome.coordinate for outcome in outcomes],
+        judges=[outcome.rank for outcome in outcomes if _compares(outcome, chosen, difference.place)],
+        plan=plan,
+    )
+    layer = difference.place.layer
+    return First(
+        difference=difference,
+        ranks=tuple(evidence),
+        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in evidence),
+        layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
+        cause=likely_cause(symptoms),
+    )
+
+
+def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
+    """Whether a rank has the same stage, and for a micro-batch the same data, as the one that differs."""
+    axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
+    return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)
+
+
+def finite(value: float) -> float | None:
+    """A number as JSON knows it."""
+    return value if math.isfinite(value) else None
+
+
+def layout_of(plan: Plan) -> str:
+    """`pp 2 · dp 1 · tp 2`."""
+    return f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
+
+
+def _ranks(first: First) -> str:
+    shown = [
+        f"rank {rank} ({_coordinate(coordinate)})"
+        for rank, coordinate in zip(first.ranks, first.coordinates, strict=True)
+    ]
+    return ", ".join(shown[:2]) + (f" and {len(shown) - 2} more" if len(shown) > 2 else "")
+
+
+def _coordinate(coordinate: Mapping[str, int]) -> str:
+    """Without axes that every rank is at the start of: `pp 1 · tp 0`."""
+    return " · ".join(f"{axis} {index}" for axis, index in coordinate.items())
+
+
+def _where(difference: Difference) -> str:
+    """Which part of the tensor differs, and by how much at the worst."""
+    actual, expected = difference.values
+    values = f"{actual:.6g} instead of {expected:.6g}"
+    if not difference.shape:
+        return values
+    shape = list(difference.shape)
+    box = ", ".join(f"{start}:{stop}" for start, stop in difference.box)
+    part = f"{difference.share:.0%} of {shape}" if difference.whole_box else f"[{box}] of a piece {shape}"
+    return f"{part}; worst at {list(difference.worst)}: {values}"
+
+
+def _line(title: str, text: str) -> str:
+    """`  title    text`, in lines that a terminal holds."""
+    return textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
+
+
+def _table(tallies: Mapping[Phase, Tally]) -> list[str]:
+    """A line a phase; where something differs, those that are equal in one."""
+    wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
+    lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
+    lines += [_row(phase, tally) for phase, tally in (wrong or tallies).items()]
+    if wrong:
+        equal = [tally for tally in tallies.values() if not tally.different]
+        lines.append(f"  {'all others':<22} {sum(tally.compared for tally in equal):>9,} {'-':>9}")
+    return lines
+
+
+def _row(phase: Phase, tally: Tally) -> str:
+    number = f"{tally.different:,}" if tally.different else "-"
+    closeness = f"{tally.relative:>9.1e}  {tally.used:.0%}" if tally.different < tally.compared else ""
+    return f"  {phase:<22} {tally.compared:>9,} {number:>9} {closeness}".rstrip()

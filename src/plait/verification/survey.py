@@ -1,0 +1,77 @@
+"""Every layout and schedule on a number of ranks, as a table."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from plait.plan import Plan
+from plait.verification.layouts import Refused
+from plait.verification.report import Report, layout_of
+
+
+@dataclass(frozen=True)
+class Survey:
+    """What was found for each plan. It is true where all that can be run are equal; `print` it."""
+
+    ranks: int
+    rows: tuple[tuple[Plan, Report | Refused], ...]
+
+    @property
+    def reports(self) -> tuple[Report, ...]:
+        """Of the plans that can be run."""
+        return tuple(result for _, result in self.rows if isinstance(result, Report))
+
+    @property
+    def equal(self) -> bool:
+        """Whether all that can be run are equal to one rank, and there is one."""
+        return bool(self.reports) and all(self.reports)
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        width = max(len(layout_of(plan)) for plan, _ in self.rows)
+        return "\n".join([self.headline(), ""] + [_row(plan, result, width) for plan, result in self.rows])
+
+    def headline(self) -> str:
+        """How many are equal, and how closely, in one line."""
+        reports, refused = self.reports, len(self.rows) - len(self.reports)
+        rest = f" ({refused} more are not possible for this model)" if refused else ""
+        wrong = sum(not report for report in reports)
+        ranks = f"{self.ranks} rank{'s' if self.ranks > 1 else ''}"
+        if not reports:
+            return f"NOTHING to compare: this model runs by none of {refused} plans on {ranks}."
+        if wrong:
+            return f"NOT EQUAL to one rank: {wrong} of {len(reports)} plans on {ranks}{rest}."
+        used = max(report.used for report in reports)
+        closeness = (
+            "bit by bit" if reports[0].recipe.mode == "exact" else f"{used:.0%} of what rounding explains"
+        )
+        return f"EQUAL to one rank: all {len(reports)} plans on {ranks}, {closeness}{rest}."
+
+    def as_json(self) -> dict[str, Any]:
+        """Everything, for programs; see docs/reference/command-line.md."""
+        return {
+            "equal": self.equal,
+            "ranks": self.ranks,
+            "plans": [
+                {"plan": asdict(plan), "equal": None, "reason": result.reason}
+                if isinstance(result, Refused)
+                else result.as_json()
+                for plan, result in self.rows
+            ],
+        }
+
+
+def _row(plan: Plan, result: Report | Refused, width: int) -> str:
+    """One plan: layout, schedule, micro-batches, what came of it."""
+    start = f"  {layout_of(plan):<{width}}  {plan.schedule:<6} m {plan.microbatches:<3}"
+    if isinstance(result, Refused):
+        return f"{start} not possible: {result.reason}"
+    if result.first is not None:
+        place = result.first.difference.place
+        return f"{start} DIFFERENT  step {place.step + 1}, {result.what(place)}"
+    worst = max(tally.relative for tally in result.tallies.values())
+    closeness = "" if result.recipe.mode == "exact" else f"  {worst:.1e}  {result.used:>4.0%}"
+    return f"{start} equal{closeness}  {result.seconds:.1f} s"

@@ -1,0 +1,112 @@
+"""`plait.verify`: the reference and the woven run, on ranks of this host or of a launcher's world."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Literal, TypeVar
+
+from torch import nn
+
+from plait.comm.launch import launch
+from plait.pipeline.values import Value, tensors_of
+from plait.plan import Plan
+from plait.rules import Rules
+from plait.tensor.losses import Loss, cross_entropy
+from plait.verification.case import Case
+from plait.verification.layouts import Refused, plans_on, run_all
+from plait.verification.rank import Outcome, run_rank
+from plait.verification.recipe import MakeOptimizer, Mode, Recipe, adamw, usual_steps
+from plait.verification.report import Report, build_report
+from plait.verification.survey import Survey
+
+Result = TypeVar("Result")
+
+
+def verify(
+    model: nn.Module | Callable[[], nn.Module],
+    plan: Plan,
+    inputs: Value,
+    targets: Value,
+    loss: Loss = cross_entropy,
+    *,
+    rules: Rules | None = None,
+    mode: Mode = "float64",
+    steps: int | None = None,
+    optimizer: MakeOptimizer = adamw,
+    clip: float | None = None,
+    isolate: bool = False,
+    seed: int = 0,
+    device: Literal["auto", "cpu", "cuda"] = "auto",
+    threads: int | None = None,
+    timeout: float = 600.0,
+) -> Report:
+    """Does `model`, woven as `plan` says, compute what one device computes? If not, where does it begin?
+
+    Runs the model on one rank in plain PyTorch, then woven on `plan.world` ranks (as `plait.launch` starts or
+    joins them) from the same values and data, and compares in the order of execution: what each layer gives,
+    the gradient of what it was given, what each micro-batch adds to each weight gradient, the gradients, the
+    loss, the norm, and after each of `steps` steps every parameter and the optimizer's state.
+
+    Args:
+        model: as `parallelize` takes it, or a function that builds it. It is not altered.
+        plan: what is verified. In mode `float64` and `exact` its precision is `fp64`.
+        inputs: the global batch of every step: tensors whose dim 0 is the batch.
+        targets: likewise.
+        loss: as `parallelize` takes it.
+        rules: as `parallelize` takes them.
+        mode: `float64`, in which little but a mistake is larger than rounding; `native`, in the plan's own
+            precision; `exact`, in whole numbers, where equality is that of bits.
+        steps: of training; by default 2, in mode `exact` 1.
+        optimizer: makes the optimizer from parameter groups; AdamW unless given.
+        clip: the largest gradient norm; None: half of the first step's, so that clipping is exercised.
+        isolate: feed the reference's values downstream, so that one mistake makes one difference.
+        seed: of values that the model does not have yet.
+        device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
+        threads: of torch, in each rank.
+        timeout: seconds that a rank waits for another.
+
+    Returns:
+        The report, the same on every rank. It is true where both runs are equal; print it.
+
+    Raises:
+        PlaitError: the plan, the model or the batch cannot be run; the same errors as `parallelize` has.
+    """
+    steps = usual_steps(mode) if steps is None else steps
+    recipe = Recipe(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
+    batches = [(inputs, targets)] * steps
+    case = Case(
+        model, loss, batches, recipe, rules, device=None if device == "auto" else device, timeout=timeout
+    )
+    return verify_case(case, plan, threads=threads)
+
+
+def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> Report:
+    """The same for a case with its own batches."""
+    outcomes = _launch(partial(run_rank, case, plan), case, plan.world, threads)
+    return report_on(case, plan, outcomes)
+
+
+def verify_all(case: Case, plan: Plan, ranks: int, *, threads: int | None = None) -> Survey:
+    """Verify every layout and schedule that `ranks` ranks allow, with the rest of `plan`.
+
+    What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
+    """
+    plans = plans_on(ranks, plan, next(tensors_of(case.batches[0][0])).shape[0])
+    outcomes = _launch(partial(run_all, case, plans), case, ranks, threads)
+    rows: list[tuple[Plan, Report | Refused]] = []
+    for number, one in enumerate(plans):
+        own = [every[number] for every in outcomes]
+        refused = [outcome for outcome in own if isinstance(outcome, Refused)]
+        found = [outcome for outcome in own if not isinstance(outcome, Refused)]
+        rows.append((one, refused[0] if refused else report_on(case, one, found)))
+    return Survey(ranks, tuple(rows))
+
+
+def report_on(case: Case, plan: Plan, outcomes: Sequence[Outcome]) -> Report:
+    """The report on what the ranks of one plan found."""
+    return build_report(outcomes, plan, case.recipe)
+
+
+def _launch(function: Callable[[], Result], case: Case, ranks: int, threads: int | None) -> list[Result]:
+    return launch(function, ranks=ranks, threads=threads, timeout=case.timeout, device=case.device or "auto")

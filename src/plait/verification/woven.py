@@ -1,0 +1,112 @@
+"""The woven run of one rank, compared with the recording step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.engine import Engine, Parts
+from plait.layout import shard
+from plait.pipeline.values import Value, split
+from plait.schedules.program import Instruction
+from plait.verification.difference import Findings
+from plait.verification.observer import Observer
+from plait.verification.place import WHOLE, Key, Moment, Phase, Place
+from plait.verification.recipe import Recipe
+from plait.verification.recording import Recording
+
+
+class Woven:
+    """The woven run of one rank, compared with the recording."""
+
+    def __init__(self, engine: Engine, recipe: Recipe, recording: Recording, layers: int) -> None:
+        self.engine = engine
+        self.recording = recording
+        self.isolate = recipe.isolate
+        self.findings = Findings(layers)
+        self.parameters = dict(engine.named_parameters())
+        self.optimizer = recipe.optimizer(engine.parameter_groups(recipe.weight_decay))
+        self.observer: Observer | None = None
+        self.epsilon = 0.0
+        if recipe.mode != "exact":
+            self.epsilon = max((torch.finfo(p.dtype).eps for p in self.parameters.values()), default=0.0)
+
+    def train(self, step: int, inputs: Value, targets: Value) -> None:
+        """A step: forward and backward under observation, the norm, the optimizer."""
+        moment = Moment(step, WHOLE)
+        recorded = self.recording.values[moment]
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        if self.engine.mesh.rank == 0:
+            self._compare(step, Phase.BATCH, Key("whole"), recorded[Key("mean")])
+        self.optimizer.zero_grad()
+        self.engine.observe(self._observe(step))
+        mean = self.engine.forward_backward(self._share(inputs), self._share(targets))
+        self.engine.observe(None)
+        self._compare_gradients(step, Phase.REDUCTION, "final")
+        self._compare(step, Phase.MEAN_LOSS, Key("mean"), mean)
+        norm = self.engine.clip_grad_norm_(float(recorded[Key("clip")]))
+        self._compare(step, Phase.NORM, Key("norm"), norm)
+        self._compare_gradients(step, Phase.CLIP, "clipped")
+        self.optimizer.step()
+        for name, parameter in self.parameters.items():
+            hints = [("it was not updated", before[name])]
+            self._compare(step, Phase.OPTIMIZER, Key("value", name=name), parameter, name, hints)
+            for entry, state in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor):
+                    self._compare(step, Phase.OPTIMIZER, Key("state", name=f"{name}/{entry}"), state, name)
+
+    def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
+        """The loss without training."""
+        mean = self.engine.evaluate(self._share(inputs), self._share(targets))
+        self._compare(step, Phase.EVALUATION, Key("evaluation"), mean)
+
+    def _observe(self, step: int) -> Callable[[Instruction, Parts], None]:
+        def observe(instruction: Instruction, parts: Parts) -> None:
+            if self.observer is None:
+                self.observer = Observer(
+                    parts, self.recording, self.findings, epsilon=self.epsilon, isolate=self.isolate
+                )
+            if self.observer.step != step:
+                self.observer.begin(step)
+            self.observer(instruction, parts)
+
+        return observe
+
+    def _compare_gradients(self, step: int, phase: Phase, kind: str) -> None:
+        for name, parameter in self.parameters.items():
+            if parameter.requires_grad:
+                assert parameter.grad is not None
+                self._compare(step, phase, Key(kind, name=name), parameter.grad, name)
+
+    def _compare(
+        self,
+        step: int,
+        phase: Phase,
+        key: Key,
+        actual: Tensor,
+        name: str = "",
+        alternatives: Sequence[tuple[str, Tensor]] = (),
+    ) -> None:
+        """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
+        moment = Moment(step, WHOLE)
+        expected, offsets = self.recording.values[moment][key], tuple[int, ...]()
+        if name and expected.dim() and tuple(expected.shape) == self.engine.layouts[name].shape:
+            layout, coordinate = self.engine.layouts[name], self.engine.mesh.coordinate
+            expected, offsets = shard(expected, layout, coordinate), layout.box(coordinate).offsets
+        equal = self.findings.compare(
+            Place(step, phase, name=key.name),
+            actual,
+            expected,
+            self.recording.bounds[moment][key],
+            offsets=offsets,
+            alternatives=lambda: alternatives,
+        )
+        if not equal and self.isolate:
+            actual.data.copy_(expected)
+
+    def _share(self, value: Value) -> Value:
+        """This data-parallel rank's rows of a global batch."""
+        mesh = self.engine.mesh
+        return split(value, mesh.size("dp"), "batch")[mesh.index("dp")]
