@@ -1,4 +1,4 @@
-"""What all tests share: one pool of ranks for the whole session, one thread each."""
+"""What all tests share: one pool of ranks for the whole session, one thread each; how examples are drawn."""
 
 from collections.abc import Iterator
 
@@ -9,10 +9,13 @@ import torch
 from plait.comm.pool import RankPool
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     torch.set_num_threads(1)
-    # No deadline: times are noisy, and no test asserts one.
-    hypothesis.settings.register_profile("plait", deadline=None)
+    # Without the full products, examples are few and the same each time: what fails was broken by a change,
+    # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.
+    fixed = "not full" in config.option.markexpr
+    profile = {"derandomize": True, "max_examples": 50} if fixed else {"max_examples": 100}
+    hypothesis.settings.register_profile("plait", deadline=None, **profile)
     hypothesis.settings.load_profile("plait")
 
 

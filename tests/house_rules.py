@@ -42,6 +42,7 @@ PRIVATE_USES = {
     ("comm/pool.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it by itself, but too late",
     ("comm/pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/pool.py", "stop_fork_server", "_stop"): "likewise",
+    ("comm/world.py", "_take_groups", "_world"): "no public way to list the process groups",
     ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
 }
 """File, function, private name: why there is no public way."""

@@ -8,32 +8,49 @@ from typing import Any
 
 Row = dict[str, Any]
 Pair = tuple[str, Any, str, Any]
+Allowed = Callable[[Row], bool]
+"""Whether a row, or the beginning of one, can be run."""
 
 
-def every_row(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """The full product, the last factor fastest."""
-    return [dict(zip(factors, values, strict=True)) for values in product(*factors.values())]
+def anything(row: Row) -> bool:
+    """All rows can be run."""
+    return True
 
 
-def covering_rows(factors: Mapping[str, Sequence[Any]]) -> list[Row]:
-    """Rows of the product that together hold every pair. Greedy and deterministic.
+def every_row(factors: Mapping[str, Sequence[Any]], allowed: Allowed = anything) -> list[Row]:
+    """The full product, the last factor fastest; of what is allowed."""
+    rows = (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
+    return [row for row in rows if allowed(row)]
 
-    Each row starts from a pair that is still missing; every further factor gets the value that completes
-    the most missing pairs with the values already chosen.
+
+def covering_rows(
+    factors: Mapping[str, Sequence[Any]], allowed: Allowed = anything, beginnings: Sequence[Row] = ()
+) -> list[Row]:
+    """Rows of the product that together hold every pair that is allowed. Greedy and deterministic.
+
+    A row starts from each of the `beginnings`, which are values of some factors, then from each pair that is
+    still missing; every further factor gets the value that completes the most missing pairs with the values
+    already chosen. What is allowed with the values chosen must go on being so with one of every factor.
     """
     order = list(factors)
     missing = {
         (one, a, two, b): None
         for one, two in combinations(order, 2)
         for a, b in product(factors[one], factors[two])
+        if allowed({one: a, two: b})
     }
+    waiting = list(beginnings)
     rows = []
-    while missing:
-        one, a, two, b = next(iter(missing))
-        row = {one: a, two: b}
+    while waiting or missing:
+        if waiting:
+            row = waiting.pop(0)
+        else:
+            one, a, two, b = next(iter(missing))
+            row = {one: a, two: b}
         for name in order:
             if name not in row:
-                row[name] = max(factors[name], key=_gain(row, name, order, missing))
+                values = [value for value in factors[name] if allowed({**row, name: value})]
+                row = {**row, name: max(values, key=_gain(row, name, order, missing))}
         rows.append({name: row[name] for name in order})
         for pair in pairs_of(rows[-1]):
             missing.pop(pair, None)

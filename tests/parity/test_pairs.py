@@ -17,3 +17,20 @@ def test_rows_are_few_and_the_same_each_time():
     rows = covering_rows(factors)
     assert rows == covering_rows(factors)
     assert len(rows) == 30  # a and b alone need as many; the product has 240
+
+
+def test_rows_begin_as_told_and_what_is_not_allowed_is_left_out():
+    factors = {"a": range(3), "b": range(3), "c": "xyz"}
+
+    def allowed(row):
+        return row.get("a", 0) + row.get("b", 0) <= 2
+
+    beginnings = [{"a": a, "b": b} for a in range(3) for b in range(3 - a)]
+    rows, product = covering_rows(factors, allowed, beginnings), every_row(factors, allowed)
+    assert [{"a": row["a"], "b": row["b"]} for row in rows[:6]] == beginnings
+    assert len(product) == 6 * 3
+    assert all(row in product for row in rows)
+    assert {pair for row in rows for pair in pairs_of(row)} == {
+        pair for row in product for pair in pairs_of(row)
+    }
+    assert len(rows) < len(product)

@@ -7,6 +7,7 @@ import pytest
 from parity import woven
 from parity.case import ROWS
 from parity.cases import GPT2_CONTEXT, gpt2, llama
+from parity.pairs import covering_rows, every_row
 from plait.comm.traffic import Count
 from plait.plan import Plan
 
@@ -16,6 +17,12 @@ TOKENS = ROWS * GPT2_CONTEXT
 BLOCKS = 2
 FAMILIES = {"gpt2": (partial(gpt2, layers=BLOCKS), 16), "llama": (partial(llama, layers=BLOCKS), 16)}
 """Each with its hidden size."""
+FACTORS = {
+    "family": tuple(FAMILIES),
+    "tied": (True, False),
+    "microbatches": (1, 3),
+    "overlap": (True, False),
+}
 
 
 def traffic_in_a_rank(case, plan):
@@ -30,15 +37,21 @@ def traffic_in_a_rank(case, plan):
     return trained["tp"], engine.mesh.traffic.since(before)["tp"]
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "defer"])
-def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(
-    rank_pool, family, tied, microbatches, overlap
-):
-    build, hidden = FAMILIES[family]
-    plan = Plan(tp=2, microbatches=microbatches, overlap=overlap, precision="fp64")
+COVERING = covering_rows(FACTORS)
+REST = [row for row in every_row(FACTORS) if row not in COVERING]
+
+
+def identify(row):
+    tied, overlap = "tied" if row["tied"] else "untied", "overlap" if row["overlap"] else "defer"
+    return f"{row['family']}-m{row['microbatches']}-{tied}-{overlap}"
+
+
+@pytest.mark.parametrize(
+    "row", [*COVERING, *(pytest.param(row, marks=pytest.mark.full) for row in REST)], ids=identify
+)
+def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(rank_pool, row):
+    (build, hidden), microbatches, tied = FAMILIES[row["family"]], row["microbatches"], row["tied"]
+    plan = Plan(tp=2, microbatches=microbatches, overlap=row["overlap"], precision="fp64")
     activation, number = Count(1, TOKENS * hidden * ITEM), Count(1, TOKENS * ITEM)
 
     def times(count, n):

@@ -238,7 +238,31 @@ def leave_world(patience: float = 10.0) -> bool:
     """
     if not dist.is_initialized():
         return True
-    closing = threading.Thread(target=dist.destroy_process_group, name="plait-leave", daemon=True)
+    closing = threading.Thread(target=_end_groups, name="plait-leave", daemon=True)
     closing.start()
     closing.join(patience)
     return not closing.is_alive()
+
+
+def _end_groups() -> None:
+    """Ends all process groups at the same time.
+
+    Gloo waits up to 10 ms for each connection that it closes: for a mesh of eight ranks a quarter of a
+    second, one after the other. It does so when a group is let go of, so a thread each does that.
+    """
+    groups = _take_groups()
+    threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+
+
+def _take_groups() -> list[list[dist.ProcessGroup]]:
+    """Every process group, shut down, in a list of its own: the last of torch's references to it.
+
+    torch has no public way to list them.
+    """
+    groups = [[group] for group in dist.distributed_c10d._world.pg_names]
+    dist.destroy_process_group()
+    return groups

@@ -70,47 +70,56 @@ WAYS = {
 
 
 @pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("op", OPS)
-def test_all_reduce_in_place_and_elsewhere(rank_pool, op, way):
+def test_all_reduce_in_place_and_elsewhere(rank_pool, way):
     elements, messages = WAYS[way]
 
     def body():
         mesh = Mesh(dp=4)
         group = over_messages(mesh.group("dp")) if messages else mesh.group("dp")
-        tensor = value(mesh.rank, (elements,))
-        taken = way_to_all_reduce(tensor, group)
-        other = all_reduce(tensor, group, op, out=torch.empty_like(tensor)).wait()
-        assert torch.equal(tensor, value(mesh.rank, (elements,)))
-        result = all_reduce(tensor, group, op).wait()
-        return taken, result is tensor, result, other, mesh.traffic.snapshot()["dp"]
+        answers = {}
+        for op in OPS:
+            before = mesh.traffic.snapshot()
+            tensor = value(mesh.rank, (elements,))
+            taken = way_to_all_reduce(tensor, group)
+            other = all_reduce(tensor, group, op, out=torch.empty_like(tensor)).wait()
+            assert torch.equal(tensor, value(mesh.rank, (elements,)))
+            result = all_reduce(tensor, group, op).wait()
+            answers[op] = taken, result is tensor, result, other, mesh.traffic.since(before)["dp"]
+        return answers
 
-    expected = OPS[op](torch.stack([value(rank, (elements,)) for rank in range(4)]))
-    for taken, same, result, other, traffic in rank_pool.run(body, ranks=4):
-        assert taken == way
-        assert same
-        assert torch.equal(result, expected)
-        assert torch.equal(other, expected)
-        assert traffic == {"all_reduce": Count(2, 2 * 8 * elements)}
+    for answers in rank_pool.run(body, ranks=4):
+        for op, (taken, same, result, other, traffic) in answers.items():
+            expected = OPS[op](torch.stack([value(rank, (elements,)) for rank in range(4)]))
+            assert taken == way
+            assert same
+            assert torch.equal(result, expected), op
+            assert torch.equal(other, expected), op
+            assert traffic == {"all_reduce": Count(2, 2 * 8 * elements)}
 
 
 @pytest.mark.parametrize("messages", [False, True], ids=["whole", "exchange"])
-@pytest.mark.parametrize("op", OPS)
-def test_reduce_scatter_and_reduce(rank_pool, op, messages):
+def test_reduce_scatter_and_reduce(rank_pool, messages):
     def body():
         group = Mesh(dp=4).group("dp")
         group = over_messages(group) if messages else group
-        mine = value(group.rank, (8, 3))
-        out = torch.empty(2, 3, dtype=torch.float64)
-        result = reduce_scatter(mine, group, op, out=out).wait()
-        reduced = reduce(mine.clone(), group, op, destination=2).wait()
-        own = reduce_scatter(mine, group, op, out=mine[2 * group.index :][:2]).wait()
-        return torch.equal(own, result) and out.data_ptr() == result.data_ptr(), result, reduced
+        answers = {}
+        for op in OPS:
+            mine = value(group.rank, (8, 3))
+            out = torch.empty(2, 3, dtype=torch.float64)
+            result = reduce_scatter(mine, group, op, out=out).wait()
+            reduced = reduce(mine.clone(), group, op, destination=2).wait()
+            own = reduce_scatter(mine, group, op, out=mine[2 * group.index :][:2]).wait()
+            same = torch.equal(own, result) and out.data_ptr() == result.data_ptr()
+            answers[op] = same, result, reduced
+        return answers
 
-    expected = OPS[op](torch.stack([value(rank, (8, 3)) for rank in range(4)]))
-    results = rank_pool.run(body, ranks=4)
-    assert all(same for same, _, _ in results)
-    assert torch.equal(torch.cat([piece for _, piece, _ in results]), expected)
-    assert torch.equal(results[2][2], expected)
+    ranks = rank_pool.run(body, ranks=4)
+    for op, combine in OPS.items():
+        expected = combine(torch.stack([value(rank, (8, 3)) for rank in range(4)]))
+        results = [answers[op] for answers in ranks]
+        assert all(same for same, _, _ in results), op
+        assert torch.equal(torch.cat([piece for _, piece, _ in results]), expected), op
+        assert torch.equal(results[2][2], expected), op
 
 
 def test_sums_are_the_same_bits_on_every_rank_and_in_every_round(rank_pool):
@@ -158,32 +167,36 @@ def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape, messages):
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-@pytest.mark.parametrize("dtype", EVERY_DTYPE, ids=str)
-def test_every_dtype_and_shape_is_moved(rank_pool, shape, dtype):
+def test_every_dtype_and_shape_is_moved(rank_pool, shape):
     double = (2 * shape[0], *shape[1:])
 
-    def body():
-        group = Mesh(dp=2).group("dp")
+    def moved(group, dtype):
         mine, pair = value(group.rank, shape, dtype), value(group.rank, double, dtype)
-        moved = [
+        results = [
             all_gather(mine, group).wait(),
             all_to_all(pair, group).wait(),
             broadcast(mine.clone(), group, 1).wait(),
             gather(mine, group, 1).wait(),
             scatter(pair if group.index == 0 else None, group, out=torch.empty_like(mine)).wait(),
         ]
-        return [None if tensor is None else tensor.to(torch.complex64) for tensor in moved]
+        return [None if tensor is None else tensor.to(torch.complex64) for tensor in results]
 
-    a, b = (value(rank, shape, dtype).to(torch.complex64) for rank in range(2))
-    pair_a, pair_b = (value(rank, double, dtype).to(torch.complex64).chunk(2) for rank in range(2))
-    both = torch.cat([a, b])
-    expected = [
-        [both, torch.cat([pair_a[0], pair_b[0]]), b, None, pair_a[0]],
-        [both, torch.cat([pair_a[1], pair_b[1]]), b, both, pair_a[1]],
-    ]
-    for of_rank, expected_of_rank in zip(rank_pool.run(body, ranks=2), expected, strict=True):
-        for got, wanted in zip(of_rank, expected_of_rank, strict=True):
-            assert got is None if wanted is None else torch.equal(got, wanted)
+    def body():
+        group = Mesh(dp=2).group("dp")
+        return [moved(group, dtype) for dtype in EVERY_DTYPE]
+
+    ranks = rank_pool.run(body, ranks=2)
+    for dtype, *of_ranks in zip(EVERY_DTYPE, *ranks, strict=True):
+        a, b = (value(rank, shape, dtype).to(torch.complex64) for rank in range(2))
+        pair_a, pair_b = (value(rank, double, dtype).to(torch.complex64).chunk(2) for rank in range(2))
+        both = torch.cat([a, b])
+        expected = [
+            [both, torch.cat([pair_a[0], pair_b[0]]), b, None, pair_a[0]],
+            [both, torch.cat([pair_a[1], pair_b[1]]), b, both, pair_a[1]],
+        ]
+        for of_rank, expected_of_rank in zip(of_ranks, expected, strict=True):
+            for got, wanted in zip(of_rank, expected_of_rank, strict=True):
+                assert got is None if wanted is None else torch.equal(got, wanted), dtype
 
 
 def test_a_zero_dimensional_tensor_counts_as_one_row(rank_pool):

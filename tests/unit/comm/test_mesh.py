@@ -161,3 +161,15 @@ def test_closing_gives_the_connections_back(rank_pool):
         return len(os.listdir("/proc/self/fd")) <= before
 
     assert rank_pool.run(body, ranks=4) == [True] * 4
+
+
+def test_the_world_knows_the_groups_of_a_mesh(rank_pool):
+    """What `plait.comm.world` relies on, to end all groups at the same time: torch has no public list."""
+
+    def body():
+        import torch.distributed as dist
+
+        group = Mesh(dp=2).group("dp").process_group
+        return group in dist.distributed_c10d._world.pg_names and dist.group.WORLD is not group
+
+    assert rank_pool.run(body, ranks=2) == [True, True]

@@ -3,7 +3,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -129,6 +129,15 @@ def test_two_microbatches_in_flight_equal_the_whole_model() -> None:
     assert is_empty(stage)
 
 
+@pytest.fixture
+def quick_collections() -> Iterator[None]:
+    """What other tests have left is not looked through each time."""
+    gc.freeze()
+    yield
+    gc.unfreeze()
+
+
+@pytest.mark.usefixtures("quick_collections")
 def test_input_work_frees_all_but_what_weight_work_needs() -> None:
     first, last = layers = [Watched(2), Watched(2)]
     stage = stage_of(*layers, batch=torch.randn(3, 2))

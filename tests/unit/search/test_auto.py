@@ -9,6 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import ROOMY, any_costs, operations, problem_of, searched, shortest, times
 
+from parity.pairs import Row, covering_rows, every_row
 from plait.errors import ScheduleError
 from plait.schedules.action import Kind
 from plait.schedules.check import check
@@ -249,19 +250,31 @@ def test_the_same_arguments_give_the_same_schedule() -> None:
     assert case.search(effort=20_000) == case.search(effort=20_000)
 
 
-@pytest.mark.parametrize(
-    "costs", [Costs(0, 0, 0), Costs(0, 0, 0, 0, 0, 0), Costs(0, 1, 0), Costs(1, 0, 0, 5)]
-)
-@pytest.mark.parametrize("ranks", [1, 2, 5])
-@pytest.mark.parametrize("microbatches", [1, 3])
-@pytest.mark.parametrize("measure", MEASURES)
-def test_costs_and_counts_at_the_edge(
-    costs: Costs, ranks: int, microbatches: int, measure: auto.Measure
-) -> None:
+EDGES = {
+    "costs": (Costs(0, 0, 0), Costs(0, 0, 0, 0, 0, 0), Costs(0, 1, 0), Costs(1, 0, 0, 5)),
+    "ranks": (1, 2, 5),
+    "microbatches": (1, 3),
+    "measure": MEASURES,
+}
+COVERING = covering_rows(EDGES)
+
+
+def require_good_at_the_edge(costs: Costs, ranks: int, microbatches: int, measure: auto.Measure) -> None:
     limit = float(max(costs.holds_of(ranks, ranks).until_input))
     for each in (limit, inf):
         case = Case(ranks, microbatches, None, costs, measure, each)
         require_good(case, case.search())
+
+
+@pytest.mark.parametrize("row", COVERING)
+def test_costs_and_counts_at_the_edge(row: Row) -> None:
+    require_good_at_the_edge(**row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", [row for row in every_row(EDGES) if row not in COVERING])
+def test_all_other_costs_and_counts_at_the_edge(row: Row) -> None:
+    require_good_at_the_edge(**row)
 
 
 def test_costs_as_they_are_measured() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from functools import partial
+from itertools import product
 from math import prod
 from typing import Any
 
@@ -116,24 +117,26 @@ def test_what_counts_as_whose(rank_pool):
         assert counted[4 + 2 * dp + 1] == {"last.cut"}
 
 
-def counted_of_model(family: str, degrees: Mapping[str, int], options: Mapping[str, Any]) -> tuple[int, int]:
-    """This rank's place along `dp`, and how many elements count as its."""
+def counted_of_models(degrees: Mapping[str, int]) -> tuple[int, dict[tuple[str, bool], int]]:
+    """This rank's place along `dp`, and how many elements of each model count as its."""
     plan, mesh = Plan(**degrees), Mesh(**degrees)
-    model = FAMILIES[family](**options)
-    sequence = sequence_of(model)
-    layouts = parameter_layouts(sequence, matched_rules(model, None, plan, sequence), mesh)
-    layers = len(sequence.layers)
-    counts = (layers,) if plan.pp == 1 else (layers // 2, layers - layers // 2)
-    holders = parameter_holders(sequence, unit_users(sequence, counts), range(plan.pp))
-    counted = counted_parameters(holders, layouts, mesh)
-    return mesh.index("dp"), sum(prod(layouts[name].local_shape(mesh.coordinate)) for name in counted)
+    elements = {}
+    for family, tied in product(FAMILIES, (True, False)):
+        model = FAMILIES[family](tied=tied)
+        sequence = sequence_of(model)
+        layouts = parameter_layouts(sequence, matched_rules(model, None, plan, sequence), mesh)
+        layers = len(sequence.layers)
+        counts = (layers,) if plan.pp == 1 else (layers // 2, layers - layers // 2)
+        holders = parameter_holders(sequence, unit_users(sequence, counts), range(plan.pp))
+        counted = counted_parameters(holders, layouts, mesh)
+        elements[family, tied] = sum(prod(layouts[name].local_shape(mesh.coordinate)) for name in counted)
+    return mesh.index("dp"), elements
 
 
-@pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"dp": 2, "tp": 4}])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, family, degrees, tied):
-    found = rank_pool.run(counted_of_model, family, degrees, {"tied": tied}, ranks=8)
-    elements = sum(one.numel() for one in FAMILIES[family](tied=tied).parameters())
-    for dp in range(degrees.get("dp", 1)):
-        assert sum(count for place, count in found if place == dp) == elements
+def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, degrees):
+    found = rank_pool.run(counted_of_models, degrees, ranks=8)
+    for family, tied in product(FAMILIES, (True, False)):
+        elements = sum(one.numel() for one in FAMILIES[family](tied=tied).parameters())
+        for dp in range(degrees.get("dp", 1)):
+            assert sum(counts[family, tied] for place, counts in found if place == dp) == elements

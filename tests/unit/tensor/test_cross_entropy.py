@@ -59,15 +59,25 @@ def woven(
     return total.detach(), leaf.grad, in_place, not torch.equal(leaf.detach(), piece)
 
 
-def over_ranks(rank_pool, ranks, loss, logits, targets):
-    """Loss (the same bits on all ranks), gradient of the whole logits, and every rank's other answers."""
+def all_over_ranks(rank_pool, ranks, *trials):
+    """Of each `(loss, logits, targets)` the loss (the same bits on all ranks), the gradient of the whole
+    logits, and every rank's other answers.
+    """
 
     def body():
-        return woven(loss, logits, targets, Mesh(tp=ranks).group("tp"))
+        group = Mesh(tp=ranks).group("tp")
+        return [woven(*trial, group) for trial in trials]
 
-    totals, pieces, in_place, spent = zip(*rank_pool.run(body, ranks=ranks), strict=True)
-    assert all(torch.equal(total, totals[0]) for total in totals)
-    return totals[0], torch.cat(pieces, dim=-1), in_place, spent
+    for answers in zip(*rank_pool.run(body, ranks=ranks), strict=True):
+        totals, pieces, in_place, spent = zip(*answers, strict=True)
+        assert all(torch.equal(total, totals[0]) for total in totals)
+        yield totals[0], torch.cat(pieces, dim=-1), in_place, spent
+
+
+def over_ranks(rank_pool, ranks, loss, logits, targets):
+    """The same of one."""
+    (answer,) = all_over_ranks(rank_pool, ranks, (loss, logits, targets))
+    return answer
 
 
 def assert_close(actual: Tensor, expected: Tensor) -> None:
@@ -83,13 +93,14 @@ LOSSES = [
 ]
 
 
-@pytest.mark.parametrize("classes", [16, 13, 7])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_loss_and_gradient_are_those_of_torch(rank_pool, ranks, classes):
-    logits, targets = batch(classes, ignored=4)
-    for loss in (*LOSSES[:3], LOSSES[4]):
-        total, gradient, in_place, _ = over_ranks(rank_pool, ranks, loss, logits, targets)
-        expected, expected_gradient = whole(loss, logits, targets)
+def test_loss_and_gradient_are_those_of_torch(rank_pool, ranks):
+    trials = [
+        (loss, *batch(classes, ignored=4)) for classes in (16, 13, 7) for loss in (*LOSSES[:3], LOSSES[4])
+    ]
+    found = all_over_ranks(rank_pool, ranks, *trials)
+    for trial, (total, gradient, in_place, _) in zip(trials, found, strict=True):
+        expected, expected_gradient = whole(*trial)
         assert_close(total, expected)
         assert_close(gradient, expected_gradient)
         assert all(in_place)

@@ -50,18 +50,18 @@ def inputs() -> list[Tensor]:
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_block_equals_the_full_linears(rank_pool, ranks, bias, deferred):
-    check(rank_pool, ranks, *(block_trial(given, bias=bias) for given in inputs()), deferred=deferred)
+def test_a_block_equals_the_full_linears(rank_pool, ranks, deferred):
+    trials = [block_trial(given, bias=bias) for bias in (True, False) for given in inputs()]
+    check(rank_pool, ranks, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-@pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_layer_equals_the_full_linear(rank_pool, ranks, bias, deferred):
+def test_each_layer_equals_the_full_linear(rank_pool, ranks, deferred):
     trials = [
         trial
+        for bias in (True, False)
         for given in inputs()
         for full in (linear(bias=bias), linear(WIDTH, 24, bias=bias))
         for trial in (

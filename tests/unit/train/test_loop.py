@@ -85,3 +85,9 @@ def test_a_loss_that_is_no_number_ends_the_run(rank_pool: RankPool, tmp_path: Pa
     ):
         run(rank_pool, config)
     assert len(rows(tmp_path)) == 1
+
+
+def test_a_validation_loss_that_is_no_number_ends_the_run(rank_pool: RankPool, tmp_path: Path) -> None:
+    config = make(tmp_path, pp=2, lr=1e38, warmup=0, steps=1)
+    with pytest.raises(NonFiniteError, match=r"^step 1: the validation loss is nan"):
+        run(rank_pool, config)
