@@ -94,18 +94,18 @@ class Observer:
 
     def _gradient(self, phase: Phase, action: Action, source: int, layer: int | None = None) -> None:
         """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
+        recorded = self.recording.values[Moment(self.step, self._global(action))]
+        place = source if layer is None else layer
         for number, tensor in enumerate(self.parts.worker.stages[action.stage].gradients[action.microbatch]):
+            key = Key("gradient", source, str(number))
+            if tensor is None and key in recorded:
+                tensor = torch.zeros_like(recorded[key])  # no gradient flows where the reference has one
             if tensor is not None:
-                place = source if layer is None else layer
-                self._compare(
-                    phase, action, place, Key("gradient", source, str(number)), str(number or ""), tensor
-                )
+                self._compare(phase, action, place, key, str(number or ""), tensor)
 
     def _backward(self, action: Action, number: int) -> None:
-        layer, use = (
-            self._layer(action.stage) + number,
-            (self._layer(action.stage) + number, self._global(action)),
-        )
+        layer = self._layer(action.stage) + number
+        use = layer, self._global(action)
         if action.kind in (Kind.I, Kind.B):
             self._gradient(Phase.INPUT_GRADIENT, action, layer - 1, layer)
             for name in self.uses[action.stage, number]:
@@ -179,8 +179,8 @@ class Observer:
                 if other != number and value is not None and value.shape == expected.shape:
                     yield f"it is that of micro-batch {other}", self._of_this_rank(value, actual, key)[0]
 
-        step = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
-        through = None if step is None else key._replace(layer=key.layer + step)
+        behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
+        through = None if behind is None else key._replace(layer=key.layer + behind)
         equal = self.findings.compare(
             Place(self.step, phase, layer, number, name),
             actual,
