@@ -75,7 +75,7 @@ def run(argv: Sequence[str]) -> int:
             else verify_case(case, plan, threads=threads)
         )
     if speaks:
-        print(json.dumps(result.as_json(), indent=2) if options.json else result)
+        print(json.dumps(result.as_json(), indent=2, allow_nan=False) if options.json else result)
     return 0 if result else 1
 
 

@@ -21,8 +21,8 @@ def total_norm(units: Iterable[Unit], counted: Collection[str], group: Group, de
     squares = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
         for gradient in _gradients(unit, counted):
-            wide = gradient.dtype if gradient.dtype == torch.float64 else torch.float32
-            squares += torch.linalg.vector_norm(gradient, dtype=wide).double().square()
+            # In float32 a CPU's sum of many squares loses a digit or more, and 1e20 squared is infinite.
+            squares += torch.linalg.vector_norm(gradient, dtype=torch.float64).square()
     return all_reduce(squares, group, checked=False).wait().sqrt()
 
 

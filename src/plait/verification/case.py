@@ -23,7 +23,7 @@ from plait.verification.exact import (
 )
 from plait.verification.recipe import Recipe
 from plait.verification.reference import Batch
-from plait.verification.values import moved, unchanged, with_values
+from plait.verification.values import Change, moved, unchanged, with_values
 
 
 @dataclass(frozen=True)
@@ -40,15 +40,21 @@ class Case:
     timeout: float = 600.0
 
     def build(self) -> nn.Module:
-        """The model."""
-        return self.model if isinstance(self.model, nn.Module) else self.model()
+        """The model; one that is built draws its values from the recipe's seed."""
+        if isinstance(self.model, nn.Module):
+            return self.model
+        with torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(self.recipe.seed)
+            return self.model()
 
 
 @dataclass(frozen=True)
 class Ready:
-    """A case as its mode prepares it: both sides start from these values."""
+    """A case as its mode prepares it, for both sides."""
 
     model: nn.Module
+    change: Change
+    """What is done to the model's initial values before the first step."""
     loss: Loss
     batches: Sequence[Batch]
     recipe: Recipe
@@ -57,20 +63,19 @@ class Ready:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Ready]:
-    """The case with the values that its mode starts from; both sides run while this is entered."""
+    """The case as its mode runs it; both sides run while this is entered."""
     model, recipe = case.build(), case.recipe
     seed = recipe.seed
     rules = getattr(model, "rules", None) if case.rules is None else case.rules
     if recipe.mode != "exact":
-        start = with_values(model, seed, moved(seed), unchanged)
-        yield Ready(start, case.loss, case.batches, recipe, rules)
+        yield Ready(model, moved(seed), case.loss, case.batches, recipe, rules)
         return
     inputs, _ = case.batches[0]
     batch = whole_batch(inputs, next(tensors_of(inputs)).shape[0])
     start = with_values(model, seed, whole_parameter(seed), whole_buffer)
     plain = replace(recipe, clip=math.inf, weight_decay=0.0, optimizer=descent)
     with WholeNumbers():
-        yield Ready(start, WeightedSum(), [batch], plain, rules)
+        yield Ready(start, unchanged, WeightedSum(), [batch], plain, rules)
 
 
 def descent(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

@@ -17,6 +17,12 @@ from plait.verification.place import Phase
 AXES = ("tp", "dp", "pp")
 FITS = 1e-3
 """A signature fits where it explains the difference but for this part of it."""
+ROUNDING = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
+"""Machine epsilons."""
+SAME_NORM = 1e-6
+"""Relative: a norm nearer than this counts all that it has to."""
+NEAR_ONE = 1e-2
+"""A parameter off by such a factor says nothing: a step of the optimizer is a small part of it."""
 
 
 @dataclass(frozen=True)
@@ -72,17 +78,19 @@ def no_number(symptoms: Symptoms) -> str | None:
 
 def summands(symptoms: Symptoms) -> str | None:
     """The ranks along one axis, or two, hold parts whose sum is right."""
-    expected = symptoms.pair[1]
+    first = symptoms.evidence[min(symptoms.evidence)]
     for axes in (*((axis,) for axis in AXES), *combinations(AXES, 2)):
-        ranks = [rank for rank in symptoms.neighbours(axes) if rank in symptoms.evidence]
-        parts = [symptoms.evidence[rank].actual.double() for rank in ranks]
-        if len(parts) < 2 or any(part.shape != expected.shape for part in parts):
+        alike = [symptoms.evidence[rank] for rank in symptoms.neighbours(axes) if rank in symptoms.evidence]
+        alike = [one for one in alike if torch.equal(one.expected, first.expected)]
+        if len(alike) < 2 or any(one.actual.shape != first.expected.shape for one in alike):
             continue
-        if all(torch.equal(part, parts[0]) for part in parts):
+        if all(torch.equal(one.actual, first.actual) for one in alike):
             continue  # as after a mean: it is a factor
-        if _same(torch.stack(parts).sum(0), expected, symptoms.slack):
-            over = " and ".join(axes)
-            return f"the ranks of {over} hold summands of the right value: their sum over {over} is missing"
+        over = " and ".join(axes)
+        for what, base in _bases(first):
+            parts = torch.stack([(one.actual - base).double() for one in alike])
+            if _same(parts.sum(0), (first.expected - base).double(), symptoms.slack):
+                return f"the ranks of {over} hold summands of {what}: their sum over {over} is missing"
     return None
 
 
@@ -97,15 +105,16 @@ def nothing(symptoms: Symptoms) -> str | None:
 def factor(symptoms: Symptoms) -> str | None:
     """All of it, or what the layer adds to what flows through it, times the same number."""
     first = symptoms.evidence[min(symptoms.evidence)]
-    bases = [("all of it", torch.zeros_like(first.expected))]
-    if first.base is not None:
-        bases.append(("what the layer adds to it", first.base))
-    for what, base in bases:
+    if first.actual.shape != first.expected.shape:
+        return None
+    for what, base in _bases(first):
         actual, expected = (first.actual - base).double(), (first.expected - base).double()
         square = float(expected @ expected)
         if not square or len(expected) < 2:
             continue
         ratio = float(actual @ expected) / square
+        if abs(ratio - 1) < NEAR_ONE and symptoms.difference.place.phase is Phase.OPTIMIZER:
+            continue
         if math.isfinite(ratio) and _same(actual, ratio * expected, symptoms.slack):
             return f"{what} is {_ratio(ratio)} times what it should be{_explained(ratio, symptoms)}"
     return None
@@ -137,6 +146,9 @@ def only_a_box(symptoms: Symptoms) -> str | None:
     difference = symptoms.difference
     if difference.whole_box or len(difference.box) != len(difference.shape):
         return None
+    volume = math.prod(stop - start for start, stop in difference.box)
+    if difference.share * math.prod(difference.shape) < volume / 2:
+        return None  # scattered, and by chance not everywhere
     parts = [
         f"{start}:{stop} of dim {dim}"
         for dim, ((start, stop), size) in enumerate(zip(difference.box, difference.shape, strict=True))
@@ -144,18 +156,24 @@ def only_a_box(symptoms: Symptoms) -> str | None:
     ]
     if len(parts) != 1:
         return None
-    return f"only {parts[0]} differs: a cut is off there, or these rows are left out or counted twice"
+    return (
+        f"only {parts[0]} differs: a cut or a mask is off there, or these rows are left out or counted twice"
+    )
 
 
 def rounded(symptoms: Symptoms) -> str | None:
-    """Element by element off by as little as the rounding of a narrower dtype."""
+    """Element by element off by as little as the rounding of a narrower dtype, up and down."""
     actual, expected = symptoms.pair
-    known = expected.abs() > 0
-    if symptoms.difference.allowed > 1e-10 * symptoms.difference.size or int(known.sum()) < 8:
+    if symptoms.difference.allowed > 1e-10 * symptoms.difference.size or len(expected) < 8:
         return None  # only where many more digits are expected, and many elements show it
-    relative = ((actual - expected).abs() / expected.abs())[known]
-    for name, epsilon in (("float32", 2.0**-23), ("float16", 2.0**-10), ("bfloat16", 2.0**-7)):
-        if float(relative.max()) < epsilon and float(relative.median()) > epsilon / 64:
+    apart = actual - expected
+    size = expected.abs() + expected.square().mean().sqrt()
+    relative = apart.abs() / size
+    both = bool((apart > 0).any()) and bool((apart < 0).any())
+    # A wrong step of an optimizer moves a parameter by as little as 16 bits round.
+    wide = symptoms.difference.place.phase is Phase.OPTIMIZER
+    for name, epsilon in list(ROUNDING.items())[: 1 if wide else None]:
+        if both and float(relative.max()) < epsilon and float(relative.median()) > epsilon / 256:
             return f"each element is off by as much as {name} rounds: something on the way was {name}"
     return None
 
@@ -165,6 +183,8 @@ def norm_of_more_or_less(symptoms: Symptoms) -> str | None:
     if symptoms.difference.place.phase is not Phase.NORM:
         return None
     actual, expected = symptoms.difference.values
+    if abs(actual - expected) < SAME_NORM * expected:
+        return None
     if actual > expected:
         return "it is too large: what several ranks hold alike is counted by more than one of them"
     return "it is too small: it leaves out what other ranks hold (their stages, or their pieces)"
@@ -174,10 +194,10 @@ Row = Callable[[Symptoms], str | None]
 TABLE: tuple[Row, ...] = (
     no_number,
     norm_of_more_or_less,
-    rounded,
     nothing,
     summands,
     factor,
+    rounded,
     same_row_added,
     same_numbers,
     only_a_box,
@@ -185,6 +205,7 @@ TABLE: tuple[Row, ...] = (
 USUAL: Mapping[Phase, str] = {
     Phase.BATCH: "the model or the loss depends on how the batch is cut: statistics over rows, or a "
     "loss whose total is no sum over rows",
+    Phase.INITIAL: "a parameter starts from another value: another seed, or another piece of it",
     Phase.INPUT: "a rank was given other rows than its own",
     Phase.MESSAGE: "what one stage sent is not what the next one got: a buffer that was used again too "
     "early, or messages in another order",
@@ -206,6 +227,13 @@ USUAL: Mapping[Phase, str] = {
     "elementwise sees only a piece",
     Phase.EVALUATION: "evaluation computes something else than training: a mode, or a weight",
 }
+
+
+def _bases(first: Evidence) -> Iterator[tuple[str, Tensor]]:
+    """What a part of a tensor may be relative to: nothing, or what flows around the layer."""
+    yield "all of it", torch.zeros_like(first.expected)
+    if first.base is not None:
+        yield "what the layer adds to it", first.base
 
 
 def _circumstances(symptoms: Symptoms) -> Iterator[str]:
@@ -255,11 +283,13 @@ def _explained(ratio: float, symptoms: Symptoms) -> str:
 
 
 def _ratio(ratio: float) -> str:
+    if ratio != 1 and abs(ratio - 1) < NEAR_ONE:
+        return f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
     for bottom in (1, 2, 3, 4, 6, 8):
         top = round(ratio * bottom)
         if top and abs(ratio * bottom - top) < FITS:
             return str(top) if bottom == 1 else f"{top}/{bottom}"
-    return f"{ratio:.4g}"
+    return f"{ratio:.6g}"
 
 
 def _same(a: Tensor, b: Tensor, slack: float) -> bool:

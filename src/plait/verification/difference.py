@@ -10,12 +10,15 @@ import torch
 from torch import Tensor
 
 from plait.verification.place import Phase, Place
-from plait.verification.recording import Bound, difference
+from plait.verification.recording import Bound, apart, difference
 
 REMEMBERED = 64
 """Differences of one rank that are listed; of others only their number is kept."""
 SHOWN = 1 << 20
 """Elements of a tensor that travel with the first difference, for causes that several ranks show together."""
+
+VAGUE = 0.5
+"""Where rounding explains more than this part of a tensor, that it is equal says little."""
 
 Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
 """What a tensor may be by mistake, as sentences with the value that it then has."""
@@ -58,6 +61,8 @@ class Tally:
     """The largest share of what is allowed, among those that are equal."""
     relative: float = 0.0
     """The largest difference relative to the tensor's size, among those that are equal."""
+    vague: int = 0
+    """How many of those that are equal could not be judged: see `VAGUE`."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +104,8 @@ class Findings:
         largest = difference(actual, expected) if actual.shape == expected.shape else torch.inf
         if largest <= bound.allowed:
             tally.used = max(tally.used, largest / bound.allowed if largest else 0.0)
-            tally.relative = max(tally.relative, largest / bound.size if largest else 0.0)
+            tally.relative = max(tally.relative, largest / bound.size if largest and bound.size else 0.0)
+            tally.vague += bound.allowed > VAGUE * bound.size
             return True
         tally.different += 1
         if self.evidence is None or place.order(self.layers) < self.evidence.place.order(self.layers):
@@ -128,26 +134,32 @@ def _describe(
     if actual.shape != expected.shape or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
         return Difference(place, math.inf, bound.size, bound.allowed, shape, (), True, 1.0, (), nowhere, hint)
-    apart = (actual.double() - expected.double()).abs().nan_to_num(nan=torch.inf)
-    apart = apart.reshape(actual.shape or (1,))
-    wrong = (apart > bound.allowed).nonzero()
-    starts = list(offsets) or [0] * apart.dim()
+    far = apart(actual, expected)
+    if actual.is_complex():
+        far = far.amax(-1)
+    far = far.reshape(actual.shape or (1,))
+    wrong = (far > bound.allowed).nonzero()
+    starts = list(offsets) or [0] * far.dim()
     low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
-    worst = [int(i) for i in torch.unravel_index(apart.argmax(), apart.shape)]
-    here, there = actual.reshape(apart.shape)[tuple(worst)], expected.reshape(apart.shape)[tuple(worst)]
+    worst = [int(i) for i in torch.unravel_index(far.argmax(), far.shape)]
+    here, there = actual.reshape(far.shape)[tuple(worst)], expected.reshape(far.shape)[tuple(worst)]
     return Difference(
         place=place,
-        largest=float(apart.max()),
+        largest=float(far.max()),
         size=bound.size,
         allowed=bound.allowed,
         shape=tuple(actual.shape),
         box=tuple((start + a, start + b + 1) for start, a, b in zip(starts, low, high, strict=True)),
-        whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, apart.shape, strict=True)),
-        share=len(wrong) / apart.numel(),
+        whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, far.shape, strict=True)),
+        share=len(wrong) / far.numel(),
         worst=tuple(start + i for start, i in zip(starts, worst, strict=True)),
-        values=(float(here), float(there)),
+        values=(_number(here), _number(there)),
         hint=hint,
     )
+
+
+def _number(element: Tensor) -> float:
+    return float(element.abs() if element.is_complex() else element)
 
 
 def _shortened(tensor: Tensor) -> Tensor:

@@ -71,6 +71,22 @@ def _norm(
     return scaled if bias is None else scaled + bias
 
 
+def _group_norm(
+    input: Tensor,
+    num_groups: int,
+    weight: Tensor | None = None,
+    bias: Tensor | None = None,
+    eps: float | None = None,
+) -> Tensor:
+    channels = (-1, *[1] * (input.dim() - 2))
+    return _norm(
+        input,
+        None,
+        None if weight is None else weight.view(channels),
+        None if bias is None else bias.view(channels),
+    )
+
+
 def _activation(input: Tensor, *_: Any, **__: Any) -> Tensor:
     return fold(input).clamp(min=0)
 
@@ -107,6 +123,7 @@ def _rounded(function: Callable[..., Tensor]) -> Callable[..., Tensor]:
 STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
     functional.layer_norm: _norm,
     functional.rms_norm: _norm,
+    functional.group_norm: _group_norm,
     functional.scaled_dot_product_attention: _attention,
     functional.softmax: _softmax,
     torch.softmax: _softmax,
@@ -167,7 +184,7 @@ def whole_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
             return tensor
         return torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape).to(tensor) % 7 - 3
 
-    weights = torch.arange(rows) % 3 + 1
+    weights = torch.arange(rows) % 61 + 1  # no two micro-batches of a few rows weigh the same
     weights[0] += 2 ** math.ceil(math.log2(int(weights.sum()))) - int(weights.sum())
     return map_tensors(whole, inputs), weights
 
@@ -209,6 +226,6 @@ def require_whole(tensor: Tensor, what: str) -> None:
     if not bool(whole.all()):
         value = float(tensor[~whole].flatten()[0])
         raise ModelError(
-            f"{what} holds {value:g}, and exact mode needs multiples of 2^-16 of at most 2^34: it has no "
-            "stand-in for an operation before it, so verify this model in mode float64."
+            f"{what} holds {value:g}, and exact mode needs multiples of 2^-16 of at most 2^34: an "
+            "operation before it has no stand-in, or hides (as in a checkpoint), so use mode float64."
         )

@@ -26,12 +26,14 @@ class Noise:
     def shake(self, tensor: Tensor) -> Tensor:
         """`tensor` with an error in each element: relative to itself, and to the usual size of all.
 
-        The second part stands for sums that cancel: their error is that of the summands.
+        The second part stands for sums that cancel: their error is that of the summands. The usual size is
+        the median, so that a few elements (the -1e9 of a mask) do not drown the others.
         """
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         epsilon = torch.finfo(tensor.dtype).eps
-        wide = tensor.detach().double()
-        size = wide.abs() + wide.square().mean().sqrt()
+        wide = tensor.detach().double().abs()
+        size = wide.where(wide.isfinite(), 0.0)
+        size = size + size.median()
         random = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
         return tensor + (size * epsilon * random.mul_(2).sub_(1).to(tensor.device)).to(tensor.dtype)

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.engine import Parts
-from plait.layout import shard
+from plait.layout import divide, shard
 from plait.pipeline.values import tensors_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
@@ -27,7 +27,7 @@ from plait.schedules.program import (
 from plait.sharding.holding import copies_over_tp
 from plait.verification.difference import Findings
 from plait.verification.ledger import Due, Ledger, Use
-from plait.verification.place import Key, Moment, Phase, Place
+from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
 
 Named = Iterator[tuple[str, Tensor]]
@@ -79,7 +79,7 @@ class Observer:
                 self._backward(action, layer)
             case ComputeLoss(action):
                 total = parts.worker.loss_end.total(action.microbatch)
-                self._compare(Phase.LOSS, action, None, Key("total"), "", total)
+                self._compare(Phase.LOSS, action, None, Key("total"), total)
             case SeedGradient(action):
                 self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
             case Finish():
@@ -90,7 +90,7 @@ class Observer:
     def _value(self, phase: Phase, action: Action, layer: int) -> None:
         value = self.parts.worker.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
-            self._compare(phase, action, layer, Key("output", layer, str(number)), str(number or ""), tensor)
+            self._compare(phase, action, layer, Key("output", layer, str(number)), tensor)
 
     def _gradient(self, phase: Phase, action: Action, source: int, layer: int | None = None) -> None:
         """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
@@ -101,7 +101,7 @@ class Observer:
             if tensor is None and key in recorded:
                 tensor = torch.zeros_like(recorded[key])  # no gradient flows where the reference has one
             if tensor is not None:
-                self._compare(phase, action, place, key, str(number or ""), tensor)
+                self._compare(phase, action, place, key, tensor)
 
     def _backward(self, action: Action, number: int) -> None:
         layer = self._layer(action.stage) + number
@@ -139,6 +139,12 @@ class Observer:
                     if other != use[1] and found is not None:
                         text = f"what was added is that of micro-batch {other}"
                         yield text, due.expected - own[0] + found[0]
+            before = self.recording.values.get(Moment(self.step - 1, WHOLE), {}).get(
+                Key("clipped", name=name)
+            )
+            if before is not None:
+                text = "the gradient of the step before is still in it"
+                yield text, due.expected + self.piece(name, before)
 
         if not self.findings.compare(
             place, due.actual, due.expected, due.bound, offsets=offsets, alternatives=alternatives
@@ -165,9 +171,7 @@ class Observer:
         """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
         return copies_over_tp(self.parts.layouts[name]) == 1
 
-    def _compare(
-        self, phase: Phase, action: Action, layer: int | None, key: Key, name: str, actual: Tensor
-    ) -> None:
+    def _compare(self, phase: Phase, action: Action, layer: int | None, key: Key, actual: Tensor) -> None:
         number = self._global(action)
         moment = Moment(self.step, number)
         expected, start = self._of_this_rank(self.recording.values[moment].get(key), actual, key)
@@ -182,7 +186,7 @@ class Observer:
         behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
         through = None if behind is None else key._replace(layer=key.layer + behind)
         equal = self.findings.compare(
-            Place(self.step, phase, layer, number, name),
+            Place(self.step, phase, layer, number, tensor=int(key.name or 0)),
             actual,
             expected,
             self.recording.bounds[moment].get(key, NOTHING),
@@ -190,7 +194,7 @@ class Observer:
             alternatives=alternatives,
             base=None if through is None else self.recording.values[moment].get(through),
         )
-        if not equal and self.isolate:
+        if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved what it gave
 
     def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, int]:
@@ -199,7 +203,8 @@ class Observer:
             return torch.zeros_like(actual), 0
         vocabulary = self.parts.vocabulary
         if vocabulary is not None and key.layer == sum(self.parts.counts) - 1 and key.kind != "total":
-            own = vocabulary.own
+            # Not the vocabulary's own range: that is the engine's, and may be what is wrong.
+            own = divide(vocabulary.classes, vocabulary.group.size)[vocabulary.group.index]
             return whole[..., own.start : own.stop], own.start
         return whole, 0
 
@@ -210,3 +215,8 @@ class Observer:
     def _global(self, action: Action) -> int:
         """The number of a micro-batch in the global batch."""
         return self.parts.mesh.index("dp") * self.parts.plan.microbatches + action.microbatch
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements share memory, as after `expand`: no value can be written there."""
+    return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

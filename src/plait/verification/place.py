@@ -11,6 +11,7 @@ class Phase(StrEnum):
     """What a step does, in the order in which one thing depends on another."""
 
     BATCH = "cut into micro-batches"
+    INITIAL = "initial values"
     INPUT = "input"
     MESSAGE = "forward message"
     FORWARD = "forward"
@@ -41,22 +42,24 @@ class Place:
     microbatch: int | None = None
     """Of the global batch: data-parallel rank · micro-batches + its own micro-batch."""
     name: str = ""
-    """Of a parameter (and a tensor of its optimizer state); of one of several tensors between layers."""
+    """Of a parameter, and a tensor of its optimizer state."""
+    tensor: int = 0
+    """Which of several tensors between layers."""
 
-    def order(self, layers: int) -> tuple[int, int, int, int, str]:
+    def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
         """Sorts places of a model of `layers` layers so that a cause stands before its consequences."""
         phases = list(Phase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
-        if self.phase in (Phase.BATCH, Phase.INPUT, Phase.MESSAGE, Phase.FORWARD):
-            # A message brings what the layer before gave.
-            place = (0, 2 * layer + (self.phase is Phase.MESSAGE))
+        if self.phase in (Phase.BATCH, Phase.INITIAL, Phase.INPUT, Phase.MESSAGE, Phase.FORWARD):
+            # A message brings what the layer before gave. Without a layer: before all layers.
+            place = (0, 2 * layer + (self.phase is Phase.MESSAGE) - 2 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message comes before what the layer does with it.
             place = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
         else:
             place = (phase, 0)
-        return self.step, *place, -1 if self.microbatch is None else self.microbatch, self.name
+        return self.step, *place, -1 if self.microbatch is None else self.microbatch, self.tensor, self.name
 
 
 class Key(NamedTuple):

@@ -71,6 +71,7 @@ def _compared(case: Ready, plan: Plan, mesh: Mesh, recordings: Recordings) -> tu
     sequence = sequence_of(case.model)
     recording = _recorded(case, sequence, engine, batches, recordings)
     woven = Woven(engine, case.recipe, recording, len(sequence.layers))
+    woven.start(sequence, case.change, case.recipe.seed)
     for step, batch in enumerate(batches):
         woven.train(step, *batch)
     if case.recipe.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
@@ -96,9 +97,9 @@ def _recorded(
         dtype = DTYPES[plan.precision]
 
         def make(noise: Noise, clip: float | None) -> Reference:
-            return Reference(sequence, case.loss, recipe, dtype, mesh.device, noise, clip)
+            return Reference(sequence, case.loss, recipe, case.change, dtype, mesh.device, noise, clip)
 
-        runs = 1 + (0 if recipe.mode == "exact" else recipe.perturbations)
+        runs = 1 + recipe.shaken_runs(dtype)
         moments = len(batches) * (microbatches + 1) + 1
         with _in_step(mesh, runs * moments) as tick:
             if mesh.rank == 0:
@@ -156,12 +157,12 @@ def record(
         reference = make(Noise(number), clip)
         for moment, values in reference.run(batches, microbatches):
             if number == 0:
-                recording.epsilon = reference.epsilon
                 recording.add(moment, values)
             else:
-                recording.widen(moment, values)
+                recording.widen(moment, values, reference.epsilon_of_loss)
             tick()
         clip = reference.clip
+        del reference  # before the next is made
     if runs == 1:
         recording.require_exact()
     return recording
@@ -169,5 +170,5 @@ def record(
 
 def _placed(value: Value, mesh: Mesh, dtype: torch.dtype | None) -> Value:
     return map_tensors(
-        lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), value
+        lambda tensor: tensor.detach().to(mesh.device, dtype if tensor.is_floating_point() else None), value
     )

@@ -53,10 +53,18 @@ class Recipe:
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < least:
                 raise PlanError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        if not callable(self.optimizer):
+            raise PlanError(f"optimizer is {self.optimizer!r}: give a function of parameter groups.")
         if self.mode == "exact" and self.steps != 1:
             raise PlanError(f"steps is {self.steps}: mode exact takes 1, for after it numbers are too large.")
-        if self.clip is not None and not self.clip > 0:
+        if self.clip is not None and not (isinstance(self.clip, float | int) and self.clip > 0):
             raise PlanError(f"clip is {self.clip!r}: give a norm above 0, or None.")
+
+    def shaken_runs(self, dtype: torch.dtype | None) -> int:
+        """How often the reference runs again: with few digits, optimizers make steps out of noise."""
+        if self.mode == "exact":
+            return 0
+        return max(self.perturbations, 6) if dtype is not None and dtype.itemsize <= 2 else self.perturbations
 
     def precision(self, planned: Precision | None) -> Precision | None:
         """The precision of both sides, for a plan with `planned`."""

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from plait.errors import ModelError
 from plait.verification.exact import require_whole
 from plait.verification.place import OF_PARAMETERS, Key, Moment
 
@@ -27,6 +28,11 @@ OF_ROOT = 1e-12
 """Relative: what a norm may be missed by where all else is exact."""
 
 
+RESULTS = ("total", "mean", "final", "norm")
+"""Kinds that say nothing any more where they are NaN."""
+OF_LOSS = ("total", "mean", "whole", "evaluation")
+
+
 class Bound(NamedTuple):
     """How large a tensor is (its largest element, or `FLOOR`), and by how much it may be missed."""
 
@@ -41,28 +47,36 @@ NOTHING = Bound(0.0, 0.0)
 class Recording:
     """Of each moment the tensors by key, and the largest difference that rounding explains."""
 
-    epsilon: float = 0.0
-    """Machine epsilon of the run, for what is added up in a wider dtype."""
     values: dict[Moment, dict[Key, Tensor]] = field(default_factory=dict)
     bounds: dict[Moment, dict[Key, Bound]] = field(default_factory=dict)
 
     def add(self, moment: Moment, values: Mapping[Key, Tensor]) -> None:
-        """Record a moment; nothing in it may be missed by anything yet."""
-        largest: dict[str, float] = {}
+        """Record a moment; nothing in it may be missed by anything yet. ModelError where the loss is NaN."""
+        self.values[moment] = dict(values)
+        largest: dict[object, float] = {}
         peaks = {key: peak(value) for key, value in values.items()}
         for key, size in peaks.items():
-            largest[key.kind] = max(largest.get(key.kind, 0.0), size)
-        self.values[moment] = dict(values)
+            largest[_family(key)] = max(largest.get(_family(key), 0.0), size)
         self.bounds[moment] = {
-            key: Bound(max(size, FLOOR * largest[key.kind]), 0.0) for key, size in peaks.items()
+            key: Bound(max(size, FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
         }
+        for key, value in values.items():
+            if key.kind in RESULTS and bool(value.isnan().any()):
+                raise ModelError(
+                    f"the reference's {key.kind} is NaN{self._since()}: there is nothing to compare."
+                )
 
-    def widen(self, moment: Moment, values: Mapping[Key, Tensor]) -> None:
-        """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings."""
+    def widen(self, moment: Moment, values: Mapping[Key, Tensor], of_loss: float) -> None:
+        """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings.
+
+        `of_loss` is the machine epsilon of the loss, for what is made of it in a wider dtype.
+        """
         recorded, bounds = self.values[moment], self.bounds[moment]
         for key, value in values.items():
-            if value.is_floating_point():
-                (size, allowed), epsilon = bounds[key], max(self.epsilon, torch.finfo(value.dtype).eps)
+            if value.is_floating_point() or value.is_complex():
+                (size, allowed), epsilon = bounds[key], torch.finfo(value.dtype).eps
+                if key.kind in OF_LOSS:
+                    epsilon = max(epsilon, of_loss)
                 margin, least = (NARROW, NARROW) if epsilon > 1e-4 else (MARGIN, LEAST)
                 shown = margin * difference(value, recorded[key])
                 bounds[key] = Bound(size, max(allowed, shown, least * epsilon * size))
@@ -83,18 +97,49 @@ class Recording:
         """How many micro-batches of the global batch a step has."""
         return sum(moment.step == step and moment.microbatch >= 0 for moment in self.values)
 
+    def _since(self) -> str:
+        """Where the first NaN is, for a sentence."""
+        for moment, values in self.values.items():
+            for key, value in values.items():
+                if key.kind == "output" and bool(value.isnan().any()):
+                    where = f"what layer {key.layer} gives" if key.layer >= 0 else "the batch"
+                    return f", first in {where} (step {moment.step + 1}, micro-batch {moment.microbatch})"
+        return ", though no layer gives one (is the loss's weight zero?)"
+
+
+def _family(key: Key) -> object:
+    """Tensors whose sizes have to do with each other: the noise of one is measured by the largest."""
+    if key.kind == "state":
+        return key.kind, key.name.rpartition("/")[2]
+    if key.kind == "output":
+        return key.kind, key.layer, key.name
+    return (key.kind, key.name) if key.kind == "gradient" else key.kind
+
 
 def peak(tensor: Tensor) -> float:
-    """The largest absolute element; 0 of an empty tensor."""
-    return float(tensor.detach().abs().max()) if tensor.numel() else 0.0
+    """The largest absolute element that is finite; 0 of an empty tensor."""
+    if not tensor.numel():
+        return 0.0
+    sizes = _wide(tensor).abs()
+    return float(sizes.where(sizes.isfinite(), 0.0).max())
 
 
 def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference of two tensors; infinity where one is NaN and the other is not."""
-    if not actual.numel():
+    """The largest absolute difference of two tensors; infinity where only one is NaN, or infinite."""
+    if not actual.numel() or torch.equal(actual, expected):
         return 0.0
-    if torch.equal(actual, expected):
-        return 0.0
-    wide = (actual.detach().double() - expected.double()).abs()
-    wide = wide.masked_fill((actual == expected) | (actual.isnan() & expected.isnan()), 0.0)
-    return float(wide.nan_to_num(nan=torch.inf, posinf=torch.inf).max())
+    return float(apart(actual, expected).max())
+
+
+def apart(actual: Tensor, expected: Tensor) -> Tensor:
+    """The absolute difference of each element, float64; of a complex number of both parts."""
+    one, other = _wide(actual), _wide(expected)
+    same = (one == other) | (one.isnan() & other.isnan())
+    return (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
+
+
+def _wide(tensor: Tensor) -> Tensor:
+    """Any numbers as float64; a complex one as two."""
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    return tensor.detach().double()

@@ -1,19 +1,22 @@
 """The single device in plain PyTorch: layers, autograd, `torch.optim`. Nothing of the engine runs here.
 
-Two things are agreed on and shared: a model is a sequence of layers, and tensors on the meta device get
-their initial values by name. Each layer has aliases of its parameters (the same memory), so that what each
-use of a tied parameter contributes to its gradient is seen by itself.
+Shared with the engine are what a model and a batch are made of (layers in order, rows of micro-batches,
+initial values by name), the loss, and that a parameter that no loss depends on has a gradient of zero. Each
+layer has aliases of its parameters (the same memory), so that what each use of a tied parameter contributes
+to its gradient is seen by itself.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from plait.errors import ModelError, PlaitError
 from plait.models.initial import initial_value
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import convert
@@ -23,6 +26,7 @@ from plait.tensor.losses import Loss
 from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment
 from plait.verification.recipe import Recipe
+from plait.verification.values import Change
 
 Records = dict[Key, Tensor]
 Batch = tuple[Value, Value]
@@ -37,6 +41,7 @@ class Reference:
         sequence: LayerSequence,
         loss: Loss,
         recipe: Recipe,
+        change: Change,
         dtype: torch.dtype | None,
         device: torch.device,
         noise: Noise,
@@ -45,13 +50,12 @@ class Reference:
         self.loss = loss
         self.noise = noise
         self.clip = clip
-        self.parameters, self.layers, self.uses = materialise(sequence, recipe.seed, dtype, device)
+        self.parameters, self.layers, self.uses = materialise(sequence, recipe.seed, change, dtype, device)
         with torch.no_grad():
             for parameter in self.parameters.values():
                 parameter.copy_(noise.shake(parameter))
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        kinds = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
-        self.epsilon = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
+        self.epsilon_of_loss = 0.0
         matrices = [p for p in self.trainable.values() if p.dim() >= 2]
         vectors = [p for p in self.trainable.values() if p.dim() < 2]
         groups = [
@@ -112,8 +116,12 @@ class Reference:
 
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
-            value = boundary(layer.module(value), number)
-        total = self.loss.total(value, targets)
+            with telling(layer.path or "the model"), drawing_nothing(layer.path):
+                output = layer.module(value)
+            value = boundary(output, number)
+        with telling("the loss"):
+            total = self.loss.total(value, targets)
+        self.epsilon_of_loss = torch.finfo(total.dtype).eps
         records[Key("total")] = total.detach().clone()
         if total.requires_grad:
             (total / weight.to(total.dtype)).backward()  # type: ignore[no-untyped-call]
@@ -143,6 +151,9 @@ class Reference:
             assert parameter.grad is not None
             records[Key("clipped", name=name)] = parameter.grad.clone()
         self.optimizer.step()
+        for uses in self.uses:
+            for name, alias in uses.items():
+                alias.data = self.parameters[name].data  # an optimizer may have given it other memory
         for name, parameter in self.parameters.items():
             records[Key("value", name=name)] = parameter.detach().clone()
         for name, parameter in self.trainable.items():
@@ -154,15 +165,45 @@ class Reference:
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """The loss of a batch that nobody cuts."""
         value = map_tensors(torch.clone, inputs)
+        buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
         with torch.no_grad():
             for layer in self.layers:
-                value = map_tensors(torch.clone, layer.module(value))
-            total = self.loss.total(value, targets)
+                with telling(layer.path or "the model"):
+                    value = map_tensors(torch.clone, layer.module(value))
+            with telling("the loss"):
+                total = self.loss.total(value, targets)
+            for buffer, before in buffers:
+                buffer.copy_(before)
         return total.double() / torch.as_tensor(self.loss.weight(targets)).to(total.device)
 
 
+@contextmanager
+def telling(what: str) -> Iterator[None]:
+    """ModelError that says what failed on the single device already, with the first line of the error."""
+    try:
+        yield
+    except PlaitError:
+        raise
+    except Exception as error:
+        told = (str(error).strip() or "no message").splitlines()[0]
+        mixed = " (it keeps tensors of another dtype: try mode native)" if "dtype" in told else ""
+        raise ModelError(f"{what} fails on a single device, {type(error).__name__}: {told}{mixed}") from error
+
+
+@contextmanager
+def drawing_nothing(path: str) -> Iterator[None]:
+    """ModelError where a layer draws random numbers: other ones on every rank and in every run."""
+    before = torch.get_rng_state()
+    yield
+    if not torch.equal(before, torch.get_rng_state()):
+        raise ModelError(
+            f"{path or 'the model'} draws random numbers, which depend on the layout and on who else draws: "
+            "set what is drawn to a constant, and what is dropped to nothing, to verify the rest."
+        )
+
+
 def materialise(
-    sequence: LayerSequence, seed: int, dtype: torch.dtype | None, device: torch.device
+    sequence: LayerSequence, seed: int, change: Change, dtype: torch.dtype | None, device: torch.device
 ) -> tuple[dict[str, nn.Parameter], list[NamedLayer], list[dict[str, nn.Parameter]]]:
     """The parameters with values by name, the layers on aliases of them, and each layer's aliases by name."""
     names = {id(parameter): name for name, parameter in sequence.parameters.items()}
@@ -175,8 +216,8 @@ def materialise(
         for local, parameter in layer.module.named_parameters():
             name = names[id(parameter)]
             if name not in parameters:
-                value = convert(initial_value(layer.module, layer.path, local, seed), dtype, device)
-                parameters[name] = nn.Parameter(value, parameter.requires_grad)
+                value = change(name, initial_value(layer.module, layer.path, local, seed))
+                parameters[name] = nn.Parameter(convert(value, dtype, device), parameter.requires_grad)
             alias = nn.Parameter(parameters[name].data, parameter.requires_grad)
             tensors[id(parameter)] = aliases[name] = alias
         for local, buffer in layer.module.named_buffers():

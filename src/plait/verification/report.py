@@ -65,6 +65,11 @@ class Report:
         return sum(tally.different for tally in self.tallies.values())
 
     @property
+    def vague(self) -> int:
+        """How many of those that are equal could not be judged, because rounding explains half of them."""
+        return sum(tally.vague for tally in self.tallies.values())
+
+    @property
     def used(self) -> float:
         """The largest share of what rounding explains, among those that are equal: at most 1."""
         return max((tally.used for tally in self.tallies.values()), default=0.0)
@@ -78,9 +83,12 @@ class Report:
             if self.recipe.mode == "exact":
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
             worst = max(tally.relative for tally in self.tallies.values())
+            rest = (
+                f" {self.vague:,} of them say little: rounding explains half of them." if self.vague else ""
+            )
             return (
                 f"EQUAL to one rank: {self.compared:,} tensors differ by at most {worst:.1e} of their size, "
-                f"{self.used:.0%} of what rounding explains."
+                f"{self.used:.0%} of what rounding explains.{rest}"
             )
         difference = self.first.difference
         relative = difference.largest / difference.size if difference.size else float("inf")
@@ -110,31 +118,37 @@ class Report:
             "clip": finite(self.clip),
             "compared": self.compared,
             "different": self.different,
+            "vague": self.vague,
             "used": self.used,
             "seconds": self.seconds,
             "phases": {str(phase): asdict(tally) for phase, tally in self.tallies.items()},
-            "first": self.first and self._first_as_json(self.first),
+            "first": self.first
+            and {
+                **self._as_json(self.first.difference),
+                "ranks": list(self.first.ranks),
+                "coordinates": list(self.first.coordinates),
+                "cause": self.first.cause,
+            },
+            "others": [self._as_json(other) for other in self.others],
         }
 
-    def _first_as_json(self, first: First) -> dict[str, Any]:
-        difference = first.difference
+    def _as_json(self, difference: Difference) -> dict[str, Any]:
+        place = difference.place
         return {
-            "step": difference.place.step,
-            "phase": str(difference.place.phase),
-            "layer": first.layer or None,
-            "parameter": difference.place.name or None,
-            "microbatch": difference.place.microbatch,
-            "ranks": list(first.ranks),
-            "coordinates": list(first.coordinates),
+            "step": place.step,
+            "phase": str(place.phase),
+            "layer": self.path_of(place) or None,
+            "parameter": place.name or None,
+            "tensor": place.tensor,
+            "microbatch": place.microbatch,
             "largest": finite(difference.largest),
-            "size": difference.size,
-            "allowed": difference.allowed,
+            "size": finite(difference.size),
+            "allowed": finite(difference.allowed),
             "shape": list(difference.shape),
             "box": [list(bounds) for bounds in difference.box],
             "index": list(difference.worst),
             "actual": finite(difference.values[0]),
             "expected": finite(difference.values[1]),
-            "cause": first.cause,
         }
 
     def _circumstances(self) -> list[str]:
@@ -156,17 +170,29 @@ class Report:
             _line("in all", f"{self.different:,} of {self.compared:,} tensors differ{self._advice()}"),
         ]
         if recipe.isolate:
-            places = dict.fromkeys(self.what(other.place) for other in self.others)
-            lines += [_line("also", what) for what in list(places)[:LISTED]]
+            lines += [_line("also", text) for text in self._also()]
         return lines
+
+    def _also(self) -> list[str]:
+        """The other differences, one for each phase and layer."""
+        kinds: dict[tuple[Phase, int | None], set[Place]] = {}
+        for other in self.others:
+            kinds.setdefault((other.place.phase, other.place.layer), set()).add(other.place)
+        told = []
+        for places in list(kinds.values())[:LISTED]:
+            first = min(places, key=lambda place: place.order(len(self.paths)))
+            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
+            told.append(f"{self.what(first)}{more}")
+        return told + ([f"{len(kinds) - LISTED} more places"] if len(kinds) > LISTED else [])
 
     def _subject(self, place: Place) -> str:
         parts = [] if place.layer is None else [f"layer {place.layer}, {self.path_of(place)}"]
+        parts += [f"tensor {place.tensor} of its value"] if place.tensor else []
         return ", ".join(parts + ([place.name] if place.name else []))
 
     def _advice(self) -> str:
         if self.recipe.isolate:
-            return ", each by itself: the reference's values were fed downstream"
+            return ", each (but in evaluation) by itself: the reference's values were fed downstream"
         return "" if self.different == 1 else "; with isolate only those that differ by themselves would"
 
 
@@ -182,6 +208,7 @@ def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Rep
                 sum(tally.different for tally in own),
                 max(tally.used for tally in own),
                 max(tally.relative for tally in own),
+                sum(tally.vague for tally in own),
             )
     first = _first(outcomes, plan, paths)
     others = (
@@ -246,6 +273,8 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
 
 def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
     """Whether a rank has the same stage, and for a micro-batch the same data, as the one that differs."""
+    if place.phase is Phase.BATCH:
+        return outcome is chosen
     axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
     return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)
 

@@ -66,9 +66,9 @@ class Survey:
 
 def _row(plan: Plan, result: Report | Refused, width: int) -> str:
     """One plan: layout, schedule, micro-batches, what came of it."""
+    if isinstance(result, Refused):  # the same for each schedule
+        return f"  {layout_of(plan):<{width}}  not possible: {result.reason}"
     start = f"  {layout_of(plan):<{width}}  {plan.schedule:<6} m {plan.microbatches:<3}"
-    if isinstance(result, Refused):
-        return f"{start} not possible: {result.reason}"
     if result.first is not None:
         place = result.first.difference.place
         return f"{start} DIFFERENT  step {place.step + 1}, {result.what(place)}"

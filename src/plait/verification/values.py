@@ -27,6 +27,8 @@ def moved(seed: int) -> Change:
     """Normally distributed moves that depend on the name, the seed and the index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
+        if not value.is_floating_point():
+            return value
         size = float(value.double().square().mean().sqrt()) if value.numel() else 0.0
         move = normal_values(f"{name}/moved", seed, 0, value.numel(), MOVED * size or FROM_ZERO)
         return value + move.view(value.shape).to(value)

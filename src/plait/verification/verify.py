@@ -9,6 +9,7 @@ from typing import Literal, TypeVar
 from torch import nn
 
 from plait.comm.launch import launch
+from plait.errors import ModelError, PlanError
 from plait.pipeline.values import Value, tensors_of
 from plait.plan import Plan
 from plait.rules import Rules
@@ -72,6 +73,10 @@ def verify(
     Raises:
         PlaitError: the plan, the model or the batch cannot be run; the same errors as `parallelize` has.
     """
+    if not isinstance(plan, Plan):
+        raise PlanError(f"the plan is {plan!r}: give a plait.Plan.")
+    if not callable(model):
+        raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
     steps = usual_steps(mode) if steps is None else steps
     recipe = Recipe(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
     batches = [(inputs, targets)] * steps

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
 
 from plait.engine import Engine, Parts
 from plait.layout import shard
+from plait.models.initial import initial_value
+from plait.pipeline.sequence import LayerSequence
 from plait.pipeline.values import Value, split
 from plait.schedules.program import Instruction
 from plait.verification.difference import Findings
 from plait.verification.observer import Observer
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recipe import Recipe
-from plait.verification.recording import Recording
+from plait.verification.recording import NOTHING, Recording
+from plait.verification.values import Change
 
 
 class Woven:
@@ -33,13 +36,27 @@ class Woven:
         if recipe.mode != "exact":
             self.epsilon = max((torch.finfo(p.dtype).eps for p in self.parameters.values()), default=0.0)
 
+    def start(self, sequence: LayerSequence, change: Change, seed: int) -> None:
+        """Compare the initial values, and put what both sides start from in their place."""
+        layouts, coordinate = self.engine.layouts, self.engine.mesh.coordinate
+        for name, parameter in self.parameters.items():
+            layer = sequence.layers[sequence.users[name][0]]
+            whole = initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), seed)
+            expected = shard(whole, layouts[name], coordinate).to(parameter)
+            place = Place(0, Phase.INITIAL, name=name)
+            self.findings.compare(
+                place, parameter, expected, NOTHING, offsets=layouts[name].box(coordinate).offsets
+            )
+            with torch.no_grad():
+                parameter.copy_(shard(change(name, whole), layouts[name], coordinate))
+
     def train(self, step: int, inputs: Value, targets: Value) -> None:
         """A step: forward and backward under observation, the norm, the optimizer."""
         moment = Moment(step, WHOLE)
         recorded = self.recording.values[moment]
         before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
         if self.engine.mesh.rank == 0:
-            self._compare(step, Phase.BATCH, Key("whole"), recorded[Key("mean")])
+            self._compare(step, Phase.BATCH, Key("whole"), recorded[Key("mean")].clone())
         self.optimizer.zero_grad()
         self.engine.observe(self._observe(step))
         mean = self.engine.forward_backward(self._share(inputs), self._share(targets))
@@ -47,8 +64,14 @@ class Woven:
         self._compare_gradients(step, Phase.REDUCTION, "final")
         self._compare(step, Phase.MEAN_LOSS, Key("mean"), mean)
         norm = self.engine.clip_grad_norm_(float(recorded[Key("clip")]))
-        self._compare(step, Phase.NORM, Key("norm"), norm)
-        self._compare_gradients(step, Phase.CLIP, "clipped")
+        if not self._compare(step, Phase.NORM, Key("norm"), norm) and self.isolate:
+            for name, parameter in self.parameters.items():  # they were scaled by the wrong norm
+                if parameter.grad is not None:
+                    parameter.grad.copy_(self._piece(name, recorded[Key("clipped", name=name)]))
+        factor = float(recorded[Key("clip")]) / (float(recorded[Key("norm")]) + 1e-6)
+        self._compare_gradients(
+            step, Phase.CLIP, "clipped", {"it was not scaled": 1.0, "it was scaled twice": factor**2}
+        )
         self.optimizer.step()
         for name, parameter in self.parameters.items():
             hints = [("it was not updated", before[name])]
@@ -74,11 +97,16 @@ class Woven:
 
         return observe
 
-    def _compare_gradients(self, step: int, phase: Phase, kind: str) -> None:
+    def _compare_gradients(
+        self, step: int, phase: Phase, kind: str, factors: Mapping[str, float] | None = None
+    ) -> None:
+        """`factors`: by what the final gradient may have been multiplied by mistake, as sentences."""
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 assert parameter.grad is not None
-                self._compare(step, phase, Key(kind, name=name), parameter.grad, name)
+                final = self._piece(name, self.recording.values[Moment(step, WHOLE)][Key("final", name=name)])
+                hints = [(text, final * factor) for text, factor in (factors or {}).items()]
+                self._compare(step, phase, Key(kind, name=name), parameter.grad, name, hints)
 
     def _compare(
         self,
@@ -88,7 +116,7 @@ class Woven:
         actual: Tensor,
         name: str = "",
         alternatives: Sequence[tuple[str, Tensor]] = (),
-    ) -> None:
+    ) -> bool:
         """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
         moment = Moment(step, WHOLE)
         expected, offsets = self.recording.values[moment][key], tuple[int, ...]()
@@ -105,6 +133,10 @@ class Woven:
         )
         if not equal and self.isolate:
             actual.data.copy_(expected)
+        return equal
+
+    def _piece(self, name: str, whole: Tensor) -> Tensor:
+        return shard(whole, self.engine.layouts[name], self.engine.mesh.coordinate)
 
     def _share(self, value: Value) -> Value:
         """This data-parallel rank's rows of a global batch."""

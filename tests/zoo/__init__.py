@@ -1,0 +1,13 @@
+"""The zoo of mistakes: `plait verify` has to name each of them, and nothing where there is none.
+
+    row.py        a mistake, the model and layout in which it is shown, and its true place
+    patching.py   mistakes of one layer, one rank, one method
+    models.py     users' models, losses and optimizers that are mistakes themselves
+
+Each family keeps its mistakes and its rows together: `forward`, `losses`, `backward`, `weights`,
+`reductions`, `updates`, and `four` for four ranks. A mistake lasts while it is entered, in one rank's
+process. The reference runs within it as well, so a mistake is made where only the woven run goes: in stages,
+parallel modules, the reducer, the engine.
+
+What a row expects is the place of the mistake, not what the verifier says of it.
+"""

@@ -1,0 +1,57 @@
+"""Mistakes of one layer, one rank, one method."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from fnmatch import fnmatch
+from typing import Any, Literal
+from unittest.mock import patch
+
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm.handle import Handle
+from plait.pipeline.stage import Stage
+
+
+def rank() -> int:
+    """This process's."""
+    return dist.get_rank()
+
+
+@contextmanager
+def during(
+    method: Literal["forward", "backward_input", "backward_weight"],
+    defect: Callable[[], AbstractContextManager[object]],
+    *,
+    layer: str = "*",
+    on_rank: int | None = None,
+) -> Iterator[None]:
+    """`defect` lasts only while a stage does `method` of a layer whose path is like `layer`."""
+    original = getattr(Stage, method)
+
+    def run(self: Stage, microbatch: int, number: int) -> None:
+        meant = fnmatch(self.layers[number].path, layer) and on_rank in (None, rank())
+        with defect() if meant else nullcontext():
+            original(self, microbatch, number)
+
+    with patch.object(Stage, method, run):
+        yield
+
+
+def replaced_all_reduce(module: Any, group_name: str, change: Callable[[Tensor, Any], Tensor]) -> Any:
+    """The sums that `module` makes over groups of a name become what `change` gives."""
+    original = module.all_reduce
+
+    def all_reduce(tensor: Tensor, group: Any, *arguments: Any, **options: Any) -> Handle[Tensor]:
+        if group.name == group_name:
+            return Handle.done(change(tensor, group), group)
+        return original(tensor, group, *arguments, **options)
+
+    return patch.object(module, "all_reduce", all_reduce)
+
+
+def in_single(tensor: Tensor) -> Tensor:
+    """Rounded to float32, in its own dtype."""
+    return tensor.float().to(tensor.dtype)

@@ -1,0 +1,75 @@
+"""The verifier names each mistake of the zoo: its phase, layer, parameter, micro-batch, step and ranks."""
+
+import pytest
+
+from plait.errors import ModelError
+from plait.verification.recipe import Recipe
+from zoo.backward import BACKWARD
+from zoo.cases import TWO_COPIES
+from zoo.forward import FORWARD
+from zoo.four import FOUR
+from zoo.losses import LOSSES
+from zoo.models import RANDOM
+from zoo.reductions import REDUCTIONS
+from zoo.row import report_of
+from zoo.updates import UPDATES
+from zoo.weights import WEIGHTS
+
+ROWS = (*FORWARD, *LOSSES, *BACKWARD, *WEIGHTS, *REDUCTIONS, *UPDATES, *FOUR)
+EXACT = Recipe(mode="exact", steps=1)
+SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR)
+UNSEEN_BY_EXACT = {
+    "inputs_in_single_precision": "float32 has room for small whole numbers",
+    "hidden_state_sent_in_single_precision": "likewise",
+    "norm_in_single_precision": "likewise",
+    "rounded_to_single_precision": "likewise",
+    "added_up_in_single_precision": "likewise",
+    "reduced_in_single_precision": "likewise",
+    "norm_over_a_piece": "norms have a stand-in that does not look at other features",
+    "buffers_given_back_too_soon": "a stand-in keeps no input for its backward",
+    "gradients_of_the_step_before_stay": "there is one step",
+    "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
+}
+ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9
+
+
+def marks_of(row):
+    missed = pytest.mark.xfail(reason=row.missed, strict=True, raises=AssertionError)
+    return [missed] * bool(row.missed) + [pytest.mark.full] * row.full
+
+
+@pytest.mark.parametrize(
+    "row", [pytest.param(row, id=f"{row.name}-{row.plan.world}", marks=marks_of(row)) for row in ROWS]
+)
+def test_a_mistake_is_named(rank_pool, row):
+    report = report_of(rank_pool, row.model, row.plan, row.defect, row.recipe)
+    missed = row.named.missed_by(report)
+    assert not missed, "\n".join([*missed, "", str(report)])
+    assert row.named.explained_by(report) != bool(row.unexplained), report
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(
+    "row", [row for row in SEEN_BY_EXACT if row.name not in UNSEEN_BY_EXACT], ids=lambda row: row.name
+)
+def test_whole_numbers_show_it_too(rank_pool, row):
+    report = report_of(rank_pool, row.model, row.plan, row.defect, EXACT)
+    missed = row.named.missed_by(report)
+    assert not missed, "\n".join([*missed, "", str(report)])
+
+
+def test_random_numbers_are_refused(rank_pool):
+    """They are others in every run of the reference too, and would count as rounding."""
+    with pytest.raises(ModelError, match="1 draws random numbers"):
+        report_of(rank_pool, RANDOM, TWO_COPIES)
+
+
+def test_most_mistakes_are_named_and_explained():
+    assert len({row.defect for row in ROWS}) >= ENOUGH
+    assert sum(not row.missed for row in ROWS) >= NAMED * len(ROWS)
+    explained = [not row.unexplained for row in ROWS if row.named.cause]
+    assert sum(explained) >= EXPLAINED * len(explained)
+
+
+def test_no_mistake_stands_there_twice():
+    assert len({(row.defect, row.plan.world) for row in ROWS}) == len(ROWS)
