@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.pipeline.values import tensors_of
+from plait.pipeline.values import Value, split, tensors_of
 from plait.rules import Rules
 from plait.tensor.losses import Loss
 from plait.verification.exact import (
@@ -41,8 +41,8 @@ class Case:
 
     def build(self) -> nn.Module:
         """The model; one that is built draws its values from the recipe's seed."""
-        if isinstance(self.model, nn.Module):
-            return self.model
+        if isinstance(self.model, nn.Module) or not callable(self.model):
+            return self.model  # what is no module is refused where its layers are asked for
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.recipe.seed)
             return self.model()
@@ -66,16 +66,24 @@ def prepared(case: Case) -> Iterator[Ready]:
     """The case as its mode runs it; both sides run while this is entered."""
     model, recipe = case.build(), case.recipe
     seed = recipe.seed
+    for inputs, _ in case.batches:
+        rows_of(inputs)
     rules = getattr(model, "rules", None) if case.rules is None else case.rules
     if recipe.mode != "exact":
         yield Ready(model, moved(seed), case.loss, case.batches, recipe, rules)
         return
     inputs, _ = case.batches[0]
-    batch = whole_batch(inputs, next(tensors_of(inputs)).shape[0])
+    batch = whole_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, whole_parameter(seed), whole_buffer)
     plain = replace(recipe, clip=math.inf, weight_decay=0.0, optimizer=descent)
     with WholeNumbers():
         yield Ready(start, unchanged, WeightedSum(), [batch], plain, rules)
+
+
+def rows_of(inputs: Value) -> int:
+    """How many rows a batch has. DataError or PlanError where its tensors have none, or do not agree."""
+    split(inputs, 1, "inputs")
+    return next(tensors_of(inputs)).shape[0]
 
 
 def descent(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:

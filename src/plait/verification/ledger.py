@@ -77,7 +77,10 @@ class Ledger:
         """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
         own = self.open.get(name, {})
         if use not in own:
-            return None
+            if any(other.begun for other in own.values()):
+                return None
+            due = self._due(name, [])  # I added it already, and W adds nothing again
+            return None if due.holds else due
         uses, due = [use], self._due(name, [use])
         if not due.holds and any(other.begun for key, other in own.items() if key != use):
             uses, due = list(own), self._due(name, list(own))

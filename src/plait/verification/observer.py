@@ -174,13 +174,14 @@ class Observer:
     def _compare(self, phase: Phase, action: Action, layer: int | None, key: Key, actual: Tensor) -> None:
         number = self._global(action)
         moment = Moment(self.step, number)
-        expected, start = self._of_this_rank(self.recording.values[moment].get(key), actual, key)
+        whole = self.recording.values[moment].get(key)
+        expected, start = self._of_this_rank(whole, actual, key)
         offsets = [0] * (actual.dim() - 1) + [start] if actual.dim() else []
 
         def alternatives() -> Named:
             for other in range(self.recording.microbatches(self.step)):
                 value = self.recording.values.get(Moment(self.step, other), {}).get(key)
-                if other != number and value is not None and value.shape == expected.shape:
+                if other != number and value is not None and whole is not None and value.shape == whole.shape:
                     yield f"it is that of micro-batch {other}", self._of_this_rank(value, actual, key)[0]
 
         behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -79,6 +80,7 @@ class Recording:
                     epsilon = max(epsilon, of_loss)
                 margin, least = (NARROW, NARROW) if epsilon > 1e-4 else (MARGIN, LEAST)
                 shown = margin * difference(value, recorded[key])
+                shown = shown if math.isfinite(shown) else 0.0  # a run that broke explains nothing
                 bounds[key] = Bound(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:

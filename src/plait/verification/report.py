@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import math
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.plan import Plan
-from plait.verification.causes import Symptoms, likely_cause
 from plait.verification.difference import Difference, Tally
 from plait.verification.place import Phase, Place
-from plait.verification.rank import Outcome
 from plait.verification.recipe import Recipe
 
 WIDTH = 80
+ROWS = 6
+"""Phases that differ and are listed; of later ones only their number."""
 LISTED = 5
 """Differences that have a cause of their own (with `isolate`) and are listed one by one."""
 
@@ -154,7 +154,8 @@ class Report:
     def _circumstances(self) -> list[str]:
         plan, recipe = self.plan, self.recipe
         steps = "1 step" if recipe.steps == 1 else f"{recipe.steps} steps"
-        run = f"{recipe.mode}, {plan.microbatches} micro-batches, {steps}, clipped to {self.clip:.3g}"
+        clipped = f", clipped to {self.clip:.3g}" if math.isfinite(self.clip) else ""
+        run = f"{recipe.mode}, {plan.microbatches} micro-batches, {steps}{clipped}"
         lines = [_line("plan", f"{layout_of(plan)}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
         if self.first is None:
             return lines
@@ -186,7 +187,8 @@ class Report:
         return told + ([f"{len(kinds) - LISTED} more places"] if len(kinds) > LISTED else [])
 
     def _subject(self, place: Place) -> str:
-        parts = [] if place.layer is None else [f"layer {place.layer}, {self.path_of(place)}"]
+        parts = [] if place.layer is None else [f"layer {place.layer}"]
+        parts += [path] if (path := self.path_of(place)) else []
         parts += [f"tensor {place.tensor} of its value"] if place.tensor else []
         return ", ".join(parts + ([place.name] if place.name else []))
 
@@ -194,89 +196,6 @@ class Report:
         if self.recipe.isolate:
             return ", each (but in evaluation) by itself: the reference's values were fed downstream"
         return "" if self.different == 1 else "; with isolate only those that differ by themselves would"
-
-
-def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Report:
-    """Put together what every rank of `plan` found."""
-    paths = outcomes[0].paths
-    tallies: dict[Phase, Tally] = {}
-    for phase in Phase:
-        own = [outcome.findings.tallies[phase] for outcome in outcomes if phase in outcome.findings.tallies]
-        if own:
-            tallies[phase] = Tally(
-                sum(tally.compared for tally in own),
-                sum(tally.different for tally in own),
-                max(tally.used for tally in own),
-                max(tally.relative for tally in own),
-                sum(tally.vague for tally in own),
-            )
-    first = _first(outcomes, plan, paths)
-    others = (
-        ()
-        if first is None
-        else tuple(
-            sorted(
-                (
-                    difference
-                    for outcome in outcomes
-                    for difference in outcome.findings.differences
-                    if difference.place != first.difference.place
-                ),
-                key=lambda difference: difference.place.order(len(paths)),
-            )
-        )
-    )
-    return Report(
-        plan=plan,
-        recipe=recipe,
-        clip=outcomes[0].clip,
-        tallies=tallies,
-        first=first,
-        others=others,
-        paths=paths,
-        seconds=max(outcome.seconds for outcome in outcomes),
-    )
-
-
-def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> First | None:
-    wrong = [outcome for outcome in outcomes if outcome.findings.evidence is not None]
-    if not wrong:
-        return None
-
-    def order(outcome: Outcome) -> tuple[Any, ...]:
-        assert outcome.findings.evidence is not None
-        return outcome.findings.evidence.place.order(len(paths)), outcome.rank
-
-    chosen = min(wrong, key=order)
-    difference = chosen.findings.differences[0]
-    evidence = {
-        outcome.rank: outcome.findings.evidence
-        for outcome in wrong
-        if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
-    }
-    symptoms = Symptoms(
-        difference=difference,
-        evidence=evidence,
-        coordinates=[outcome.coordinate for outcome in outcomes],
-        judges=[outcome.rank for outcome in outcomes if _compares(outcome, chosen, difference.place)],
-        plan=plan,
-    )
-    layer = difference.place.layer
-    return First(
-        difference=difference,
-        ranks=tuple(evidence),
-        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in evidence),
-        layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
-        cause=likely_cause(symptoms),
-    )
-
-
-def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
-    """Whether a rank has the same stage, and for a micro-batch the same data, as the one that differs."""
-    if place.phase is Phase.BATCH:
-        return outcome is chosen
-    axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
-    return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)
 
 
 def finite(value: float) -> float | None:
@@ -308,6 +227,8 @@ def _where(difference: Difference) -> str:
     values = f"{actual:.6g} instead of {expected:.6g}"
     if not difference.shape:
         return values
+    if not difference.box:
+        return f"all of {list(difference.shape)}"
     shape = list(difference.shape)
     box = ", ".join(f"{start}:{stop}" for start, stop in difference.box)
     part = f"{difference.share:.0%} of {shape}" if difference.whole_box else f"[{box}] of a piece {shape}"
@@ -323,7 +244,12 @@ def _table(tallies: Mapping[Phase, Tally]) -> list[str]:
     """A line a phase; where something differs, those that are equal in one."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
-    lines += [_row(phase, tally) for phase, tally in (wrong or tallies).items()]
+    shown = dict(list(wrong.items())[:ROWS]) if wrong else tallies
+    lines += [_row(phase, tally) for phase, tally in shown.items()]
+    later = [tally for phase, tally in wrong.items() if phase not in shown]
+    if later:
+        compared, different = sum(tally.compared for tally in later), sum(tally.different for tally in later)
+        lines.append(f"  {f'{len(later)} later phases':<22} {compared:>9,} {different:>9,}")
     if wrong:
         equal = [tally for tally in tallies.values() if not tally.different]
         lines.append(f"  {'all others':<22} {sum(tally.compared for tally in equal):>9,} {'-':>9}")

@@ -31,8 +31,9 @@ class Survey:
         return self.equal
 
     def __str__(self) -> str:
-        width = max(len(layout_of(plan)) for plan, _ in self.rows)
-        return "\n".join([self.headline(), ""] + [_row(plan, result, width) for plan, result in self.rows])
+        width = max((len(layout_of(plan)) for plan, _ in self.rows), default=0)
+        lines = [_row(plan, result, width) for plan, result in self.rows]
+        return "\n".join([self.headline(), "", *dict.fromkeys(lines)])
 
     def headline(self) -> str:
         """How many are equal, and how closely, in one line."""

@@ -10,15 +10,16 @@ from torch import nn
 
 from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
-from plait.pipeline.values import Value, tensors_of
+from plait.pipeline.values import Value
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.tensor.losses import Loss, cross_entropy
-from plait.verification.case import Case
+from plait.verification.case import Case, rows_of
 from plait.verification.layouts import Refused, plans_on, run_all
+from plait.verification.merge import build_report
 from plait.verification.rank import Outcome, run_rank
 from plait.verification.recipe import MakeOptimizer, Mode, Recipe, adamw, usual_steps
-from plait.verification.report import Report, build_report
+from plait.verification.report import Report
 from plait.verification.survey import Survey
 
 Result = TypeVar("Result")
@@ -97,7 +98,7 @@ def verify_all(case: Case, plan: Plan, ranks: int, *, threads: int | None = None
 
     What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
     """
-    plans = plans_on(ranks, plan, next(tensors_of(case.batches[0][0])).shape[0])
+    plans = plans_on(ranks, plan, rows_of(case.batches[0][0]))
     outcomes = _launch(partial(run_all, case, plans), case, ranks, threads)
     rows: list[tuple[Plan, Report | Refused]] = []
     for number, one in enumerate(plans):

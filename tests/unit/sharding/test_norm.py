@@ -81,3 +81,17 @@ def test_zeroed_gradients_have_no_norm() -> None:
         for parameter in unit.parameters.values():
             parameter.grad = None
     assert total_norm(units, ALL, Mesh().group("pp"), CPU) == 0
+
+
+def test_the_norm_of_a_large_layer_keeps_its_digits() -> None:
+    """Added up in float32 one after the other, two million squares are off by 1e-5 and more."""
+    layer = nn.Linear(1 << 11, 1 << 10, bias=False)
+    unit = build_unit("unit", {"weight": layer.weight}, lambda name: layer.weight.detach(), CPU, None, {})
+    for buffer in unit.trainable:
+        buffer.attach_gradients()
+    gradient = unit.parameters["weight"].grad
+    assert gradient is not None
+    gradient.copy_(torch.linspace(0.1, 1.0, gradient.numel()).view(gradient.shape))
+    expected = gradient.double().square().sum().sqrt().item()
+    norm = total_norm([unit], ["weight"], Mesh().group("model"), CPU)
+    assert norm.item() == pytest.approx(expected, rel=1e-8)

@@ -1,0 +1,97 @@
+"""What every rank found, put together: one report, and the first difference of all."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from plait.plan import Plan
+from plait.verification.causes import Symptoms, likely_cause
+from plait.verification.difference import Tally
+from plait.verification.place import Phase, Place
+from plait.verification.rank import Outcome
+from plait.verification.recipe import Recipe
+from plait.verification.report import First, Report
+
+
+def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Report:
+    """Put together what every rank of `plan` found."""
+    paths = outcomes[0].paths
+    tallies: dict[Phase, Tally] = {}
+    for phase in Phase:
+        own = [outcome.findings.tallies[phase] for outcome in outcomes if phase in outcome.findings.tallies]
+        if own:
+            tallies[phase] = Tally(
+                sum(tally.compared for tally in own),
+                sum(tally.different for tally in own),
+                max(tally.used for tally in own),
+                max(tally.relative for tally in own),
+                sum(tally.vague for tally in own),
+            )
+    first = _first(outcomes, plan, paths)
+    others = (
+        ()
+        if first is None
+        else tuple(
+            sorted(
+                (
+                    difference
+                    for outcome in outcomes
+                    for difference in outcome.findings.differences
+                    if difference.place != first.difference.place
+                ),
+                key=lambda difference: difference.place.order(len(paths)),
+            )
+        )
+    )
+    return Report(
+        plan=plan,
+        recipe=recipe,
+        clip=outcomes[0].clip,
+        tallies=tallies,
+        first=first,
+        others=others,
+        paths=paths,
+        seconds=max(outcome.seconds for outcome in outcomes),
+    )
+
+
+def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> First | None:
+    wrong = [outcome for outcome in outcomes if outcome.findings.evidence is not None]
+    if not wrong:
+        return None
+
+    def order(outcome: Outcome) -> tuple[Any, ...]:
+        assert outcome.findings.evidence is not None
+        return outcome.findings.evidence.place.order(len(paths)), outcome.rank
+
+    chosen = min(wrong, key=order)
+    difference = chosen.findings.differences[0]
+    evidence = {
+        outcome.rank: outcome.findings.evidence
+        for outcome in wrong
+        if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
+    }
+    symptoms = Symptoms(
+        difference=difference,
+        evidence=evidence,
+        coordinates=[outcome.coordinate for outcome in outcomes],
+        judges=[outcome.rank for outcome in outcomes if _compares(outcome, chosen, difference.place)],
+        plan=plan,
+    )
+    layer = difference.place.layer
+    return First(
+        difference=difference,
+        ranks=tuple(evidence),
+        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in evidence),
+        layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
+        cause=likely_cause(symptoms),
+    )
+
+
+def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
+    """Whether a rank has the same stage, and for a micro-batch the same data, as the one that differs."""
+    if place.phase is Phase.BATCH:
+        return outcome is chosen
+    axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
+    return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)

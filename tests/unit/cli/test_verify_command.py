@@ -1,0 +1,325 @@
+"""`plait verify`: its options, what it prints, and its exit codes."""
+
+from __future__ import annotations
+
+import json
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any, NoReturn
+
+import pytest
+
+from plait.cli.main import main
+from plait.engine import Engine
+from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
+from plait.plan import Plan
+
+SETTINGS = {
+    "model.layers": "1",
+    "model.hidden": "8",
+    "model.heads": "2",
+    "model.context": "8",
+    "data.source": "random",
+    "train.batch": "4",
+    "train.microbatches": "2",
+    "run.threads": "1",
+    "run.device": "cpu",
+}
+TINY = [word for name, value in SETTINGS.items() for word in (f"--{name}", value)]
+
+
+class Answer:
+    """In the place of a report."""
+
+    def __init__(self, equal: bool) -> None:
+        self.equal = equal
+
+    def __bool__(self) -> bool:
+        return self.equal
+
+    def __str__(self) -> str:
+        return "EQUAL" if self.equal else "NOT EQUAL"
+
+    def as_json(self) -> dict[str, Any]:
+        return {"equal": self.equal}
+
+
+@pytest.fixture(autouse=True)
+def stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The command is not the end of this process: its fork server and its signals stay as they are."""
+    handler = signal.getsignal(signal.SIGTERM)
+    monkeypatch.setattr("plait.comm.pool.stop_fork_server", lambda: None)
+    yield
+    signal.signal(signal.SIGTERM, handler)
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """No rank starts; what would be verified."""
+    seen: list[dict[str, Any]] = []
+
+    def one(case: Any, plan: Plan, *, threads: int | None) -> Answer:
+        seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "case": case})
+        return Answer(True)
+
+    def every(case: Any, plan: Plan, ranks: int, *, threads: int | None) -> Answer:
+        seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "ranks": ranks})
+        return Answer(True)
+
+    monkeypatch.setattr("plait.verification.verify.verify_case", one)
+    monkeypatch.setattr("plait.verification.verify.verify_all", every)
+    return seen
+
+
+@pytest.fixture
+def answer(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool | BaseException], None]:
+    """Have the verification say equal or not, or fail."""
+
+    def install(result: bool | BaseException) -> None:
+        def verify(*_: Any, **__: Any) -> Answer:
+            if isinstance(result, BaseException):
+                raise result
+            return Answer(result)
+
+        monkeypatch.setattr("plait.verification.verify.verify_case", verify)
+        monkeypatch.setattr("plait.verification.verify.verify_all", verify)
+
+    return install
+
+
+@pytest.fixture
+def alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A launch of one rank is a call."""
+
+    def launch(function: Callable[[], Any], *, ranks: int, **_: Any) -> list[Any]:
+        assert ranks == 1
+        return [function()]
+
+    monkeypatch.setattr("plait.verification.verify.launch", launch)
+
+
+def forbidden(*_: Any, **__: Any) -> NoReturn:
+    raise AssertionError("no rank may start")
+
+
+@pytest.mark.parametrize("options", [[], ["--all"]])
+@pytest.mark.parametrize(("equal", "code", "said"), [(True, 0, "EQUAL\n"), (False, 1, "NOT EQUAL\n")])
+def test_the_exit_code_is_the_answer(
+    options: list[str],
+    equal: bool,
+    code: int,
+    said: str,
+    answer: Callable[[bool], None],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    answer(equal)
+    assert main(["verify", *TINY, *options]) == code
+    assert capsys.readouterr() == (said, "")
+
+
+@pytest.mark.parametrize(
+    "error",
+    [
+        PlanError("5 stages need at least 5 layers: give fewer."),
+        RankError("rank 1 failed: ValueError: no.", 1, "Trace\n"),
+        CommunicationError("rank 0 lost rank 1."),
+        NonFiniteError("the loss is nan."),
+    ],
+    ids=lambda error: type(error).__name__,
+)
+def test_what_could_not_run_is_exit_code_2(
+    error: Exception, answer: Callable[[BaseException], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(error)
+    assert main(["verify", *TINY]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith(f"plait: {error}")
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_json_is_one_object(
+    equal: bool, answer: Callable[[bool], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    answer(equal)
+    assert main(["verify", "--json", *TINY]) == (0 if equal else 1)
+    assert json.loads(capsys.readouterr().out) == {"equal": equal}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ("--mode fast", "argument --mode: invalid choice: 'fast'"),
+        ("--steps 0", "argument --steps: '0' is no count: give a whole number of at least 1"),
+        ("--steps two", "argument --steps: 'two' is no count"),
+        ("--ranks -1 --all", "argument --ranks"),
+        ("--ranks", "argument --ranks: expected one argument"),
+        ("--ranks 2", "--ranks goes with --all: without it the ranks are those of the configuration."),
+        ("--mode exact --steps 2", "steps is 2: mode exact takes 1"),
+        ("--parallel.tp 3", "model.heads = 4 is not divisible by parallel.tp = 3"),
+        ("--model.layerz 1", "did you mean model.layers?"),
+        ("--stepz 1", "stepz"),
+        ("--config nowhere.toml", "There is no configuration file nowhere.toml"),
+        ("--data.source nowhere.txt", "nowhere.txt"),
+        ("surplus", "surplus"),
+    ],
+)
+def test_what_a_user_can_mend_is_one_sentence(
+    arguments: str, told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr("plait.verification.verify.launch", forbidden)
+    assert main(["verify", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plait: ")
+    assert told in err
+    assert err.count("\n") == 1
+
+
+def test_a_mistake_in_an_option_tells_where_help_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--steps", "0"]) == 2
+    assert capsys.readouterr().err.endswith("; see `plait verify --help`.\n")
+
+
+def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
+    options = ["--mode", "native", "--steps", "3", "--isolate", "--parallel.pp", "2", "--train.seed", "7"]
+    assert main(["verify", *options, *TINY]) == 0
+    (call,) = calls
+    recipe = call["recipe"]
+    assert (recipe.mode, recipe.steps, recipe.isolate, recipe.seed) == ("native", 3, True, 7)
+    assert (call["plan"].pp, call["plan"].microbatches, call["threads"]) == (2, 2, 1)
+    assert len(call["case"].batches) == 3
+    assert call["case"].device == "cpu"
+
+
+@pytest.mark.parametrize(("mode", "steps"), [("float64", 2), ("exact", 1)])
+def test_how_many_steps_unless_told(mode: str, steps: int, calls: list[dict[str, Any]]) -> None:
+    assert main(["verify", "--mode", mode, *TINY]) == 0
+    assert calls[0]["recipe"].steps == steps
+
+
+def test_an_option_may_stand_between_those_of_the_configuration(calls: list[dict[str, Any]]) -> None:
+    assert main(["verify", "--train.batch=8", "--isolate", "--train.microbatches", "4", *TINY[:8]]) == 0
+    assert calls[0]["recipe"].isolate
+    assert calls[0]["plan"].microbatches == 4
+
+
+@pytest.mark.parametrize(("options", "ranks"), [([], 2), (["--ranks", "6"], 6)])
+def test_every_layout_has_the_ranks_of_the_plan_unless_told(
+    options: list[str], ranks: int, calls: list[dict[str, Any]]
+) -> None:
+    assert main(["verify", "--all", *options, "--parallel.dp", "2", *TINY]) == 0
+    assert calls[0]["ranks"] == ranks
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (
+            ["--parallel.pp", "2"],
+            "parallel.pp = 2 times parallel.dp = 1 times parallel.tp = 1 needs 2 ranks, ",
+        ),
+        (["--all", "--ranks", "4"], "--ranks 4 needs 4 ranks, "),
+    ],
+)
+def test_a_launcher_must_start_as_many_ranks(
+    arguments: list[str], told: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    environment = {"RANK": "0", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("plait.verification.verify.launch", forbidden)
+    assert main(["verify", *TINY, *arguments]) == 2
+    assert capsys.readouterr().err.startswith(f"plait: {told}but torchrun started 3")
+
+
+@pytest.mark.parametrize(("rank", "said"), [("0", "EQUAL\n"), ("1", "")])
+def test_one_rank_of_a_launcher_speaks(
+    rank: str,
+    said: str,
+    answer: Callable[[bool], None],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    environment = {"RANK": rank, "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    answer(True)
+    assert main(["verify", *TINY, "--parallel.pp", "2"]) == 0
+    assert capsys.readouterr().out == said
+
+
+def test_help_names_every_option(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--help"]) == 0
+    shown = capsys.readouterr().out
+    assert shown.startswith("usage: plait verify ")
+    assert "exit code: 0 equal, 1 different, 2 could not run" in shown
+    named = ("--mode", "--steps", "--isolate", "--all", "--ranks", "--json")
+    assert [name for name in named if f"\n  {name} " not in shown] == []
+    assert max(map(len, shown.splitlines())) <= 80
+
+
+@pytest.mark.parametrize("arguments", ["--help", "--steps 0", "--train.steps abc"])
+def test_starts_without_torch(arguments: str) -> None:
+    script = (
+        "import sys\nfrom plait.cli.main import main\nmain(['verify', *sys.argv[1:]])\n"
+        "assert 'torch' not in sys.modules, 'torch was imported'"
+    )
+    command = [sys.executable, "-c", script, *arguments.split()]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.usefixtures("alone")
+def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *TINY]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("EQUAL to one rank: ")
+    assert "  plan     pp 1 · dp 1 · tp 1, 1f1b; float64, 2 micro-batches, 2 steps, clipped" in out
+
+
+@pytest.mark.usefixtures("alone")
+def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--all", "--ranks", "1", "--steps", "1", "--parallel.pp", "2", *TINY]) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("EQUAL to one rank: all 4 plans on 1 rank, ")
+    assert [line.split()[8] for line in out.splitlines()[2:]] == ["gpipe", "1f1b", "zb-h1", "zb-h2"]
+
+
+@pytest.mark.usefixtures("alone")
+def test_json_of_a_verification(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", "--json", "--mode", "exact", *TINY]) == 0
+    read = json.loads(capsys.readouterr().out, parse_constant=forbidden)
+    assert (read["equal"], read["mode"], read["steps"], read["first"]) == (True, "exact", 1, None)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_defect_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    right = Engine.clip_grad_norm_
+    monkeypatch.setattr(Engine, "clip_grad_norm_", lambda self, limit: right(self, 2 * limit))
+    assert main(["verify", "--steps", "1", *TINY]) == 1
+    out = capsys.readouterr().out
+    assert out.startswith("NOT EQUAL to one rank: the clip of ")
+    assert "likely   all of it is 2 times what it should be" in out
+    assert main(["verify", "--steps", "1", "--json", *TINY]) == 1
+    assert json.loads(capsys.readouterr().out)["first"]["phase"] == "clip"
+
+
+def test_as_a_command_over_two_ranks() -> None:
+    command = [sys.executable, "-m", "plait", "verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith("EQUAL to one rank, bit by bit: ")
+
+
+@pytest.mark.full
+def test_as_a_command_over_every_layout_of_four_ranks() -> None:
+    command = [sys.executable, "-m", "plait", "verify", *TINY, "--all", "--ranks", "4", "--json"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    read = json.loads(done.stdout)
+    assert read["equal"]
+    refused = [plan["plan"]["tp"] for plan in read["plans"] if plan["equal"] is None]
+    assert set(refused) == {4}  # two heads

@@ -1,0 +1,200 @@
+"""What is kept of tensors that differ: where, by how much, and which of them was first."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.verification.difference import REMEMBERED, SHOWN, Findings, Tally
+from plait.verification.place import Phase, Place
+from plait.verification.recording import Bound
+
+FORWARD = Place(0, Phase.FORWARD, 1, 0)
+BOUND = Bound(size=8.0, allowed=1e-3)
+EXPECTED = torch.arange(24, dtype=torch.float64).view(4, 6)
+
+
+@pytest.fixture
+def findings() -> Findings:
+    return Findings(layers=3)
+
+
+def changed(*indices: tuple[int, int], by: float = 1.0) -> Tensor:
+    """`EXPECTED` but for some elements."""
+    tensor = EXPECTED.clone()
+    for index in indices:
+        tensor[index] += by
+    return tensor
+
+
+def test_what_rounding_explains_is_equal(findings: Findings) -> None:
+    assert findings.compare(FORWARD, changed((1, 2), by=2.5e-4), EXPECTED, BOUND)
+    assert findings.compare(FORWARD, EXPECTED, EXPECTED, BOUND)
+    assert findings.differences == []
+    assert findings.evidence is None
+    tally = findings.tallies[Phase.FORWARD]
+    assert (tally.compared, tally.different) == (2, 0)
+    assert tally.used == pytest.approx(0.25)
+    assert tally.relative == pytest.approx(2.5e-4 / 8)
+
+
+def test_where_it_differs(findings: Findings) -> None:
+    actual = changed((1, 2), (2, 4))
+    actual[2, 3] -= 5
+    assert not findings.compare(FORWARD, actual, EXPECTED, BOUND)
+    (difference,) = findings.differences
+    assert difference.place == FORWARD
+    assert difference.shape == (4, 6)
+    assert difference.box == ((1, 3), (2, 5))
+    assert not difference.whole_box
+    assert difference.share == 3 / 24
+    assert (difference.worst, difference.values) == ((2, 3), (10.0, 15.0))
+    assert (difference.largest, difference.size, difference.allowed) == (5.0, 8.0, 1e-3)
+    assert findings.tallies[Phase.FORWARD] == Tally(1, 1)
+
+
+def test_places_are_those_of_the_global_tensor(findings: Findings) -> None:
+    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, offsets=(10, 100))
+    assert findings.differences[0].box == ((11, 12), (102, 103))
+    assert findings.differences[0].worst == (11, 102)
+
+
+def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
+    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, offsets=(4, 0))
+    assert findings.differences[0].whole_box
+    assert findings.differences[0].box == ((4, 8), (0, 6))
+
+
+def test_a_scalar(findings: Findings) -> None:
+    place = Place(0, Phase.LOSS, None, 0)
+    assert not findings.compare(place, torch.tensor(2.0), torch.tensor(1.0), BOUND)
+    difference = findings.differences[0]
+    assert (difference.largest, difference.values, difference.shape) == (1.0, (2.0, 1.0), ())
+
+
+def test_masks_and_whole_numbers(findings: Findings) -> None:
+    exact = Bound(1.0, 0.0)
+    mask = torch.tensor([True, True, False])
+    assert findings.compare(FORWARD, mask, mask.clone(), exact)
+    assert not findings.compare(FORWARD, ~mask, mask, exact)
+    assert not findings.compare(FORWARD, torch.tensor([1, 2]), torch.tensor([1, 3]), exact)
+    assert [difference.largest for difference in findings.differences] == [1.0, 1.0]
+
+
+def test_another_shape(findings: Findings) -> None:
+    assert not findings.compare(FORWARD, EXPECTED[:2], EXPECTED, BOUND)
+    (difference,) = findings.differences
+    assert difference.hint == "its shape is [2, 6] instead of [4, 6]"
+    assert (difference.shape, difference.largest) == ((2, 6), math.inf)
+
+
+def test_a_shape_that_could_be_broadcast_is_another_shape(findings: Findings) -> None:
+    assert not findings.compare(FORWARD, torch.ones(1, 6), torch.ones(4, 6), BOUND)
+
+
+def test_empty_tensors_are_equal(findings: Findings) -> None:
+    assert findings.compare(FORWARD, torch.empty(0, 3), torch.empty(0, 3), BOUND)
+    assert not findings.compare(FORWARD, torch.empty(0, 3), torch.empty(3, 0), BOUND)
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_differs_infinitely(findings: Findings, broken: float) -> None:
+    actual = EXPECTED.clone()
+    actual[3, 1] = broken
+    assert not findings.compare(FORWARD, actual, EXPECTED, BOUND)
+    difference = findings.differences[0]
+    assert (difference.largest, difference.worst, difference.box) == (math.inf, (3, 1), ((3, 4), (1, 2)))
+
+
+@pytest.mark.parametrize("same", [math.nan, math.inf, -math.inf])
+def test_what_is_no_number_on_both_sides_does_not_differ(findings: Findings, same: float) -> None:
+    expected, actual = EXPECTED.clone(), changed((1, 2))
+    expected[3, 1] = actual[3, 1] = same
+    findings.compare(FORWARD, actual, expected, BOUND)
+    difference = findings.differences[0]
+    assert (difference.largest, difference.worst, difference.box) == (1.0, (1, 2), ((1, 2), (2, 3)))
+
+
+def test_a_tensor_of_no_size_may_still_have_a_bound(findings: Findings) -> None:
+    """The reference's is zero, and that of a shaken run is not."""
+    place = Place(0, Phase.LOSS, None, 0)
+    assert findings.compare(place, torch.tensor(1e-14), torch.tensor(0.0), Bound(0.0, 1e-13))
+    assert math.isfinite(findings.tallies[Phase.LOSS].used)
+
+
+def test_the_first_difference_is_the_first_in_the_order_of_execution(findings: Findings) -> None:
+    later, first, between = Place(0, Phase.LOSS, None, 0), Place(0, Phase.FORWARD, 0, 1), FORWARD
+    for place, value in ((later, 1.0), (first, 2.0), (between, 3.0)):
+        findings.compare(place, changed((0, 0), by=value), EXPECTED, BOUND)
+    assert findings.differences[0].place == first
+    assert {difference.place for difference in findings.differences} == {later, first, between}
+    assert findings.evidence is not None
+    assert findings.evidence.place == first
+    assert float(findings.evidence.actual[0]) == 2.0
+    assert torch.equal(findings.evidence.expected, EXPECTED.flatten())
+
+
+def test_evidence_is_a_copy(findings: Findings) -> None:
+    """The memory of what was compared may be used again."""
+    actual = changed((0, 0))
+    findings.compare(FORWARD, actual, EXPECTED.clone(), BOUND)
+    actual.zero_()
+    assert findings.evidence is not None
+    assert torch.equal(findings.evidence.actual, changed((0, 0)).flatten())
+
+
+def test_evidence_has_what_flowed_into_the_layer_where_it_can_be_part_of_it(findings: Findings) -> None:
+    findings.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, base=torch.ones(4, 6, dtype=torch.float64))
+    assert findings.evidence is not None
+    assert findings.evidence.base is not None
+    other = Findings(layers=3)
+    other.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, base=torch.ones(4, 5, dtype=torch.float64))
+    assert other.evidence is not None
+    assert other.evidence.base is None
+
+
+def test_long_evidence_is_shortened(findings: Findings) -> None:
+    findings.compare(FORWARD, torch.ones(SHOWN + 8), torch.zeros(SHOWN + 8), BOUND)
+    assert findings.evidence is not None
+    assert findings.evidence.actual.shape == findings.evidence.expected.shape == (SHOWN,)
+
+
+def test_of_many_differences_the_first_is_kept_and_the_rest_counted(findings: Findings) -> None:
+    for number in range(REMEMBERED + 10, 0, -1):
+        findings.compare(Place(0, Phase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
+    assert findings.tallies[Phase.FORWARD].different == REMEMBERED + 10
+    assert findings.differences[0].place.microbatch == 1
+    assert len(findings.differences) <= REMEMBERED + 10
+
+
+def test_the_number_of_listed_differences_is_limited(findings: Findings) -> None:
+    for number in range(REMEMBERED + 10):
+        findings.compare(Place(0, Phase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
+    assert len(findings.differences) == REMEMBERED
+
+
+def test_what_it_is_instead(findings: Findings) -> None:
+    def alternatives() -> Iterator[tuple[str, Tensor]]:
+        yield "it is twice as much", 2 * EXPECTED
+        yield "it is that of another", changed((0, 0))
+        raise AssertionError("nobody asks for more")
+
+    findings.compare(FORWARD, changed((0, 0)), EXPECTED, BOUND, alternatives=alternatives)
+    assert findings.differences[0].hint == "it is that of another"
+
+
+def test_alternatives_are_not_made_where_all_is_equal(findings: Findings) -> None:
+    def alternatives() -> Iterator[tuple[str, Tensor]]:
+        raise AssertionError("nobody asks")
+
+    assert findings.compare(FORWARD, EXPECTED, EXPECTED, BOUND, alternatives=alternatives)
+
+
+def test_a_gradient_that_is_compared_may_want_a_gradient(findings: Findings) -> None:
+    leaf = EXPECTED.clone().requires_grad_()
+    assert findings.compare(FORWARD, leaf * 1, EXPECTED, BOUND)
+    assert not findings.compare(FORWARD, leaf * 2, EXPECTED, BOUND)

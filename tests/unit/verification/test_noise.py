@@ -1,0 +1,80 @@
+"""Rounding errors of the verifier's own making: how large they are, and that they are the same each time."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from plait.verification.noise import Noise
+
+WIDE = torch.linspace(-3, 5, 4096, dtype=torch.float64)
+
+
+def test_number_0_changes_nothing() -> None:
+    assert Noise(0).shake(WIDE) is WIDE
+
+
+@pytest.mark.parametrize("tensor", [torch.arange(5), torch.ones(3, dtype=torch.bool), torch.empty(0, 4)])
+def test_what_has_no_rounding_is_left_alone(tensor: torch.Tensor) -> None:
+    assert torch.equal(Noise(1).shake(tensor), tensor)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+def test_an_error_is_at_most_a_rounding_of_the_element_and_of_the_usual_size(dtype: torch.dtype) -> None:
+    tensor = WIDE.to(dtype)
+    shaken = Noise(1).shake(tensor)
+    assert shaken.dtype == dtype
+    epsilon = torch.finfo(dtype).eps
+    largest = epsilon * (tensor.double().abs() + tensor.double().abs().median())
+    error = (shaken.double() - tensor.double()).abs()
+    assert (error <= largest + epsilon * tensor.double().abs()).all()  # the sum is rounded once more
+    assert error.median() > largest.median() / 8
+
+
+def test_a_zero_among_others_is_shaken_for_it_may_be_a_sum_that_cancels() -> None:
+    tensor = torch.zeros(64, dtype=torch.float64)
+    assert torch.equal(Noise(1).shake(tensor), tensor)
+    tensor[24:] = 1.0
+    errors = Noise(1).shake(tensor)[:24].abs()
+    assert (errors > 0).all()
+    assert errors.max() <= 2.0**-52
+
+
+def test_a_few_large_elements_do_not_drown_the_others() -> None:
+    """As the -1e9 of a mask."""
+    tensor = torch.ones(9, dtype=torch.float64)
+    tensor[3] = -1e9
+    errors = (Noise(1).shake(tensor) - tensor).abs()
+    assert errors[[0, 1, 2, 4, 5]].max() <= 2 * 2.0**-52
+
+
+@given(st.integers(1, 50))
+def test_the_same_number_makes_the_same_errors(number: int) -> None:
+    one, two, other = Noise(number), Noise(number), Noise(number + 1)
+    first = one.shake(WIDE)
+    assert torch.equal(first, two.shake(WIDE))
+    assert not torch.equal(first, one.shake(WIDE))
+    assert not torch.equal(first, other.shake(WIDE))
+
+
+def test_the_generator_of_the_process_is_not_touched() -> None:
+    before = torch.random.get_rng_state()
+    Noise(3).shake(WIDE)
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_the_gradient_goes_through() -> None:
+    tensor = WIDE.clone().requires_grad_()
+    Noise(1).shake(tensor).sum().backward()
+    assert tensor.grad is not None
+    assert torch.equal(tensor.grad, torch.ones_like(tensor))
+
+
+def test_an_infinity_stays_and_does_not_spread() -> None:
+    """As in a mask that is added to scores: else the shaken run is all NaN, and then anything is allowed."""
+    tensor = torch.tensor([1.0, -torch.inf, 0.5, 0.0], dtype=torch.float64)
+    shaken = Noise(1).shake(tensor)
+    assert shaken[1] == -torch.inf
+    assert (shaken[[0, 2, 3]] - tensor[[0, 2, 3]]).abs().max() < 1e-15

@@ -1,0 +1,59 @@
+"""What a verification does, and what it refuses to do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.errors import PlanError
+from plait.verification.recipe import Recipe, adamw, usual_steps
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"mode": "fast"}, "mode is 'fast': choose one of exact, float64, native."),
+        ({"steps": 0}, "steps is 0: give a whole number of at least 1."),
+        ({"steps": 1.0}, "steps is 1.0: give a whole number of at least 1."),
+        ({"steps": True}, "steps is True: give a whole number of at least 1."),
+        ({"seed": -1}, "seed is -1: give a whole number of at least 0."),
+        ({"perturbations": 0}, "perturbations is 0: give a whole number of at least 1."),
+        ({"clip": 0.0}, "clip is 0.0: give a norm above 0, or None."),
+        ({"clip": float("nan")}, "clip is nan: give a norm above 0, or None."),
+        ({"clip": "1"}, "clip is '1': give a norm above 0, or None."),
+        ({"mode": "exact"}, "steps is 2: mode exact takes 1, for after it numbers are too large."),
+    ],
+)
+def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Recipe(**changes)
+    assert str(caught.value) == told
+
+
+def test_what_can_be() -> None:
+    assert Recipe() == Recipe(mode="float64", steps=2, clip=None, optimizer=adamw)
+    assert Recipe(mode="exact", steps=1, clip=float("inf"), seed=0).steps == 1
+
+
+def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
+    assert [usual_steps(mode) for mode in ("float64", "native", "exact")] == [2, 2, 1]
+
+
+def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
+    assert Recipe().precision("bf16") == "fp64"
+    assert Recipe(mode="exact", steps=1).precision(None) == "fp64"
+    assert Recipe(mode="native").precision("bf16") == "bf16"
+    assert Recipe(mode="native").precision(None) is None
+
+
+def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:
+    parameters = [nn.Parameter(torch.ones(2, 2)), nn.Parameter(torch.ones(2))]
+    groups = [
+        {"params": [parameter], "weight_decay": decay}
+        for parameter, decay in zip(parameters, (0.1, 0.0), strict=True)
+    ]
+    made = adamw(groups)
+    assert [group["weight_decay"] for group in made.param_groups] == [0.1, 0.0]

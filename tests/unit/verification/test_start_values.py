@@ -1,0 +1,109 @@
+"""The values that both sides start from: moved a little, by name; the model that was given stays as it is."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from parity.models import buffers, on_meta, repeated, tied_table
+from plait.pipeline.sequence import bits_of
+from plait.verification.values import FROM_ZERO, MOVED, Change, moved, unchanged, with_values
+
+
+def test_a_parameter_moves_by_a_tenth_of_its_size() -> None:
+    value = torch.full((4000,), 3.0)
+    move = (moved(0)("a", value) - value).double()
+    assert 0.9 < float(move.std()) / (MOVED * 3.0) < 1.1
+    assert abs(float(move.mean())) < 0.03
+
+
+def test_a_parameter_of_zeros_moves_too() -> None:
+    move = moved(0)("bias", torch.zeros(4000))
+    assert 0.9 < float(move.std()) / FROM_ZERO < 1.1
+
+
+def test_moves_depend_on_the_name_and_the_seed_alone() -> None:
+    value = torch.ones(8)
+    first = moved(0)("a", value)
+    assert torch.equal(first, moved(0)("a", value))
+    assert not torch.equal(first, moved(0)("b", value))
+    assert not torch.equal(first, moved(1)("a", value))
+
+
+def test_shape_and_dtype_stay() -> None:
+    for value in (torch.ones(2, 3).bfloat16(), torch.tensor(0.5), torch.empty(0, 2), torch.ones(3).double()):
+        changed = moved(0)("a", value)
+        assert (changed.shape, changed.dtype) == (value.shape, value.dtype)
+
+
+def made(model: nn.Module) -> nn.Module:
+    return with_values(model, 0, moved(0), unchanged)
+
+
+@pytest.mark.parametrize("change", [moved(0), unchanged])
+def test_the_model_given_is_not_altered(change: Change) -> None:
+    model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
+    before = {name: bits_of(value) for name, value in model.state_dict().items()}
+    parameters = list(map(id, model.parameters()))
+    start = with_values(model, 0, change, unchanged)
+    assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
+    assert list(map(id, model.parameters())) == parameters
+    with torch.no_grad():
+        for parameter in start.parameters():
+            parameter.zero_()
+    assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
+
+
+def test_nothing_is_at_zero_or_one_any_more() -> None:
+    start = made(nn.Sequential(nn.LayerNorm(64)))
+    assert not any(((parameter == 0) | (parameter == 1)).any() for parameter in start.parameters())
+
+
+def test_a_model_on_the_meta_device_gets_values() -> None:
+    model = on_meta()
+    start = made(model)
+    assert all(parameter.is_meta for parameter in model.parameters())
+    assert not any(parameter.is_meta for parameter in start.parameters())
+    assert torch.equal(start[0].weight, made(on_meta())[0].weight)  # type: ignore[index]
+
+
+def test_what_is_shared_stays_shared() -> None:
+    shared = made(repeated())
+    assert shared[0] is shared[2] is shared[4]  # type: ignore[index]
+    tied = made(tied_table())
+    assert tied[3].table is tied[0].weight  # type: ignore[index]
+    assert len(list(tied.parameters())) == len(list(tied_table().parameters()))
+
+
+def test_what_is_frozen_stays_frozen() -> None:
+    model = tied_table()
+    assert [p.requires_grad for p in made(model).parameters()] == [
+        p.requires_grad for p in model.parameters()
+    ]
+
+
+def test_buffers_change_as_told_unless_they_are_whole_numbers() -> None:
+    seen = []
+
+    def change(name: str, value: Tensor) -> Tensor:
+        seen.append(name)
+        return value + 1
+
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(1)
+        model = buffers()
+    start = with_values(model, 0, unchanged, change)
+    assert seen == ["0.shift", "0.factor", "2.shift", "2.factor"]
+    assert torch.equal(start[0].shift, model[0].shift + 1)  # type: ignore[index]
+    assert torch.equal(start[0].permutation, model[0].permutation)  # type: ignore[index]
+    assert torch.equal(start[0].linear.weight, model[0].linear.weight)  # type: ignore[index]
+    assert "0.factor" not in start.state_dict()  # it is still one that is not saved
+
+
+def test_it_draws_nothing_from_the_generator_of_the_process() -> None:
+    model = repeated()
+    before = torch.random.get_rng_state()
+    made(model)
+    made(on_meta())
+    assert torch.equal(torch.random.get_rng_state(), before)

@@ -1,0 +1,104 @@
+"""The table of many plans: what it says of all of them, and of each."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from verification_cases import mlp_case, verify_here
+
+from plait.plan import Plan
+from plait.verification.difference import Findings, Tally
+from plait.verification.layouts import Refused
+from plait.verification.place import Phase, Place
+from plait.verification.rank import Outcome
+from plait.verification.recording import Bound
+from plait.verification.report import Report
+from plait.verification.survey import Survey
+from plait.verification.verify import report_on
+
+ONE, TWO = Plan(dp=2, microbatches=2), Plan(pp=2, microbatches=4, schedule="zb-h1")
+NO = Refused("7 heads do not divide by tp = 2: change one of them.")
+
+
+@pytest.fixture(scope="module")
+def equal() -> Report:
+    return verify_here(mlp_case(steps=1))
+
+
+@pytest.fixture(scope="module")
+def different(equal: Report) -> Report:
+    """As where the loss of a micro-batch is another."""
+
+    findings = Findings(4)
+    findings.compare(Place(0, Phase.FORWARD, 2, 1), torch.ones(2), torch.zeros(2), Bound(1.0, 0.0))
+    coordinate = {"pp": 0, "replicate": 0, "shard": 0, "tp": 0}
+    return report_on(mlp_case(), TWO, [Outcome(0, coordinate, equal.paths, findings, 0.1, 0.5)])
+
+
+def used(report: Report, share: float) -> Report:
+    return replace(report, tallies={Phase.FORWARD: Tally(10, 0, share, share * 1e-15)})
+
+
+def test_all_are_equal(equal: Report) -> None:
+    survey = Survey(2, ((ONE, used(equal, 0.1)), (TWO, used(equal, 0.25))))
+    assert survey
+    assert survey.headline() == ("EQUAL to one rank: all 2 plans on 2 ranks, 25% of what rounding explains.")
+    first, second = str(survey).splitlines()[2:]
+    assert first.startswith("  pp 1 · dp 2 · tp 1  1f1b   m 2   equal  1.0e-16   10%")
+    assert second.startswith("  pp 2 · dp 1 · tp 1  zb-h1  m 4   equal  2.5e-16   25%")
+
+
+def test_what_is_refused_does_not_count(equal: Report) -> None:
+    survey = Survey(2, ((ONE, used(equal, 0.1)), (TWO, NO)))
+    assert survey
+    assert survey.reports == (used(equal, 0.1),)
+    assert survey.headline().endswith("what rounding explains (1 more are not possible for this model).")
+    assert str(survey).splitlines()[3].endswith(f"tp 1  not possible: {NO.reason}")
+
+
+def test_one_is_different(equal: Report, different: Report) -> None:
+    survey = Survey(2, ((ONE, equal), (TWO, different), (TWO, NO)))
+    assert not survey
+    assert not survey.equal
+    assert survey.headline() == (
+        "NOT EQUAL to one rank: 1 of 2 plans on 2 ranks (1 more are not possible for this model)."
+    )
+    assert str(survey).splitlines()[3].endswith("m 4   DIFFERENT  step 1, the forward of 2")
+
+
+def test_nothing_that_can_be_run_is_not_equal() -> None:
+    survey = Survey(1, ((ONE, NO),))
+    assert not survey
+    assert survey.headline() == "NOTHING to compare: this model runs by none of 1 plans on 1 rank."
+    assert "not possible" in str(survey)
+
+
+def test_nothing_at_all_is_not_equal() -> None:
+    """Rows that no degree of dp divides leave no plan."""
+    survey = Survey(2, ())
+    assert not survey
+    assert str(survey).startswith("NOTHING to compare")
+
+
+def test_in_whole_numbers() -> None:
+    survey = Survey(1, ((Plan(microbatches=2), verify_here(mlp_case(mode="exact", steps=1))),))
+    assert survey.headline() == "EQUAL to one rank: all 1 plans on 1 rank, bit by bit."
+    assert "%" not in str(survey)
+
+
+def test_json(equal: Report, different: Report) -> None:
+    survey = Survey(2, ((ONE, equal), (TWO, different), (TWO, NO)))
+    read: dict[str, Any] = json.loads(json.dumps(survey.as_json(), allow_nan=False))
+    assert (read["equal"], read["ranks"]) == (False, 2)
+    assert [plan["equal"] for plan in read["plans"]] == [True, False, None]
+    assert read["plans"][2] == {
+        "plan": read["plans"][2]["plan"],
+        "equal": None,
+        "reason": NO.reason,
+    }
+    assert read["plans"][2]["plan"]["schedule"] == "zb-h1"
+    assert read["plans"][1]["first"]["phase"] == "forward"

@@ -1,0 +1,333 @@
+"""`plait.verify` as a user calls it, and that a defect of the woven side is seen."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from verification_cases import case_of, label, mlp, mlp_case, rows_and_classes, verify_here
+
+import plait
+from parity.cases import USER_CASES, gpt2, llama
+from plait.comm.mesh import Mesh
+from plait.comm.pool import RankPool
+from plait.engine import Engine
+from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleError
+from plait.pipeline.sequence import bits_of
+from plait.plan import Plan
+from plait.tensor.losses import cross_entropy
+from plait.verification import rank as rank_module
+from plait.verification.case import Case
+from plait.verification.place import Phase
+from plait.verification.rank import run_rank
+from plait.verification.recipe import Recipe
+from plait.verification.report import Report
+from plait.verification.verify import report_on, verify_all
+
+PLAN = Plan(microbatches=2)
+
+
+def over(rank_pool: RankPool, case: Case, plan: Plan) -> Report:
+    """`plait.verify` on ranks that are there already."""
+    return report_on(case, plan, rank_pool.run(run_rank, case, plan, ranks=plan.world))
+
+
+def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
+    model = mlp()
+    before = {name: bits_of(value) for name, value in model.state_dict().items()}
+    modes = [module.training for module in model.modules()]
+    inputs, targets = rows_and_classes()
+    given = bits_of(inputs)
+    plan = Plan(pp=2, microbatches=2, schedule="zb-h1")
+    report = plait.verify(model, plan, inputs, targets, threads=1, device="cpu")
+    assert report, report
+    assert (report.recipe.mode, report.recipe.steps, report.plan) == ("float64", 2, plan)
+    assert {Phase.MESSAGE, Phase.GRADIENT_MESSAGE} <= report.tallies.keys()
+    assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
+    assert [module.training for module in model.modules()] == modes
+    assert all(parameter.grad is None for parameter in model.parameters())
+    assert not any(module._forward_hooks or module._backward_hooks for module in model.modules())
+    assert bits_of(inputs) == given
+
+
+@pytest.mark.full
+def test_a_function_that_builds_the_model_on_ranks_of_its_own() -> None:
+    assert plait.verify(lambda: mlp(), Plan(dp=2, microbatches=2), *rows_and_classes(), threads=1)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(dp=2, microbatches=2),
+        Plan(pp=2, microbatches=4, schedule="gpipe"),
+        Plan(pp=2, dp=2, microbatches=2, schedule="zb-h2"),
+    ],
+    ids=label,
+)
+def test_a_function_that_builds_the_model(plan: Plan, rank_pool: RankPool) -> None:
+    case = Case(lambda: mlp(), cross_entropy, [rows_and_classes(8)] * 2, Recipe(), device="cpu")
+    report = over(rank_pool, case, plan)
+    assert report, report
+
+
+@pytest.mark.parametrize("plan", [Plan(tp=2, microbatches=2), Plan(pp=2, tp=2, microbatches=2)], ids=label)
+def test_gpt2_and_llama_over_tensor_parallel_ranks(plan: Plan, rank_pool: RankPool) -> None:
+    for case in (gpt2(), llama()):
+        report = over(rank_pool, case_of(case), plan)
+        assert report, report
+
+
+@pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
+def test_users_models_on_one_rank(case: Any) -> None:
+    report = verify_here(case_of(case))
+    assert report, report
+    assert report.used < 0.5
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
+@pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
+def test_users_models_over_four_ranks(case: Any, schedule: str, rank_pool: RankPool) -> None:
+    plan = Plan(pp=2, dp=2, microbatches=2, schedule=schedule)
+    report = over(rank_pool, case_of(case, rows=8), plan)
+    assert report, report
+
+
+class MaskedAttention(nn.Module):
+    """Takes and gives a mask beside the hidden: numbers that are added to scores, or bits."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 6)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        hidden, mask = value
+        scores = hidden @ hidden.mT
+        scores = scores.masked_fill(mask, -torch.inf) if mask.dtype == torch.bool else scores + mask
+        return self.linear(scores.softmax(-1) @ hidden), mask
+
+
+class MakeMask(nn.Module):
+    """To `[rows, 6, 1]` vectors of one feature, made six by a linear, a causal mask."""
+
+    def __init__(self, kind: torch.dtype) -> None:
+        super().__init__()
+        self.linear, self.kind = nn.Linear(1, 6), kind
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.linear(inputs.unsqueeze(-1))
+        later = torch.ones(len(inputs), 6, 6, device=inputs.device).triu(1).bool()
+        return hidden, later if self.kind == torch.bool else hidden.new_zeros(()).masked_fill(
+            later, -torch.inf
+        )
+
+
+class Close(nn.Module):
+    """Logits of the last position."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 5)
+
+    def forward(self, value: tuple[Tensor, Tensor]) -> Tensor:
+        logits: Tensor = self.linear(value[0][:, -1])
+        return logits
+
+
+def masked(kind: torch.dtype) -> Case:
+    model = nn.Sequential(MakeMask(kind), MaskedAttention(), MaskedAttention(), Close())
+    return Case(model, cross_entropy, [rows_and_classes()] * 2, Recipe())
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_masks_that_flow_between_layers(kind: torch.dtype) -> None:
+    assert verify_here(masked(kind))
+
+
+Break = Callable[[Engine], None]
+Replace = Callable[[nn.Sequential], nn.Sequential]
+
+
+@pytest.fixture
+def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
+    """Have each engine that is verified damaged after it was made, or made of another model."""
+    right = rank_module.parallelize
+
+    def install(damage: Break = lambda engine: None, replace: Replace = lambda model: model) -> None:
+        def parallelize(model: nn.Sequential, *arguments: Any, **options: Any) -> Engine:
+            engine = right(replace(model), *arguments, **options)
+            damage(engine)
+            return engine
+
+        monkeypatch.setattr(rank_module, "parallelize", parallelize)
+
+    return install
+
+
+def moved_weight(engine: Engine) -> None:
+    with torch.no_grad():
+        next(iter(engine.parameters())).mul_(1 + 1e-6)
+
+
+def another_layer(model: nn.Sequential) -> nn.Sequential:
+    """Without its third layer's function."""
+    first, second, _, last = model
+    return nn.Sequential(first, second, nn.Identity(), last)
+
+
+@pytest.mark.parametrize("mode", ["float64", "exact"])
+def test_a_weight_that_is_a_little_off_is_seen(broken: Callable[..., None], mode: str) -> None:
+    broken(moved_weight)
+    report = verify_here(mlp_case(mode=mode, steps=1))
+    assert report.first is not None
+    place = report.first.difference.place
+    assert (place.step, place.phase, place.name) == (0, Phase.INITIAL, "0.weight")
+
+
+@pytest.mark.parametrize("mode", ["float64", "exact"])
+def test_a_layer_that_computes_something_else_is_seen(broken: Callable[..., None], mode: str) -> None:
+    broken(replace=another_layer)
+    report = verify_here(mlp_case(mode=mode, steps=1))
+    assert not report
+    assert report.first is not None
+    assert (report.first.difference.place.phase, report.first.layer) == (Phase.FORWARD, "2")
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.float64])
+def test_it_is_seen_where_masks_flow_too(broken: Callable[..., None], kind: torch.dtype) -> None:
+    broken(replace=another_layer)
+    report = verify_here(masked(kind))
+    assert report.first is not None
+    assert (report.first.difference.place.phase, report.first.layer) == (Phase.FORWARD, "2")
+
+
+def test_gradients_that_are_not_clipped_are_seen(broken: Callable[..., None]) -> None:
+    def damage(engine: Engine) -> None:
+        clip = engine.clip_grad_norm_
+        engine.clip_grad_norm_ = lambda limit: clip(float("inf"))  # type: ignore[method-assign]
+
+    broken(damage)
+    report = verify_here(mlp_case())
+    assert report.first is not None
+    assert report.first.difference.place.phase is Phase.CLIP
+    assert report.first.difference.place.step == 0
+    assert report.first.cause == "it was not scaled."
+
+
+def test_with_isolate_the_same_mistake_is_counted_by_itself(broken: Callable[..., None]) -> None:
+    broken(replace=another_layer)
+    everything, alone = (verify_here(mlp_case(steps=1, isolate=isolate)) for isolate in (False, True))
+    assert alone.first is not None
+    assert everything.first is not None
+    assert alone.first.difference.place == everything.first.difference.place
+    assert alone.different < everything.different / 3
+
+
+def test_a_loss_that_does_not_add_up_is_seen_on_the_reference_alone() -> None:
+    class OfTheBatch:
+        """A mean over rows, given as if it were a sum over targets."""
+
+        def total(self, output: Tensor, targets: Tensor) -> Tensor:
+            return (output - output.mean(0)).square().sum()
+
+        def weight(self, targets: Tensor) -> Tensor:
+            return torch.tensor(len(targets))
+
+    report = verify_here(mlp_case(loss=OfTheBatch()))
+    assert report.first is not None
+    assert report.first.difference.place.phase is Phase.BATCH
+    assert "depends on how the batch is cut" in report.first.cause
+
+
+def test_precision_of_the_plan_in_mode_native() -> None:
+    plan = replace(PLAN, precision="bf16")
+    report = verify_here(mlp_case(mode="native"), plan)
+    assert report, report
+    assert verify_here(mlp_case(), plan)
+
+
+def test_other_optimizers_and_settings() -> None:
+    def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        return torch.optim.SGD(groups, lr=0.1, momentum=0.9)
+
+    report = verify_here(mlp_case(optimizer=momentum, clip=1e9, steps=3, seed=4))
+    assert report, report
+    assert (report.clip, report.tallies[Phase.NORM].compared) == (1e9, 3)
+
+
+def test_a_model_that_is_not_trained() -> None:
+    case = mlp_case()
+    frozen = mlp().requires_grad_(False)
+    report = verify_here(replace(case, model=frozen))
+    assert report, report
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        ({"mode": "fast"}, "mode is 'fast'"),
+        ({"steps": 0}, "steps is 0"),
+        ({"steps": "2"}, "steps is '2'"),
+        ({"steps": 2.0}, "steps is 2.0"),
+        ({"clip": -1.0}, "clip is -1.0"),
+        ({"seed": -1}, "seed is -1"),
+        ({"mode": "exact", "steps": 2}, "steps is 2: mode exact takes 1"),
+    ],
+)
+def test_bad_arguments_are_refused_before_any_rank_starts(arguments: dict[str, Any], told: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        plait.verify(mlp(), PLAN, *rows_and_classes(), **arguments)
+    assert str(caught.value).startswith(told)
+
+
+def refused_by_parallelize(model: nn.Module, plan: Plan) -> str:
+    mesh = Mesh(plan)
+    try:
+        plait.parallelize(model, plan, mesh, cross_entropy)
+    except (PlanError, ScheduleError) as error:
+        return str(error)
+    finally:
+        mesh.close()
+    return ""
+
+
+def test_a_plan_that_cannot_be_raises_as_parallelize_does(rank_pool: RankPool) -> None:
+    model = nn.Sequential(nn.Linear(6, 5))
+    plan = Plan(pp=2, microbatches=2)
+    told = rank_pool.run(refused_by_parallelize, model, plan, ranks=2)[0]
+    assert "2 stages" in told
+    case = Case(model, cross_entropy, [rows_and_classes()], Recipe(steps=1))
+    with pytest.raises((PlanError, ScheduleError)) as caught:
+        over(rank_pool, case, plan)
+    assert str(caught.value) == told
+
+
+@pytest.mark.parametrize("mode", ["float64", "exact"])
+@pytest.mark.parametrize(
+    ("model", "inputs", "error"),
+    [
+        ("a name", torch.ones(2, 6), ModelError),
+        (lambda: 3, torch.ones(2, 6), ModelError),
+        (mlp(), torch.ones(3, 6), PlanError),
+        (mlp(), torch.tensor(1.0), PlaitError),
+        (mlp(), "no tensor", PlaitError),
+    ],
+    ids=["no model", "no model built", "three rows", "no rows", "no tensor"],
+)
+def test_what_cannot_be_run_is_a_sentence(model: Any, inputs: Any, error: type, mode: Any) -> None:
+    rows = len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else 2
+    targets = torch.zeros(rows, dtype=torch.int64)
+    case = Case(model, cross_entropy, [(inputs, targets)], Recipe(mode=mode, steps=1))
+    with pytest.raises(error):
+        run_rank(case, PLAN)
+
+
+@pytest.mark.parametrize("inputs", [torch.tensor(1.0), "no tensor"])
+def test_every_layout_of_a_batch_without_rows_is_a_sentence(inputs: Any) -> None:
+    case = replace(mlp_case(steps=1), batches=[(inputs, torch.zeros(2, dtype=torch.int64))])
+    with pytest.raises((DataError, PlanError), match="the inputs have"):
+        verify_all(case, PLAN, 1)

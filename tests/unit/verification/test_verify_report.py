@@ -1,0 +1,290 @@
+"""The report: what it says, that a terminal holds it, and that programs can read it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from verification_cases import coordinates_of, mlp_case, verify_here
+
+from plait.plan import Plan
+from plait.verification.difference import Findings
+from plait.verification.merge import build_report
+from plait.verification.place import Phase, Place
+from plait.verification.rank import Outcome
+from plait.verification.recipe import Recipe
+from plait.verification.recording import Bound
+from plait.verification.report import LISTED, Report
+
+PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
+PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")
+RIGHT = torch.linspace(1, 2, 8, dtype=torch.float64).view(2, 4)
+BOUND = Bound(2.0, 1e-13)
+EVERYWHERE = (
+    Place(0, Phase.BATCH),
+    Place(0, Phase.INPUT, -1, 0),
+    Place(0, Phase.MESSAGE, 1, 0),
+    Place(0, Phase.FORWARD, 2, 0),
+    Place(0, Phase.LOSS, None, 0),
+    Place(0, Phase.LOSS_GRADIENT, 3, 0),
+    Place(0, Phase.GRADIENT_MESSAGE, 1, 0),
+    Place(0, Phase.INPUT_GRADIENT, 2, 0),
+    Place(0, Phase.WEIGHT_GRADIENT, 2, 0, "blocks.0.mlp.up.weight"),
+    Place(0, Phase.REDUCTION, name="blocks.0.mlp.up.weight"),
+    Place(0, Phase.MEAN_LOSS),
+    Place(0, Phase.NORM),
+    Place(0, Phase.CLIP, name="blocks.0.mlp.up.weight"),
+    Place(0, Phase.OPTIMIZER, name="blocks.0.mlp.up.weight"),
+    Place(1, Phase.EVALUATION),
+)
+FORWARD, REDUCTION = EVERYWHERE[3], EVERYWHERE[9]
+
+
+def outcomes(wrong: Mapping[int, Mapping[Place, Tensor]], plan: Plan = PLAN) -> list[Outcome]:
+    """Every rank has compared every phase; some have found something else than `RIGHT`."""
+    made = []
+    for rank, coordinate in enumerate(coordinates_of(plan)):
+        findings, own = Findings(len(PATHS)), wrong.get(rank, {})
+        for place in EVERYWHERE:
+            findings.compare(place, RIGHT, RIGHT, BOUND)
+        for place, actual in own.items():
+            findings.compare(place, actual, RIGHT, BOUND, offsets=(0, 4 * rank))
+        made.append(Outcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
+    return made
+
+
+def report_of(
+    wrong: Mapping[int, Mapping[Place, Tensor]] | None = None, plan: Plan = PLAN, **recipe: Any
+) -> Report:
+    return build_report(outcomes(wrong or {}, plan), plan, Recipe(**recipe))
+
+
+def as_json(report: Report) -> dict[str, Any]:
+    """By way of strict JSON, which knows neither NaN nor infinity."""
+    read: dict[str, Any] = json.loads(json.dumps(report.as_json(), allow_nan=False))
+    return read
+
+
+def test_equal() -> None:
+    report = report_of()
+    assert report
+    assert report.equal
+    assert (report.compared, report.different, report.first, report.others) == (60, 0, None, ())
+    assert report.headline() == (
+        "EQUAL to one rank: 60 tensors differ by at most 0.0e+00 of their size, 0% of what rounding explains."
+    )
+    assert report.seconds == 4.25
+
+
+def test_how_closely() -> None:
+    findings = outcomes({0: {FORWARD: RIGHT + 2.5e-14}, 1: {REDUCTION: RIGHT + 5e-14}})
+    report = build_report(findings, PLAN, Recipe())
+    assert report
+    assert report.used == pytest.approx(0.5, rel=0.01)
+    assert "differ by at most 2.5e-14 of their size, 50% of what rounding explains." in report.headline()
+    assert report.tallies[Phase.FORWARD].used == pytest.approx(0.25, rel=0.01)
+
+
+def test_equal_in_whole_numbers() -> None:
+    assert (
+        report_of(mode="exact", steps=1).headline() == "EQUAL to one rank, bit by bit: 60 tensors compared."
+    )
+
+
+def test_different() -> None:
+    report = report_of({2: {FORWARD: 2 * RIGHT}, 3: {FORWARD: 2 * RIGHT, REDUCTION: 0 * RIGHT}})
+    assert not report
+    assert not report.equal
+    assert (report.compared, report.different) == (63, 3)
+    assert report.first is not None
+    assert report.first.difference.place == FORWARD
+    assert report.first.ranks == (2, 3)
+    assert report.first.layer == "blocks.0.mlp"
+    assert [coordinate["shard"] for coordinate in report.first.coordinates] == [1, 1]
+    assert (
+        report.headline()
+        == "NOT EQUAL to one rank: the forward of blocks.0.mlp differs by 1.0e+00 of its size."
+    )
+    assert [difference.place for difference in report.others] == [REDUCTION]
+
+
+def test_the_first_difference_is_the_first_of_all_ranks() -> None:
+    report = report_of({0: {REDUCTION: 0 * RIGHT}, 3: {FORWARD: 2 * RIGHT}})
+    assert report.first is not None
+    assert (report.first.difference.place, report.first.ranks) == (FORWARD, (3,))
+    assert [difference.place for difference in report.others] == [REDUCTION]
+
+
+def test_the_cause_is_made_of_what_all_ranks_have() -> None:
+    report = report_of({0: {FORWARD: RIGHT / 4}, 1: {FORWARD: RIGHT * 3 / 4 + 0}})
+    assert report.first is not None
+    assert report.first.cause.startswith("the ranks of tp hold summands of all of it")
+
+
+def test_ranks_that_compared_the_same_and_are_equal_are_told() -> None:
+    noise = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    one_of_two = report_of({2: {FORWARD: noise}})
+    assert one_of_two.first is not None
+    assert one_of_two.first.cause.endswith("; equal on tp 1.")  # other ranks of dp have other data
+    one_of_four = report_of({2: {REDUCTION: noise}})
+    assert one_of_four.first is not None
+    assert one_of_four.first.cause.endswith("; equal on rank 0, 1, 3.")
+
+
+def test_ranks_that_did_not_compare_are_not_told_to_be_equal() -> None:
+    """Only rank 0 compares how the batch is cut."""
+    made = outcomes({0: {EVERYWHERE[0]: 2 * RIGHT}})
+    for outcome in made[1:]:
+        del outcome.findings.tallies[Phase.BATCH]
+    report = build_report(made, PLAN, Recipe())
+    assert report.first is not None
+    assert "equal on" not in report.first.cause
+
+
+@pytest.mark.parametrize(
+    ("place", "words"),
+    [
+        (Place(0, Phase.FORWARD, 2, 0), "the forward of blocks.0.mlp"),
+        (Place(0, Phase.INPUT, -1, 0), "the input of the batch"),
+        (
+            Place(0, Phase.WEIGHT_GRADIENT, 2, 0, "up.weight"),
+            "the weight gradient of up.weight in blocks.0.mlp",
+        ),
+        (Place(0, Phase.OPTIMIZER, name="up.weight/exp_avg"), "the optimizer of up.weight/exp_avg"),
+        (Place(0, Phase.NORM), "the norm"),
+    ],
+)
+def test_a_place_in_words(place: Place, words: str) -> None:
+    assert report_of().what(place) == words
+
+
+def test_the_text_of_a_difference() -> None:
+    report = report_of({3: {Place(1, Phase.FORWARD, 2, 5): 2 * RIGHT}})
+    lines = str(report).splitlines()
+    assert lines[:2] == [report.headline(), ""]
+    assert "  plan     pp 1 · dp 2 · tp 2, zb-h1; float64, 4 micro-batches, 2 steps, clipped" in lines
+    assert "  first    step 2, forward, micro-batch 5: layer 2, blocks.0.mlp" in lines
+    assert "  on       rank 3 (pp 0 · replicate 0 · shard 1 · tp 1)" in lines
+    assert "  where    100% of [2, 4]; worst at [1, 15]: 4 instead of 2" in lines
+    assert any(
+        line.startswith("  likely   all of it is 2 times what it should be, the size of tp") for line in lines
+    )
+    assert any(line.startswith("  in all   1 of 61 tensors differ") for line in lines)
+
+
+def test_a_model_of_one_layer_has_no_path() -> None:
+    made = outcomes({0: {Place(0, Phase.FORWARD, 0, 0): 2 * RIGHT}})
+    made = [Outcome(one.rank, one.coordinate, ("",), one.findings, one.clip, one.seconds) for one in made]
+    text = str(build_report(made, PLAN, Recipe()))
+    assert "  first    step 1, forward, micro-batch 0: layer 0\n" in text
+
+
+def test_with_isolate_others_are_listed_too() -> None:
+    many = dict.fromkeys(EVERYWHERE, 2 * RIGHT)
+    text = str(report_of({0: many, 1: many}, isolate=True))
+    assert text.count("  also     ") == LISTED + 1
+    assert f"  also     {len(EVERYWHERE) - 1 - LISTED} more places" in text
+    assert "  also     the input of the batch" in text
+    assert "fed downstream" in text
+
+
+@pytest.mark.parametrize(("places", "isolate"), [(EVERYWHERE[3:], False), (EVERYWHERE[7:10], True)])
+@pytest.mark.parametrize("ranks", [(3,), (0, 1, 2, 3)])
+def test_a_terminal_holds_it(ranks: tuple[int, ...], places: tuple[Place, ...], isolate: bool) -> None:
+    """What a defect usually looks like: from one place on all is different, or a few by themselves."""
+    noise = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    following = dict.fromkeys(places, noise)
+    lines = str(report_of(dict.fromkeys(ranks, following), isolate=isolate)).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 100
+
+
+def test_a_terminal_holds_what_is_equal() -> None:
+    lines = str(verify_here(mlp_case())).splitlines()
+    assert len(lines) <= 24
+    assert max(map(len, lines)) <= 110
+
+
+def test_json_of_what_is_equal() -> None:
+    read = as_json(report_of())
+    assert {name: read[name] for name in ("equal", "mode", "steps", "clip", "compared", "different")} == {
+        "equal": True,
+        "mode": "float64",
+        "steps": 2,
+        "clip": 0.125,
+        "compared": 60,
+        "different": 0,
+    }
+    assert read["first"] is None
+    assert read["plan"]["schedule"] == "zb-h1"
+    assert read["phases"]["forward"] == {
+        "compared": 4,
+        "different": 0,
+        "used": 0.0,
+        "relative": 0.0,
+        "vague": 0,
+    }
+
+
+def test_json_of_a_difference() -> None:
+    read = as_json(report_of({3: {Place(1, Phase.FORWARD, 2, 5): 2 * RIGHT}}))
+    first = read["first"]
+    cause = first.pop("cause")
+    assert cause.startswith("all of it is 2 times what it should be, the size of tp")
+    assert read["equal"] is False
+    assert first == {
+        "step": 1,
+        "phase": "forward",
+        "layer": "blocks.0.mlp",
+        "parameter": None,
+        "tensor": 0,
+        "microbatch": 5,
+        "ranks": [3],
+        "coordinates": [{"pp": 0, "replicate": 0, "shard": 1, "tp": 1}],
+        "largest": 2.0,
+        "size": 2.0,
+        "allowed": 1e-13,
+        "shape": [2, 4],
+        "box": [[0, 2], [12, 16]],
+        "index": [1, 15],
+        "actual": 4.0,
+        "expected": 2.0,
+    }
+
+
+@pytest.mark.parametrize("broken", [math.nan, math.inf, -math.inf])
+def test_json_knows_no_nan(broken: float) -> None:
+    first = as_json(report_of({0: {FORWARD: RIGHT * broken}}))["first"]
+    assert (first["largest"], first["actual"]) == (None, None)
+    assert first["expected"] == 1.0
+
+
+def test_json_of_another_shape() -> None:
+    first = as_json(report_of({0: {FORWARD: RIGHT[:1]}}))["first"]
+    assert (first["shape"], first["box"], first["largest"], first["actual"]) == ([1, 4], [], None, None)
+    assert "its shape is [1, 4] instead of [2, 4]" in first["cause"]
+
+
+def test_the_text_of_another_shape() -> None:
+    text = str(report_of({0: {FORWARD: RIGHT[:1]}}))
+    assert "likely   its shape is [1, 4] instead of [2, 4]" in text
+    assert "nan" not in text
+
+
+def test_json_where_the_reference_is_no_number() -> None:
+    findings = Findings(len(PATHS))
+    findings.compare(FORWARD, RIGHT, RIGHT * math.nan, Bound(math.nan, 0.0))
+    outcome = Outcome(0, coordinates_of(Plan())[0], PATHS, findings, math.nan, 1.0)
+    read = as_json(build_report([outcome], Plan(), Recipe()))
+    assert (read["clip"], read["first"]["expected"], read["first"]["size"]) == (None, None, None)
+
+
+def test_json_in_whole_numbers_has_no_clip() -> None:
+    report = verify_here(mlp_case(mode="exact", steps=1))
+    assert as_json(report)["clip"] is None
+    assert "inf" not in str(report)
