@@ -382,7 +382,6 @@ FORWARD = (
         "head",
         ranks=(1,),
         cause="float32",
-        unexplained="a linear spreads the error over elements that are nearly zero",
         full=True,
     ),
     _row(random_numbers_of_the_rank, models.MASKED, cases.TWO_COPIES, "1", microbatch=2, ranks=(1,)),

@@ -28,6 +28,7 @@ UNSEEN_BY_EXACT = {
     "norm_over_a_piece": "norms have a stand-in that does not look at other features",
     "buffers_given_back_too_soon": "a stand-in keeps no input for its backward",
     "gradients_of_the_step_before_stay": "there is one step",
+    "norm_inside_the_region": "gradients of parts fold otherwise, so that the input gradient differs",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9

@@ -215,7 +215,9 @@ NORMS = (
         cause="too small",
     ),
     _row(Phase.CLIP, clipped_by_own_norm, cases.GPT2, cases.TWO_STAGES, parameter=".*", cause="factor|times"),
-    _row(Phase.CLIP, clipped_twice, cases.GPT2, cases.TWO_COPIES, ranks=BOTH, cause="too often", full=True),
+    _row(
+        Phase.CLIP, clipped_twice, cases.GPT2, cases.TWO_COPIES, ranks=BOTH, cause="scaled twice", full=True
+    ),
     _row(
         Phase.CLIP,
         vectors_not_clipped,
