@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -34,7 +34,8 @@ class Woven:
         self.observer: Observer | None = None
         self.epsilon = 0.0
         if recipe.mode != "exact":
-            self.epsilon = max((torch.finfo(p.dtype).eps for p in self.parameters.values()), default=0.0)
+            kinds = {p.dtype for p in self.parameters.values() if p.is_floating_point()}
+            self.epsilon = max((torch.finfo(kind).eps for kind in kinds), default=0.0)
 
     def start(self, sequence: LayerSequence, change: Change, seed: int) -> None:
         """Compare the initial values, and put what both sides start from in their place."""
@@ -70,7 +71,7 @@ class Woven:
                     parameter.grad.copy_(self._piece(name, recorded[Key("clipped", name=name)]))
         factor = float(recorded[Key("clip")]) / (float(recorded[Key("norm")]) + 1e-6)
         self._compare_gradients(
-            step, Phase.CLIP, "clipped", {"it was not scaled": 1.0, "it was scaled twice": factor**2}
+            step, Phase.CLIP, "clipped", it_was_not_scaled=1.0, it_was_scaled_twice=factor**2
         )
         self.optimizer.step()
         for name, parameter in self.parameters.items():
@@ -97,15 +98,16 @@ class Woven:
 
         return observe
 
-    def _compare_gradients(
-        self, step: int, phase: Phase, kind: str, factors: Mapping[str, float] | None = None
-    ) -> None:
-        """`factors`: by what the final gradient may have been multiplied by mistake, as sentences."""
+    def _compare_gradients(self, step: int, phase: Phase, kind: str, **mistaken: float) -> None:
+        """`mistaken`: by what the final gradient may have been multiplied instead, as sentences."""
+        recorded = self.recording.values[Moment(step, WHOLE)]
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 assert parameter.grad is not None
-                final = self._piece(name, self.recording.values[Moment(step, WHOLE)][Key("final", name=name)])
-                hints = [(text, final * factor) for text, factor in (factors or {}).items()]
+                hints = [
+                    (text.replace("_", " "), self._piece(name, recorded[Key("final", name=name)]) * factor)
+                    for text, factor in mistaken.items()
+                ]
                 self._compare(step, phase, Key(kind, name=name), parameter.grad, name, hints)
 
     def _compare(
