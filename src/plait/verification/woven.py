@@ -70,9 +70,8 @@ class Woven:
                 if parameter.grad is not None:
                     parameter.grad.copy_(self._piece(name, recorded[Key("clipped", name=name)]))
         factor = float(recorded[Key("clip")]) / (float(recorded[Key("norm")]) + 1e-6)
-        self._compare_gradients(
-            step, Phase.CLIP, "clipped", it_was_not_scaled=1.0, it_was_scaled_twice=factor**2
-        )
+        mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)]
+        self._compare_gradients(step, Phase.CLIP, "clipped", mistakes)
         self.optimizer.step()
         for name, parameter in self.parameters.items():
             hints = [("it was not updated", before[name])]
@@ -98,15 +97,17 @@ class Woven:
 
         return observe
 
-    def _compare_gradients(self, step: int, phase: Phase, kind: str, **mistaken: float) -> None:
-        """`mistaken`: by what the final gradient may have been multiplied instead, as sentences."""
+    def _compare_gradients(
+        self, step: int, phase: Phase, kind: str, mistakes: Sequence[tuple[str, float]] = ()
+    ) -> None:
+        """`mistakes`: by what the final gradient may have been multiplied instead, after a sentence."""
         recorded = self.recording.values[Moment(step, WHOLE)]
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 assert parameter.grad is not None
                 hints = [
-                    (text.replace("_", " "), self._piece(name, recorded[Key("final", name=name)]) * factor)
-                    for text, factor in mistaken.items()
+                    (text, self._piece(name, recorded[Key("final", name=name)]) * factor)
+                    for text, factor in mistakes
                 ]
                 self._compare(step, phase, Key(kind, name=name), parameter.grad, name, hints)
 
