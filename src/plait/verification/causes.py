@@ -10,6 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from plait.comm.coordinates import index_along, sizes_of
 from plait.plan import Plan
 from plait.verification.difference import Difference, Evidence
 from plait.verification.place import Phase
@@ -259,9 +260,8 @@ def _where(ranks: Sequence[int], symptoms: Symptoms) -> str:
 
 
 def _along(coordinate: Mapping[str, int], axis: str, plan: Plan) -> int:
-    if axis != "dp":
-        return coordinate[axis]
-    return coordinate["replicate"] * plan.shard + coordinate["shard"]
+    sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    return index_along(axis, coordinate, sizes)
 
 
 def _explained(ratio: float, symptoms: Symptoms) -> str:
