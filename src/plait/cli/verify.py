@@ -49,7 +49,7 @@ def parser() -> ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Verify as `argv` asks. Returns 0 if equal, 1 if not.
+    """Verify as `argv` asks. Returns 0 if equal, 1 if not, 2 if no plan of `--all` could be run.
 
     Raises `PlaitError` where the user has something to mend.
     """
@@ -76,6 +76,8 @@ def run(argv: Sequence[str]) -> int:
         )
     if speaks:
         print(json.dumps(result.as_json(), indent=2, allow_nan=False) if options.json else result)
+    if not result.compared:
+        return 2  # no plan could be run, so none is different
     return 0 if result else 1
 
 

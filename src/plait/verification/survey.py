@@ -23,6 +23,11 @@ class Survey:
         return tuple(result for _, result in self.rows if isinstance(result, Report))
 
     @property
+    def compared(self) -> int:
+        """How many tensors, over all plans and ranks: 0 where none of the plans can be run."""
+        return sum(report.compared for report in self.reports)
+
+    @property
     def equal(self) -> bool:
         """Whether all that can be run are equal to one rank, and there is one."""
         return bool(self.reports) and all(self.reports)

@@ -15,6 +15,8 @@ from plait.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan import Plan
+from plait.verification.layouts import Refused
+from plait.verification.survey import Survey
 
 SETTINGS = {
     "model.layers": "1",
@@ -32,6 +34,8 @@ TINY = [word for name, value in SETTINGS.items() for word in (f"--{name}", value
 
 class Answer:
     """In the place of a report."""
+
+    compared = 1
 
     def __init__(self, equal: bool) -> None:
         self.equal = equal
@@ -117,6 +121,16 @@ def test_the_exit_code_is_the_answer(
     answer(equal)
     assert main(["verify", *TINY, *options]) == code
     assert capsys.readouterr() == (said, "")
+
+
+def test_where_no_plan_can_be_run_the_exit_code_is_2(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing was compared, so nothing was found to differ."""
+    nothing = Survey(1, ((Plan(), Refused("no")),))
+    monkeypatch.setattr("plait.verification.verify.verify_all", lambda *_, **__: nothing)
+    assert main(["verify", *TINY, "--all"]) == 2
+    assert capsys.readouterr().out.startswith("NOTHING to compare")
 
 
 @pytest.mark.parametrize(
