@@ -20,6 +20,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("verification",),
     ("composer",),
+    ("blueprint",),
     ("engine", "weaving"),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
     ("autograd",),

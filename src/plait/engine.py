@@ -27,6 +27,7 @@ from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.schedules.program import Instruction, Program
 from plait.schedules.steps import Steps
+from plait.sharding.gatherer import Gatherer
 from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
 from plait.sharding.replicas import check_replicas, held_by
@@ -55,6 +56,7 @@ class Parts:
     """Whether rules fit the model, proved for a micro-batch; None where nothing is cut."""
     steps: Steps
     worker: Worker
+    gatherer: Gatherer
     reducer: Reducer
     counted: Collection[str]
     """The parameters whose gradients count as this rank's in a norm over the model."""
@@ -76,7 +78,9 @@ class Engine:
         self.mesh = parts.mesh
         self._parts = parts
         self._worker = parts.worker
-        self._executor = Executor(parts.worker.handlers(), parts.reducer.handlers())
+        self._executor = Executor(
+            parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers()
+        )
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -127,6 +131,7 @@ class Engine:
         self._agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
         generator = torch.Generator().manual_seed(seed)
         sequence = prompt.to(self.mesh.device)
+        self._parts.gatherer.begin()
         with torch.no_grad(), evaluating(self._modules()):
             for _ in range(tokens):
                 seen, length = padded(sequence, self._parts.context)
@@ -148,10 +153,12 @@ class Engine:
     def clip_grad_norm_(self, max_norm: float) -> Tensor:
         """Scale all gradients of the model so that their L2 norm is at most `max_norm`; the norm before, 0-d.
 
-        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp` and `tp`.
+        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or
+        over `world` where gradients are cut.
         """
         units = self._parts.reducer.units.values()
-        norm = total_norm(units, self._parts.counted, self.mesh.group("model"), self.mesh.device)
+        group = self.mesh.group("world" if self.plan.shards else "model")
+        norm = total_norm(units, self._parts.counted, group, self.mesh.device)
         scale_to(units, norm, max_norm)
         return norm
 
@@ -161,7 +168,7 @@ class Engine:
         Their gradients belong to the step: hooks on parameters see some of them too early, or not at all.
         """
         for unit in self._parts.reducer.units.values():
-            yield from unit.parameters.items()
+            yield from unit.pieces.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """This rank's parameters."""
@@ -170,10 +177,14 @@ class Engine:
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Two groups for an optimizer: matrices and tables decay; vectors (biases, norm scales) do not."""
-        trainable = [parameter for parameter in self.parameters() if parameter.requires_grad]
+        trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
+        for name, parameter in self.named_parameters():
+            if parameter.requires_grad:
+                is_matrix = len(self.layouts[name].shape) >= 2  # a piece of one may be flat
+                trainable[is_matrix].append(parameter)
         return [
-            {"params": [p for p in trainable if p.dim() >= 2], "weight_decay": weight_decay},
-            {"params": [p for p in trainable if p.dim() < 2], "weight_decay": 0.0},
+            {"params": trainable[True], "weight_decay": weight_decay},
+            {"params": trainable[False], "weight_decay": 0.0},
         ]
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -241,6 +252,7 @@ class Engine:
         looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
         self._agree(looks, "pp")
         self._agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
+        self._parts.gatherer.begin()
         weights = [self._parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
@@ -291,6 +303,7 @@ class Engine:
             self._executor.run(program)
         except BaseException:
             self._worker.clear()
+            self._parts.gatherer.clear()
             if trains:
                 self._parts.reducer.clear()
             raise

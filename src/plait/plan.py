@@ -10,9 +10,11 @@ from plait.errors import PlanError
 Strategy = Literal["none", "optimizer", "gradients", "full"]
 Reduce = Literal["last", "each"]
 Recompute = Literal["none", "selective", "full"]
-Precision = Literal["fp64", "fp32", "bf16"]
+Precision = Literal["fp64", "fp32", "bf16", "fp16"]
+Offload = Literal["none", "parameters", "full"]
 
-_CHOICES = {"strategy": Strategy, "reduce": Reduce, "recompute": Recompute, "precision": Precision}
+_CHOICES = {"strategy": Strategy, "reduce": Reduce, "recompute": Recompute, "offload": Offload}
+_PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_precision")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -22,7 +24,19 @@ class Plan:
     `dp` counts data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
     `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
     stages by hand (one count per stage, first stage first); without it the simulated step decides.
-    `precision` is the dtype of parameters and activations; without it they keep the model's. `overlap`:
+
+    `strategy` says what is cut between the ranks of `shard`: nothing, the optimizer's state, gradients too,
+    or parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
+    last two cut the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
+    gradients anyway, and reduce them once.
+
+    `precision` is the dtype of parameters and activations; without it they keep the model's.
+    `master_precision` is that of the parameters which the optimizer updates, `gradient_precision` that in
+    which gradients are added up, `reduce_precision` that in which they travel; without them each is like the
+    one before (gradients like the master). `offload` keeps on the CPU what a rank holds of parameters while a
+    step runs, or that, its gradients and so the optimizer's state (`full`), at all times.
+
+    `overlap`:
     whether a stage's full backward computes input and weight gradients layer by layer, so that weight
     gradients hide what `tp` sums; else all input gradients come first, so that the stage before can go on.
     Without it stages whose gradient nobody waits for do the first, others the second.
@@ -39,6 +53,10 @@ class Plan:
     reduce: Reduce = "last"
     recompute: Recompute = "none"
     precision: Precision | None = None
+    master_precision: Precision | None = None
+    gradient_precision: Precision | None = None
+    reduce_precision: Precision | None = None
+    offload: Offload = "none"
     overlap: bool | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
@@ -48,9 +66,15 @@ class Plan:
         if self.chunks is not None:
             _require_count("chunks", self.chunks)
         for name, kind in _CHOICES.items():
-            value, choices = getattr(self, name), get_args(kind)
-            if value not in choices and not (name == "precision" and value is None):
-                raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(choices)}.")
+            _require_choice(name, getattr(self, name), get_args(kind))
+        for name in _PRECISIONS:
+            if getattr(self, name) is not None:
+                _require_choice(name, getattr(self, name), get_args(Precision))
+        if self.offload != "none" and self.strategy == "none":
+            raise PlanError(
+                f"plan.offload is {self.offload!r}, but with plan.strategy 'none' every rank keeps all: "
+                "choose the strategy full, gradients or optimizer."
+            )
         if self.dp % self.replicate:
             raise PlanError(
                 f"plan.replicate = {self.replicate} does not divide plan.dp = {self.dp}: "
@@ -74,9 +98,24 @@ class Plan:
         return self.dp // self.replicate
 
     @property
+    def shards(self) -> bool:
+        """Whether the optimizer updates pieces, or offloaded copies, of what layers use."""
+        return self.strategy != "none" and (self.shard > 1 or self.offload != "none")
+
+    @property
+    def has_master(self) -> bool:
+        """Whether the optimizer updates parameters of another dtype than layers use."""
+        return self.master_precision not in (None, self.precision)
+
+    @property
     def world(self) -> int:
         """Ranks in the whole run: the product of the degrees."""
         return self.pp * self.dp * self.tp
+
+
+def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(choices)}.")
 
 
 def _require_count(name: str, value: object) -> None:

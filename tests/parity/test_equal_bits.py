@@ -6,7 +6,7 @@ import torch
 from parity import woven
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.planner.balance import balance

@@ -5,7 +5,7 @@ import pytest
 from parity.cases import gpt2
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.plan import Plan
 
 FACTORS = {

@@ -6,8 +6,8 @@ from parity.cases import USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
+from plait.blueprint import SCHEDULES
 from plait.comm.shared import SMALLEST
-from plait.composer import SCHEDULES
 from plait.plan import Plan
 
 CASES = [pytest.param(case, id=case.name) for case in USER_CASES]

@@ -13,7 +13,7 @@ from parity.case import Case
 from parity.cases import SMOOTHED, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.plan import Plan
 from plait.tensor.losses import CrossEntropy
 

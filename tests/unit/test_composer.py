@@ -10,21 +10,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from plait.blueprint import SCHEDULES, cut, parameter_holders, refuse_missing_parts, span, unit_users
 from plait.comm.mesh import Mesh
-from plait.composer import (
-    SCHEDULES,
-    cut,
-    parallelize,
-    parameter_holders,
-    refuse_missing_parts,
-    span,
-    unit_users,
-)
+from plait.composer import parallelize
 from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
-from plait.schedules.lower import Place
+from plait.schedules.shape import Place
 from plait.search.schedule import schedule
 from plait.tensor.losses import cross_entropy
 
@@ -41,9 +34,7 @@ def linears(count: int) -> nn.Sequential:
 @pytest.mark.parametrize(
     ("plan", "told"),
     [
-        (Plan(strategy="full"), "plan.strategy is 'full': only 'none' is available yet."),
         (Plan(recompute="selective"), "plan.recompute is 'selective': only 'none' is available yet."),
-        (Plan(reduce="each"), "plan.reduce is 'each': only 'last' is available yet."),
         (Plan(chunks=2), "plan.chunks is 2: only 1 is available yet."),
         (
             Plan(schedule="auto"),

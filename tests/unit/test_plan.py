@@ -40,7 +40,7 @@ def test_counts_are_whole_and_positive(name: str, value: object) -> None:
         ("strategy", "none, optimizer, gradients, full"),
         ("reduce", "last, each"),
         ("recompute", "none, selective, full"),
-        ("precision", "fp64, fp32, bf16"),
+        ("precision", "fp64, fp32, bf16, fp16"),
     ],
 )
 @pytest.mark.parametrize("value", ["zero", "", 1])

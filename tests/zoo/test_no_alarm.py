@@ -3,7 +3,7 @@
 import pytest
 
 from parity.cases import gpt2, llama
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.plan import Plan
 from plait.verification.layouts import Refused, plans_on, run_all
 from plait.verification.verify import report_on

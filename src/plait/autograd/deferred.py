@@ -21,8 +21,8 @@ from torch.nn import functional
 
 from plait.errors import ModelError
 
-WeightWork = Callable[[], None]
-"""Adds one weight gradient of one micro-batch to `weight.grad`."""
+WeightWork = Callable[[], object]
+"""Adds one weight gradient of one micro-batch to its buffer."""
 
 
 @dataclass
@@ -34,10 +34,18 @@ class Keeper:
 
     kept: list[WeightWork] = field(default_factory=list)
     spends: bool = False
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of a weight, what its gradients are added to while its `.grad` is set aside."""
 
     def keep(self, work: WeightWork) -> None:
         """Add one piece of weight work."""
         self.kept.append(work)
+
+    def buffer_of(self, weight: Tensor) -> Tensor:
+        """What the gradients of `weight` are added to: its `.grad`, if nothing else is said."""
+        buffer = self.buffers.get(id(weight), weight.grad)
+        assert buffer is not None, "gradients have somewhere to go before a backward"
+        return buffer
 
     def take(self) -> list[WeightWork]:
         """Everything kept since the last call, in the order of the backward."""
@@ -130,7 +138,7 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
         _refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
-        weight, bias = ctx.weight, ctx.bias
+        weight, bias, keeper = ctx.weight, ctx.bias, ctx.keeper
         needs_bias = bias is not None and bias.requires_grad
         if weight.requires_grad or needs_bias:
             # Cut off, so that waiting for W does not hold the layer's graph.
@@ -139,12 +147,20 @@ class _Linear(torch.autograd.Function):
             def work() -> None:
                 rows = gradient.reshape(-1, gradient.shape[-1])
                 if input is not None:
-                    weight.grad.addmm_(rows.t(), input.reshape(-1, input.shape[-1]))
+                    _add_product(keeper.buffer_of(weight), rows.t(), input.reshape(-1, input.shape[-1]))
                 if needs_bias:
-                    bias.grad.add_(rows.sum(0))
+                    keeper.buffer_of(bias).add_(rows.sum(0))
 
-            ctx.keeper.keep(work)
+            keeper.keep(work)
         return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None
+
+
+def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
+    """Add `a @ b` to `total`, which may have more digits than they."""
+    if total.dtype == a.dtype:
+        total.addmm_(a, b)
+    else:
+        total.add_(a @ b)
 
 
 def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
@@ -170,20 +186,22 @@ class _Embedding(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         _refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
-        weight, padding = ctx.weight, ctx.padding
+        weight, padding, keeper = ctx.weight, ctx.padding, ctx.keeper
 
         def work() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
             tokens = input.reshape(-1)
             if padding is not None:
                 rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
-            if weight.is_cuda:  # index_add_ is atomic there: its sums depend on the order of arrival
-                weight.grad.index_put_((tokens,), rows, accumulate=True)
+            total = keeper.buffer_of(weight)
+            rows = rows.to(total.dtype)
+            if total.is_cuda:  # index_add_ is atomic there: its sums depend on the order of arrival
+                total.index_put_((tokens,), rows, accumulate=True)
             else:
-                weight.grad.index_add_(0, tokens, rows)
+                total.index_add_(0, tokens, rows)
 
         if weight.requires_grad:
-            ctx.keeper.keep(work)
+            keeper.keep(work)
         return None, None, None, None
 
 

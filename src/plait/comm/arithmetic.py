@@ -68,6 +68,13 @@ def way_to_reduce_scatter(tensor: torch.Tensor, group: Group) -> Way:
     return "whole" if group.on_one_host and tensor.nbytes <= SHOW_LIMIT else "exchange"
 
 
+def way_to_all_gather(tensor: torch.Tensor, group: Group) -> Way:
+    """Likewise: shown in shared memory, or by the backend, whose way moves as little as possible."""
+    if tensor.device.type != "cpu" or not group.uses_gloo:
+        return "backend"
+    return "whole" if group.on_one_host and tensor.nbytes <= SHOW_LIMIT else "backend"
+
+
 def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
     """Reduce the ranks' flat `pieces` into `out` in rank order; 16-bit floats are reduced in float32.
 

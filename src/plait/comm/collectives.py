@@ -16,6 +16,7 @@ from functools import partial
 import torch.distributed as dist
 from torch import Tensor
 
+from plait.comm import arithmetic, nearby
 from plait.comm.backend import all_gather_single, as_bytes, deliver, dense, landing
 from plait.comm.call import alone, begin, outside, start, swap, undivided, unfit, whole_shape
 from plait.comm.group import Group
@@ -48,6 +49,9 @@ def all_gather(
         return Handle.done(alone(tensor.reshape(shape), out), group)
     mine = dense(tensor)
     landed = landing(out, shape, mine)
+    if arithmetic.way_to_all_gather(mine, group) == "whole":
+        show = partial(nearby.gather_whole, mine, landed, group)
+        return start("all_gather", group, show, lambda: deliver(landed, out))
     launch = partial(all_gather_single, as_bytes(landed), as_bytes(mine), group)
     return start("all_gather", group, launch, lambda: deliver(landed, out), mine)
 

@@ -71,6 +71,37 @@ def reduce_to_pieces(tensor: Tensor, piece: Tensor, op: Op, group: Group) -> Sho
     return group.scratch.show(tensor, use)
 
 
+def gather_whole(tensor: Tensor, whole: Tensor, group: Group) -> Showing:
+    """Start an all-gather of `tensor` into `whole`, contiguous, in which it may stand already."""
+    pieces = whole.view(-1).tensor_split(group.size)
+
+    def use(everyone: Sequence[Tensor]) -> None:
+        for index, (piece, shown) in enumerate(zip(pieces, everyone, strict=True)):
+            if index != group.index:
+                piece.copy_(shown)
+        if pieces[group.index].data_ptr() != tensor.data_ptr():
+            pieces[group.index].copy_(everyone[group.index])
+
+    return group.scratch.show(tensor, use)
+
+
+def reduce_to_own_piece(everyone: Sequence[Tensor], piece: Tensor, op: Op, group: Group) -> Meeting:
+    """Start a reduce-scatter of flat tensors that all ranks reach into this rank's `piece`, contiguous.
+
+    `piece` may be this rank's piece of its own tensor, of which no other rank reads.
+    """
+    flat = piece.view(-1)
+
+    def reduce_piece() -> None:
+        pieces = [tensor.tensor_split(group.size)[group.index] for tensor in everyone]
+        for *block, total in arithmetic.blocks((*pieces, flat)):
+            summed = torch.empty_like(total)
+            arithmetic.fold(block, op, summed)
+            total.copy_(summed)
+
+    return Meeting(group.lines, reduce_piece)
+
+
 def reduce_in_place(everyone: Sequence[Tensor], op: Op, group: Group) -> Meeting:
     """Start an all-reduce of flat tensors that all ranks reach: each reduces a piece of all, for all."""
 

@@ -112,10 +112,15 @@ def reduce_scatter(
     flaw = arithmetic.flaw(op, tensor.dtype) or undivided(tensor, group)
     shape = piece_shape(tensor, group)
     flaw = flaw or unfit(out, shape, tensor)
-    begin("reduce_scatter", tensor, group, detail=op, flaw=flaw, checked=checked)
+    everyone = sharers(tensor, group)
+    detail = op if everyone is None else f"{op} in shared memory"
+    begin("reduce_scatter", tensor, group, detail=detail, flaw=flaw, checked=checked)
     if group.process_group is None:
         return Handle.done(alone(tensor, out), group)
     landed = landing(out, shape, tensor)
+    if everyone is not None:
+        meet = partial(nearby.reduce_to_own_piece, everyone, landed, op, group)
+        return start("reduce_scatter", group, meet, lambda: deliver(landed, out))
     way = arithmetic.way_to_reduce_scatter(tensor, group)
     if way == "whole":
         show = partial(nearby.reduce_to_pieces, tensor, landed, op, group)

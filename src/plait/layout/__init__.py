@@ -1,8 +1,9 @@
 """Layouts: which piece of which global tensor each rank of the mesh holds.
 
 A layout gives every mesh axis one placement: `Replicate` (all hold the same), `Shard(dim)` (each holds a
-piece of that dim) or `Partial` (each holds a summand). Sizes need not divide: the first ranks hold one more,
-and ranks beyond the rows hold empty pieces. Axes that shard the same dim are nested, the outermost first:
+piece of that dim), `Flat` (each holds an interval of what the shards leave) or `Partial` (each holds a
+summand). Sizes need not divide: the first ranks hold one more, and ranks beyond the rows hold empty pieces.
+Axes that shard the same dim are nested, the outermost first:
 
     Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})
 
@@ -15,12 +16,13 @@ communicates: these are for the edges (initial values, checkpoints, comparison),
 """
 
 from plait.layout.pieces import assemble, shard
-from plait.layout.placing import Box, Coordinate, Layout, Partial, Placement, Replicate, Shard, divide
+from plait.layout.placing import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 from plait.layout.reshaping import reshape
 
 __all__ = [
     "Box",
     "Coordinate",
+    "Flat",
     "Layout",
     "Partial",
     "Placement",

@@ -22,7 +22,11 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
             f"a tensor of shape {tuple(tensor.shape)} cannot be cut by {layout}: shapes must agree."
         )
     coordinate = layout.coordinate(where)
-    piece = tensor.detach()[layout.box(coordinate).slices].clone(memory_format=torch.contiguous_format)
+    piece = tensor.detach()[layout.region(coordinate).slices].clone(memory_format=torch.contiguous_format)
+    interval = layout.interval(coordinate)
+    if interval is not None:
+        kept = piece.view(-1)[interval.start : interval.stop]
+        piece = kept.clone().view(layout.local_shape(coordinate))
     return piece.zero_() if _is_later_summand(layout, coordinate) else piece
 
 
@@ -40,11 +44,11 @@ def assemble(
     first = next(iter(pieces.values()))
     whole = torch.empty(layout.shape, dtype=first.dtype, device=first.device)
     for coordinate, piece in pieces.items():
-        box, original = layout.box(coordinate), layout.replicas(coordinate)[0]
-        if tuple(piece.shape) != box.sizes or piece.dtype != first.dtype:
+        shape, original = layout.local_shape(coordinate), layout.replicas(coordinate)[0]
+        if tuple(piece.shape) != shape or piece.dtype != first.dtype:
             raise LayoutError(
                 f"the piece at {_name(layout, coordinate)} is {tuple(piece.shape)} in {piece.dtype}, where "
-                f"{layout} has {box.sizes} in {first.dtype}: give the piece that shard() cuts there."
+                f"{layout} has {shape} in {first.dtype}: give the piece that shard() cuts there."
             )
         if coordinate != original:
             if check_replicas and not _same_bits(piece, pieces[original]):
@@ -52,11 +56,23 @@ def assemble(
                     f"the replicas at {_name(layout, original)} and {_name(layout, coordinate)} of {layout} "
                     "differ: find where they drifted apart, or take the first with check_replicas=False."
                 )
-        elif _is_later_summand(layout, coordinate):
-            whole[box.slices].add_(piece.to(whole.device))
         else:
-            whole[box.slices].copy_(piece)
+            _put(piece, whole[layout.region(coordinate).slices], layout, coordinate)
     return whole
+
+
+def _put(piece: Tensor, region: Tensor, layout: Layout, coordinate: Coordinate) -> None:
+    """Write a piece into its region of the global tensor, or add a later summand to it."""
+    interval = layout.interval(coordinate)
+    if _is_later_summand(layout, coordinate):
+        before = region.reshape(-1)[interval.start : interval.stop] if interval is not None else region
+        piece = before.view(piece.shape) + piece.to(region.device)
+    if interval is None:
+        region.copy_(piece)
+    else:  # through a copy: a region is no interval of the global tensor's memory
+        flat = region.reshape(-1)
+        flat[interval.start : interval.stop] = piece.reshape(-1)
+        region.copy_(flat.view(region.shape))
 
 
 def _by_coordinate(

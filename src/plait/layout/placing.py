@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
+from math import prod
 
 from plait.errors import LayoutError
 
@@ -32,11 +33,23 @@ class Shard:
 
 
 @dataclass(frozen=True)
+class Flat:
+    """Each rank along the axis holds an interval of the elements that the shards leave, in row-major order.
+
+    Rank `i` holds elements `bounds[i] … bounds[i + 1]`, as far as there are so many; so one more bound than
+    ranks. Intervals are cut from what all `Shard`s leave, wherever their axes stand. A piece that is made of
+    rows has their shape; any other is flat, `[elements]`.
+    """
+
+    bounds: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class Partial:
     """Each rank along the axis holds a summand; the value is their sum, which is still to be made."""
 
 
-Placement = Replicate | Shard | Partial
+Placement = Replicate | Shard | Flat | Partial
 
 
 @dataclass(frozen=True)
@@ -127,7 +140,33 @@ class Layout:
         raise LayoutError(f"{where} is no coordinate of {self}: give each axis an index below its ranks.")
 
     def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """The piece of the global tensor that the rank at this coordinate holds; it may be empty."""
+        """The piece of the global tensor that the rank at this coordinate holds; it may be empty.
+
+        Raises `LayoutError` where it is no box: a flat interval that begins or ends inside a row.
+        """
+        region, interval = self.region(where), self.interval(where)
+        if interval is None or len(interval) == prod(region.sizes):
+            return region
+        rows = _rows(region, interval)
+        if rows is None:
+            raise LayoutError(
+                f"elements {interval.start} to {interval.stop} of {self} at {where} are no box: "
+                "take the region and the interval in it."
+            )
+        offsets = (region.offsets[0] + rows.start, *region.offsets[1:])
+        return Box(offsets, (len(rows), *region.sizes[1:]))
+
+    def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
+        """The elements of the region, in row-major order, that a `Flat` axis leaves; None without one."""
+        for index, _, placement in self._along(where):
+            if isinstance(placement, Flat):
+                elements = range(prod(self.region(where).sizes))
+                cut = elements[placement.bounds[index] : placement.bounds[index + 1]]
+                return range(cut.start, cut.stop)
+        return None
+
+    def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
+        """The box that the shards leave at this coordinate, before any flat cut."""
         pieces = [range(size) for size in self.shape]
         for index, degree, placement in self._along(where):
             if isinstance(placement, Shard):
@@ -138,7 +177,11 @@ class Layout:
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the piece at this coordinate."""
-        return self.box(where).sizes
+        region, interval = self.region(where), self.interval(where)
+        if interval is None or len(interval) == prod(region.sizes):
+            return region.sizes
+        rows = _rows(region, interval)
+        return (len(interval),) if rows is None else (len(rows), *region.sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
         """The coordinates whose piece must equal this one's, itself included; not those of other summands."""
@@ -158,6 +201,14 @@ class Layout:
         return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
 
 
+def _rows(region: Box, interval: range) -> range | None:
+    """The rows of a region that an interval of its elements is made of, if it is."""
+    row = prod(region.sizes[1:])
+    if not region.sizes or row == 0 or interval.start % row or interval.stop % row:
+        return None
+    return range(interval.start // row, interval.stop // row)
+
+
 def _same_piece(index: int, degree: int, placement: Placement) -> range:
     """The indices along an axis whose piece must equal that of `index`."""
     if isinstance(placement, Replicate):
@@ -169,6 +220,18 @@ def _same_piece(index: int, degree: int, placement: Placement) -> range:
 
 def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...]) -> Placement:
     """The placement with its dim counted from the front; `LayoutError` where it cannot be."""
+    if isinstance(placement, Flat):
+        ordered = len(placement.bounds) == degree + 1 and placement.bounds[0] == 0
+        if not ordered or list(placement.bounds) != sorted(placement.bounds):
+            raise LayoutError(
+                f"axis {axis!r} has {degree} ranks and bounds {placement.bounds}: give one bound more than "
+                "ranks, ascending from 0."
+            )
+        if placement.bounds[-1] < prod(shape):
+            raise LayoutError(
+                f"axis {axis!r} has bounds up to {placement.bounds[-1]}, but {shape} has {prod(shape)} "
+                "elements: no rank would hold the last ones."
+            )
     if not isinstance(placement, Shard):
         return placement
     if not -len(shape) <= placement.dim < len(shape):

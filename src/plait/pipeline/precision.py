@@ -12,6 +12,7 @@ DTYPES: dict[Precision | None, torch.dtype | None] = {
     "fp64": torch.float64,
     "fp32": torch.float32,
     "bf16": torch.bfloat16,
+    "fp16": torch.float16,
 }
 """None: as the model has it."""
 

@@ -35,6 +35,14 @@ class LayerSequence:
         users = self.users[name]
         return name if len(users) > 1 else self.layers[users[0]].path
 
+    @property
+    def units(self) -> dict[str, list[str]]:
+        """The parameters of every unit, by its name."""
+        members: dict[str, list[str]] = {}
+        for name in self.parameters:
+            members.setdefault(self.unit_of(name), []).append(name)
+        return members
+
 
 def sequence_of(model: nn.Module) -> LayerSequence:
     """`model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.

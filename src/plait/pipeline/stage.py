@@ -11,12 +11,14 @@ layer's input (a leaf), its output (the root of a small graph) and, between `I` 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
 from plait.errors import ModelError
@@ -45,6 +47,8 @@ class Stage:
     layers: Sequence[NamedLayer]
     keeper: Keeper
     infos: Sequence[LayerInfo] = ()
+    adds_late: bool = False
+    """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
     input_gradients: bool = False
     """Whether a stage fed by the batch collects the gradient of its floating-point input."""
 
@@ -81,10 +85,12 @@ class Stage:
         """Turn the gradient of the layer's output into that of its input; keep the weight work."""
         run = self.runs[microbatch, layer]
         roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
+        computed: list[WeightWork] = []
         if roots:
-            with self._named(microbatch, layer):
+            parameters = self.layers[layer].module.parameters() if self.adds_late else ()
+            with self._named(microbatch, layer), _set_aside(parameters, computed, self.keeper):
                 torch.autograd.backward(roots, seeds)
-        run.work = self.keeper.take()
+        run.work = [*computed, *self.keeper.take()]
         self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
         # From here on only what the weight work itself holds stays alive.
         run.inputs, run.outputs = [], []
@@ -137,6 +143,22 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
         roots.append(output)
         seeds.append(gradient)
     return roots, seeds
+
+
+@contextmanager
+def _set_aside(parameters: Iterable[nn.Parameter], work: list[WeightWork], keeper: Keeper) -> Iterator[None]:
+    """Let a backward leave the weight gradients that it computes to `work`, which adds them."""
+    buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
+    for parameter, buffer in buffers:
+        keeper.buffers[id(parameter)], parameter.grad = buffer, None
+    try:
+        yield
+    finally:
+        keeper.buffers.clear()
+        for parameter, buffer in buffers:
+            if parameter.grad is not None:
+                work.append(partial(buffer.add_, parameter.grad))
+            parameter.grad = buffer
 
 
 class _Named:

@@ -11,8 +11,9 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.grid import draw
 from plait.schedules.holding import Holds, allowed, evenly, held
-from plait.schedules.lower import Shape, lower
+from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Shape
 
 
 class Violation(NamedTuple):

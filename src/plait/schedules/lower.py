@@ -7,17 +7,16 @@ What is added, and where:
   backward whose result is sent does all of its `I` first, then sends, then does its `W`; one that nobody
   waits for does both at once, layer by layer, so that `W` can hide what `I` communicates;
 - the receives of messages are posted ahead, in the order of sending (see `messages`);
-- the reduction of a unit follows the last weight gradient that goes into it. Units that several ranks of
-  the `pp` axis hold come last, in one order for all ranks, so no two ranks wait for each other crosswise.
+- the gathering of parameters (see `gathering`) and the reduction of gradients (see `reducing`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from collections.abc import Iterator, Sequence
+from typing import Literal
 
 from plait.schedules.action import Action, Kind
+from plait.schedules.gathering import with_gathers
 from plait.schedules.messages import AT_START, Inbox, Message, inboxes, needed_by
 from plait.schedules.program import (
     AwaitReceive,
@@ -28,35 +27,17 @@ from plait.schedules.program import (
     KeepOutput,
     PostReceive,
     Program,
-    ReduceGradient,
     Release,
     RunLayer,
     SeedGradient,
     Send,
     TakeBatch,
 )
+from plait.schedules.reducing import with_reductions
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Place, Shape
 
 Ending = Literal["loss", "output"]
-
-
-class Place(NamedTuple):
-    """A layer of the model, by its stage and its number within the stage."""
-
-    stage: int
-    layer: int
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What lowering must know beside the schedule."""
-
-    layers: tuple[int, ...]
-    """Per stage."""
-    units: Mapping[str, tuple[Place, ...]]
-    """Which layers feed which unit's gradient."""
-    overlap: bool | None = None
-    """Whether a full backward does `I` and `W` of a layer at once. None: where nobody waits for it."""
 
 
 def lower(schedule: Schedule, shape: Shape, ending: Ending = "loss") -> tuple[Program, ...]:
@@ -68,18 +49,14 @@ def lower(schedule: Schedule, shape: Shape, ending: Ending = "loss") -> tuple[Pr
 
 def _lower_rank(schedule: Schedule, shape: Shape, ending: Ending, rank: int, inbox: Inbox) -> Program:
     program: list[Instruction] = [_post(message) for message in inbox.get(AT_START, ())]
-    reductions = _reductions(schedule, shape, rank)
     for place, action in enumerate(schedule.actions[rank]):
         program += _input_of(action, schedule)
         program += map(_post, inbox.get(place, ()))
-        for instruction in _lower_action(action, schedule, shape, ending):
-            program.append(instruction)
-            if reductions and isinstance(instruction, RunLayer):
-                program += reductions.get(instruction, ())
+        program += _lower_action(action, schedule, shape, ending)
+    lowered = tuple(program)
     if schedule.trains:
-        program += (ReduceGradient(unit) for unit in _spanning(schedule, shape, rank))
-    program.append(Finish())
-    return tuple(program)
+        lowered = with_reductions(lowered, shape, list(_spanning(schedule, shape, rank)))
+    return (*with_gathers(lowered, shape), Finish())
 
 
 def _post(message: Message) -> PostReceive:
@@ -142,26 +119,3 @@ def _spanning(schedule: Schedule, shape: Shape, rank: int) -> Iterator[str]:
         holders = _holders(schedule, places)
         if rank in holders and len(holders) > 1:
             yield unit
-
-
-def _reductions(schedule: Schedule, shape: Shape, rank: int) -> dict[RunLayer, list[ReduceGradient]]:
-    """After which layer's weight gradient each unit of this rank alone is final."""
-    done_at = {
-        (action.stage, action.kind, action.microbatch): position
-        for position, action in enumerate(schedule.actions[rank])
-    }
-
-    def finished(place: Place) -> tuple[int, int]:
-        final = schedule.microbatches - 1
-        kind = Kind.W if (place.stage, Kind.W, final) in done_at else Kind.B
-        return done_at[place.stage, kind, final], -place.layer
-
-    reductions: dict[RunLayer, list[ReduceGradient]] = {}
-    for unit, places in shape.units.items():
-        if schedule.trains and _holders(schedule, places) == {rank}:
-            stage, layer = max(places, key=finished)
-            # The last weight gradient is computed by itself, or at once with the input gradient.
-            for kind in (Kind.W, Kind.B):
-                run = RunLayer(Action(stage, kind, schedule.microbatches - 1), layer)
-                reductions.setdefault(run, []).append(ReduceGradient(unit))
-    return reductions

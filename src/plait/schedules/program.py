@@ -87,8 +87,50 @@ class Release:
 
 
 @dataclass(frozen=True, slots=True)
+class GatherParameters:
+    """Start filling the parameters of a unit from the pieces of all ranks along `shard`."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitParameters:
+    """Wait until the parameters of a unit are there."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class ReleaseParameters:
+    """The next layers do not need the parameters of a unit: only this rank's piece stays."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class OpenGradient:
+    """Make the whole gradient of a unit, of zeros."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class ScatterGradient:
+    """Start summing the whole gradient of a unit over `shard`, each rank its piece."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
+class AwaitScatter:
+    """Wait for this rank's piece of a unit's gradient; the whole one is not needed any more."""
+
+    unit: str
+
+
+@dataclass(frozen=True, slots=True)
 class ReduceGradient:
-    """Start summing the gradient of a unit over the ranks that hold it; it is final on this rank."""
+    """Start summing the gradient of a unit over the ranks that hold the same; it is final on this rank."""
 
     unit: str
 
@@ -109,6 +151,12 @@ Instruction: TypeAlias = (
     | KeepOutput
     | SeedGradient
     | Release
+    | GatherParameters
+    | AwaitParameters
+    | ReleaseParameters
+    | OpenGradient
+    | ScatterGradient
+    | AwaitScatter
     | ReduceGradient
     | Finish
 )

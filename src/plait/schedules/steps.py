@@ -7,10 +7,11 @@ from functools import cached_property
 
 from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import Ending, Shape, lower
+from plait.schedules.lower import Ending, lower
 from plait.schedules.policies import forward_only
 from plait.schedules.program import Program
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Shape
 
 
 @dataclass(frozen=True)

@@ -10,17 +10,20 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
-from plait.layout import Layout, Shard
+from plait.layout import Flat, Layout, Shard
 
 Holders = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
 
 
-def reduction_groups(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> dict[str, Group]:
+def reduction_groups(
+    holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "dp"
+) -> dict[str, Group]:
     """For each parameter of this rank, the ranks over which its gradient is summed, once.
 
-    The ranks of `dp`; for a parameter tied across stages also those of each rank of `pp` that holds it, and
-    for one whose piece several ranks of `tp` hold also those. What is whole has the same gradient along `tp`.
+    The ranks of `axis` (`dp`, or `replicate` for what is cut over `shard`); for a parameter tied across
+    stages also those of each rank of `pp` that holds it, and for one whose piece several ranks of `tp` hold
+    also those. What is whole has the same gradient along `tp`.
     """
     groups: dict[str, Group] = {}
     made: dict[tuple[tuple[int, ...], int], Group | None] = {}
@@ -29,26 +32,35 @@ def reduction_groups(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh
         tied = len(stages) > 1
         key = (stages if tied else (), copies)
         if key == ((), 1):
-            made[key] = mesh.group("dp")
+            made[key] = mesh.group(axis)
         elif key not in made:
             together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
-            made[key] = mesh.new_group(ranks_holding(together, copies, mesh), "tie" if tied else "copies")
+            made[key] = mesh.new_group(
+                ranks_holding(together, copies, mesh, axis), "tie" if tied else "copies"
+            )
         group = made[key]
         if group is not None:
             groups[name] = group
     return groups
 
 
-def ranks_holding(together: Iterable[Sequence[int]], copies: int, mesh: Mesh) -> list[list[int]]:
-    """Global ranks with the same piece: for each set of ranks of `pp`, by `copies` neighbours along `tp`."""
+def ranks_holding(
+    together: Iterable[Sequence[int]], copies: int, mesh: Mesh, axis: str = "dp"
+) -> list[list[int]]:
+    """Global ranks with the same piece: for each set of ranks of `pp`, by `copies` neighbours along `tp`.
+
+    Along `dp`, all of them or (`axis` `replicate`) those with the same index along `shard`.
+    """
+    apart = [{}] if axis == "dp" else [{"shard": index} for index in range(mesh.size("shard"))]
     return [
         [
-            mesh.rank_at(pp=pp, dp=dp, tp=tp)
+            mesh.rank_at(pp=pp, tp=tp, **{axis: index}, **fixed)
             for pp in stages
-            for dp in range(mesh.size("dp"))
+            for index in range(mesh.size(axis))
             for tp in range(first, first + copies)
         ]
         for stages in together
+        for fixed in apart
         for first in range(0, mesh.size("tp"), copies)
     ]
 
@@ -60,11 +72,16 @@ def copies_over_tp(layout: Layout) -> int:
 
 
 def counted_parameters(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
-    """The parameters that count as this rank's, so that each piece counts once over `pp` and `tp`."""
+    """The parameters that count as this rank's, so that each piece counts once over the ranks of the world.
+
+    Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
+    """
     here, tp = mesh.index("pp"), mesh.index("tp")
 
     def owns(name: str) -> bool:
         layout = layouts[name]
+        if isinstance(layout.placements[layout.axes.index("shard")], Flat) and mesh.index("replicate"):
+            return False
         first = layout.owner(mesh.coordinate)[layout.axes.index("tp")]
         return holders[name][0] == here and first == tp
 

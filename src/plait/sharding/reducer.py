@@ -1,4 +1,4 @@
-"""The reduction of gradients: one all-reduce per unit and step, started as soon as the unit is final."""
+"""The reduction of gradients: once per unit and step, or once per micro-batch, as soon as it is final."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import all_reduce
+from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
-from plait.schedules.program import Finish, ReduceGradient
-from plait.sharding.unit import FlatBuffer, Unit
+from plait.schedules.program import AwaitScatter, Finish, OpenGradient, ReduceGradient, ScatterGradient
+from plait.sharding.buffer import FlatBuffer, give_room_back, make_room
+from plait.sharding.unit import Unit
 
 
 class Reducer:
@@ -20,11 +21,18 @@ class Reducer:
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
         self._carried: list[tuple[FlatBuffer, Tensor]] = []
-        self._under_way: list[Handle[Tensor]] = []
+        self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
+        self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What each instruction about units does."""
-        return {ReduceGradient: lambda i: self.reduce(i.unit), Finish: lambda i: self.finish()}
+        return {
+            OpenGradient: lambda i: self.open(i.unit),
+            ScatterGradient: lambda i: self.scatter(i.unit),
+            AwaitScatter: lambda i: self.collect(i.unit),
+            ReduceGradient: lambda i: self.reduce(i.unit),
+            Finish: lambda i: self.finish(),
+        }
 
     def begin(self) -> None:
         """Before a step: gradients become views again; those of earlier steps wait until this one is done."""
@@ -38,22 +46,46 @@ class Reducer:
                 if carried is not None:
                     self._carried.append((buffer, carried))
 
+    def open(self, name: str) -> None:
+        """Make a unit's whole gradient, of zeros."""
+        for buffer in self.units[name].trainable:
+            assert buffer.gradient is not None
+            make_room(buffer.gradient)
+            buffer.gradient.zero_()
+
+    def scatter(self, name: str) -> None:
+        """Start the sums over `shard` of a unit's whole gradient."""
+        self._scattered[name] = [(buffer, _scatter(buffer)) for buffer in self.units[name].trainable]
+
+    def collect(self, name: str) -> None:
+        """Add this rank's pieces of these sums to what it has, and let go of what is not kept."""
+        for buffer, handle in self._scattered.pop(name):
+            assert buffer.gradient is not None
+            assert buffer.piece_gradient is not None
+            summed = handle.wait()
+            if summed.data_ptr() != buffer.piece_gradient.data_ptr():
+                buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device, non_blocking=True))
+            if not buffer.keeps_gradient:
+                give_room_back(buffer.gradient)
+
     def reduce(self, name: str) -> None:
-        """Start the sums of a unit's gradients."""
+        """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
         for buffer in self.units[name].trainable:
             if buffer.group is not None:
-                assert buffer.gradient is not None
-                self._under_way.append(all_reduce(buffer.gradient, buffer.group, checked=False))
+                self._reduced.append((buffer, _reduce(buffer)))
 
     def finish(self) -> None:
         """Wait for all reductions; gradients are then final and the same on every rank that holds them."""
-        for handle in self._under_way:
-            handle.wait()
-        self._under_way = []
+        for buffer, handle in self._reduced:
+            summed, target = handle.wait(), _sum_so_far(buffer)
+            if summed.data_ptr() != target.data_ptr():
+                target.copy_(summed)
+        self._reduced = []
+        carried = {id(buffer): gradient for buffer, gradient in self._carried}
         with torch.no_grad():
-            for buffer, carried in self._carried:
-                assert buffer.gradient is not None
-                buffer.gradient.add_(carried)
+            for unit in self.units.values():
+                for buffer in unit.trainable:
+                    buffer.finish_gradients(carried.get(id(buffer)))
         self._carried = []
 
     def clear(self) -> None:
@@ -62,5 +94,33 @@ class Reducer:
         for unit in self.units.values():
             for buffer in unit.trainable:
                 buffer.restore_gradients(carried.get(id(buffer)))
-        self._under_way = []
+        self._scattered.clear()
+        self._reduced = []
         self._carried = []
+
+
+def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
+    """Start the sum of a whole gradient over `shard`; in place where this rank's piece is a part of it."""
+    kind, gradient, piece = buffer.kind, buffer.gradient, buffer.piece_gradient
+    assert buffer.shard is not None
+    assert gradient is not None
+    assert piece is not None
+    if kind.reduce != kind.gradient:
+        return reduce_scatter(gradient.to(kind.reduce), buffer.shard, checked=False)
+    within = piece.data_ptr() == buffer.own_gradient.data_ptr()
+    return reduce_scatter(gradient, buffer.shard, out=piece if within else None, checked=False)
+
+
+def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
+    """Start the sum over the ranks that hold the same; in place unless it travels in another dtype."""
+    assert buffer.group is not None
+    assert buffer.gradient is not None
+    travels = _sum_so_far(buffer).to(buffer.gradient.device, buffer.kind.reduce)
+    return all_reduce(travels, buffer.group, checked=False)
+
+
+def _sum_so_far(buffer: FlatBuffer) -> Tensor:
+    """The gradient that is summed over the ranks that hold the same: a piece where it is cut."""
+    gradient = buffer.piece_gradient if buffer.kind.cut else buffer.gradient
+    assert gradient is not None
+    return gradient

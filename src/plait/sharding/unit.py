@@ -1,114 +1,20 @@
-"""Units: parameters that live and are reduced together, in one flat buffer per dtype.
-
-    flat data:      | query.weight        |pad| query.bias |pad| key.weight …
-    flat gradient:  | the same places                                       |
-
-Each parameter and its gradient are views of the flat tensors, so one collective moves a whole unit and
-nothing is copied. Parameters start at multiples of `ALIGNMENT` elements: fused optimizers then give
-bit-equal results wherever a buffer is cut. Frozen parameters have a buffer of their own, without gradient.
-"""
+"""Units: parameters that are gathered and reduced together, in one flat buffer per kind."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm.group import Group
 from plait.comm.shared import shared_zeros
-from plait.errors import PlanError
-
-ALIGNMENT = 16
-"""Elements."""
-
-
-@dataclass(frozen=True)
-class Slot:
-    """Where one parameter lies in a flat buffer: elements `start … start + numel`."""
-
-    name: str
-    shape: torch.Size
-    start: int
-
-    @property
-    def stop(self) -> int:
-        """One past the last element."""
-        return self.start + self.shape.numel()
-
-    def view_of(self, flat: Tensor) -> Tensor:
-        """The slot's piece of `flat`, in the parameter's shape."""
-        return flat[self.start : self.stop].view(self.shape)
-
-
-@dataclass(eq=False)
-class FlatBuffer:
-    """Parameters of one dtype, all trainable or all frozen, in one flat tensor."""
-
-    slots: tuple[Slot, ...]
-    data: Tensor
-    gradient: Tensor | None
-    parameters: dict[str, nn.Parameter]
-    group: Group | None
-    """Over which the gradients are summed: the ranks that hold the same parameters and saw other data, use
-    them on another stage, or for other heads. None: they are frozen, or nobody else has them."""
-
-    def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
-        """What the `.grad` of the `wanted` parameters hold now.
-
-        The flat gradient as one if all are wanted, unless somebody replaced views.
-        """
-        if self.gradient is None:
-            return []
-        start, width = self.gradient.data_ptr(), self.gradient.element_size()
-        slots = [slot for slot in self.slots if slot.name in wanted]
-        grads = [self.parameters[slot.name].grad for slot in slots]
-        places = [start + slot.start * width for slot in slots]
-        views = all(
-            grad is not None and grad.data_ptr() == at for grad, at in zip(grads, places, strict=True)
-        )
-        if views and len(slots) == len(self.slots):
-            return [self.gradient]
-        return [grad for grad in grads if grad is not None]
-
-    def refuse_refreezing(self) -> None:
-        """PlanError when a parameter was frozen or unfrozen since the buffer was made."""
-        for name, parameter in self.parameters.items():
-            if parameter.requires_grad != (self.gradient is not None):
-                raise PlanError(
-                    f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "
-                    "set it before, or parallelize again."
-                )
-
-    def attach_gradients(self) -> Tensor | None:
-        """Make every parameter's `.grad` a view of the flat gradient again, before a step adds to it.
-
-        `zero_grad()` leaves None behind, which means zero. What was there from an earlier step is carried:
-        it comes back as a copy, to be added once this step's own gradients are reduced; else None.
-        """
-        if self.gradient is None:
-            return None
-        carried = None
-        for slot in self.slots:
-            grad = self.parameters[slot.name].grad
-            if grad is None:
-                continue
-            if carried is None:
-                carried = torch.zeros_like(self.gradient)
-            slot.view_of(carried).copy_(grad)
-        self.gradient.zero_()
-        for slot in self.slots:
-            self.parameters[slot.name].grad = slot.view_of(self.gradient)
-        return carried
-
-    def restore_gradients(self, carried: Tensor | None) -> None:
-        """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`.
-
-        They no longer lie in the flat gradient, to which a reduction that is under way may still write.
-        """
-        for slot in self.slots:
-            self.parameters[slot.name].grad = None if carried is None else slot.view_of(carried)
+from plait.layout import Layout
+from plait.sharding.arranging import Kind
+from plait.sharding.buffer import FlatBuffer, give_room_back
+from plait.sharding.policy import Policy
+from plait.sharding.slots import Slot, Slots
 
 
 @dataclass(eq=False)
@@ -120,8 +26,13 @@ class Unit:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """All parameters by their full name in the model."""
+        """What layers use, by full name in the model."""
         return {name: parameter for buffer in self.buffers for name, parameter in buffer.parameters.items()}
+
+    @property
+    def pieces(self) -> dict[str, nn.Parameter]:
+        """What the optimizer updates, by full name in the model."""
+        return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
 
     @property
     def trainable(self) -> tuple[FlatBuffer, ...]:
@@ -129,61 +40,128 @@ class Unit:
         return tuple(buffer for buffer in self.buffers if buffer.gradient is not None)
 
 
-def build_unit(
-    name: str,
-    templates: Mapping[str, nn.Parameter],
-    value_of: Callable[[str], Tensor],
-    device: torch.device,
-    dtype: torch.dtype | None,
-    groups: Mapping[str, Group],
-) -> Unit:
-    """A unit with real parameters like `templates` (by full name), filled by `value_of`.
+@dataclass(frozen=True)
+class Maker:
+    """Makes the units of one rank. All ranks of a group make theirs in one order (see `shared_zeros`)."""
 
-    Floating-point parameters get `dtype`, if given. Each parameter's gradient is to be summed over its group
-    of `groups`, if it has one; all ranks of a group build the unit at the same point (see `shared_zeros`).
+    policy: Policy
+    layouts: Mapping[str, Layout]
+    """Of the pieces."""
+    coordinate: Mapping[str, int]
+    shard: Group
+    """Between whose ranks buffers are cut."""
+    rest: Mapping[str, Group]
+    """Per parameter the ranks over which its gradient, or its piece of one, is summed besides."""
+    value_of: Callable[[str], Tensor]
+    """What this rank's layers hold of a parameter at first."""
+
+    def make(self, name: str, kinds: Mapping[Kind, Slots]) -> Unit:
+        """A unit with real parameters, filled."""
+        return Unit(name, tuple(self._buffer(kind, slots) for kind, slots in kinds.items()))
+
+    def _buffer(self, kind: Kind, slots: Slots) -> FlatBuffer:
+        slots = replace(slots, places=tuple(self._here(slot) for slot in slots.places))
+        policy = self.policy
+        group = self.rest.get(slots.places[0].name) if kind.trains else None
+        shard = self.shard if kind.cut else None
+        whole = torch.zeros(slots.size, dtype=kind.dtype, device=policy.device)
+        gradient = self._whole_gradient(kind, slots, shard or group) if kind.trains else None
+        parameters = {slot.name: _parameter(slot.view_of(whole), trains=kind.trains) for slot in slots.places}
+        gradients = {}
+        if gradient is not None:
+            gradients = {slot.name: slot.view_of(gradient) for slot in slots.places}
+            for parameter in parameters.values():
+                parameter.grad_dtype = kind.gradient
+        buffer = FlatBuffer(
+            kind=kind,
+            slots=slots,
+            shard=shard,
+            group=group,
+            whole=whole,
+            parameters=parameters,
+            piece=whole,
+            pieces=parameters,
+            gradient=gradient,
+            gradients=gradients,
+            piece_gradient=gradient,
+            piece_gradients=gradients,
+            keeps_whole=not kind.cut or policy.keeps_parameters,
+            keeps_gradient=not kind.cut or policy.keeps_gradients,
+        )
+        self._cut(buffer)
+        self._fill(buffer)
+        return buffer
+
+    def _here(self, slot: Slot) -> Slot:
+        """The place of a parameter with the shape that this rank of `tp` has of it."""
+        return replace(slot, shape=torch.Size(self.layouts[slot.name].region(self.coordinate).sizes))
+
+    def _whole_gradient(self, kind: Kind, slots: Slots, group: Group | None) -> Tensor:
+        if kind.cut and not self.policy.keeps_gradients:
+            return torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
+        return shared_zeros(slots.size, kind.gradient, self.policy.device, group)
+
+    def _cut(self, buffer: FlatBuffer) -> None:
+        """Give the optimizer tensors of its own, where they are not what layers use."""
+        kind, policy, size = buffer.kind, self.policy, buffer.slots.piece
+        if not kind.cut and kind.master == kind.dtype:
+            return
+        within = buffer.keeps_whole and kind.master == kind.dtype and policy.home == policy.device
+        buffer.piece = buffer.own if within else _empty(size, kind.master, policy.home)
+        buffer.pieces = {
+            name: _parameter(view, trains=kind.trains)
+            for name, view in self._pieces_of(buffer.piece, buffer.slots).items()
+        }
+        if buffer.gradient is not None:
+            home = policy.gradient_home
+            within = buffer.keeps_gradient and kind.gradient == kind.master and home == policy.device
+            buffer.piece_gradient = buffer.own_gradient if within else _empty(size, kind.master, home)
+            buffer.piece_gradients = self._pieces_of(buffer.piece_gradient, buffer.slots)
+
+    def _pieces_of(self, flat: Tensor, slots: Slots) -> dict[str, Tensor]:
+        """This rank's parts of the parameters, as views of a flat piece."""
+        begin = self.shard.index * slots.piece if slots.pieces > 1 else 0
+        views = {}
+        for slot in slots.places:
+            start = min(max(slot.start + self._interval(slot).start - begin, 0), slots.piece)
+            shape = self.layouts[slot.name].local_shape(self.coordinate)
+            views[slot.name] = flat[start : start + torch.Size(shape).numel()].view(shape)
+        return views
+
+    def _fill(self, buffer: FlatBuffer) -> None:
+        """Write the initial values to what the optimizer updates, and let go of what is not kept."""
+        apart = buffer.has_pieces and buffer.piece.data_ptr() != buffer.own.data_ptr()
+        with torch.no_grad():
+            for slot in buffer.slots.places:
+                value = self.value_of(slot.name)
+                if apart:  # gathered before the first use
+                    interval = self._interval(slot)
+                    piece = buffer.pieces[slot.name]
+                    piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
+                else:
+                    buffer.parameters[slot.name].copy_(value)
+        for flat, kept in ((buffer.whole, buffer.keeps_whole), (buffer.gradient, buffer.keeps_gradient)):
+            if flat is not None and not kept:
+                give_room_back(flat)
+
+    def _interval(self, slot: Slot) -> range:
+        """The elements of a parameter, as this rank's layers have it, that its piece is made of."""
+        interval = self.layouts[slot.name].interval(self.coordinate)
+        return range(slot.shape.numel()) if interval is None else interval
+
+
+def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
+    """A parameter on `view`, with a version counter of its own.
+
+    Through .data, so that the flat tensor can be refilled (by a collective) without autograd taking that for
+    a change of a saved weight.
     """
-    kinds: dict[tuple[torch.dtype, bool, Group | None], list[str]] = {}
-    for full_name, template in templates.items():
-        kept = template.dtype if dtype is None or not template.is_floating_point() else dtype
-        group = groups.get(full_name) if template.requires_grad else None
-        kinds.setdefault((kept, template.requires_grad, group), []).append(full_name)
-    buffers = [
-        _build_buffer({name: templates[name] for name in names}, value_of, device, *kind)
-        for kind, names in kinds.items()
-    ]
-    return Unit(name, tuple(buffers))
+    parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trains)
+    parameter.data = view
+    return parameter
 
 
-def _build_buffer(
-    templates: Mapping[str, nn.Parameter],
-    value_of: Callable[[str], Tensor],
-    device: torch.device,
-    dtype: torch.dtype,
-    trainable: bool,
-    group: Group | None,
-) -> FlatBuffer:
-    slots = _place({name: template.shape for name, template in templates.items()})
-    size = _aligned(slots[-1].stop)
-    data = torch.zeros(size, dtype=dtype, device=device)
-    parameters = {}
-    for slot in slots:
-        slot.view_of(data).copy_(value_of(slot.name))
-        # Through .data, so that the parameter has a version counter of its own: the flat tensor can then
-        # be refilled (by a collective) without autograd taking that for a change of a saved weight.
-        parameter = nn.Parameter(torch.empty(0, dtype=dtype, device=device), requires_grad=trainable)
-        parameter.data = slot.view_of(data)
-        parameters[slot.name] = parameter
-    gradient = shared_zeros(size, dtype, device, group) if trainable else None
-    return FlatBuffer(slots, data, gradient, parameters, group)
-
-
-def _place(shapes: Mapping[str, torch.Size]) -> tuple[Slot, ...]:
-    slots: list[Slot] = []
-    for name, shape in shapes.items():
-        start = _aligned(slots[-1].stop) if slots else 0
-        slots.append(Slot(name, shape, start))
-    return tuple(slots)
-
-
-def _aligned(size: int) -> int:
-    return -(-size // ALIGNMENT) * ALIGNMENT
+def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros; on the CPU pinned, where there is a device to copy to without waiting."""
+    pinned = device.type == "cpu" and torch.cuda.is_available()
+    return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)

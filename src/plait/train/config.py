@@ -63,8 +63,6 @@ class _Available:
 
 
 _AVAILABLE = (
-    _Available("strategy", ("none",), "sharding over the data-parallel ranks"),
-    _Available("reduce", ("last",), "reducing after each micro-batch"),
     _Available("schedule", ("1f1b", "gpipe", "zb-h1", "zb-h2"), "this schedule"),
     _Available("chunks", (1, None), "more than one stage a rank"),
     _Available("recompute", ("none",), "recomputing activations"),

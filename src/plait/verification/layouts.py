@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
 from plait.plan import Plan
 from plait.verification.case import Case

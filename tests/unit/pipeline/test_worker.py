@@ -19,8 +19,9 @@ from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.schedules.action import Action
 from plait.schedules.check import check
-from plait.schedules.lower import Shape, lower
+from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Shape
 from plait.tensor.losses import cross_entropy
 
 COUNTS = (2, 2)

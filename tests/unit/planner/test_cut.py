@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.composer import SCHEDULES
+from plait.blueprint import SCHEDULES
 from plait.errors import PlanError
 from plait.planner import balance, shortest_cut
 from plait.planner.cut import split_backward

@@ -14,10 +14,11 @@ from schedule_cases import UNHURRIED, legal_schedules, written
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import Place, Shape, lower
+from plait.schedules.lower import lower
 from plait.schedules.policies import order_by
 from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Program, Send
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Place, Shape
 
 F, INPUT = Action(1, Kind.F, 0), Action(0, Kind.I, 0)
 SENT_F, SENT_INPUT = Action(0, Kind.F, 0), Action(1, Kind.I, 0)

@@ -10,7 +10,7 @@ from schedule_cases import BRIEF, UNHURRIED, legal_schedules, listed, words, wri
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import Place, Shape, lower
+from plait.schedules.lower import lower
 from plait.schedules.policies import POLICIES, forward_only, order_by
 from plait.schedules.program import (
     AwaitReceive,
@@ -22,6 +22,7 @@ from plait.schedules.program import (
     Send,
 )
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Place, Shape
 
 TIED = Shape(
     layers=(2, 1),

@@ -12,10 +12,11 @@ from schedule_cases import UNHURRIED, legal_schedules, written
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
-from plait.schedules.lower import Shape, lower
+from plait.schedules.lower import lower
 from plait.schedules.messages import AT_START, Message, inboxes, needed_by
 from plait.schedules.policies import POLICIES, forward_only, order_by
 from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Shape
 
 
 def shown(schedule: Schedule) -> list[dict[str, str]]:

@@ -5,9 +5,9 @@ from schedule_cases import listed, words, written
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.lower import Place, Shape
 from plait.schedules.policies import order_by
 from plait.schedules.program import AwaitReceive, Send
+from plait.schedules.shape import Place, Shape
 from plait.schedules.steps import Steps
 
 SHAPE = Shape((1, 1), {"a": (Place(0, 0),), "b": (Place(1, 0),)})

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 import torch
 
+from plait.blueprint import matched_rules, parameter_holders, parameter_layouts, unit_users
 from plait.comm import Mesh, all_reduce
-from plait.composer import matched_rules, parameter_holders, parameter_layouts, unit_users
 from plait.layout import Layout, Partial, Replicate, Shard
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama

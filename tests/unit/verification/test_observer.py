@@ -10,9 +10,10 @@ import torch
 from verification_cases import mlp, mlp_case, phases_of, rows_and_classes
 
 from parity.cases import gpt2
+from plait.blueprint import SCHEDULES
 from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
-from plait.composer import SCHEDULES, parallelize
+from plait.composer import parallelize
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy

@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
 
+from plait.blueprint import SCHEDULES
 from plait.comm.pool import RankPool
-from plait.composer import SCHEDULES
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case

@@ -1,0 +1,177 @@
+"""The blueprint of a woven model: all that a model and a plan decide, before there are ranks or tensors.
+
+Every rank draws the same one, for the whole model; so does whoever only wants to know what a plan would cost.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+import torch
+from torch import nn
+
+from plait.errors import PlanError
+from plait.layout import Layout
+from plait.pipeline.cost import layer_costs
+from plait.pipeline.precision import DTYPES
+from plait.pipeline.refusals import refuse_layout_dependence
+from plait.pipeline.sequence import LayerSequence, sequence_of
+from plait.plan import Plan
+from plait.planner.cut import shortest_cut
+from plait.rules import Rule, Rules
+from plait.schedules.policies import order_by
+from plait.schedules.schedule import Schedule
+from plait.schedules.shape import Place, Shape, sharding_of
+from plait.search.schedule import require_known
+from plait.sharding.arranging import Arrangement, arrange, piece_layouts
+from plait.sharding.holding import Holders
+from plait.sharding.policy import Policy
+from plait.tensor.weave import layouts_of, rules_of_modules
+from plait.weaving import named
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""Those with one stage a rank."""
+
+
+@dataclass(frozen=True)
+class Blueprint:
+    """See above."""
+
+    plan: Plan
+    sequence: LayerSequence
+    cuts: Mapping[str, Rule]
+    """The rule of each module that is cut over `tp`."""
+    whole_layouts: Mapping[str, Layout]
+    """Which piece of each parameter the layers of a rank use."""
+    arrangement: Arrangement
+    """The buffers of each unit."""
+    order: Schedule
+    counts: tuple[int, ...]
+    """Layers per stage."""
+
+    @cached_property
+    def layouts(self) -> Mapping[str, Layout]:
+        """Which piece of each parameter the optimizer of a rank updates."""
+        return piece_layouts(self.arrangement, self.whole_layouts)
+
+    @cached_property
+    def shape(self) -> Shape:
+        """What lowering must know."""
+        users = unit_users(self.sequence, self.counts)
+        return Shape(self.counts, users, self.plan.overlap, sharding_of(self.plan))
+
+    @cached_property
+    def holders(self) -> Holders:
+        """The ranks of `pp` that hold each parameter."""
+        return parameter_holders(self.sequence, self.shape.units, self.order.rank_of)
+
+    def policy_on(self, device: torch.device) -> Policy:
+        """How a rank that computes on `device` keeps parameters and gradients."""
+        return policy_of(self.plan, device)
+
+
+def draw(model: nn.Module, plan: Plan, rules: Rules | None = None) -> Blueprint:
+    """The blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError."""
+    refuse_missing_parts(plan)
+    sequence = sequence_of(model)
+    refuse_layout_dependence(sequence)
+    cuts = matched_rules(model, rules, plan, sequence)
+    whole_layouts = parameter_layouts(sequence, cuts, plan)
+    policy = policy_of(plan, torch.device("meta"))
+    arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, policy, plan.shard)
+    order = order_by(plan.schedule, plan.pp, plan.microbatches)
+    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, cut(sequence, plan, order))
+
+
+def refuse_missing_parts(plan: Plan) -> None:
+    """PlanError for what a plan can say and the engine cannot do yet."""
+    require_known(plan.schedule)
+    available = {
+        "schedule": SCHEDULES,
+        "recompute": ("none",),
+        "chunks": (None, 1),
+    }
+    for name, values in available.items():
+        value = getattr(plan, name)
+        if value not in values:
+            known = " or ".join(repr(value) for value in values if value is not None)
+            raise PlanError(f"plan.{name} is {value!r}: only {known} is available yet.")
+
+
+def cut(sequence: LayerSequence, plan: Plan, order: Schedule) -> tuple[int, ...]:
+    """Layers per stage: the plan's own, or those for which the step is shortest."""
+    layers = len(sequence.layers)
+    counts = plan.layers_per_stage or shortest_cut(layer_costs(sequence.layers), order)
+    if len(counts) != plan.pp or sum(counts) != layers or min(counts) < 1:
+        raise PlanError(
+            f"plan.layers_per_stage = {list(counts)} does not cut {layers} layers into {plan.pp} stages: "
+            f"give {plan.pp} counts of at least 1 with the sum {layers}."
+        )
+    return tuple(counts)
+
+
+def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:
+    """For each unit, the layers whose backward adds to its gradients."""
+    places = [Place(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
+    return {
+        sequence.unit_of(name): tuple(places[layer] for layer in layers)
+        for name, layers in sequence.users.items()
+    }
+
+
+def span(stage: int, counts: Sequence[int]) -> range:
+    """Which layers of the model make up a stage."""
+    first = sum(counts[:stage])
+    return range(first, first + counts[stage])
+
+
+def matched_rules(
+    model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
+) -> dict[str, Rule]:
+    """The rule of each module that is cut. PlanError where `tp` asks for rules and there are none."""
+    if plan.tp == 1:
+        if rules is not None:
+            rules_of_modules(rules, named(sequence.layers))  # to hear of mistakes before there are ranks
+        return {}
+    chosen = getattr(model, "rules", None) if rules is None else rules
+    if chosen is None:
+        raise PlanError(
+            f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
+            "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+        )
+    return rules_of_modules(chosen, named(sequence.layers))
+
+
+def parameter_layouts(sequence: LayerSequence, cuts: Mapping[str, Rule], plan: Plan) -> dict[str, Layout]:
+    """Which piece of each parameter the layers of a rank of its stage use."""
+    inside = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
+    layouts = layouts_of(named(sequence.layers), cuts, inside)
+    return {name: layouts[id(parameter)] for name, parameter in sequence.parameters.items()}
+
+
+def policy_of(plan: Plan, device: torch.device) -> Policy:
+    """How a rank that computes on `device` keeps parameters and gradients."""
+    return Policy(
+        device=device,
+        compute=DTYPES[plan.precision],
+        master=DTYPES[plan.master_precision],
+        gradient=DTYPES[plan.gradient_precision],
+        reduce=DTYPES[plan.reduce_precision],
+        cuts=plan.shards,
+        keeps_parameters=not plan.shards or plan.strategy != "full",
+        keeps_gradients=not plan.shards or plan.strategy == "optimizer",
+        offloads_parameters=plan.offload == "parameters",
+        offloads_all=plan.offload == "full",
+    )
+
+
+def parameter_holders(
+    sequence: LayerSequence, users: Mapping[str, tuple[Place, ...]], rank_of: Sequence[int]
+) -> Holders:
+    """The ranks of `pp` that hold each parameter."""
+    return {
+        name: tuple(sorted({rank_of[place.stage] for place in users[sequence.unit_of(name)]}))
+        for name in sequence.parameters
+    }

@@ -1,0 +1,166 @@
+"""A flat buffer: parameters of one kind, and their gradients, as views of flat tensors.
+
+    what layers use         whole:     | query.weight | up.weight … | query.bias |pad|
+    and add to              gradient:  | the same places                             |
+
+    what the optimizer      piece:     |  this rank's |
+    updates, and by what    its grad:  |  part of it  |
+
+One collective moves all of it and nothing is copied. Where a strategy does not keep the whole tensors, their
+storage is empty between uses and filled again in place, so what autograd has saved stays valid. Where it
+does keep them a piece is a part of the whole, and where nothing is cut it is the whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.group import Group
+from plait.errors import PlanError
+from plait.sharding.arranging import Kind
+from plait.sharding.slots import Slots
+
+
+@dataclass(eq=False)
+class FlatBuffer:
+    """Parameters of one kind; see above."""
+
+    kind: Kind
+    slots: Slots
+    shard: Group | None
+    """Between whose ranks it is cut. None: it is not."""
+    group: Group | None
+    """Over which gradients are summed besides: ranks that hold the same parameters, or pieces, and saw other
+    data, use them on another stage, or for other heads. None: they are frozen, or nobody else has them."""
+    whole: Tensor
+    parameters: dict[str, nn.Parameter]
+    """What layers use, by full name: views of `whole`."""
+    piece: Tensor
+    """On the device where it lies while a step runs."""
+    pieces: dict[str, nn.Parameter]
+    """What the optimizer updates: views of `piece`, or the `parameters` themselves."""
+    gradient: Tensor | None
+    gradients: Mapping[str, Tensor]
+    """Views of `gradient`, one a parameter."""
+    piece_gradient: Tensor | None
+    piece_gradients: Mapping[str, Tensor]
+    """Views of `piece_gradient`, one a piece."""
+    keeps_whole: bool
+    keeps_gradient: bool
+
+    @property
+    def has_pieces(self) -> bool:
+        """Whether the optimizer updates other tensors than layers use."""
+        return self.pieces is not self.parameters
+
+    @property
+    def own(self) -> Tensor:
+        """This rank's part of `whole`, while that is there."""
+        return self._own_part(self.whole)
+
+    @property
+    def own_gradient(self) -> Tensor:
+        """This rank's part of `gradient`, while that is there."""
+        assert self.gradient is not None
+        return self._own_part(self.gradient)
+
+    def _own_part(self, flat: Tensor) -> Tensor:
+        index = 0 if self.shard is None else self.shard.index
+        return flat[index * self.slots.piece : (index + 1) * self.slots.piece]
+
+    def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
+        """What the `.grad` of the `wanted` pieces hold now.
+
+        The flat gradient as one if all are wanted, unless somebody replaced views.
+        """
+        if self.piece_gradient is None:
+            return []
+        names = [name for name in self.pieces if name in wanted]
+        grads = [self.pieces[name].grad for name in names]
+        places = [self.piece_gradients[name].data_ptr() for name in names]
+        views = all(
+            grad is not None and grad.data_ptr() == at for grad, at in zip(grads, places, strict=True)
+        )
+        if views and len(names) == len(self.pieces):
+            return [self.piece_gradient]
+        return [grad for grad in grads if grad is not None]
+
+    def refuse_refreezing(self) -> None:
+        """PlanError when a parameter was frozen or unfrozen since the buffer was made."""
+        for name, parameter in self.pieces.items():
+            if parameter.requires_grad != (self.gradient is not None):
+                raise PlanError(
+                    f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "
+                    "set it before, or parallelize again."
+                )
+
+    def attach_gradients(self) -> Tensor | None:
+        """Make every parameter's `.grad` a view of the flat gradient, before a step adds to it.
+
+        `zero_grad()` leaves None behind, which means zero. What was there from an earlier step is carried:
+        it comes back as a copy, to be added once this step's own gradients are reduced; else None.
+        """
+        if self.gradient is None or self.piece_gradient is None:
+            return None
+        carried = None
+        for name, view in self.piece_gradients.items():
+            grad = self.pieces[name].grad
+            if grad is None:
+                continue
+            if carried is None:
+                carried = torch.zeros_like(self.piece_gradient)
+            _like(view, self.piece_gradient, carried).copy_(grad)
+        self.piece_gradient.zero_()
+        if self.keeps_gradient:
+            self.gradient.zero_()
+        for name, parameter in self.parameters.items():
+            parameter.grad = self.gradients[name]
+        return carried
+
+    def finish_gradients(self, carried: Tensor | None) -> None:
+        """After a step: the gradient of each piece is its view of what was reduced, with what was carried."""
+        assert self.piece_gradient is not None
+        assert self.gradient is not None
+        if not self.kind.cut and self.piece_gradient is not self.gradient:
+            self.piece_gradient.copy_(self.gradient)
+        if carried is not None:
+            self.piece_gradient.add_(carried)
+        if self.has_pieces:
+            for parameter in self.parameters.values():
+                parameter.grad = None
+            for name, piece in self.pieces.items():
+                piece.grad = self.piece_gradients[name]
+
+    def restore_gradients(self, carried: Tensor | None) -> None:
+        """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`.
+
+        They no longer lie in the flat gradient, to which a reduction that is under way may still write.
+        """
+        assert self.piece_gradient is not None
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        for name, view in self.piece_gradients.items():
+            piece = self.pieces[name]
+            piece.grad = None if carried is None else _like(view, self.piece_gradient, carried)
+
+
+def make_room(flat: Tensor) -> None:
+    """Let a flat tensor whose storage is empty have memory again; its content is undefined."""
+    storage = flat.untyped_storage()
+    if not storage.nbytes():
+        storage.resize_(flat.numel() * flat.element_size())
+
+
+def give_room_back(flat: Tensor) -> None:
+    """Give the memory of a flat tensor back; its views stay. On CUDA it is reused in the stream's order."""
+    flat.untyped_storage().resize_(0)
+
+
+def _like(view: Tensor, flat: Tensor, other: Tensor) -> Tensor:
+    """The part of `other` that lies where `view` lies in `flat`."""
+    start = view.storage_offset() - flat.storage_offset()
+    return other[start : start + view.numel()].view(view.shape)
