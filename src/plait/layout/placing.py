@@ -119,6 +119,13 @@ class Layout:
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))
         object.__setattr__(self, "placements", chosen)
+        largest = prod(self.region([0] * len(self.axes)).sizes)
+        for axis, placement in zip(self.axes, chosen, strict=True):
+            if isinstance(placement, Flat) and placement.bounds[-1] < largest:
+                raise LayoutError(
+                    f"axis {axis!r} has bounds up to {placement.bounds[-1]}, but {largest} elements are to be "
+                    "cut: no rank would hold the last ones."
+                )
 
     def __repr__(self) -> str:
         axes = zip(self.axes, self.degrees, self.placements, strict=True)
@@ -226,11 +233,6 @@ def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...
             raise LayoutError(
                 f"axis {axis!r} has {degree} ranks and bounds {placement.bounds}: give one bound more than "
                 "ranks, ascending from 0."
-            )
-        if placement.bounds[-1] < prod(shape):
-            raise LayoutError(
-                f"axis {axis!r} has bounds up to {placement.bounds[-1]}, but {shape} has {prod(shape)} "
-                "elements: no rank would hold the last ones."
             )
     if not isinstance(placement, Shard):
         return placement

@@ -1,0 +1,69 @@
+"""Every strategy, in every layout: the same gradients, norms and parameters as on one device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parity.case import Recipe
+from parity.cases import USER_CASES, gpt2, llama
+from parity.pairs import covering_rows, every_row
+from parity.parity import check_parity
+from plait.plan import Plan
+
+FACTORS = {
+    "strategy": ("none", "optimizer", "gradients", "full"),
+    "offload": ("none", "parameters", "full"),
+    "data": ((2, 1), (3, 1), (4, 1), (4, 2)),
+    "model": ((1, 1), (2, 1), (1, 2)),
+    "reduce": ("last", "each"),
+    "optimizer": ("adamw", "sgd"),
+}
+"""`data`: dp and replicate; `model`: pp and tp."""
+SCHEDULES = {"last": "1f1b", "each": "zb-h1"}
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    return row.get("strategy") != "none" or row.get("offload", "none") == "none"
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in row.values())
+
+
+def check(rank_pool: Any, row: dict[str, Any]) -> None:
+    (dp, replicate), (pp, tp) = row["data"], row["model"]
+    plan = Plan(
+        pp=pp,
+        dp=dp,
+        tp=tp,
+        replicate=replicate,
+        strategy=row["strategy"],
+        reduce=row["reduce"],
+        offload=row["offload"],
+        schedule=SCHEDULES[row["reduce"]],
+        microbatches=3,
+        precision="fp64",
+    )
+    case = llama() if tp > 1 else gpt2()
+    check_parity(rank_pool, case, plan, Recipe(optimizer=row["optimizer"]))
+
+
+@pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
+def test_every_pair(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", every_row(FACTORS, allowed), ids=name_of)
+def test_the_product(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+@pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
+def test_users_models(rank_pool: Any, case: Any, reduce: Any) -> None:
+    """Frozen and unused parameters, ties, several dtypes, layers in place, more ranks than rows."""
+    plan = Plan(dp=3, strategy="full", reduce=reduce, microbatches=2, precision="fp64")
+    check_parity(rank_pool, case, plan)
