@@ -78,6 +78,7 @@ def parallelize(
         loss=loss,
         counts=drawn.counts,
         layouts=drawn.layouts,
+        whole_layouts=drawn.whole_layouts,
         skeleton=next(skeletons),
         prove=prover(sequence, drawn.whole_layouts, next(skeletons), ends_inside=vocabulary is not None),
         steps=steps,

@@ -49,7 +49,9 @@ class Parts:
     counts: tuple[int, ...]
     """Layers per stage."""
     layouts: Mapping[str, Layout]
-    """Of every parameter of the model, by name."""
+    """Of what the optimizer updates of every parameter of the model, by name."""
+    whole_layouts: Mapping[str, Layout]
+    """Of what layers use."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
     prove: Callable[[Value], None] | None

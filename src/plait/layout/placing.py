@@ -123,8 +123,8 @@ class Layout:
         for axis, placement in zip(self.axes, chosen, strict=True):
             if isinstance(placement, Flat) and placement.bounds[-1] < largest:
                 raise LayoutError(
-                    f"axis {axis!r} has bounds up to {placement.bounds[-1]}, but {largest} elements are to be "
-                    "cut: no rank would hold the last ones."
+                    f"axis {axis!r} has bounds up to {placement.bounds[-1]}, but {largest} elements are to "
+                    "be cut: no rank would hold the last ones."
                 )
 
     def __repr__(self) -> str:

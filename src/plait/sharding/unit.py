@@ -35,6 +35,11 @@ class Unit:
         return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
 
     @property
+    def gradients(self) -> dict[str, Tensor]:
+        """What the backward adds to, by full name in the model."""
+        return {name: view for buffer in self.buffers for name, view in buffer.gradients.items()}
+
+    @property
     def trainable(self) -> tuple[FlatBuffer, ...]:
         """The buffers that have gradients."""
         return tuple(buffer for buffer in self.buffers if buffer.gradient is not None)

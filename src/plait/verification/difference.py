@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
+from plait.layout import Layout
 from plait.verification.place import Phase, Place
 from plait.verification.recording import Bound, apart, difference
 
@@ -19,6 +20,36 @@ SHOWN = 1 << 20
 
 VAGUE = 0.5
 """Where rounding explains more than this part of a tensor, that it is equal says little."""
+
+
+@dataclass(frozen=True)
+class Origin:
+    """Where a rank's tensor begins in the global one."""
+
+    offsets: tuple[int, ...] = ()
+    """Per dim; none: at 0."""
+    flat: tuple[tuple[int, ...], int] | None = None
+    """For an interval of a box's elements: the sizes of the box that begins at `offsets`, and the first."""
+
+    def places(self, indices: Tensor) -> Tensor:
+        """Indices `[n, dims]` of elements of this rank's tensor as those in the global one."""
+        if self.flat is not None:
+            sizes, first = self.flat
+            indices = torch.stack(torch.unravel_index(indices[:, 0] + first, sizes), 1)
+        return indices + torch.tensor(self.offsets or 0, device=indices.device)
+
+
+def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
+    """Where the piece at a coordinate begins."""
+    region, interval = layout.region(coordinate), layout.interval(coordinate)
+    if interval is None or len(layout.local_shape(coordinate)) == len(region.sizes) > 1:
+        return Origin(layout.box(coordinate).offsets)
+    return Origin(region.offsets, (region.sizes or (1,), interval.start))
+
+
+HERE = Origin()
+"""What a rank has whole."""
+
 
 Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
 """What a tensor may be by mistake, as sentences with the value that it then has."""
@@ -93,11 +124,11 @@ class Findings:
         expected: Tensor,
         bound: Bound,
         *,
-        offsets: Sequence[int] = (),
+        origin: Origin = HERE,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
     ) -> bool:
-        """Whether `actual` is what the reference says. `offsets`: where this rank's piece starts, per dim."""
+        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins."""
         tally = self.tallies.setdefault(place.phase, Tally())
         tally.compared += 1
         actual, expected = actual.detach(), expected.to(actual.device)
@@ -113,9 +144,9 @@ class Findings:
             through = _shortened(base) if base is not None and fits else None
             self.evidence = Evidence(place, _shortened(actual), _shortened(expected), through)
             hint = _hint(actual, expected, bound, alternatives)
-            self.differences.insert(0, _describe(place, actual, expected, bound, offsets, hint))
+            self.differences.insert(0, _describe(place, actual, expected, bound, origin, hint))
         elif len(self.differences) < REMEMBERED:
-            self.differences.append(_describe(place, actual, expected, bound, offsets, ""))
+            self.differences.append(_describe(place, actual, expected, bound, origin, ""))
         return False
 
 
@@ -128,7 +159,7 @@ def _hint(actual: Tensor, expected: Tensor, bound: Bound, alternatives: Alternat
 
 
 def _describe(
-    place: Place, actual: Tensor, expected: Tensor, bound: Bound, offsets: Sequence[int], hint: str
+    place: Place, actual: Tensor, expected: Tensor, bound: Bound, origin: Origin, hint: str
 ) -> Difference:
     """Where two tensors differ, and how."""
     if actual.shape != expected.shape or not actual.numel():
@@ -139,20 +170,20 @@ def _describe(
         far = far.amax(-1)
     far = far.reshape(actual.shape or (1,))
     wrong = (far > bound.allowed).nonzero()
-    starts = list(offsets) or [0] * far.dim()
     low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
-    worst = [int(i) for i in torch.unravel_index(far.argmax(), far.shape)]
+    worst = torch.stack(torch.unravel_index(far.argmax(), far.shape))
     here, there = actual.reshape(far.shape)[tuple(worst)], expected.reshape(far.shape)[tuple(worst)]
+    outside = origin.places(wrong)
     return Difference(
         place=place,
         largest=float(far.max()),
         size=bound.size,
         allowed=bound.allowed,
         shape=tuple(actual.shape),
-        box=tuple((start + a, start + b + 1) for start, a, b in zip(starts, low, high, strict=True)),
+        box=tuple((int(index.min()), int(index.max()) + 1) for index in outside.T),
         whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, far.shape, strict=True)),
         share=len(wrong) / far.numel(),
-        worst=tuple(start + i for start, i in zip(starts, worst, strict=True)),
+        worst=tuple(origin.places(worst[None])[0].tolist()),
         values=(_number(here), _number(there)),
         hint=hint,
     )

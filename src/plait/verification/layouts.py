@@ -1,13 +1,15 @@
-"""Every layout and schedule that a number of ranks allows."""
+"""Every layout, schedule and strategy that a number of ranks allows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import cycle, product
+from typing import get_args
 
 from plait.blueprint import SCHEDULES
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
-from plait.plan import Plan
+from plait.plan import Offload, Plan, Reduce, Strategy
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, Recordings, run_rank
 
@@ -22,24 +24,41 @@ class Refused:
 def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
     """Every plan on `ranks` ranks that cuts a global batch of `rows` rows as finely as `plan` does.
 
-    A rank of dp runs fewer micro-batches where there are more of them. What `plan` says besides is kept;
-    a cut by hand only where it fits.
+    Every layout with every schedule; and every layout with every way to shard it, each with the next
+    schedule. A rank of dp runs fewer micro-batches where there are more of them. What `plan` says besides is
+    kept; a cut by hand only where it fits.
     """
-    return tuple(
-        replace(
+    plans = []
+    for pp, dp, tp in _degrees(ranks):
+        if rows % dp:
+            continue
+        layout = replace(
             plan,
             pp=pp,
             dp=dp,
             tp=tp,
             replicate=plan.replicate if dp % plan.replicate == 0 else 1,
             microbatches=_share(plan.dp * plan.microbatches, dp, rows),
-            schedule=schedule,
             layers_per_stage=plan.layers_per_stage if pp == plan.pp else None,
         )
-        for pp, dp, tp in _degrees(ranks)
-        if rows % dp == 0
-        for schedule in SCHEDULES
-    )
+        plans += [replace(layout, schedule=schedule) for schedule in SCHEDULES]
+        plans += map(_with_schedule, _sharded(layout), cycle(SCHEDULES))
+    return tuple(dict.fromkeys(plans))
+
+
+def _with_schedule(plan: Plan, schedule: str) -> Plan:
+    return replace(plan, schedule=schedule)
+
+
+def _sharded(plan: Plan) -> Iterator[Plan]:
+    """Every way to shard over the plan's ranks of dp: strategy, copies, moment of reduction, offload."""
+    for replicate in range(1, plan.dp):
+        if plan.dp % replicate == 0:
+            for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):
+                if strategy in ("gradients", "full") or (strategy == "optimizer" and reduce == "last"):
+                    yield replace(
+                        plan, replicate=replicate, strategy=strategy, reduce=reduce, offload=offload
+                    )
 
 
 def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:

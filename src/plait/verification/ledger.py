@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.verification.recording import NOTHING, Bound, difference, peak
 
@@ -46,7 +46,8 @@ class Due:
 class Ledger:
     """The gradients that a rank's parameters should have, as contributions come in."""
 
-    parameters: Mapping[str, nn.Parameter]
+    gradients: Mapping[str, Tensor]
+    """What each parameter's gradients are added to."""
     epsilon: float
     settled: dict[str, tuple[Tensor, Bound]] = field(default_factory=dict)
     """Per parameter: what is surely in its gradient."""
@@ -88,11 +89,18 @@ class Ledger:
                 return None
         return self._settle(name, uses, due)
 
-    def left(self) -> Iterator[tuple[str, Use, Due]]:
+    def left(self, names: Iterable[str]) -> Iterator[tuple[str, Use, Due]]:
         """When all is done: the gradients that never were what they should be, with the first open use."""
-        for name, own in self.open.items():
+        for name in names:
+            own = self.open.get(name)
             if own:
                 yield name, next(iter(own)), self._due(name, own)
+
+    def close(self, names: Iterable[str]) -> None:
+        """What was added to these is given away: they start from zero again."""
+        for name in names:
+            self.settled.pop(name, None)
+            self.open.pop(name, None)
 
     def accept(self, name: str) -> None:
         """A gradient that was wrong, and was reported, is the new start."""
@@ -100,8 +108,7 @@ class Ledger:
         self.settled[name] = due.actual.detach().clone(), due.bound
 
     def _due(self, name: str, uses: Iterable[Use]) -> Due:
-        actual = self.parameters[name].grad
-        assert actual is not None
+        actual = self.gradients[name]
         before = self.settled.get(name)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NOTHING)
         for use in uses:

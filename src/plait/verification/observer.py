@@ -5,7 +5,7 @@ Every value is looked at right after it was made, before anything else can write
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 from torch import Tensor
@@ -21,11 +21,12 @@ from plait.schedules.program import (
     HandOver,
     Instruction,
     RunLayer,
+    ScatterGradient,
     SeedGradient,
     TakeBatch,
 )
 from plait.sharding.holding import copies_over_tp
-from plait.verification.difference import Findings
+from plait.verification.difference import Findings, Origin, origin_of
 from plait.verification.ledger import Due, Ledger, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
@@ -46,9 +47,10 @@ class Observer:
         self.isolate = isolate
         self.step = 0
         units = parts.reducer.units.values()
-        self.parameters = {name: p for unit in units for name, p in unit.parameters.items()}
-        self.ledger = Ledger(self.parameters, 8 * epsilon)
-        names = {id(parameter): name for name, parameter in self.parameters.items()}
+        gradients = {name: view for unit in units for name, view in unit.gradients.items()}
+        self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
+        self.ledger = Ledger(gradients, 8 * epsilon)
+        names = {id(parameter): name for unit in units for name, parameter in unit.parameters.items()}
         self.uses = {
             (stage.number, number): [
                 names[id(p)]
@@ -82,8 +84,12 @@ class Observer:
                 self._compare(Phase.LOSS, action, None, Key("total"), total)
             case SeedGradient(action):
                 self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
+            case ScatterGradient(unit):
+                names = parts.reducer.units[unit].parameters
+                self._left(names)
+                self.ledger.close(names)
             case Finish():
-                self._left()
+                self._left(self.ledger.gradients)
             case _:
                 pass
 
@@ -111,7 +117,8 @@ class Observer:
             for name in self.uses[action.stage, number]:
                 found = self._contribution(name, use)
                 if found is not None:
-                    due = self.ledger.after_input(name, use, *found, whole=action.kind is Kind.B)
+                    late = action.kind is Kind.B or self.adds_late
+                    due = self.ledger.after_input(name, use, *found, whole=late)
                     if due is not None:
                         self._weight_gradient(name, use, due)
         if action.kind in (Kind.W, Kind.B):
@@ -120,14 +127,14 @@ class Observer:
                 if due is not None:
                     self._weight_gradient(name, use, due)
 
-    def _left(self) -> None:
-        """The weight gradients that never were certain."""
-        for name, use, due in list(self.ledger.left()):
+    def _left(self, names: Iterable[str]) -> None:
+        """Of these parameters, the weight gradients that never were certain."""
+        for name, use, due in list(self.ledger.left(names)):
             self._weight_gradient(name, use, due)
 
     def _weight_gradient(self, name: str, use: Use, due: Due) -> None:
         place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
-        offsets = self.parts.layouts[name].box(self.parts.mesh.coordinate).offsets
+        origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
 
         def alternatives() -> Named:
             own = self._contribution(name, use)
@@ -147,7 +154,7 @@ class Observer:
                 yield text, due.expected + self.piece(name, before)
 
         if not self.findings.compare(
-            place, due.actual, due.expected, due.bound, offsets=offsets, alternatives=alternatives
+            place, due.actual, due.expected, due.bound, origin=origin, alternatives=alternatives
         ):
             if self.isolate:
                 due.actual.copy_(due.expected)
@@ -165,18 +172,18 @@ class Observer:
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor that is laid out as the parameter is."""
-        return shard(whole, self.parts.layouts[name], self.parts.mesh.coordinate)
+        return shard(whole, self.parts.whole_layouts[name], self.parts.mesh.coordinate)
 
     def _is_local(self, name: str) -> bool:
         """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
-        return copies_over_tp(self.parts.layouts[name]) == 1
+        return copies_over_tp(self.parts.whole_layouts[name]) == 1
 
     def _compare(self, phase: Phase, action: Action, layer: int | None, key: Key, actual: Tensor) -> None:
         number = self._global(action)
         moment = Moment(self.step, number)
         whole = self.recording.values[moment].get(key)
         expected, start = self._of_this_rank(whole, actual, key)
-        offsets = [0] * (actual.dim() - 1) + [start] if actual.dim() else []
+        origin = Origin((*[0] * (actual.dim() - 1), start) if actual.dim() else ())
 
         def alternatives() -> Named:
             for other in range(self.recording.microbatches(self.step)):
@@ -191,7 +198,7 @@ class Observer:
             actual,
             expected,
             self.recording.bounds[moment].get(key, NOTHING),
-            offsets=offsets,
+            origin=origin,
             alternatives=alternatives,
             base=None if through is None else self.recording.values[moment].get(through),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 
 import torch
@@ -53,7 +53,7 @@ def run_rank(case: Case, plan: Plan, recordings: Recordings | None = None) -> Ou
     mesh = Mesh(plan, device=case.device, timeout=case.timeout)
     try:
         with prepared(case) as ready:
-            plan = replace(plan, precision=case.recipe.precision(plan.precision))
+            plan = case.recipe.applied_to(plan)
             paths = tuple(layer.path for layer in sequence_of(ready.model).layers)
             findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
         seconds = perf_counter() - begun

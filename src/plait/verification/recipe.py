@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
 
 import torch
 
 from plait.errors import PlanError
-from plait.plan import Precision
+from plait.plan import Plan
 
 Mode = Literal["exact", "float64", "native"]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -66,6 +66,20 @@ class Recipe:
             return 0
         return max(self.perturbations, 6) if dtype is not None and dtype.itemsize <= 2 else self.perturbations
 
-    def precision(self, planned: Precision | None) -> Precision | None:
-        """The precision of both sides, for a plan with `planned`."""
-        return planned if self.mode == "native" else "fp64"
+    def applied_to(self, plan: Plan) -> Plan:
+        """The plan in the precision of both sides. PlanError where one device has nothing like the plan's."""
+        mixed = (plan.master_precision, plan.gradient_precision, plan.reduce_precision)
+        if self.mode != "native":
+            return replace(
+                plan,
+                precision="fp64",
+                master_precision=None,
+                gradient_precision=None,
+                reduce_precision=None,
+            )
+        if any(other not in (None, plan.precision) for other in mixed) or plan.precision == "fp16":
+            raise PlanError(
+                f"mode native cannot follow several precisions in one run ({plan.precision} and "
+                f"{', '.join(str(other) for other in mixed)}): verify the same plan in mode float64."
+            )
+        return plan

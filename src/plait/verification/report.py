@@ -204,8 +204,13 @@ def finite(value: float) -> float | None:
 
 
 def layout_of(plan: Plan) -> str:
-    """`pp 2 · dp 1 · tp 2`."""
-    return f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
+    """`pp 2 · dp 1 · tp 2`, and how the ranks of dp share what they hold, if they do."""
+    layout = f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
+    if plan.replicate > 1:
+        layout += f" ({plan.replicate} x {plan.shard})"
+    if plan.strategy != "none":
+        layout += f" · {plan.strategy}" + (" each" if plan.reduce == "each" else "")
+    return layout + (f" · offload {plan.offload}" if plan.offload != "none" else "")
 
 
 def _ranks(first: First) -> str:

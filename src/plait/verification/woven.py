@@ -13,7 +13,7 @@ from plait.models.initial import initial_value
 from plait.pipeline.sequence import LayerSequence
 from plait.pipeline.values import Value, split
 from plait.schedules.program import Instruction
-from plait.verification.difference import Findings
+from plait.verification.difference import HERE, Findings, origin_of
 from plait.verification.observer import Observer
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recipe import Recipe
@@ -46,7 +46,7 @@ class Woven:
             expected = shard(whole, layouts[name], coordinate).to(parameter)
             place = Place(0, Phase.INITIAL, name=name)
             self.findings.compare(
-                place, parameter, expected, NOTHING, offsets=layouts[name].box(coordinate).offsets
+                place, parameter, expected, NOTHING, origin=origin_of(layouts[name], coordinate)
             )
             with torch.no_grad():
                 parameter.copy_(shard(change(name, whole), layouts[name], coordinate))
@@ -122,16 +122,16 @@ class Woven:
     ) -> bool:
         """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
         moment = Moment(step, WHOLE)
-        expected, offsets = self.recording.values[moment][key], tuple[int, ...]()
+        expected, origin = self.recording.values[moment][key], HERE
         if name and expected.dim() and tuple(expected.shape) == self.engine.layouts[name].shape:
             layout, coordinate = self.engine.layouts[name], self.engine.mesh.coordinate
-            expected, offsets = shard(expected, layout, coordinate), layout.box(coordinate).offsets
+            expected, origin = shard(expected, layout, coordinate), origin_of(layout, coordinate)
         equal = self.findings.compare(
             Place(step, phase, name=key.name),
             actual,
             expected,
             self.recording.bounds[moment][key],
-            offsets=offsets,
+            origin=origin,
             alternatives=lambda: alternatives,
         )
         if not equal and self.isolate:
