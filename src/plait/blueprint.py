@@ -162,8 +162,8 @@ def policy_of(plan: Plan, device: torch.device) -> Policy:
         cuts=plan.shards,
         keeps_parameters=not plan.shards or plan.strategy != "full",
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
-        offloads_parameters=plan.offload == "parameters",
-        offloads_all=plan.offload == "full",
+        offloads_parameters=plan.offload != "none",
+        offloads_gradients=plan.offload == "full",
     )
 
 

@@ -14,11 +14,12 @@ from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Counts
-from plait.errors import DataError, PlanError
+from plait.errors import DataError, NonFiniteError, PlanError
 from plait.layout import Layout
 from plait.pipeline.boundary import LayerInfo, infer
 from plait.pipeline.executor import Executor
 from plait.pipeline.fingerprint import fingerprint_of_tokens
+from plait.pipeline.loss_scale import loss_scale
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.sequence import NamedLayer
@@ -83,6 +84,7 @@ class Engine:
         self._executor = Executor(
             parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers()
         )
+        self._scale = loss_scale(parts.plan.loss_scale, parts.plan.precision)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -100,6 +102,7 @@ class Engine:
         reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
+        self._scale.begin(anew=not self._parts.reducer.has_gradients)
         for stage in self._worker.stages.values():
             stage.input_gradients = input_gradients
         with torch.enable_grad():
@@ -152,16 +155,32 @@ class Engine:
                 sequence = torch.cat([sequence, token[:, None]], dim=1)
         return sequence
 
-    def clip_grad_norm_(self, max_norm: float) -> Tensor:
-        """Scale all gradients of the model so that their L2 norm is at most `max_norm`; the norm before, 0-d.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Scale all gradients of the model so that their norm is at most `max_norm`; the norm before, 0-d.
 
-        Over all axes, each parameter once. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or
-        over `world` where gradients are cut.
+        Over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`: the largest one.
+        A norm that is not finite changes nothing; with `error_if_nonfinite` it raises `NonFiniteError` on
+        every rank. With a dynamic loss scale gradients that are not finite are thrown away, so that the
+        optimizer's next step does nothing, and the scale is halved; only then, or for the error, the host
+        waits for the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
+        where gradients are cut.
         """
         units = self._parts.reducer.units.values()
         group = self.mesh.group("world" if self.plan.shards else "model")
-        norm = total_norm(units, self._parts.counted, group, self.mesh.device)
+        norm = total_norm(units, self._parts.counted, group, self.mesh.device, norm_type)
         scale_to(units, norm, max_norm)
+        if self._scale.dynamic or error_if_nonfinite:
+            finite = bool(norm.isfinite())
+            self._scale.update(finite=finite)
+            if not finite and error_if_nonfinite:
+                raise NonFiniteError(
+                    f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
+                    "warm-up, or look at the data of that step."
+                )
+            if not finite and self._scale.dynamic:
+                self._parts.reducer.drop()
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -230,8 +249,13 @@ class Engine:
         )
 
     @property
+    def loss_scale(self) -> float:
+        """What the next step's loss is multiplied by; 1 where there is no scale."""
+        return self._scale.value
+
+    @property
     def layouts(self) -> Mapping[str, Layout]:
-        """For every parameter of the model, by name: which piece of it each rank of its stage holds."""
+        """For every parameter of the model, by name: which piece of it each rank of its stage updates."""
         return self._parts.layouts
 
     def traffic(self) -> Counts:
@@ -259,7 +283,7 @@ class Engine:
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
-        self._run(program, batch, parts, weight.reciprocal(), input_gradients)
+        self._run(program, batch, parts, self._scale.value / weight, input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self._is_last:
             self._totals = self._worker.loss_end.totals
@@ -300,7 +324,7 @@ class Engine:
         self._worker.loss_end.begin(targets, scale)
         trains = torch.is_grad_enabled()
         if trains:
-            self._parts.reducer.begin()
+            self._parts.reducer.begin(self._scale.value)
         try:
             self._executor.run(program)
         except BaseException:

@@ -36,6 +36,10 @@ class Plan:
     one before (gradients like the master). `offload` keeps on the CPU what a rank holds of parameters while a
     step runs, or that, its gradients and so the optimizer's state (`full`), at all times.
 
+
+    `loss_scale` multiplies the loss, and divides the gradients when they are final; without it fp16 has a
+    dynamic one, and other precisions have none.
+
     `overlap`:
     whether a stage's full backward computes input and weight gradients layer by layer, so that weight
     gradients hide what `tp` sums; else all input gradients come first, so that the stage before can go on.
@@ -57,6 +61,7 @@ class Plan:
     gradient_precision: Precision | None = None
     reduce_precision: Precision | None = None
     offload: Offload = "none"
+    loss_scale: float | None = None
     overlap: bool | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
@@ -70,6 +75,15 @@ class Plan:
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
                 _require_choice(name, getattr(self, name), get_args(Precision))
+        if self.precision == "fp16" and self.master_precision not in ("fp32", "fp64"):
+            raise PlanError(
+                f"plan.precision is 'fp16' and plan.master_precision is {self.master_precision!r}: small "
+                "steps of an optimizer are lost in half precision, so set plan.master_precision to 'fp32'."
+            )
+        if self.loss_scale is not None and not (
+            isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < float("inf")
+        ):
+            raise PlanError(f"plan.loss_scale is {self.loss_scale!r}: give a number above 0, or None.")
         if self.offload != "none" and self.strategy == "none":
             raise PlanError(
                 f"plan.offload is {self.offload!r}, but with plan.strategy 'none' every rank keeps all: "

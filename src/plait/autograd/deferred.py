@@ -106,7 +106,7 @@ def _run_embedding(module: nn.Embedding, keeper: Keeper, input: Tensor) -> Tenso
 
 def linear(input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | None) -> Tensor:
     """`functional.linear`, whose weight work is left with `keeper`, if there is one."""
-    if keeper is None or not torch.is_grad_enabled():
+    if keeper is None or not _defers(input):
         return functional.linear(input, weight, bias)
     output: Tensor = _Linear.apply(input, weight, bias, keeper)  # type: ignore[no-untyped-call]
     return output
@@ -114,10 +114,15 @@ def linear(input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | 
 
 def embedding(input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper | None) -> Tensor:
     """`functional.embedding` likewise; the row `padding` does not learn."""
-    if keeper is None or not torch.is_grad_enabled():
+    if keeper is None or not _defers(input):
         return functional.embedding(input, weight, padding)
     output: Tensor = _Embedding.apply(input, weight, padding, keeper)  # type: ignore[no-untyped-call]
     return output
+
+
+def _defers(input: Tensor) -> bool:
+    """Within `torch.autocast` the native operation casts its weight, and autograd knows how to go back."""
+    return torch.is_grad_enabled() and not torch.is_autocast_enabled(input.device.type)
 
 
 def made_by_linear(tensor: Tensor) -> bool:

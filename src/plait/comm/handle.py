@@ -68,6 +68,19 @@ class Handle(Generic[T]):
             raise self._error
         return self._result[0]
 
+    def abandon(self) -> bool:
+        """Nobody needs the result. Whether nothing reads or writes the tensors any more; else `wait` in time.
+
+        What a backend has started goes on by itself; what ranks of one host show each other is read and
+        written only by those who wait.
+        """
+        if self._work is not None and hasattr(self._work, "abandon"):
+            self._work.abandon()
+            self._work = None
+        if self._work is None:
+            self._finish = None
+        return self._work is None
+
     def _fail(self, cause: Exception) -> None:
         group = self._group
         sentence = f"rank {group.rank} waits for {self._awaited}: {_reason(cause, group.timeout)}"

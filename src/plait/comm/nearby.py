@@ -32,6 +32,10 @@ class Meeting:
         self._lines.hear(self._leaving, Word(0))
         self._lines.finish(self._coming, self._leaving)
 
+    def abandon(self) -> None:
+        """Do nothing; ranks that wait for this one's part fail in time."""
+        self._lines.finish(self._coming, self._leaving)
+
 
 def reduce_whole(tensor: Tensor, total: Tensor, op: Op, group: Group) -> Showing:
     """Start an all-reduce of `tensor` into `total`, contiguous, where each rank reduces all of it.

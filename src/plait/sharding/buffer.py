@@ -43,6 +43,8 @@ class FlatBuffer:
     """On the device where it lies while a step runs."""
     pieces: dict[str, nn.Parameter]
     """What the optimizer updates: views of `piece`, or the `parameters` themselves."""
+    places: Mapping[str, tuple[int, torch.Size]]
+    """Of each parameter in a flat piece: its first element, and its shape there."""
     gradient: Tensor | None
     gradients: Mapping[str, Tensor]
     """Views of `gradient`, one a parameter."""
@@ -51,6 +53,10 @@ class FlatBuffer:
     """Views of `piece_gradient`, one a piece."""
     keeps_whole: bool
     keeps_gradient: bool
+    visits: bool = False
+    """Whether the piece, which lies on the CPU, comes to the device between steps, for the optimizer."""
+    visitor: Tensor | None = None
+    """The piece while it is there."""
 
     @property
     def has_pieces(self) -> bool:
@@ -68,9 +74,31 @@ class FlatBuffer:
         assert self.gradient is not None
         return self._own_part(self.gradient)
 
+    def place_in(self, name: str, flat: Tensor) -> Tensor:
+        """The part of a flat piece that belongs to a parameter."""
+        start, shape = self.places[name]
+        return flat[start : start + shape.numel()].view(shape)
+
     def _own_part(self, flat: Tensor) -> Tensor:
         index = 0 if self.shard is None else self.shard.index
         return flat[index * self.slots.piece : (index + 1) * self.slots.piece]
+
+    def return_to_device(self) -> None:
+        """After a step: what the optimizer updates lies where its gradients are."""
+        if self.visits and self.has_pieces and self.visitor is None:
+            self.visitor = self.piece.to(self.whole.device, copy=True, non_blocking=True)
+            self._point_to(self.visitor)
+
+    def leave_device(self) -> None:
+        """Before a step: what the optimizer has updated goes back to the CPU, and its memory with it."""
+        if self.visitor is not None:
+            self.piece.copy_(self.visitor, non_blocking=True)
+            self._point_to(self.piece)
+            self.visitor = None
+
+    def _point_to(self, flat: Tensor) -> None:
+        for name, piece in self.pieces.items():
+            piece.data = self.place_in(name, flat)
 
     def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
         """What the `.grad` of the `wanted` pieces hold now.
@@ -107,13 +135,13 @@ class FlatBuffer:
         if self.gradient is None or self.piece_gradient is None:
             return None
         carried = None
-        for name, view in self.piece_gradients.items():
+        for name in self.piece_gradients:
             grad = self.pieces[name].grad
             if grad is None:
                 continue
             if carried is None:
                 carried = torch.zeros_like(self.piece_gradient)
-            _like(view, self.piece_gradient, carried).copy_(grad)
+            self.place_in(name, carried).copy_(grad)
         self.piece_gradient.zero_()
         if self.keeps_gradient:
             self.gradient.zero_()
@@ -121,12 +149,17 @@ class FlatBuffer:
             parameter.grad = self.gradients[name]
         return carried
 
-    def finish_gradients(self, carried: Tensor | None) -> None:
-        """After a step: the gradient of each piece is its view of what was reduced, with what was carried."""
+    def finish_gradients(self, carried: Tensor | None, scale: float) -> None:
+        """After a step: the gradient of each piece is its view of what was reduced, with what was carried.
+
+        This step's own part was multiplied by `scale`.
+        """
         assert self.piece_gradient is not None
         assert self.gradient is not None
         if not self.kind.cut and self.piece_gradient is not self.gradient:
             self.piece_gradient.copy_(self.gradient)
+        if scale != 1:
+            self.piece_gradient.div_(scale)
         if carried is not None:
             self.piece_gradient.add_(carried)
         if self.has_pieces:
@@ -143,9 +176,9 @@ class FlatBuffer:
         assert self.piece_gradient is not None
         for parameter in self.parameters.values():
             parameter.grad = None
-        for name, view in self.piece_gradients.items():
+        for name in self.piece_gradients:
             piece = self.pieces[name]
-            piece.grad = None if carried is None else _like(view, self.piece_gradient, carried)
+            piece.grad = None if carried is None else self.place_in(name, carried)
 
 
 def make_room(flat: Tensor) -> None:
@@ -158,9 +191,3 @@ def make_room(flat: Tensor) -> None:
 def give_room_back(flat: Tensor) -> None:
     """Give the memory of a flat tensor back; its views stay. On CUDA it is reused in the stream's order."""
     flat.untyped_storage().resize_(0)
-
-
-def _like(view: Tensor, flat: Tensor, other: Tensor) -> Tensor:
-    """The part of `other` that lies where `view` lies in `flat`."""
-    start = view.storage_offset() - flat.storage_offset()
-    return other[start : start + view.numel()].view(view.shape)

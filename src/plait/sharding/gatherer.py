@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather
 from plait.comm.handle import Handle
-from plait.schedules.program import AwaitParameters, GatherParameters, ReleaseParameters
+from plait.schedules.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 from plait.sharding.buffer import FlatBuffer, give_room_back, make_room
 from plait.sharding.unit import Unit
 
@@ -20,7 +20,9 @@ class Gatherer:
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
-        self._under_way: dict[str, list[Handle[Tensor]]] = {}
+        self._under_way: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
+        self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
+        """Of a step that failed: what a backend may still be writing to."""
         self._current: set[str] = set()
         """Units whose kept parameters are as the pieces are."""
 
@@ -30,11 +32,23 @@ class Gatherer:
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),
             ReleaseParameters: lambda i: self.release(i.unit),
+            Finish: lambda i: self.finish(),
         }
 
     def begin(self) -> None:
         """Pieces may have changed since the last step."""
         self._current.clear()
+        for handle, buffer in self._stale:
+            handle.wait()
+            _release(buffer)
+        self._stale = []
+        for buffer in self._buffers():
+            buffer.leave_device()
+
+    def finish(self) -> None:
+        """After a step: what the optimizer updates lies where its gradients are."""
+        for buffer in self._buffers():
+            buffer.return_to_device()
 
     def gather(self, name: str) -> None:
         """Start filling a unit's parameters, unless they are there."""
@@ -42,28 +56,42 @@ class Gatherer:
             return
         self._current.add(name)
         self._under_way[name] = [
-            handle
+            (handle, buffer)
             for buffer in self.units[name].buffers
             if buffer.has_pieces and (handle := _gather(buffer)) is not None
         ]
 
     def wait(self, name: str) -> None:
         """Wait until they are there."""
-        for handle in self._under_way.pop(name, ()):
+        for handle, _ in self._under_way.pop(name, ()):
             handle.wait()
 
     def release(self, name: str) -> None:
         """Give the memory back of what is not kept."""
         self._current.discard(name)
         for buffer in self.units[name].buffers:
-            if not buffer.keeps_whole:
-                give_room_back(buffer.whole)
+            _release(buffer)
 
     def clear(self) -> None:
-        """After an exception in the middle of a step: nothing is gathered, nothing is under way."""
+        """After an exception in the middle of a step: nothing is gathered any more."""
+        for started in self._under_way.values():
+            self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]
         self._under_way.clear()
-        for name in self.units:
-            self.release(name)
+        self._current.clear()
+        still_written = [buffer for _, buffer in self._stale]
+        for buffer in self._buffers():
+            if buffer not in still_written:
+                _release(buffer)
+        self.finish()
+
+    def _buffers(self) -> Iterator[FlatBuffer]:
+        for unit in self.units.values():
+            yield from unit.buffers
+
+
+def _release(buffer: FlatBuffer) -> None:
+    if not buffer.keeps_whole:
+        give_room_back(buffer.whole)
 
 
 @torch.no_grad()

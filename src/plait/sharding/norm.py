@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable
 
 import torch
@@ -9,23 +10,37 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
+from plait.errors import PlanError
 from plait.sharding.unit import Unit
 
 ROW = 1024
 """Elements whose squares are added up in float32."""
 
 
-def total_norm(units: Iterable[Unit], counted: Collection[str], group: Group, device: torch.device) -> Tensor:
-    """The L2 norm over the gradients of the `counted` parameters of all ranks of `group`, 0-d float64.
+def total_norm(
+    units: Iterable[Unit],
+    counted: Collection[str],
+    group: Group,
+    device: torch.device,
+    order: float = 2.0,
+) -> Tensor:
+    """The norm of the gradients of the `counted` parameters of all ranks of `group`, 0-d float64.
 
-    Communication: one all-reduce of 8 bytes over `group` (`pp` and `tp`). A parameter, or a piece of one,
-    that several ranks of the group hold has to be counted by one of them only.
+    The order is that of `torch.linalg.vector_norm`, above 0. No finite number comes of gradients that are
+    not finite. Communication: one all-reduce of 8 bytes over `group`. A parameter, or a piece of one, that
+    several ranks of the group hold has to be counted by one of them only. Raises `PlanError` for the order.
     """
-    squares = torch.zeros((), dtype=torch.float64, device=device)
+    if not order > 0:
+        raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
+    total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
         for gradient in _gradients(unit, counted):
-            squares += _squares(gradient)
-    return all_reduce(squares, group, checked=False).wait().sqrt()
+            power = _powers(gradient, order).to(device)
+            total = torch.maximum(total, power) if math.isinf(order) else total + power
+    if math.isinf(order):
+        # A backend's maximum may pass over what is no number.
+        return all_reduce(total.nan_to_num(nan=math.inf), group, "max", checked=False).wait()
+    return all_reduce(total, group, checked=False).wait() ** (1 / order)
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
@@ -35,12 +50,12 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     # A norm that is no number would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
     for unit in units:
-        for gradient in _gradients(unit, unit.parameters):
-            gradient.mul_(factor.to(gradient.dtype))
+        for gradient in _gradients(unit, unit.pieces):
+            gradient.mul_(factor.to(gradient.device, gradient.dtype))
 
 
-def _squares(gradient: Tensor) -> Tensor:
-    """The sum of squares, 0-d float64.
+def _powers(gradient: Tensor, order: float) -> Tensor:
+    """The sum of the elements' powers, or the largest element, 0-d float64.
 
     In rows: a CPU adds squares up in float32 one after the other, which over the elements of a large layer
     loses three digits; over a row it loses none to speak of, and takes no longer.
@@ -48,10 +63,12 @@ def _squares(gradient: Tensor) -> Tensor:
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     flat = gradient.reshape(-1)
     whole = len(flat) // ROW * ROW
-    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), dim=1, dtype=wide)
-    rest = torch.linalg.vector_norm(flat[whole:], dtype=wide)
-    total: Tensor = rows.double().square().sum() + rest.double().square()
-    return total
+    rows = torch.linalg.vector_norm(flat[:whole].view(-1, ROW), order, dim=1, dtype=wide).double()
+    rest = torch.linalg.vector_norm(flat[whole:], order, dtype=wide).double() if whole < len(flat) else None
+    norms = rows if rest is None else torch.cat([rows, rest[None]])
+    if math.isinf(order):
+        return norms.amax() if len(norms) else norms.new_zeros(())
+    return norms.pow(order).sum()
 
 
 def _gradients(unit: Unit, wanted: Collection[str]) -> list[Tensor]:

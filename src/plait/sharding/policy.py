@@ -27,18 +27,19 @@ class Policy:
     keeps_gradients: bool = True
     """Whether gradients stay whole between the layers that add to them."""
     offloads_parameters: bool = False
-    """While a step runs; in between the optimizer wants them where their gradients are."""
-    offloads_all: bool = False
-
-    @property
-    def gradient_home(self) -> torch.device:
-        """Where gradients lie when they are final, and so the optimizer's state."""
-        return CPU if self.offloads_all else self.device
+    """Whether pieces lie on the CPU while a step runs; in between they are where their gradients are."""
+    offloads_gradients: bool = False
+    """Whether final gradients lie on the CPU, and so the optimizer's state and what it updates."""
 
     @property
     def home(self) -> torch.device:
         """Where the pieces of parameters lie while a step runs."""
-        return CPU if self.offloads_all or self.offloads_parameters else self.device
+        return CPU if self.offloads_parameters else self.device
+
+    @property
+    def gradient_home(self) -> torch.device:
+        """Where final gradients lie."""
+        return CPU if self.offloads_gradients else self.device
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
         """What layers compute with."""

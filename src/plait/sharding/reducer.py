@@ -20,9 +20,13 @@ class Reducer:
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
+        self.scale = 1.0
+        """What this step's gradients are multiplied by until they are final."""
         self._carried: list[tuple[FlatBuffer, Tensor]] = []
         self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
         self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
+        self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
+        """Of a step that failed: what a backend may still be reading."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What each instruction about units does."""
@@ -34,9 +38,29 @@ class Reducer:
             Finish: lambda i: self.finish(),
         }
 
-    def begin(self) -> None:
-        """Before a step: gradients become views again; those of earlier steps wait until this one is done."""
+    @property
+    def has_gradients(self) -> bool:
+        """Whether a piece has a gradient, so that the next step adds to it."""
+        pieces = (piece for unit in self.units.values() for piece in unit.pieces.values())
+        return any(piece.grad is not None for piece in pieces)
+
+    def drop(self) -> None:
+        """Throw all gradients away: optimizers leave alone what has none."""
+        for unit in self.units.values():
+            for piece in unit.pieces.values():
+                piece.grad = None
+
+    def begin(self, scale: float = 1.0) -> None:
+        """Before a step: gradients become views again; those of earlier steps wait until this one is done.
+
+        Those of this step will be multiplied by `scale`.
+        """
+        self.scale = scale
         self._carried = []
+        for buffer, handle in self._stale:
+            handle.wait()
+            _release(buffer)
+        self._stale = []
         for unit in self.units.values():
             for buffer in unit.buffers:
                 buffer.refuse_refreezing()
@@ -65,8 +89,7 @@ class Reducer:
             summed = handle.wait()
             if summed.data_ptr() != buffer.piece_gradient.data_ptr():
                 buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device, non_blocking=True))
-            if not buffer.keeps_gradient:
-                give_room_back(buffer.gradient)
+            _release(buffer)
 
     def reduce(self, name: str) -> None:
         """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
@@ -85,18 +108,29 @@ class Reducer:
         with torch.no_grad():
             for unit in self.units.values():
                 for buffer in unit.trainable:
-                    buffer.finish_gradients(carried.get(id(buffer)))
+                    buffer.finish_gradients(carried.get(id(buffer)), self.scale)
         self._carried = []
 
     def clear(self) -> None:
         """After an exception in the middle of a step: the gradients are again what they were before it."""
         carried = {id(buffer): gradient for buffer, gradient in self._carried}
+        started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
+        self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
+        still_read = [buffer for buffer, _ in self._stale]
         for unit in self.units.values():
             for buffer in unit.trainable:
                 buffer.restore_gradients(carried.get(id(buffer)))
+                if buffer not in still_read:
+                    _release(buffer)
         self._scattered.clear()
         self._reduced = []
         self._carried = []
+
+
+def _release(buffer: FlatBuffer) -> None:
+    assert buffer.gradient is not None
+    if not buffer.keeps_gradient:
+        give_room_back(buffer.gradient)
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:

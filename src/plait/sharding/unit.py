@@ -86,10 +86,12 @@ class Maker:
             parameters=parameters,
             piece=whole,
             pieces=parameters,
+            places=self._places(slots),
             gradient=gradient,
             gradients=gradients,
             piece_gradient=gradient,
             piece_gradients=gradients,
+            visits=policy.offloads_parameters and not policy.offloads_gradients,
             keeps_whole=not kind.cut or policy.keeps_parameters,
             keeps_gradient=not kind.cut or policy.keeps_gradients,
         )
@@ -111,27 +113,29 @@ class Maker:
         kind, policy, size = buffer.kind, self.policy, buffer.slots.piece
         if not kind.cut and kind.master == kind.dtype:
             return
-        within = buffer.keeps_whole and kind.master == kind.dtype and policy.home == policy.device
+        within = buffer.keeps_whole and kind.master == kind.dtype and not policy.offloads_parameters
         buffer.piece = buffer.own if within else _empty(size, kind.master, policy.home)
         buffer.pieces = {
-            name: _parameter(view, trains=kind.trains)
-            for name, view in self._pieces_of(buffer.piece, buffer.slots).items()
+            name: _parameter(buffer.place_in(name, buffer.piece), trains=kind.trains)
+            for name in buffer.places
         }
         if buffer.gradient is not None:
+            alike = buffer.keeps_gradient and kind.gradient == kind.master
+            within = alike and not policy.offloads_gradients
             home = policy.gradient_home
-            within = buffer.keeps_gradient and kind.gradient == kind.master and home == policy.device
             buffer.piece_gradient = buffer.own_gradient if within else _empty(size, kind.master, home)
-            buffer.piece_gradients = self._pieces_of(buffer.piece_gradient, buffer.slots)
+            buffer.piece_gradients = {
+                name: buffer.place_in(name, buffer.piece_gradient) for name in buffer.places
+            }
 
-    def _pieces_of(self, flat: Tensor, slots: Slots) -> dict[str, Tensor]:
-        """This rank's parts of the parameters, as views of a flat piece."""
+    def _places(self, slots: Slots) -> dict[str, tuple[int, torch.Size]]:
+        """Where this rank's parts of the parameters lie in a flat piece."""
         begin = self.shard.index * slots.piece if slots.pieces > 1 else 0
-        views = {}
+        places = {}
         for slot in slots.places:
             start = min(max(slot.start + self._interval(slot).start - begin, 0), slots.piece)
-            shape = self.layouts[slot.name].local_shape(self.coordinate)
-            views[slot.name] = flat[start : start + torch.Size(shape).numel()].view(shape)
-        return views
+            places[slot.name] = start, torch.Size(self.layouts[slot.name].local_shape(self.coordinate))
+        return places
 
     def _fill(self, buffer: FlatBuffer) -> None:
         """Write the initial values to what the optimizer updates, and let go of what is not kept."""
@@ -148,6 +152,7 @@ class Maker:
         for flat, kept in ((buffer.whole, buffer.keeps_whole), (buffer.gradient, buffer.keeps_gradient)):
             if flat is not None and not kept:
                 give_room_back(flat)
+        buffer.return_to_device()
 
     def _interval(self, slot: Slot) -> range:
         """The elements of a parameter, as this rank's layers have it, that its piece is made of."""

@@ -46,6 +46,12 @@ class Showing:
         self._use = None
         self._scratch.done(self._tickets)
 
+    def abandon(self) -> None:
+        """Do nothing with what the others show: this rank reads none of it."""
+        if self._use is not None:
+            self._use = None
+            self._scratch.done(self._tickets)
+
 
 class Scratch:
     """One rank's view of the scratch of its group; all ranks make it, and show tensors, in the same order."""
