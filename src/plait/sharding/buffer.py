@@ -79,6 +79,12 @@ class FlatBuffer:
         start, shape = self.places[name]
         return flat[start : start + shape.numel()].view(shape)
 
+    @property
+    def reduces_in_place(self) -> bool:
+        """Whether the gradient of this rank's piece is a part of the whole one."""
+        assert self.piece_gradient is not None
+        return self.keeps_gradient and self.piece_gradient.data_ptr() == self.own_gradient.data_ptr()
+
     def _own_part(self, flat: Tensor) -> Tensor:
         index = 0 if self.shard is None else self.shard.index
         return flat[index * self.slots.piece : (index + 1) * self.slots.piece]

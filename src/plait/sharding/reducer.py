@@ -87,8 +87,10 @@ class Reducer:
             assert buffer.gradient is not None
             assert buffer.piece_gradient is not None
             summed = handle.wait()
-            if summed.data_ptr() != buffer.piece_gradient.data_ptr():
+            if not buffer.reduces_in_place:
                 buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device, non_blocking=True))
+            elif summed is not buffer.piece_gradient:
+                buffer.piece_gradient.copy_(summed)
             _release(buffer)
 
     def reduce(self, name: str) -> None:
@@ -141,8 +143,8 @@ def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
     assert piece is not None
     if kind.reduce != kind.gradient:
         return reduce_scatter(gradient.to(kind.reduce), buffer.shard, checked=False)
-    within = piece.data_ptr() == buffer.own_gradient.data_ptr()
-    return reduce_scatter(gradient, buffer.shard, out=piece if within else None, checked=False)
+    out = piece if buffer.reduces_in_place else None
+    return reduce_scatter(gradient, buffer.shard, out=out, checked=False)
 
 
 def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
