@@ -1,7 +1,7 @@
-"""Optimizers whose update of an element depends on that element alone; where tensors are cut, no other is right.
+"""Optimizers that may update pieces of tensors: their update of an element depends on that element alone.
 
-A rank's optimizer has pieces of parameters there, some of them flat. One that looks at whole tensors would go
-on without a word and compute something else. So each is asked before its first step.
+Where tensors are cut a rank's optimizer has pieces of them, some flat. One that looks at whole tensors would
+go on without a word and compute something else. So each is asked before its first step.
 """
 
 from __future__ import annotations

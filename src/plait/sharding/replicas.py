@@ -73,8 +73,8 @@ class Fingerprint(NamedTuple):
 
 
 def held_by(units: Iterable[Unit], layouts: Mapping[str, Layout], steps: Steps, mesh: Mesh) -> Held:
-    """What this rank holds: the parameters of its `units`. `steps` say which are tied across stages."""
-    mine = {name: parameter for unit in units for name, parameter in unit.parameters.items()}
+    """What this rank holds: the pieces of its `units`. `steps` say which are tied across stages."""
+    mine = {name: piece for unit in units for name, piece in unit.pieces.items()}
     holders = {
         unit: tuple(sorted({steps.schedule.rank_of[place.stage] for place in places}))
         for unit, places in steps.shape.units.items()

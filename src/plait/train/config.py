@@ -8,7 +8,7 @@ from typing import Self
 from pydantic import model_validator
 
 from plait.errors import ConfigError
-from plait.plan import Plan
+from plait.plan import Plan, Precision
 from plait.sizes import usual_inner
 from plait.train.sections import (
     DataConfig,
@@ -50,7 +50,15 @@ class Config(Section):
             **self.parallel.model_dump(),
             microbatches=self.train.microbatches,
             precision=self.train.precision,
+            master_precision=self.train.master_precision or self._usual_master(),
+            gradient_precision=self.train.gradient_precision,
+            reduce_precision=self.train.reduce_precision,
+            loss_scale=self.train.loss_scale,
         )
+
+    def _usual_master(self) -> Precision | None:
+        """Training in 16 bits loses an optimizer's small steps: they are added up in fp32."""
+        return "fp32" if self.train.precision in ("bf16", "fp16") else None
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from plait.comm.mesh import Mesh
+from plait.plan import Plan
 from plait.train.config import Config
 from plait.train.data import Data
 
@@ -19,9 +20,18 @@ def introduce(config: Config, mesh: Mesh, data: Data, parameters: int) -> Iterat
     )
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     yield (
-        f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}), "
+        f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}{_sharding(plan)}), "
         f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
         "micro-batches."
     )
     yield f"Data: {data.summary}."
     yield f"Run: {config.run.dir}"
+
+
+def _sharding(plan: Plan) -> str:
+    """What is cut between the ranks of dp, and what is kept on the CPU."""
+    if not plan.shards:
+        return ""
+    copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""
+    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
+    return f", strategy {plan.strategy}{copies}, reduced {plan.reduce}{offload}"

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
-from plait.plan import Precision, Recompute, Reduce, Strategy
+from plait.plan import Offload, Precision, Recompute, Reduce, Strategy
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -80,6 +80,21 @@ class TrainConfig(Section):
     )
     seed: int = Field(default=0, ge=0, lt=2**63, description="seed of initial values, data order and samples")
     precision: Precision = Field(default="fp32", description="number format of the computation")
+    master_precision: Precision | None = Field(
+        default=None,
+        description="number format of what the optimizer updates; none: fp32 for bf16 and fp16, else like "
+        "precision",
+    )
+    gradient_precision: Precision | None = Field(
+        default=None,
+        description="number format in which gradients are added up; none: like master_precision",
+    )
+    reduce_precision: Precision | None = Field(
+        default=None, description="number format in which gradients travel; none: like gradient_precision"
+    )
+    loss_scale: float | None = Field(
+        default=None, gt=0, description="what the loss is multiplied by; none: dynamic for fp16, else 1"
+    )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
     validate_batches: Count = Field(default=8, description="batches in a validation")
     sample: str = Field(default="", description="prompt that is continued after training; empty: no sample")
@@ -98,6 +113,11 @@ class ParallelConfig(Section):
     strategy: Strategy = Field(default="none", description="what is sharded over the data-parallel ranks")
     reduce: Reduce = Field(
         default="last", description="reduce gradients after the last micro-batch, or after each"
+    )
+    offload: Offload = Field(
+        default="none",
+        description="what a rank keeps on the CPU of what it holds: none, its parameters while a step runs, "
+        "or all (parameters, gradients and optimizer state)",
     )
     schedule: Policy = Field(default="1f1b", description="order of the actions of a step")
     chunks: Count | None = Field(

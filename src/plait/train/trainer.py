@@ -103,9 +103,11 @@ class Trainer:
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
         """Raise `NonFiniteError` on every rank when a number of the step is not finite; say where it is.
 
-        Call it before the next step. Communication, only then: one number, all-reduced over the world.
+        A norm that only overflows its loss scale is no error, as long as the scale can be lowered. Call it
+        before the next step. Communication, only then: one number, all-reduced over the world.
         """
-        if math.isfinite(loss) and math.isfinite(norm):
+        overflows = self.engine.plan.precision == "fp16" and self.engine.loss_scale >= 1
+        if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
         mesh = self._mesh
         if not math.isfinite(loss):

@@ -67,19 +67,20 @@ class Recipe:
         return max(self.perturbations, 6) if dtype is not None and dtype.itemsize <= 2 else self.perturbations
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan in the precision of both sides. PlanError where one device has nothing like the plan's."""
-        mixed = (plan.master_precision, plan.gradient_precision, plan.reduce_precision)
-        if self.mode != "native":
-            return replace(
-                plan,
-                precision="fp64",
-                master_precision=None,
-                gradient_precision=None,
-                reduce_precision=None,
-            )
-        if any(other not in (None, plan.precision) for other in mixed) or plan.precision == "fp16":
+        """The plan in the precision of both sides, in one for all: one device has no masters, and no scale.
+
+        PlanError for half precision, whose gradients need a scale.
+        """
+        if self.mode == "native" and plan.precision == "fp16":
             raise PlanError(
-                f"mode native cannot follow several precisions in one run ({plan.precision} and "
-                f"{', '.join(str(other) for other in mixed)}): verify the same plan in mode float64."
+                "mode native has no loss scale, without which gradients in fp16 overflow or vanish: "
+                "verify the same plan in mode float64, or with precision bf16."
             )
-        return plan
+        return replace(
+            plan,
+            precision=plan.precision if self.mode == "native" else "fp64",
+            master_precision=None,
+            gradient_precision=None,
+            reduce_precision=None,
+            loss_scale=None,
+        )

@@ -1,172 +1,139 @@
 from __future__ import annotations
 
+from itertools import product
+from typing import Any
+
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from sharding_cases import SHAPES, drawn, layer_with, live_bytes, only_buffer, unit_of
+from torch import nn
+from torch.nn import functional
 
-from plait.sharding.unit import ALIGNMENT, Unit, build_unit
+from plait.layout import assemble, shard
+from plait.plan import Plan
+from plait.sharding.slots import ALIGNMENT
 
-CPU = torch.device("cpu")
-
-
-def unit_of(model: nn.Module, dtype: torch.dtype | None = None) -> Unit:
-    parameters = dict(model.named_parameters())
-    return build_unit("layer", parameters, lambda name: parameters[name].detach(), CPU, dtype, {})
-
-
-def with_shapes(*shapes: tuple[int, ...]) -> nn.Module:
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    return nn.ParameterList(parameters)
+STRATEGIES = ("none", "optimizer", "gradients", "full")
+MIXED = {"precision": "bf16", "master_precision": "fp32"}
 
 
-@settings(deadline=None)
-@given(st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6))
+@given(SHAPES)
 def test_every_parameter_is_a_view_at_an_aligned_place(shapes: list[tuple[int, ...]]) -> None:
-    model = with_shapes(*shapes)
-    unit = unit_of(model)
-    (buffer,) = unit.buffers
+    model = layer_with(shapes)
+    unit = drawn(model, Plan()).make_alone()["0"]
+    buffer = only_buffer(unit)
     assert buffer.gradient is not None
-    assert buffer.data.numel() % ALIGNMENT == 0
-    assert buffer.gradient.shape == buffer.data.shape
-    covered = torch.zeros_like(buffer.data)
-    for slot, (name, wanted) in zip(buffer.slots, model.named_parameters(), strict=True):
+    assert buffer.whole.numel() % ALIGNMENT == 0
+    assert buffer.gradient.shape == buffer.whole.shape
+    covered = torch.zeros_like(buffer.whole)
+    for slot, (name, wanted) in zip(buffer.slots.places, model.named_parameters(), strict=True):
         assert (slot.name, slot.shape, slot.start % ALIGNMENT) == (name, wanted.shape, 0)
         assert torch.equal(unit.parameters[name], wanted)
         covered[slot.start : slot.stop] += 1
-        buffer.data[slot.start : slot.stop] = 7.0
+        buffer.whole[slot.start : slot.stop] = 7.0
         assert (unit.parameters[name] == 7).all()
     assert not (covered > 1).any(), "no two parameters overlap"
-    assert (buffer.data[covered == 0] == 0).all(), "padding is zero"
+    assert (buffer.whole[covered == 0] == 0).all(), "padding is zero"
 
 
-def test_tiny_and_scalar_parameters() -> None:
-    (buffer,) = unit_of(with_shapes((), (1,), (17,), ())).buffers
-    assert [(slot.start, slot.stop) for slot in buffer.slots] == [(0, 1), (16, 17), (32, 49), (64, 65)]
-    assert buffer.data.shape == (80,)
-    assert buffer.parameters["0"].shape == ()
+@given(SHAPES, st.integers(1, 4), st.integers(1, 2), st.sampled_from(STRATEGIES))
+def test_the_pieces_of_all_ranks_make_the_model(
+    shapes: list[tuple[int, ...]], ranks: int, tp: int, strategy: Any
+) -> None:
+    model = layer_with(shapes)
+    cut = [name for name, parameter in model.named_parameters() if parameter.dim()]
+    made = drawn(model, Plan(dp=ranks, tp=tp, strategy=strategy), cut)
+    units = {(0, *at): made.make_alone(*at)["0"] for at in product(range(ranks), range(tp))}
+    for name, parameter in model.named_parameters():
+        pieces = {at: unit.pieces[name] for at, unit in units.items()}
+        assert torch.equal(assemble(pieces, made.layouts[name]), parameter)
+        for at, unit in units.items():
+            if strategy != "full" or ranks == 1:
+                wanted = shard(parameter, made.whole_layouts[name], at)
+                assert torch.equal(unit.parameters[name], wanted), "what layers use"
 
 
-def test_dtypes_and_frozen_parameters_have_buffers_of_their_own() -> None:
-    model = nn.Module()
-    model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    model.narrow = nn.Parameter(torch.ones(3))
-    model.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
-    model.count = nn.Parameter(torch.tensor([5]), requires_grad=False)
-    model.other = nn.Parameter(torch.ones(6))
-    unit = unit_of(model)
-    assert [tuple(buffer.parameters) for buffer in unit.buffers] == [
-        ("wide",),
-        ("narrow", "other"),
-        ("frozen",),
-        ("count",),
-    ]
-    assert [buffer.gradient is not None for buffer in unit.buffers] == [True, True, False, False]
-    assert unit.trainable == unit.buffers[:2]
-    assert unit.buffers[2].attach_gradients() is None
-    assert {name: parameter.requires_grad for name, parameter in unit.parameters.items()} == {
-        "wide": True,
-        "narrow": True,
-        "other": True,
-        "frozen": False,
-        "count": False,
-    }
+@pytest.mark.parametrize(
+    ("plan", "bytes_an_element"),
+    [
+        ({"strategy": "none"}, 4 + 4),
+        ({"strategy": "optimizer"}, 4 + 4),
+        ({"strategy": "gradients"}, 4 + 4 / 4),
+        ({"strategy": "full"}, 4 / 4 + 4 / 4),
+        ({"strategy": "full", "replicate": 2}, 4 / 2 + 4 / 2),
+        ({"strategy": "none", **MIXED}, 2 + 4 + 4),
+        ({"strategy": "optimizer", **MIXED}, 2 + 4 + 4 / 4),
+        ({"strategy": "gradients", **MIXED}, 2 + 4 / 4 + 4 / 4),
+        ({"strategy": "full", **MIXED}, 4 / 4 + 4 / 4),
+        ({"strategy": "full", "offload": "parameters"}, 4 / 4 + 4 / 4 + 4 / 4),
+        ({"strategy": "full", "offload": "full"}, 4 / 4 + 4 / 4),
+        ({"strategy": "optimizer", "offload": "full"}, 4 + 4 / 4 + 4 + 4 / 4),
+    ],
+    ids=str,
+)
+def test_bytes_between_steps(plan: dict[str, Any], bytes_an_element: float) -> None:
+    """Of parameters and gradients; no padding here. What is offloaded counts, wherever it lies."""
+    unit = unit_of(nn.Linear(64, 64), index=1, dp=4, **plan)
+    assert live_bytes([unit]) == bytes_an_element * 65 * 64
 
 
-def test_a_dtype_is_for_floating_point_numbers() -> None:
-    model = nn.Module()
-    model.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
-    model.narrow = nn.Parameter(torch.ones(3))
-    model.count = nn.Parameter(torch.tensor([5]), requires_grad=False)
-    unit = unit_of(model, torch.bfloat16)
-    assert [buffer.data.dtype for buffer in unit.buffers] == [torch.bfloat16, torch.int64]
-
-
-def test_the_flat_tensor_may_be_refilled_between_forward_and_backward() -> None:
-    unit = unit_of(nn.Linear(3, 2))
-    (buffer,) = unit.buffers
-    weight = unit.parameters["weight"]
-    before = weight._version
-    given_ = torch.ones(1, 3, requires_grad=True)
-    output = nn.functional.linear(given_, weight)
-    kept = buffer.data.clone()
-    buffer.data.zero_()
-    buffer.data.copy_(kept)
-    assert weight._version == before, "a parameter has a version counter of its own"
-    output.sum().backward()
-    torch.testing.assert_close(given_.grad, weight.detach().sum(0, keepdim=True))
-
-
-def step(unit: Unit) -> Tensor:
-    """Attach, and add one to every gradient as a backward would; the value carried."""
-    (buffer,) = unit.buffers
-    carried = buffer.attach_gradients()
-    for parameter in unit.parameters.values():
-        parameter.grad.add_(1)
-    return torch.zeros_like(buffer.data) if carried is None else carried
-
-
-def assert_attached(unit: Unit) -> None:
-    (buffer,) = unit.buffers
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_a_piece_is_a_part_of_what_is_kept_whole(strategy: Any) -> None:
+    buffer = only_buffer(unit_of(nn.Linear(64, 64), index=2, dp=4, strategy=strategy))
     assert buffer.gradient is not None
-    for slot in buffer.slots:
-        grad = unit.parameters[slot.name].grad
-        assert grad.data_ptr() == buffer.gradient[slot.start :].data_ptr()
-        assert grad.shape == slot.shape
+    assert buffer.piece_gradient is not None
+    assert buffer.has_pieces == (strategy != "none")
+    if strategy == "none":
+        assert buffer.pieces is buffer.parameters
+        assert buffer.piece_gradient is buffer.gradient
+        return
+    assert buffer.piece.numel() == buffer.piece_gradient.numel() == 65 * 64 / 4
+    within = buffer.piece.untyped_storage()._cdata == buffer.whole.untyped_storage()._cdata
+    assert within == (strategy != "full")
+    assert buffer.piece.storage_offset() == (2 * buffer.slots.piece if within else 0)
+    assert buffer.reduces_in_place == (strategy == "optimizer")
+    assert bool(buffer.whole.untyped_storage().nbytes()) == (strategy != "full")
+    assert bool(buffer.gradient.untyped_storage().nbytes()) == (strategy == "optimizer")
 
 
-@pytest.mark.parametrize("set_to_none", [True, False])
-def test_gradients_are_views_again_after_zero_grad(set_to_none: bool) -> None:
-    unit = unit_of(nn.Linear(3, 2))
-    optimizer = torch.optim.SGD(unit.parameters.values(), lr=0.1)
-    for _ in range(3):
-        assert not step(unit).any()
-        assert_attached(unit)
-        assert all((parameter.grad == 1).all() for parameter in unit.parameters.values())
-        optimizer.zero_grad(set_to_none=set_to_none)
+def test_gradients_may_have_more_digits_than_what_layers_use() -> None:
+    """256 + 1 is 256 in bfloat16."""
+    unit = unit_of(nn.Linear(4, 1, bias=False), **MIXED)
+    buffer, weight = only_buffer(unit), unit.parameters["0.weight"]
+    buffer.attach_gradients()
+    for size in (256.0, 1.0):
+        functional.linear(torch.full((1, 4), size, dtype=torch.bfloat16), weight).sum().backward()
+    assert (weight.dtype, weight.grad.dtype) == (torch.bfloat16, torch.float32)
+    assert weight.grad.tolist() == [[257.0] * 4]
+    buffer.finish_gradients(None, 1.0)
+    piece = unit.pieces["0.weight"]
+    assert (piece.dtype, piece.grad.dtype, piece.grad.tolist()) == (
+        torch.float32,
+        torch.float32,
+        [[257.0] * 4],
+    )
 
 
-def test_the_first_gradients_carry_nothing() -> None:
-    (buffer,) = unit_of(nn.Linear(3, 2)).buffers
-    assert buffer.attach_gradients() is None
+def test_the_optimizer_updates_a_master_with_more_digits() -> None:
+    layer = nn.Linear(4, 1, bias=False)
+    unit = unit_of(layer, **MIXED)
+    assert torch.equal(unit.pieces["0.weight"], layer.weight), "not rounded on the way"
+    assert unit.parameters["0.weight"].dtype == torch.bfloat16
 
 
-def test_gradients_of_an_earlier_step_are_carried_as_a_copy() -> None:
-    unit = unit_of(nn.Linear(3, 2))
-    (buffer,) = unit.buffers
-    step(unit)
-    carried = step(unit)
-    assert carried is not buffer.gradient
-    for slot in buffer.slots:
-        assert (slot.view_of(carried) == 1).all()
-        assert (unit.parameters[slot.name].grad == 1).all(), "this step's own"
-
-
-def test_a_gradient_that_the_user_set_is_carried() -> None:
-    unit = unit_of(nn.Linear(3, 2))
-    (buffer,) = unit.buffers
-    unit.parameters["weight"].grad = torch.full((2, 3), 5.0)
-    carried = buffer.attach_gradients()
-    assert carried is not None
-    assert carried.sum() == 30
-    assert_attached(unit)
-
-
-def test_optimizers_work_on_the_views() -> None:
-    torch.manual_seed(0)
-    native = nn.Linear(5, 3, dtype=torch.float64)
-    unit = unit_of(native)
-    (buffer,) = unit.buffers
-    ours = torch.optim.AdamW(unit.parameters.values(), lr=0.1, fused=True)
-    theirs = torch.optim.AdamW(native.parameters(), lr=0.1)
-    for _ in range(3):
-        step(unit)
-        for parameter in native.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        ours.step()
-        theirs.step()
-        ours.zero_grad()
-    for slot in buffer.slots:
-        wanted = native.get_parameter(slot.name)
-        torch.testing.assert_close(slot.view_of(buffer.data), wanted.detach(), rtol=1e-12, atol=1e-12)
+def test_what_is_frozen_has_no_gradient() -> None:
+    layer = nn.Linear(3, 2)
+    layer.bias.requires_grad_(False)
+    unit = unit_of(layer, index=1, dp=2, strategy="full")
+    weight, bias = unit.buffers
+    assert unit.trainable == (weight,)
+    assert unit.gradients.keys() == {"0.weight"}
+    assert (bias.gradient, bias.piece_gradient, bias.group) == (None, None, None)
+    assert bias.attach_gradients() is None
+    assert bias.current_gradients(unit.pieces) == []
+    assert {name: one.requires_grad for name, one in (unit.pieces | unit.parameters).items()} == {
+        "0.weight": True,
+        "0.bias": False,
+    }

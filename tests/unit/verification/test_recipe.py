@@ -43,10 +43,10 @@ def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
 
 
 def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
-    assert Recipe().precision("bf16") == "fp64"
-    assert Recipe(mode="exact", steps=1).precision(None) == "fp64"
-    assert Recipe(mode="native").precision("bf16") == "bf16"
-    assert Recipe(mode="native").precision(None) is None
+    assert Recipe().applied_to(MIXED) == Plan(precision="fp64")
+    assert Recipe(mode="exact", steps=1).applied_to(Plan()).precision == "fp64"
+    assert Recipe(mode="native").applied_to(MIXED) == Plan(precision="bf16")
+    assert Recipe(mode="native").applied_to(Plan()) == Plan()
 
 
 def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:

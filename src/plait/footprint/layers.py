@@ -1,0 +1,92 @@
+"""The traces of a model's layers and of its loss, for one shape of micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.blueprint import Blueprint
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.footprint.traces import Trace, trace_layer, trace_loss
+from plait.pipeline.boundary import LayerInfo, infer
+from plait.pipeline.precision import DTYPES
+from plait.pipeline.sequence import NamedLayer, on_meta, private_copy
+from plait.pipeline.stage import Stage
+from plait.pipeline.values import Value, map_tensors, tensors_of
+from plait.tensor.losses import Loss, loss_of_pieces
+from plait.weaving import Weaving
+
+
+@dataclass(frozen=True)
+class Traces:
+    """What the layers of a model, in order, and its loss do with a micro-batch."""
+
+    layers: Sequence[Trace]
+    infos: Sequence[LayerInfo]
+    loss: Trace
+    clones: int
+    """Bytes of the output, where that is copied for the loss."""
+
+
+def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> Traces:
+    """Of the first rank along `tp`, which has the largest pieces. ModelError as `infer`.
+
+    Without `targets` they are taken to be a class for each row of the output.
+    """
+    keeper = Keeper()
+    weaving = Weaving(drawn.cuts, Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
+    layers = _skeleton(drawn, weaving, keeper)
+    value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
+    infos = infer(layers, value, input_gradients=False)
+    adds_late = drawn.shape.sharding.scatters == "each"
+    traces = []
+    for layer, info in zip(layers, infos, strict=True):
+        trace, value = trace_layer(Stage(0, [layer], keeper, [info], adds_late), value)
+        traces.append(trace)
+    vocabulary = weaving.vocabulary_of(drawn.sequence.layers[-1])
+    ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+    clones = vocabulary is not None and traces[-1].output_is_read
+    classes = _classes_like(value) if targets is None else map_tensors(_on_meta, targets)
+    return Traces(
+        traces,
+        infos,
+        trace_loss(ending, value, classes),
+        sum(tensor.nbytes for tensor in tensors_of(value)) if clones else 0,
+    )
+
+
+def _skeleton(drawn: Blueprint, weaving: Weaving, keeper: Keeper) -> list[NamedLayer]:
+    """All layers of the model as a rank runs them, with gradients to add to, on the meta device."""
+    coordinate = {"replicate": 0, "shard": 0, "tp": 0}
+    shapes = {name: layout.local_shape(coordinate) for name, layout in drawn.whole_layouts.items()}
+    empty = on_meta(drawn.sequence, DTYPES[drawn.plan.precision], shapes)
+    layers = weaving.weave(private_copy(drawn.sequence.layers, empty), keeper)
+    policy = drawn.policy_on(torch.device("meta"))
+    for layer in layers:
+        defer_weight_gradients(layer.module, keeper)
+    for parameter in drawn.sequence.parameters.values():
+        if parameter.requires_grad:
+            twin, dtype = empty[id(parameter)], policy.gradient_of(parameter)
+            twin.grad_dtype = dtype
+            twin.grad = torch.empty_like(twin, dtype=dtype)
+    return layers
+
+
+def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
+    """On meta what the engine makes of an input: in the plan's precision, if floating-point."""
+    dtype = precision if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, dtype=dtype, device="meta")
+
+
+def _on_meta(tensor: Tensor) -> Tensor:
+    return torch.empty_like(tensor, device="meta")
+
+
+def _classes_like(output: Value) -> Value:
+    """A class for each row of an output that is one tensor."""
+    return map_tensors(lambda tensor: tensor.new_empty(tensor.shape[:-1], dtype=torch.int64), output)

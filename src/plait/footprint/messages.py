@@ -1,0 +1,89 @@
+"""The memory of messages between stages, as `plait.pipeline.exchange` has it."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from math import prod
+
+from plait.footprint.ledger import Block, Category, Ledger
+from plait.pipeline.boundary import TensorInfo
+from plait.pipeline.exchange import SENDS_UNDER_WAY
+from plait.schedules.action import Action, Kind
+
+
+class MessageAccount:
+    """Enters in a ledger what an `Exchange` of one rank holds."""
+
+    def __init__(self, ledger: Ledger, crossing: Mapping[int, Sequence[TensorInfo]]) -> None:
+        """`crossing[s]` is what stage `s` sends forward."""
+        self._ledger = ledger
+        self._crossing = crossing
+        self._free: dict[int, list[Block]] = defaultdict(list)
+        self._pool: set[Block] = set()
+        self._posted: dict[Action, list[Block]] = {}
+        self._lent: dict[tuple[int, int], list[Block]] = defaultdict(list)
+        self._sends: dict[tuple[int, Kind], list[int]] = defaultdict(list)
+        self._sent = 0
+
+    def post(self, action: Action) -> None:
+        """A receive is posted into buffers of the pool."""
+        if action.kind is Kind.F:
+            expected = list(self._crossing[action.stage - 1])
+        else:
+            expected = [info for info in self._crossing[action.stage] if info.requires_grad]
+        self._posted[action] = [self._take(bytes_of(info)) for info in expected]
+
+    def take(self, action: Action) -> list[Block]:
+        """What `action` needs has come."""
+        blocks = self._posted.pop(action)
+        self._lent[action.stage, action.microbatch] += blocks
+        return blocks
+
+    def send(self, action: Action, blocks: Sequence[Block], peer: int) -> None:
+        """A send starts, which holds what it sends until the next but one has started."""
+        under_way = self._sends[peer, action.kind]
+        if len(under_way) == SENDS_UNDER_WAY:
+            self._ledger.drop(("send", under_way.pop(0)))
+        self._sent += 1
+        self._ledger.hold(("send", self._sent), map(self.outlasting, blocks))
+        under_way.append(self._sent)
+
+    def send_gradients(self, action: Action, gradients: Sequence[Block | None], peer: int) -> None:
+        """Likewise, with zeros where no gradient flows."""
+        pairs = zip(self._crossing[action.stage - 1], gradients, strict=True)
+        blocks = [
+            Block(bytes_of(info), Category.MESSAGES) if gradient is None else gradient
+            for info, gradient in pairs
+            if info.requires_grad
+        ]
+        self.send(action, blocks, peer)
+
+    def outlasting(self, block: Block) -> Block:
+        """`block`, or a copy where it is a buffer of the pool."""
+        return Block(block.nbytes, Category.MESSAGES) if block in self._pool else block
+
+    def release(self, stage: int, microbatch: int) -> None:
+        """The buffers that a stage was lent for a micro-batch are free."""
+        for block in self._lent.pop((stage, microbatch), ()):
+            self._free[block.nbytes].append(block)
+
+    def finish(self) -> None:
+        """Every send is out."""
+        for under_way in self._sends.values():
+            for number in under_way:
+                self._ledger.drop(("send", number))
+            under_way.clear()
+
+    def _take(self, nbytes: int) -> Block:
+        if self._free[nbytes]:
+            return self._free[nbytes].pop()
+        block = Block(nbytes, Category.MESSAGES)
+        self._pool.add(block)
+        self._ledger.hold(("pool", len(self._pool)), [block])
+        return block
+
+
+def bytes_of(info: TensorInfo) -> int:
+    """The memory of a tensor."""
+    return prod(info.shape) * info.dtype.itemsize

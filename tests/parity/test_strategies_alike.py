@@ -1,0 +1,88 @@
+"""Strategies are choices of when, not of what: the same bits come of all of them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import plait
+from parity.case import SEED
+from parity.cases import gpt2
+from plait.layout import assemble
+from plait.plan import Plan
+
+CUT = (3, 3)
+PROMPT = torch.arange(3)[None]
+
+
+def everything(plan: Plan) -> dict[str, Any]:
+    """Losses, tokens and final parameters of a rank."""
+    # A gradient that is tied across stages is summed over all ranks at once, or over `shard` first.
+    case = gpt2(layers=2, hidden=32, tied=plan.pp == 1)
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
+    optimizer = torch.optim.AdamW(engine.parameter_groups(0.1), lr=0.01, fused=True)
+    told: dict[str, Any] = {"losses": [], "evaluated": [], "layouts": dict(engine.layouts)}
+    for inputs, targets in case.batches(2 * plan.microbatches * plan.dp, 3, torch.float32):
+        rows = 2 * plan.microbatches
+        own = slice(engine.mesh.index("dp") * rows, (engine.mesh.index("dp") + 1) * rows)
+        told["losses"].append(engine.forward_backward(inputs[own], targets[own]).item())
+        told["evaluated"].append(engine.evaluate(inputs[own], targets[own]).item())
+        optimizer.step()
+        optimizer.zero_grad()
+        engine.check_replicas(optimizer)
+    told["tokens"] = engine.generate(PROMPT, 6).tolist()
+    told["coordinate"] = engine.mesh.coordinate
+    told["parameters"] = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    return told
+
+
+def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
+    pieces: dict[str, Any] = {}
+    for told in ranks:
+        for name, tensor in told["parameters"].items():
+            place = told["layouts"][name].coordinate(told["coordinate"])
+            pieces.setdefault(name, {})[place] = tensor
+    return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in pieces.items()}
+
+
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+def test_the_same_bits(rank_pool: Any, pp: int, tp: int) -> None:
+    plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
+    expected = rank_pool.run(everything, plan, ranks=plan.world)
+    for strategy in ("optimizer", "gradients", "full"):
+        for offload in ("none", "parameters", "full") if strategy == "full" else ("none",):
+            changed = replace(plan, strategy=strategy, offload=offload)
+            ranks = rank_pool.run(everything, changed, ranks=plan.world)
+            for told, wanted in zip(ranks, expected, strict=True):
+                for what in ("losses", "evaluated", "tokens"):
+                    assert told[what] == wanted[what], (strategy, what)
+            ours, theirs = whole(ranks), whole(expected)
+            assert all(torch.equal(ours[name], theirs[name]) for name in theirs), strategy
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_schedules_give_the_same_bits(rank_pool: Any, reduce: Any) -> None:
+    plans = [
+        Plan(
+            pp=2,
+            dp=2,
+            microbatches=3,
+            strategy="full",
+            reduce=reduce,
+            schedule=schedule,
+            layers_per_stage=(3, 3),
+        )
+        for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")
+    ]
+    first, *others = (rank_pool.run(everything, plan, ranks=4) for plan in plans)
+    for ranks in others:
+        for told, wanted in zip(ranks, first, strict=True):
+            assert told["losses"] == wanted["losses"]
+            assert all(
+                torch.equal(told["parameters"][name], wanted["parameters"][name])
+                for name in wanted["parameters"]
+            )

@@ -1,0 +1,121 @@
+"""What the tests of sharding share: the units of a rank, one for each child of a model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from plait.blueprint import policy_of
+from plait.comm.group import Group
+from plait.comm.mesh import Mesh
+from plait.comm.traffic import Traffic
+from plait.layout import Layout, Shard, shard
+from plait.plan import Plan
+from plait.sharding.arranging import Arrangement, arrange, piece_layouts
+from plait.sharding.buffer import FlatBuffer
+from plait.sharding.unit import Maker, Unit
+
+CPU = torch.device("cpu")
+SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
+"""Of a layer's parameters: numbers, empty ones, and fewer rows than ranks."""
+
+
+def layer_with(shapes: Iterable[tuple[int, ...]], dtype: torch.dtype = torch.float32) -> nn.Module:
+    """A model of one layer with random parameters, `0.0`, `0.1`, …"""
+    return nn.Sequential(nn.ParameterList(nn.Parameter(torch.randn(shape).to(dtype)) for shape in shapes))
+
+
+def group_of(index: int = 0, ranks: int = 1, name: str = "shard") -> Group:
+    """The place of one rank in a group whose other ranks are not there: no collective finds them."""
+    return Group(name, tuple(range(ranks)), index, None, Traffic(), 1.0)
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What all ranks know alike of a model, as its `Blueprint` would have it."""
+
+    model: nn.Module
+    plan: Plan
+    whole_layouts: Mapping[str, Layout]
+    arrangement: Arrangement
+    layouts: Mapping[str, Layout]
+
+    def make(self, at: Mapping[str, int], shard_group: Group, rest: Group) -> dict[str, Unit]:
+        """The units of the rank at a coordinate."""
+        parameters = dict(self.model.named_parameters())
+
+        def value_of(name: str) -> Tensor:
+            return shard(parameters[name], self.whole_layouts[name], at)
+
+        maker = Maker(
+            policy=policy_of(self.plan, CPU),
+            layouts=self.layouts,
+            coordinate=at,
+            shard=shard_group,
+            rest=dict.fromkeys(parameters, rest),
+            value_of=value_of,
+        )
+        return {name: maker.make(name, kinds) for name, kinds in self.arrangement.items()}
+
+    def make_alone(self, index: int = 0, tp: int = 0) -> dict[str, Unit]:
+        """Those of one rank, without the others."""
+        at = {"replicate": 0, "shard": index, "tp": tp}
+        return self.make(at, group_of(index, self.plan.shard), group_of(name="rest"))
+
+    def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
+        """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""
+        axes = ("shard", "replicate" if self.plan.shards else "dp")
+        groups = (replace(mesh.group(axis), host=None) if messages else mesh.group(axis) for axis in axes)
+        return self.make(mesh.coordinate, *groups)
+
+
+def drawn(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Drawn:
+    """The arrangement of `model`; the parameters `cut` are shared out by rows over `tp`."""
+    parameters = dict(model.named_parameters())
+    axes = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
+    whole = {
+        name: Layout(parameter.shape, axes, {"tp": Shard(0)} if name in cut else {})
+        for name, parameter in parameters.items()
+    }
+    units = {
+        child: [f"{child}.{name}" for name, _ in module.named_parameters()]
+        for child, module in model.named_children()
+    }
+    arrangement = arrange(units, parameters, whole, policy_of(plan, CPU), plan.shard)
+    return Drawn(model, plan, whole, arrangement, piece_layouts(arrangement, whole))
+
+
+def two_layers() -> nn.Module:
+    """One that is cut between rows, and one with fewer rows than ranks. The same on every rank."""
+    model = nn.Sequential(nn.Linear(64, 63), nn.Linear(3, 2))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.copy_(torch.arange(parameter.numel()).view(parameter.shape) % 101)
+    return model
+
+
+def unit_of(layer: nn.Module, index: int = 0, **plan: Any) -> Unit:
+    """A layer as the unit of one rank along `shard`, without the others."""
+    return drawn(nn.Sequential(layer), Plan(**plan)).make_alone(index)["0"]
+
+
+def only_buffer(unit: Unit) -> FlatBuffer:
+    (buffer,) = unit.buffers
+    return buffer
+
+
+def live_bytes(units: Iterable[Unit]) -> int:
+    """Of all memory that units hold, each storage once."""
+    storages = {}
+    for unit in units:
+        for buffer in unit.buffers:
+            flats = (buffer.whole, buffer.piece, buffer.visitor, buffer.gradient, buffer.piece_gradient)
+            for flat in flats:
+                if flat is not None:
+                    storages[flat.untyped_storage()._cdata] = flat.untyped_storage().nbytes()
+    return sum(storages.values())

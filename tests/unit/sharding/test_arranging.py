@@ -1,0 +1,140 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharding_cases import SHAPES, drawn, layer_with
+from torch import nn
+
+from plait.layout import Flat, Layout, Replicate, Shard
+from plait.plan import Plan
+from plait.sharding.arranging import Arrangement, Kind, arrange
+from plait.sharding.policy import CPU, Policy
+
+
+class Mixed(nn.Module):
+    """A layer with parameters of several kinds."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Parameter(torch.ones(2, dtype=torch.float64))
+        self.narrow = nn.Parameter(torch.ones(3))
+        self.frozen = nn.Parameter(torch.ones(4), requires_grad=False)
+        self.count = nn.Parameter(torch.tensor([5]), requires_grad=False)
+        self.other = nn.Parameter(torch.ones(6))
+
+
+def members(arrangement: Arrangement, unit: str = "0") -> list[tuple[str, ...]]:
+    return [tuple(slot.name for slot in slots.places) for slots in arrangement[unit].values()]
+
+
+def kinds(plan: Plan) -> list[Kind]:
+    return list(drawn(nn.Sequential(Mixed()), plan).arrangement["0"])
+
+
+def test_dtypes_and_frozen_parameters_have_buffers_of_their_own() -> None:
+    assert members(drawn(nn.Sequential(Mixed()), Plan()).arrangement) == [
+        ("0.wide",),
+        ("0.narrow", "0.other"),
+        ("0.frozen",),
+        ("0.count",),
+    ]
+    assert [kind.trains for kind in kinds(Plan())] == [True, True, False, False]
+
+
+def test_a_precision_is_for_floating_point_numbers() -> None:
+    plan = Plan(precision="bf16")
+    assert members(drawn(nn.Sequential(Mixed()), plan).arrangement) == [
+        ("0.wide", "0.narrow", "0.other"),
+        ("0.frozen",),
+        ("0.count",),
+    ]
+    assert [kind.dtype for kind in kinds(plan)] == [torch.bfloat16, torch.bfloat16, torch.int64]
+
+
+def test_kinds_say_what_is_kept_in_which_precision() -> None:
+    plan = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
+    trains, frozen, _ = kinds(plan)
+    half, single = torch.bfloat16, torch.float32
+    assert (trains.dtype, trains.master, trains.gradient, trains.reduce) == (half, single, single, half)
+    assert (frozen.dtype, frozen.master) == (half, half)
+
+
+def test_what_is_frozen_is_cut_only_where_parameters_are() -> None:
+    def cut(**options: Any) -> list[bool]:
+        return [kind.cut for kind in kinds(Plan(dp=2, **options))]
+
+    assert cut(strategy="none") == [False, False, False, False]
+    assert cut(strategy="optimizer") == [True, True, False, False]
+    assert cut(strategy="gradients") == [True, True, False, False]
+    assert cut(strategy="full") == [True, True, True, True]
+    assert cut(strategy="full", replicate=2) == [False, False, False, False], "alone along shard"
+    assert cut(strategy="full", replicate=2, offload="full") == [True, True, True, True]
+
+
+def test_units_are_apart_and_in_order() -> None:
+    model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False))
+    arrangement = drawn(model, Plan(dp=2, strategy="full")).arrangement
+    assert {unit: members(arrangement, unit) for unit in arrangement} == {
+        "0": [("0.weight", "0.bias")],
+        "1": [],
+        "2": [("2.weight",)],
+    }
+
+
+def test_places_are_those_of_the_largest_piece_over_tp() -> None:
+    """Of 5 rows the first of two ranks has 3; the same places serve both."""
+    model = nn.Sequential(nn.Linear(4, 5))
+    plan = Plan(dp=2, tp=2, strategy="full")
+    ((slots,),) = [kinds.values() for kinds in drawn(model, plan, cut=["0.weight"]).arrangement.values()]
+    assert {slot.name: tuple(slot.shape) for slot in slots.places} == {"0.weight": (3, 4), "0.bias": (5,)}
+
+
+def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
+    """Their gradients are summed over other ranks."""
+    model = nn.Linear(4, 8)
+    axes = {"replicate": 1, "shard": 1, "tp": 4}
+    layouts = {
+        "weight": Layout((8, 4), axes, {"tp": Shard(0, copies=2)}),
+        "bias": Layout((8,), axes, {"tp": Shard(0)}),
+    }
+    arrangement = arrange({"0": list(layouts)}, dict(model.named_parameters()), layouts, Policy(CPU), 1)
+    assert {
+        names: kind.copies for kind, names in zip(arrangement["0"], members(arrangement), strict=True)
+    } == {
+        ("weight",): 2,
+        ("bias",): 1,
+    }
+
+
+def test_the_optimizer_has_intervals_of_what_is_cut_and_all_of_the_rest() -> None:
+    model = nn.Sequential(Mixed())
+    whole = drawn(model, Plan(dp=2))
+    assert whole.layouts == whole.whole_layouts
+    pieces = drawn(model, Plan(dp=2, strategy="optimizer"))
+    changed = {name for name in pieces.layouts if pieces.layouts[name] != pieces.whole_layouts[name]}
+    assert changed == {"0.wide", "0.narrow", "0.other"}
+    assert pieces.layouts["0.other"].placements == (Replicate(), Flat((0, 0, 6)), Replicate())
+
+
+@given(SHAPES, st.integers(1, 4), st.integers(1, 3))
+def test_intervals_are_what_the_pieces_of_the_buffer_hold(
+    shapes: list[tuple[int, ...]], ranks: int, tp: int
+) -> None:
+    model = layer_with(shapes)
+    cut = [name for name, parameter in model.named_parameters() if parameter.dim()]
+    plan = Plan(dp=ranks, tp=tp, strategy="full", offload="full")
+    made = drawn(model, plan, cut)
+    (slots,) = made.arrangement["0"].values()
+    for slot in slots.places:
+        layout = made.layouts[slot.name]
+        for where in range(tp):
+            intervals = [layout.interval((0, rank, where)) for rank in range(ranks)]
+            assert [interval.start for interval in intervals[1:]] == [
+                interval.stop for interval in intervals[:-1]
+            ]
+            elements = torch.Size(layout.region((0, 0, where)).sizes).numel()
+            holder = [rank for rank, interval in enumerate(intervals) for _ in interval]
+            assert holder == [(slot.start + element) // slots.piece for element in range(elements)]

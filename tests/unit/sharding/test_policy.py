@@ -1,0 +1,66 @@
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from plait.sharding.policy import Policy
+
+CPU, META = torch.device("cpu"), torch.device("meta")  # any device that is not the CPU
+WIDE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
+
+
+def parameter(dtype: torch.dtype, *, trains: bool = True) -> nn.Parameter:
+    return nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=trains)
+
+
+def dtypes_of(policy: Policy, one: nn.Parameter) -> tuple[torch.dtype, ...]:
+    """What layers compute with, what the optimizer updates, gradients are added up in, and travel in."""
+    return (policy.dtype_of(one), policy.master_of(one), policy.gradient_of(one), policy.reduce_of(one))
+
+
+@pytest.mark.parametrize(
+    ("told", "dtypes"),
+    [
+        ({}, (WIDE, WIDE, WIDE, WIDE)),
+        ({"compute": HALF}, (HALF, HALF, HALF, HALF)),
+        ({"compute": HALF, "master": SINGLE}, (HALF, SINGLE, SINGLE, SINGLE)),
+        ({"compute": HALF, "gradient": SINGLE}, (HALF, HALF, SINGLE, SINGLE)),
+        ({"compute": HALF, "master": SINGLE, "reduce": HALF}, (HALF, SINGLE, SINGLE, HALF)),
+        ({"compute": HALF, "master": SINGLE, "gradient": HALF}, (HALF, SINGLE, HALF, HALF)),
+        ({"master": SINGLE}, (WIDE, SINGLE, SINGLE, SINGLE)),
+        ({"reduce": SINGLE}, (WIDE, WIDE, WIDE, SINGLE)),
+    ],
+    ids=str,
+)
+def test_each_dtype_is_like_the_one_before(
+    told: dict[str, torch.dtype], dtypes: tuple[torch.dtype, ...]
+) -> None:
+    assert dtypes_of(Policy(CPU, **told), parameter(WIDE)) == dtypes
+
+
+def test_whole_numbers_stay_what_they_are() -> None:
+    policy = Policy(CPU, compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
+    assert dtypes_of(policy, parameter(torch.int64, trains=False)) == (torch.int64,) * 4
+
+
+def test_what_is_frozen_has_no_master() -> None:
+    policy = Policy(CPU, compute=HALF, master=SINGLE)
+    frozen = parameter(WIDE, trains=False)
+    assert (policy.dtype_of(frozen), policy.master_of(frozen)) == (HALF, HALF)
+
+
+@pytest.mark.parametrize(
+    ("offloads", "homes"),
+    [
+        ({}, (META, META)),
+        ({"offloads_parameters": True}, (CPU, META)),
+        ({"offloads_parameters": True, "offloads_gradients": True}, (CPU, CPU)),
+    ],
+    ids=str,
+)
+def test_where_pieces_and_their_gradients_lie(
+    offloads: dict[str, bool], homes: tuple[torch.device, ...]
+) -> None:
+    policy = Policy(META, **offloads)
+    assert (policy.home, policy.gradient_home) == homes

@@ -1,0 +1,129 @@
+from __future__ import annotations
+
+from itertools import pairwise
+from math import prod
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from sharding_cases import SHAPES
+
+from plait.sharding.slots import ALIGNMENT, MOST_PADDING, Slots, place
+
+PIECES = st.integers(1, 7)
+
+
+def placed(shapes: list[tuple[int, ...]], pieces: int) -> Slots:
+    return place({str(number): torch.Size(shape) for number, shape in enumerate(shapes)}, pieces)
+
+
+def row_of(shape: tuple[int, ...]) -> int:
+    return max(1, prod(shape[1:]))
+
+
+def cuts_between_rows(slots: Slots) -> bool:
+    return all(bound % row_of(slot.shape) == 0 for slot in slots.places for bound in slots.bounds(slot)[1:-1])
+
+
+def padding(slots: Slots) -> int:
+    return slots.size - sum(slot.shape.numel() for slot in slots.places)
+
+
+def starts(slots: Slots) -> dict[str, int]:
+    return {slot.name: slot.start for slot in slots.places}
+
+
+def test_cuts_fall_between_rows_where_that_costs_nothing() -> None:
+    slots = placed([(64, 64), (128, 64)], pieces=4)
+    assert (slots.size, slots.piece, starts(slots)) == (12_288, 3072, {"0": 0, "1": 4096})
+    first, second = slots.places
+    assert slots.bounds(first) == (0, 3072, 4096, 4096, 4096)
+    assert slots.bounds(second) == (0, 0, 2048, 5120, 8192)
+
+
+def test_long_rows_come_first() -> None:
+    """A parameter that starts at multiples of its row, behind rows that it divides, leaves no gap."""
+    slots = placed([(640,), (10, 64), (10, 128)], pieces=2)
+    assert starts(slots) == {"2": 0, "1": 1280, "0": 1920}
+    assert (slots.size, padding(slots)) == (2560, 0)
+
+
+def test_padding_stands_before_what_would_begin_inside_a_row() -> None:
+    slots = placed([(1000, 48), (1000, 32)], pieces=2)
+    assert starts(slots) == {"0": 0, "1": 48_000}
+    slots = placed([(1001, 48), (1000, 32)], pieces=2)
+    assert starts(slots) == {"0": 0, "1": 48_064}  # 1001 · 48 = 48 048 is no multiple of 32
+    assert cuts_between_rows(slots)
+
+
+def test_where_rows_would_cost_too_much_cuts_fall_at_multiples_of_16() -> None:
+    slots = placed([(4, 16), (8, 32), (16,)], pieces=2)
+    assert (slots.size, starts(slots)) == (352, {"0": 0, "1": 64, "2": 320})
+    assert [slots.bounds(slot) for slot in slots.places] == [(0, 64, 64), (0, 112, 256), (0, 0, 16)]
+
+
+def test_for_one_rank_parameters_stand_in_their_order() -> None:
+    slots = placed([(), (1,), (17,), (2, 3), ()], pieces=1)
+    assert starts(slots) == {"0": 0, "1": 16, "2": 32, "3": 64, "4": 80}
+    assert slots.size == 96
+    assert [slots.bounds(slot) for slot in slots.places] == [(0, 1), (0, 1), (0, 17), (0, 6), (0, 1)]
+
+
+def test_more_ranks_than_elements() -> None:
+    slots = placed([(3,)], pieces=4)
+    assert (slots.piece, slots.bounds(slots.places[0])) == (16, (0, 3, 3, 3, 3))
+
+
+@given(SHAPES, PIECES)
+def test_places_are_aligned_and_apart(shapes: list[tuple[int, ...]], pieces: int) -> None:
+    slots = placed(shapes, pieces)
+    assert sorted(slot.name for slot in slots.places) == sorted(map(str, range(len(shapes))))
+    assert all(slot.shape == shapes[int(slot.name)] for slot in slots.places)
+    assert all(slot.start % ALIGNMENT == 0 for slot in slots.places)
+    in_order = sorted(slots.places, key=lambda slot: (slot.start, slot.stop))
+    assert all(before.stop <= after.start for before, after in pairwise(in_order))
+    assert in_order[-1].stop <= slots.size
+
+
+@given(SHAPES, PIECES)
+def test_pieces_have_one_size(shapes: list[tuple[int, ...]], pieces: int) -> None:
+    slots = placed(shapes, pieces)
+    assert slots.pieces == pieces
+    assert slots.size == pieces * slots.piece
+    assert slots.piece % ALIGNMENT == 0
+
+
+@given(SHAPES, PIECES)
+def test_bounds_tile_each_parameter_as_the_pieces_cut_the_buffer(
+    shapes: list[tuple[int, ...]], pieces: int
+) -> None:
+    slots = placed(shapes, pieces)
+    for slot in slots.places:
+        bounds = slots.bounds(slot)
+        assert (len(bounds), bounds[0], bounds[-1]) == (pieces + 1, 0, slot.shape.numel())
+        holder = [rank for rank, (low, high) in enumerate(pairwise(bounds)) for _ in range(low, high)]
+        assert holder == [(slot.start + element) // slots.piece for element in range(slot.shape.numel())]
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(1, 300), st.sampled_from([1, 3, 16, 48, 64, 100])), min_size=1, max_size=5
+    ),
+    st.integers(2, 6),
+)
+def test_padding_is_small_or_of_multiples_of_16(shapes: list[tuple[int, int]], pieces: int) -> None:
+    slots = placed(shapes, pieces)
+    by_rows = padding(slots) <= MOST_PADDING * sum(map(prod, shapes)) and cuts_between_rows(slots)
+    assert by_rows or padding(slots) < ALIGNMENT * (len(shapes) + pieces)
+
+
+@pytest.mark.parametrize("pieces", [2, 3, 4, 6, 8])
+@pytest.mark.parametrize("hidden", [768, 1024, 4096])
+def test_the_layers_of_real_models_are_cut_between_rows(hidden: int, pieces: int) -> None:
+    attention = [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,), (hidden,)]
+    inner = [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,), (hidden,)]
+    for shapes in (attention, inner, [(50_257, hidden)]):
+        slots = placed(shapes, pieces)
+        assert cuts_between_rows(slots)
+        assert padding(slots) <= MOST_PADDING * sum(map(prod, shapes))
