@@ -121,7 +121,7 @@ WRONG_OPTIONS = [
     ("--run.progress 1", 'run.progress is "1" (from the command line): give true or false.'),
     (
         "--train.precision fp8",
-        'train.precision is "fp8" (from the command line): give one of fp64, fp32, bf16.',
+        'train.precision is "fp8" (from the command line): give one of fp64, fp32, bf16, fp16.',
     ),
     ("--model.name bert", 'model.name is "bert" (from the command line): give one of gpt2, llama.'),
     ("--data.source=", 'data.source is "" (from the command line): give text, not empty.'),
