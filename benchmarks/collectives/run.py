@@ -1,4 +1,4 @@
-"""Which way to reduce is the fastest among the CPU ranks of one host? Prints the tables of README.md.
+"""Which way to reduce, and to gather, is the fastest among the CPU ranks of one host? Prints the tables.
 
 All ways take turns (A B C A B C …) in the same ranks, which meet before each turn. A turn is several
 operations, each waited for before the next; its time is the slowest rank's; the median over rounds counts.
@@ -9,13 +9,14 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
+from typing import NamedTuple
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm import Group, Mesh, arithmetic, barrier, nearby
-from plait.comm.backend import reduce_scatter_single
+from plait.comm.backend import all_gather_single, reduce_scatter_single
 from plait.comm.call import swap
 from plait.comm.pool import RankPool
 
@@ -28,8 +29,6 @@ NAMES = {
     "whole": "shared, whole",
     "pieces": "shared, pieces",
 }
-ALL_REDUCE = ("backend", "exchange", "whole", "pieces")
-REDUCE_SCATTER = ("backend", "exchange", "whole")
 Ways = dict[str, Callable[[], object]]
 
 
@@ -64,6 +63,51 @@ def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
     }
 
 
+def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
+    """Each fills `tensor` from the ranks' pieces, of which this rank's stands there already."""
+    own = tensor.tensor_split(group.size)[group.index]
+
+    def backend() -> None:
+        work = all_gather_single(tensor, own, group)
+        assert work is not None
+        work.wait()
+
+    return {"backend": backend, "whole": lambda: nearby.gather_whole(own, tensor, group).wait()}
+
+
+class Operation(NamedTuple):
+    """What is measured; sizes are those of the whole tensor."""
+
+    title: str
+    shown: Sequence[str]
+    ways: Callable[[Tensor, Group], Ways]
+    choose: Callable[[Tensor, Group], str]
+
+
+def choose_to_gather(tensor: Tensor, group: Group) -> str:
+    """What plait takes: it decides by the piece."""
+    return arithmetic.way_to_all_gather(tensor.tensor_split(group.size)[group.index], group)
+
+
+OPERATIONS = {
+    "all-reduce": Operation(
+        "All-reduce, ms:",
+        ("backend", "exchange", "whole", "pieces"),
+        ways_to_all_reduce,
+        arithmetic.way_to_all_reduce,
+    ),
+    "reduce-scatter": Operation(
+        "Reduce-scatter, ms:",
+        ("backend", "exchange", "whole"),
+        ways_to_reduce_scatter,
+        arithmetic.way_to_reduce_scatter,
+    ),
+    "all-gather": Operation(
+        "All-gather, in place, ms:", ("backend", "whole"), ways_to_all_gather, choose_to_gather
+    ),
+}
+
+
 def exchange(parcels: Tensor, out: Tensor, group: Group) -> None:
     """Send each rank its parcel, and reduce what comes in rank order."""
     parcels = parcels.contiguous()
@@ -74,12 +118,12 @@ def exchange(parcels: Tensor, out: Tensor, group: Group) -> None:
     arithmetic.fold(arrived.view(group.size, -1).unbind(), "sum", out)
 
 
-def measure(size: int, rounds: int, scatter: bool) -> tuple[str, dict[str, list[float]]]:
+def measure(size: int, rounds: int, name: str) -> tuple[str, dict[str, list[float]]]:
     """The way that plait takes for float32 of `size` bytes, and the seconds of an operation, by round."""
     group = Mesh(tp=dist.get_world_size()).group("tp")
     tensor = torch.randn(size // 4)
-    choose = arithmetic.way_to_reduce_scatter if scatter else arithmetic.way_to_all_reduce
-    ways = (ways_to_reduce_scatter if scatter else ways_to_all_reduce)(tensor, group)
+    operation = OPERATIONS[name]
+    ways = operation.ways(tensor, group)
     times: dict[str, list[float]] = {way: [] for way in ways}
     turn = max(1, min(20, LARGEST_TURN // size))
     for _ in range(rounds):
@@ -89,14 +133,14 @@ def measure(size: int, rounds: int, scatter: bool) -> tuple[str, dict[str, list[
             for _ in range(turn):
                 run()
             times[way].append((time.perf_counter() - began) / turn)
-    return choose(tensor, group), times
+    return operation.choose(tensor, group), times
 
 
-def row(pool: RankPool, ranks: int, size: int, rounds: int, scatter: bool) -> str:
+def row(pool: RankPool, ranks: int, size: int, rounds: int, name: str) -> str:
     """A line of the table; what plait takes is bold."""
-    measured = pool.run(measure, size, rounds, scatter, ranks=ranks)
+    measured = pool.run(measure, size, rounds, name, ranks=ranks)
     cells = []
-    for way in REDUCE_SCATTER if scatter else ALL_REDUCE:
+    for way in OPERATIONS[name].shown:
         slowest = [max(each) for each in zip(*(times[way] for _, times in measured), strict=True)]
         median = statistics.median(slowest[rounds // 10 :]) * 1000
         text = f"{median:.2f}" if median < 10 else f"{median:.0f}"
@@ -105,24 +149,27 @@ def row(pool: RankPool, ranks: int, size: int, rounds: int, scatter: bool) -> st
     return f"| {ranks} | {label} | {' | '.join(cells)} |"
 
 
-def table(pool: RankPool, title: str, ranks: Sequence[int], rounds: int, scatter: bool) -> None:
+def table(pool: RankPool, name: str, ranks: Sequence[int], rounds: int) -> None:
     """Print a table, line by line as it is measured."""
-    names = [NAMES[way] for way in (REDUCE_SCATTER if scatter else ALL_REDUCE)]
-    print(f"\n{title}\n\n| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
+    names = [NAMES[way] for way in OPERATIONS[name].shown]
+    print(
+        f"\n{OPERATIONS[name].title}\n\n| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
+    )
     for number in ranks:
         for size in SIZES:
-            print(row(pool, number, size, rounds, scatter), flush=True)
+            print(row(pool, number, size, rounds, name), flush=True)
 
 
 def main() -> None:
-    """Measure, and print both tables."""
+    """Measure, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
+    parser.add_argument("--operations", nargs="+", choices=OPERATIONS, default=list(OPERATIONS))
     arguments = parser.parse_args()
     with RankPool(max(arguments.ranks), threads=1, timeout=300.0, device="cpu") as pool:
-        table(pool, "All-reduce, ms:", arguments.ranks, arguments.rounds, scatter=False)
-        table(pool, "Reduce-scatter, ms:", arguments.ranks, arguments.rounds, scatter=True)
+        for name in arguments.operations:
+            table(pool, name, arguments.ranks, arguments.rounds)
 
 
 if __name__ == "__main__":
