@@ -152,9 +152,8 @@ def row(pool: RankPool, ranks: int, size: int, rounds: int, name: str) -> str:
 def table(pool: RankPool, name: str, ranks: Sequence[int], rounds: int) -> None:
     """Print a table, line by line as it is measured."""
     names = [NAMES[way] for way in OPERATIONS[name].shown]
-    print(
-        f"\n{OPERATIONS[name].title}\n\n| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}"
-    )
+    print(f"\n{OPERATIONS[name].title}\n")
+    print(f"| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")
     for number in ranks:
         for size in SIZES:
             print(row(pool, number, size, rounds, name), flush=True)

@@ -131,6 +131,26 @@ def test_the_gradients_of_pieces_are_views_of_what_was_reduced(strategy: Any) ->
         assert buffer.current_gradients(unit.pieces) == [buffer.piece_gradient]
 
 
+@pytest.mark.parametrize(
+    "precisions",
+    [
+        {"gradient_precision": "bf16"},
+        {"precision": "bf16", "gradient_precision": "fp32"},
+        {"precision": "bf16", "master_precision": "fp32", "gradient_precision": "bf16"},
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("strategy", STRATEGIES)
+def test_the_optimizer_gets_gradients_of_its_own_precision(strategy: Any, precisions: dict[str, Any]) -> None:
+    """Most of torch's optimizers refuse any other."""
+    unit = unit_of(nn.Linear(64, 64), dp=2, strategy=strategy, **precisions)
+    buffer = only_buffer(unit)
+    buffer.attach_gradients()
+    buffer.finish_gradients(None, 1.0)
+    torch.optim.AdamW(unit.pieces.values(), fused=True).step()
+    assert all(piece.grad.dtype == piece.dtype for piece in unit.pieces.values())
+
+
 @pytest.mark.parametrize("strategy", STRATEGIES)
 def test_a_step_that_failed_leaves_gradients_as_they_were(strategy: Any) -> None:
     unit = unit_of(nn.Linear(64, 64), index=1, dp=3, strategy=strategy)

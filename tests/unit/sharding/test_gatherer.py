@@ -146,7 +146,6 @@ def test_layers_use_the_master_rounded() -> None:
     gatherer.begin()
     gather_all(gatherer)
     assert (weight.dtype, set(weight.flatten().tolist())) == (torch.bfloat16, {256.0})
-    assert not weight.requires_grad or weight.grad_fn is None
 
 
 def test_where_layers_use_what_the_optimizer_updates_nothing_is_gathered() -> None:
@@ -172,7 +171,7 @@ def test_offloaded_pieces_are_away_while_a_step_runs() -> None:
 
 
 def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
-    """Bytes before a step that fails with gathers under way, and after; whether the next one gathers right."""
+    """Bytes before a step that fails while it gathers, and after; whether the next one gathers right."""
     mesh = Mesh(plan)
     units = drawn(two_layers(), plan).make_on(mesh, messages=messages)
     gatherer = Gatherer(units)

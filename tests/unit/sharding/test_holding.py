@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from functools import partial
 from itertools import product
 from math import prod
@@ -11,12 +10,11 @@ from typing import Any
 import pytest
 import torch
 
-from plait.blueprint import matched_rules, parameter_holders, parameter_layouts, unit_users
+from plait.blueprint import draw
 from plait.comm import Mesh, all_reduce
-from plait.layout import Layout, Partial, Replicate, Shard
+from plait.layout import Flat, Layout, Partial, Replicate, Shard
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
-from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.sharding.holding import copies_over_tp, counted_parameters, ranks_holding, reduction_groups
 
@@ -117,26 +115,71 @@ def test_what_counts_as_whose(rank_pool):
         assert counted[4 + 2 * dp + 1] == {"last.cut"}
 
 
-def counted_of_models(degrees: Mapping[str, int]) -> tuple[int, dict[tuple[str, bool], int]]:
+def over_hybrid(rank_pool: Any, body: Any) -> list[Any]:
+    """`body(mesh)` on each of 8 ranks: rank = 4·pp + 2·replicate + shard."""
+    return rank_pool.run(lambda: body(Mesh(pp=2, dp=4, replicate=2)), ranks=8)
+
+
+def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(rank_pool):
+    def body(mesh: Mesh) -> Any:
+        return ranks_holding([(0,), (1,)], 1, mesh, "replicate"), ranks_holding(
+            [(0, 1)], 1, mesh, "replicate"
+        )
+
+    for stages, tied in over_hybrid(rank_pool, body):
+        assert stages == [[0, 2], [1, 3], [4, 6], [5, 7]]
+        assert tied == [[0, 2, 4, 6], [1, 3, 5, 7]]
+
+
+def test_pieces_are_summed_over_who_holds_the_same(rank_pool):
+    axes = {"replicate": 2, "shard": 2, "tp": 1}
+    piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
+    holders = {"first": (0,), "last": (1,), "tied": (0, 1)}
+
+    def body(mesh: Mesh) -> Any:
+        groups = reduction_groups(holders, dict.fromkeys(holders, piece), mesh, "replicate")
+        counted = counted_parameters(holders, dict.fromkeys(holders, piece), mesh)
+        return {name: (groups[name].name, groups[name].ranks) for name in ("first", "tied")}, counted
+
+    for rank, (groups, counted) in enumerate(over_hybrid(rank_pool, body)):
+        pp, replicate, shard = rank // 4, rank // 2 % 2, rank % 2
+        assert groups == {
+            "first": ("replicate", (4 * pp + shard, 4 * pp + 2 + shard)),
+            "tied": ("tie", tuple(range(shard, 8, 2))),
+        }
+        mine = ({"last"} if pp else {"first", "tied"}) if replicate == 0 else set()
+        assert counted == mine
+
+
+def counted_of_models(plan: Plan) -> tuple[int, dict[tuple[str, bool], int]]:
     """This rank's place along `dp`, and how many elements of each model count as its."""
-    plan, mesh = Plan(**degrees), Mesh(**degrees)
-    elements = {}
+    mesh, elements = Mesh(plan), {}
     for family, tied in product(FAMILIES, (True, False)):
-        model = FAMILIES[family](tied=tied)
-        sequence = sequence_of(model)
-        layouts = parameter_layouts(sequence, matched_rules(model, None, plan, sequence), mesh)
-        layers = len(sequence.layers)
-        counts = (layers,) if plan.pp == 1 else (layers // 2, layers - layers // 2)
-        holders = parameter_holders(sequence, unit_users(sequence, counts), range(plan.pp))
-        counted = counted_parameters(holders, layouts, mesh)
-        elements[family, tied] = sum(prod(layouts[name].local_shape(mesh.coordinate)) for name in counted)
+        drawn = draw(FAMILIES[family](tied=tied), plan)
+        counted = counted_parameters(drawn.holders, drawn.layouts, mesh)
+        elements[family, tied] = sum(
+            prod(drawn.layouts[name].local_shape(mesh.coordinate)) for name in counted
+        )
     return mesh.index("dp"), elements
+
+
+def elements_of(family: str, tied: bool) -> int:
+    return sum(parameter.numel() for parameter in FAMILIES[family](tied=tied).parameters())
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"dp": 2, "tp": 4}])
 def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, degrees):
-    found = rank_pool.run(counted_of_models, degrees, ranks=8)
+    found = rank_pool.run(counted_of_models, Plan(**degrees), ranks=8)
     for family, tied in product(FAMILIES, (True, False)):
-        elements = sum(one.numel() for one in FAMILIES[family](tied=tied).parameters())
         for dp in range(degrees.get("dp", 1)):
-            assert sum(counts[family, tied] for place, counts in found if place == dp) == elements
+            counted = sum(counts[family, tied] for place, counts in found if place == dp)
+            assert counted == elements_of(family, tied)
+
+
+@pytest.mark.parametrize(
+    "degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2, "replicate": 2}, {"dp": 8}], ids=str
+)
+def test_each_element_of_what_is_cut_over_shard_counts_once_over_the_world(rank_pool, degrees):
+    found = rank_pool.run(counted_of_models, Plan(**degrees, strategy="optimizer"), ranks=8)
+    for family, tied in product(FAMILIES, (True, False)):
+        assert sum(counts[family, tied] for _, counts in found) == elements_of(family, tied)

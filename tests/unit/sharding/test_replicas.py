@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -224,6 +225,30 @@ def test_frozen_parameters_and_other_optimizers_count_too(rank_pool: Any) -> Non
     )
     assert frozen.startswith("the value of 0.bias is float32[3] of bits ")
     assert "; 2 of the 4 parameters" in frozen
+
+
+@pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
+def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(rank_pool: Any, strategy: Any) -> None:
+    """Over dp=4 in two replicas (rank = 2·replicate + shard): neighbours hold different pieces."""
+    plan = Plan(dp=4, replicate=2, strategy=strategy, precision="fp64")
+    value, state = (Damage((3,), FIRST, "", state=name) for name in (None, "exp_avg"))
+
+    def body() -> list[str]:
+        engine, optimizer = stepped(plan)
+        answers = [found(engine, optimizer)]
+        for damage in (value, state):
+            with damaged(damage, engine, optimizer):
+                answers.append(found(engine, optimizer))
+        return [*answers, found(engine, optimizer)]
+
+    results = rank_pool.run(body, ranks=4)
+    assert all(answers == results[0] for answers in results)
+    before, *told, after = results[0]
+    assert before == after == "nothing"
+    for what, sentence in zip(("value", "optimizer state exp_avg"), told, strict=True):
+        kind = r"float64\[\d+, 24\]"
+        assert re.match(the(what, FIRST, kind, r"rank 1 \(dp 1\)", r"rank 3 \(dp 3\)"), sentence), sentence
+        assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 
 
 def test_numbers_that_are_none_are_alike_where_their_bits_are(rank_pool: Any) -> None:

@@ -7,9 +7,12 @@ from collections.abc import Iterator
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.verification.difference import REMEMBERED, SHOWN, Findings, Tally
+from plait.layout import Flat, Layout, Shard, shard
+from plait.verification.difference import HERE, REMEMBERED, SHOWN, Findings, Origin, Tally, origin_of
 from plait.verification.place import Phase, Place
 from plait.verification.recording import Bound
 
@@ -58,15 +61,89 @@ def test_where_it_differs(findings: Findings) -> None:
 
 
 def test_places_are_those_of_the_global_tensor(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, offsets=(10, 100))
+    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, origin=Origin((10, 100)))
     assert findings.differences[0].box == ((11, 12), (102, 103))
     assert findings.differences[0].worst == (11, 102)
 
 
 def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, offsets=(4, 0))
+    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, origin=Origin((4, 0)))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((4, 8), (0, 6))
+
+
+AXES = {"shard": 3, "tp": 2}
+
+
+def flat(shape: tuple[int, ...], *bounds: int, rows_over_tp: bool = False) -> Layout:
+    """Cut between three ranks of `shard` at these elements; over `tp` by rows, or not at all."""
+    return Layout(shape, AXES, {"shard": Flat(bounds)} | ({"tp": Shard(0)} if rows_over_tp else {}))
+
+
+@pytest.mark.parametrize(
+    ("layout", "origin"),
+    [
+        (Layout((8, 6), AXES), Origin((0, 0))),
+        (Layout((8, 6), AXES, {"tp": Shard(0)}), Origin((4, 0))),
+        (flat((8, 6), 0, 12, 36, 48), Origin((2, 0))),  # rows 2 to 5
+        (flat((8, 6), 0, 16, 32, 48), Origin((0, 0), ((8, 6), 16))),  # from the middle of a row
+        (flat((8, 6), 0, 6, 18, 24, rows_over_tp=True), Origin((5, 0))),
+        (flat((8, 6), 0, 16, 24, 24, rows_over_tp=True), Origin((4, 0), ((4, 6), 16))),
+        (flat((5,), 0, 2, 4, 5), Origin((0,), ((5,), 2))),
+        (flat((), 0, 0, 1, 1), Origin((), ((1,), 0))),
+    ],
+)
+def test_where_a_piece_begins(layout: Layout, origin: Origin) -> None:
+    assert origin_of(layout, {"shard": 1, "tp": 1}) == origin
+
+
+@given(st.lists(st.integers(1, 5), max_size=3), st.booleans(), st.data())
+def test_each_element_of_a_piece_has_its_place_in_the_global_tensor(
+    sizes: list[int], rows_over_tp: bool, data: st.DataObject
+) -> None:
+    shape = tuple(sizes)
+    numbers = torch.arange(math.prod(shape)).view(shape)
+    cuts = st.integers(0, numbers.numel())
+    one, two = sorted(data.draw(st.tuples(cuts, cuts)))
+    layout = flat(shape, 0, one, two, numbers.numel(), rows_over_tp=rows_over_tp and bool(shape))
+    for coordinate in layout.coordinates():
+        piece = shard(numbers, layout, coordinate)
+        where = dict(zip(layout.axes, coordinate, strict=True))
+        indices = torch.ones(piece.shape or (1,)).nonzero()
+        places = origin_of(layout, where).places(indices)
+        assert numbers.reshape(shape or (1,))[tuple(places.T)].tolist() == piece.reshape(-1).tolist()
+
+
+def test_what_is_whole_begins_at_zero() -> None:
+    indices = torch.tensor([[1, 2], [3, 4]])
+    assert torch.equal(HERE.places(indices), indices)
+
+
+def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Findings) -> None:
+    """Elements 9 to 18 of `EXPECTED`, from the middle of a row to the end of another, in rows 10 to 13."""
+    actual, piece = changed((1, 5), (2, 3)).view(-1)[9:18], EXPECTED.view(-1)[9:18]
+    findings.compare(FORWARD, actual, piece, BOUND, origin=Origin((10, 100), ((4, 6), 9)))
+    (difference,) = findings.differences
+    assert difference.box == ((11, 13), (103, 106))
+    assert difference.worst == (11, 105)
+    assert (difference.shape, difference.share, difference.whole_box) == ((9,), 2 / 9, False)
+
+
+def test_all_of_a_flat_piece_may_differ(findings: Findings) -> None:
+    piece = EXPECTED.view(-1)[9:18]
+    findings.compare(FORWARD, piece + 1, piece, BOUND, origin=Origin((0, 0), ((4, 6), 9)))
+    assert findings.differences[0].whole_box
+    assert findings.differences[0].box == ((1, 3), (0, 6))
+
+
+def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
+    """As where there are more ranks than elements."""
+    layout = flat((2,), 0, 1, 2, 2)
+    nothing = shard(torch.ones(2), layout, {"shard": 2, "tp": 0})
+    origin = origin_of(layout, {"shard": 2, "tp": 0})
+    assert nothing.shape == (0,)
+    assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, origin=origin)
+    assert findings.tallies[Phase.FORWARD].compared == 1
 
 
 def test_a_scalar(findings: Findings) -> None:

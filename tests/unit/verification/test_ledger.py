@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.verification.ledger import Due, Ledger, Use
 from plait.verification.recording import Bound
@@ -31,20 +31,12 @@ BOUND = Bound(2.0, 1e-14)
 class Books:
     """A ledger of one parameter, and the gradient that it watches."""
 
-    parameter: nn.Parameter = field(
-        default_factory=lambda: nn.Parameter(torch.zeros(3, 2, dtype=torch.float64))
-    )
+    gradient: Tensor = field(default_factory=lambda: torch.zeros(3, 2, dtype=torch.float64))
     found: list[tuple[Use, bool]] = field(default_factory=list)
     """The uses with which something was due, and whether it was as it should be."""
 
     def __post_init__(self) -> None:
-        self.parameter.grad = torch.zeros_like(self.parameter)
-        self.ledger = Ledger({NAME: self.parameter}, 8 * 2.0**-52)
-
-    @property
-    def gradient(self) -> Tensor:
-        assert self.parameter.grad is not None
-        return self.parameter.grad
+        self.ledger = Ledger({NAME: self.gradient}, 8 * 2.0**-52)
 
     def input(self, microbatch: int, adds: float = 0.0, *, layer: int = LAYER) -> None:
         """`I`, which adds a part of the contribution."""
@@ -66,7 +58,12 @@ class Books:
         self._see(use, self.ledger.after_weight(NAME, use))
 
     def left(self) -> list[tuple[Use, bool]]:
-        return [(use, due.holds) for _, use, due in self.ledger.left()]
+        return [(use, due.holds) for _, use, due in self.ledger.left([NAME])]
+
+    def scatter(self) -> None:
+        """Give what was added away, and begin with zeros again."""
+        self.ledger.close([NAME])
+        self.gradient.zero_()
 
     def _see(self, use: Use, due: Due | None) -> None:
         if due is not None:
@@ -211,10 +208,56 @@ def test_a_step_begins_from_zero(books: Books) -> None:
     assert books.left() == []
 
 
+def test_after_a_scatter_a_gradient_is_zero_again(books: Books) -> None:
+    """As where each micro-batch is reduced by itself."""
+    for number in (0, 1, 2):
+        books.both(number)
+        books.scatter()
+    assert books.found == right(0, 1, 2)
+    assert books.left() == []
+
+
+def test_a_gradient_that_is_not_zero_again_is_wrong(books: Books) -> None:
+    books.both(0)
+    books.ledger.close([NAME])
+    books.both(1)
+    assert books.found == [*right(0), ((LAYER, 1), False)]
+
+
+def test_what_was_begun_before_a_scatter_is_forgotten_with_it(books: Books) -> None:
+    """Who scatters asks before what is left."""
+    books.input(0, 0.25)
+    assert books.left() == [((LAYER, 0), False)]
+    books.scatter()
+    assert books.left() == []
+    books.both(1)
+    assert books.found == right(1)
+
+
+def test_others_stay_when_some_are_scattered() -> None:
+    one, other = (torch.zeros(3, 2, dtype=torch.float64) for _ in range(2))
+    ledger = Ledger({"one": one, "other": other}, 8 * 2.0**-52)
+    for number in (0, 1):
+        use = (LAYER, number)
+        for name, gradient in ledger.gradients.items():
+            gradient.add_(contribution(use))
+            ledger.after_input(name, use, contribution(use), BOUND, whole=True)
+            due = ledger.after_weight(name, use)
+            assert due is not None
+            assert due.holds
+        ledger.close(["one"])
+        one.zero_()
+
+
+def test_only_of_what_is_asked_for_something_is_left(books: Books) -> None:
+    books.input(0)
+    assert list(books.ledger.left(["another"])) == []
+    assert books.left() == [((LAYER, 0), False)]
+
+
 def test_a_contribution_of_zero_is_right_whoever_adds_it() -> None:
-    parameter = nn.Parameter(torch.zeros(2, dtype=torch.float64))
-    parameter.grad = torch.zeros_like(parameter)
-    ledger, zero = Ledger({NAME: parameter}, 1e-15), torch.zeros(2, dtype=torch.float64)
+    zero = torch.zeros(2, dtype=torch.float64)
+    ledger = Ledger({NAME: zero.clone()}, 1e-15)
     assert ledger.after_input(NAME, (0, 0), zero, BOUND, whole=False) is None
     due = ledger.after_weight(NAME, (0, 0))
     assert due is not None

@@ -31,7 +31,7 @@ PLAN = Plan(microbatches=2, precision="fp64")
 STEPS = 2
 
 
-def recorded() -> Recording:
+def recorded(microbatches: int = PLAN.microbatches) -> Recording:
     """Two steps of `mlp`, as they are and shaken once."""
     recording, device = Recording(), torch.device("cpu")
     inputs, targets = rows_and_classes()
@@ -39,7 +39,7 @@ def recorded() -> Recording:
         noise = Noise(number)
         sequence, recipe = sequence_of(mlp()), Recipe()
         run = Reference(sequence, cross_entropy, recipe, unchanged, torch.float64, device, noise, 0.1)
-        for moment, values in run.run([(inputs.double(), targets)] * STEPS, PLAN.microbatches):
+        for moment, values in run.run([(inputs.double(), targets)] * STEPS, microbatches):
             if number:
                 recording.widen(moment, values, 2.0**-52)
             else:
@@ -50,12 +50,14 @@ def recorded() -> Recording:
 def found(
     recording: Recording, *, plan: Plan = PLAN, order: tuple[int, ...] = (0, 1, 2, 3), isolate: bool = False
 ) -> Findings:
-    """Two steps woven on one rank, with the rows in another order if asked for."""
-    engine = parallelize(mlp(), plan, Mesh(plan), cross_entropy)
+    """Two steps woven over the plan's ranks, with the rows in another order if asked for."""
+    mesh = Mesh(plan)
+    engine = parallelize(mlp(), plan, mesh, cross_entropy)
     woven = Woven(engine, Recipe(isolate=isolate), recording, layers=4)
     inputs, targets = rows_and_classes()
     for step in range(STEPS):
         woven.train(step, inputs[list(order)].double(), targets[list(order)])
+    mesh.close()
     return woven.findings
 
 
@@ -83,9 +85,9 @@ def test_a_right_run_is_equal_and_all_of_it_is_compared(schedule: str) -> None:
     }
 
 
-def damaged(moment: Moment, key: Key) -> Recording:
+def damaged(moment: Moment, key: Key, microbatches: int = PLAN.microbatches) -> Recording:
     """The recording with one tensor that is wrong."""
-    recording = recorded()
+    recording = recorded(microbatches)
     tensor = recording.values[moment][key].clone()
     tensor.view(-1)[-1] += 1.0
     recording.values[moment][key] = tensor
@@ -203,6 +205,71 @@ def test_each_rank_compares_its_own_part(rank_pool: RankPool) -> None:
         Phase.OPTIMIZER: 8,
         Phase.EVALUATION: 1,
     }
+
+
+WAYS = [
+    Plan(dp=2, microbatches=2, precision="fp64", strategy="optimizer"),
+    Plan(dp=2, microbatches=2, precision="fp64", strategy="gradients", reduce="each", offload="parameters"),
+    Plan(dp=2, microbatches=2, precision="fp64", strategy="full", offload="full", schedule="zb-h1"),
+    Plan(dp=2, microbatches=2, precision="fp64", strategy="full", reduce="each", schedule="zb-h1"),
+]
+
+
+def way(plan: Plan) -> str:
+    return f"{plan.strategy}-{plan.reduce}-{plan.offload}"
+
+
+def found_sharded(plan: Plan) -> Findings:
+    return found(recorded(plan.world * plan.microbatches), plan=plan)
+
+
+@pytest.mark.parametrize("plan", WAYS, ids=way)
+def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, rank_pool: RankPool) -> None:
+    first, second = rank_pool.run(found_sharded, plan, ranks=2)
+    assert first.differences == second.differences == []
+    assert compared(first) == compared(second) | {Phase.BATCH: STEPS}
+    assert compared(second) == {
+        Phase.INPUT: STEPS * 2,
+        Phase.FORWARD: STEPS * 2 * 4,
+        Phase.LOSS: STEPS * 2,
+        Phase.LOSS_GRADIENT: STEPS * 2,
+        Phase.INPUT_GRADIENT: STEPS * 2 * 3,
+        Phase.WEIGHT_GRADIENT: STEPS * 2 * 6,
+        Phase.REDUCTION: STEPS * 6,
+        Phase.MEAN_LOSS: STEPS,
+        Phase.NORM: STEPS,
+        Phase.CLIP: STEPS * 6,
+        Phase.OPTIMIZER: STEPS * 6 * 4,  # of a piece without elements as well
+    }
+
+
+def found_in_damaged(moment: Moment, key: Key, plan: Plan) -> Findings:
+    return found(damaged(moment, key, plan.world * plan.microbatches), plan=plan)
+
+
+@pytest.mark.parametrize("plan", WAYS, ids=way)
+@pytest.mark.parametrize("microbatch", [0, 1, 3])
+def test_a_wrong_weight_gradient_is_found_before_it_is_scattered(
+    microbatch: int, plan: Plan, rank_pool: RankPool
+) -> None:
+    key, name = Key("contribution", 3, "3.weight"), "3.weight"
+    results = rank_pool.run(found_in_damaged, Moment(0, microbatch), key, plan, ranks=2)
+    wrong = results.pop(microbatch // 2)
+    assert [one.place for one in wrong.differences] == [Place(0, Phase.WEIGHT_GRADIENT, 3, microbatch, name)]
+    assert wrong.differences[0].box == ((4, 5), (7, 8))
+    assert results[0].differences == []
+
+
+@pytest.mark.parametrize("plan", WAYS, ids=way)
+def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, rank_pool: RankPool) -> None:
+    """Of 48 elements in rows of 6 rank 1 has the last 16."""
+    key = Key("final", name="0.weight")
+    first, second = rank_pool.run(found_in_damaged, Moment(1, WHOLE), key, plan, ranks=2)
+    assert first.differences == []
+    (difference,) = second.differences
+    assert difference.place == Place(1, Phase.REDUCTION, name="0.weight")
+    assert (difference.shape, difference.box) == ((16,), ((7, 8), (5, 6)))
+    assert (difference.worst, difference.share) == ((7, 5), 1 / 16)
 
 
 def scaled(model: Any, plan: Plan) -> list[tuple[Phase, int | None, tuple[tuple[int, int], ...]]]:

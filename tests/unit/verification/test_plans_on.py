@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from itertools import product
+from itertools import cycle, islice, product
 from math import factorial
 
 import pytest
@@ -21,6 +21,17 @@ from plait.verification.rank import Outcome
 from plait.verification.recipe import Recipe
 
 RANKS = st.integers(1, 16)
+WAYS_TO_SHARD = [
+    (strategy, reduce, offload)
+    for strategy, reduce in (
+        ("optimizer", "last"),  # it keeps whole gradients anyway
+        ("gradients", "last"),
+        ("gradients", "each"),
+        ("full", "last"),
+        ("full", "each"),
+    )
+    for offload in ("none", "parameters", "full")
+]
 PLANS = st.builds(Plan, dp=st.integers(1, 4), microbatches=st.integers(1, 8))
 
 
@@ -31,7 +42,31 @@ def degrees(plans: tuple[Plan, ...]) -> list[tuple[int, int, int]]:
 def test_four_ranks_in_their_order() -> None:
     plans = plans_on(4, Plan(microbatches=4), 8)
     assert degrees(plans) == [(4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1)]
-    assert [plan.schedule for plan in plans] == list(SCHEDULES) * 6
+    whole = [plan for plan in plans if plan.strategy == "none"]
+    assert [plan.schedule for plan in whole] == list(SCHEDULES) * 6
+    assert len(plans) == 24 + len(WAYS_TO_SHARD) * (1 + 1 + 2)
+
+
+@given(RANKS, PLANS)
+def test_each_layout_is_sharded_in_every_way(ranks: int, plan: Plan) -> None:
+    plans = plans_on(ranks, plan, factorial(64))
+    for pp, dp, tp in degrees(plans):
+        own = [one for one in plans if (one.pp, one.dp, one.tp) == (pp, dp, tp) and one.strategy != "none"]
+        expected = [
+            (replicate, *way) for replicate in range(1, dp) if dp % replicate == 0 for way in WAYS_TO_SHARD
+        ]
+        assert [(one.replicate, one.strategy, one.reduce, one.offload) for one in own] == expected
+        assert [one.schedule for one in own] == list(islice(cycle(SCHEDULES), len(own)))
+        assert all(one.shards for one in own)
+
+
+def test_a_strategy_of_the_plans_own_is_not_given_twice() -> None:
+    plan = Plan(dp=2, strategy="full", microbatches=4)
+    plans = plans_on(2, plan, 8)
+    assert plan in plans
+    assert len(plans) == len(set(plans))
+    shards = [one for one in plans if one.shards]
+    assert len(shards) == len(SCHEDULES) + len(WAYS_TO_SHARD) - 1
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
@@ -73,7 +108,8 @@ def test_a_cut_by_hand_and_replicas_stay_only_where_they_fit() -> None:
     plan = Plan(pp=2, dp=4, replicate=2, layers_per_stage=(1, 3))
     for one in plans_on(8, plan, 8):
         assert one.layers_per_stage == ((1, 3) if one.pp == 2 else None)
-        assert one.replicate == (2 if one.dp % 2 == 0 else 1)
+        if one.strategy == "none":
+            assert one.replicate == (2 if one.dp % 2 == 0 else 1)
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(6, 3), (5, 1), (8, 2), (1, 1)])

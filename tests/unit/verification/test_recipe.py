@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,7 +10,10 @@ import torch
 from torch import nn
 
 from plait.errors import PlanError
+from plait.plan import Plan
 from plait.verification.recipe import Recipe, adamw, usual_steps
+
+MIXED = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
 
 
 @pytest.mark.parametrize(
@@ -47,6 +51,25 @@ def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
     assert Recipe(mode="exact", steps=1).applied_to(Plan()).precision == "fp64"
     assert Recipe(mode="native").applied_to(MIXED) == Plan(precision="bf16")
     assert Recipe(mode="native").applied_to(Plan()) == Plan()
+
+
+def test_all_else_of_the_plan_is_verified() -> None:
+    plan = Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="full", microbatches=3)
+    assert Recipe().applied_to(plan) == replace(plan, precision="fp64")
+    assert Recipe(mode="native").applied_to(plan) == plan
+
+
+def test_gradients_are_not_added_up_wider_and_no_loss_is_scaled() -> None:
+    plan = Plan(precision="bf16", gradient_precision="fp32", loss_scale=8.0)
+    assert Recipe(mode="native").applied_to(plan) == Plan(precision="bf16")
+    assert Recipe().applied_to(plan) == Plan(precision="fp64")
+
+
+def test_half_precision_needs_a_scale_that_one_device_has_not() -> None:
+    half = Plan(precision="fp16", master_precision="fp32")
+    with pytest.raises(PlanError, match="mode native has no loss scale, without which gradients in fp16"):
+        Recipe(mode="native").applied_to(half)
+    assert Recipe().applied_to(half) == Plan(precision="fp64")
 
 
 def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:

@@ -13,13 +13,13 @@ from torch import Tensor
 from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan import Plan
-from plait.verification.difference import Findings
+from plait.verification.difference import Findings, Origin
 from plait.verification.merge import build_report
 from plait.verification.place import Phase, Place
 from plait.verification.rank import Outcome
 from plait.verification.recipe import Recipe
 from plait.verification.recording import Bound
-from plait.verification.report import LISTED, Report
+from plait.verification.report import LISTED, Report, layout_of
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
 PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")
@@ -53,7 +53,7 @@ def outcomes(wrong: Mapping[int, Mapping[Place, Tensor]], plan: Plan = PLAN) -> 
         for place in EVERYWHERE:
             findings.compare(place, RIGHT, RIGHT, BOUND)
         for place, actual in own.items():
-            findings.compare(place, actual, RIGHT, BOUND, offsets=(0, 4 * rank))
+            findings.compare(place, actual, RIGHT, BOUND, origin=Origin((0, 4 * rank)))
         made.append(Outcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
     return made
 
@@ -161,6 +161,22 @@ def test_ranks_that_did_not_compare_are_not_told_to_be_equal() -> None:
 )
 def test_a_place_in_words(place: Place, words: str) -> None:
     assert report_of().what(place) == words
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (PLAN, "pp 1 · dp 2 · tp 2"),
+        (Plan(dp=4, replicate=2), "pp 1 · dp 4 · tp 1 (2 x 2)"),
+        (Plan(dp=2, strategy="optimizer"), "pp 1 · dp 2 · tp 1 · optimizer"),
+        (
+            Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="parameters"),
+            "pp 1 · dp 4 · tp 1 (2 x 2) · full each · offload parameters",
+        ),
+    ],
+)
+def test_a_layout_in_words(plan: Plan, words: str) -> None:
+    assert layout_of(plan) == words
 
 
 def test_the_text_of_a_difference() -> None:

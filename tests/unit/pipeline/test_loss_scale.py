@@ -1,0 +1,42 @@
+from __future__ import annotations
+
+import pytest
+
+from plait.errors import PlanError
+from plait.pipeline.loss_scale import FIRST, GROWS_AFTER, LossScale, loss_scale
+
+
+def test_who_has_one() -> None:
+    assert loss_scale(None, "fp16") == LossScale(FIRST, dynamic=True)
+    assert loss_scale(128.0, "fp16") == LossScale(128.0)
+    assert loss_scale(None, "bf16") == loss_scale(None, None) == LossScale(1.0)
+
+
+def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:
+    scale = LossScale(1024.0, dynamic=True)
+    scale.update(finite=False)
+    assert scale.value == 512
+    for _ in range(GROWS_AFTER - 1):
+        scale.update(finite=True)
+    assert scale.value == 512
+    scale.update(finite=True)
+    assert (scale.value, scale.good_steps) == (1024, 0)
+    scale.update(finite=True)
+    scale.update(finite=False)
+    assert (scale.value, scale.good_steps) == (512, 0), "good steps are counted anew"
+
+
+def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> None:
+    scale = LossScale(dynamic=True)
+    scale.begin(anew=True)
+    scale.begin(anew=False)  # the second step adds to the first
+    with pytest.raises(PlanError, match="nobody looked"):
+        scale.begin(anew=True)
+    scale.update(finite=True)
+    scale.begin(anew=True)
+
+
+def test_a_fixed_scale_asks_for_nothing() -> None:
+    scale = LossScale(8.0)
+    scale.begin(anew=True)
+    scale.begin(anew=True)
