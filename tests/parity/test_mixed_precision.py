@@ -135,6 +135,19 @@ def test_masters_in_fp32(rank_pool: Any, strategy: Any, reduce_precision: Any, o
         assert relative(whole, parameters[name]) < 1e-6, name
 
 
+@pytest.mark.parametrize("strategy", ["none", "optimizer", "full"])
+def test_sums_in_fp32_without_masters(rank_pool: Any, strategy: Any) -> None:
+    """The first step's gradients; the optimizer then rounds to what parameters are."""
+    plan = Plan(
+        dp=2, strategy=strategy, microbatches=MICROBATCHES, precision="bf16", gradient_precision="fp32"
+    )
+    ranks = rank_pool.run(train, plan, 1, ranks=2)
+    _, gradients = by_hand(plan, 1)
+    for name, whole in assembled(ranks, 1).items():
+        assert whole.dtype == torch.bfloat16
+        assert torch.equal(whole, gradients[name].to(torch.bfloat16)), name
+
+
 def overflowing(plan: Plan) -> list[tuple[float, float, bool]]:
     """Per step the loss scale, the norm, and whether the optimizer changed anything."""
     engine = plait.parallelize(build(), plan, plait.Mesh(plan), Squares())
