@@ -30,6 +30,8 @@ def with_gathers(program: Program, shape: Shape) -> Program:
         return program
     releases = shape.sharding.gathers == "each use"
     uses = _uses(program, units_of_layers(shape.units))
+    if not uses:
+        return program
     following = dict(zip(uses, [*list(uses.values())[1:], ()], strict=True))
     held, awaited = set[str](), set[str]()
     gathered: list[Instruction] = []

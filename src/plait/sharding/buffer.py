@@ -56,7 +56,7 @@ class FlatBuffer:
     visits: bool = False
     """Whether the piece, which lies on the CPU, comes to the device between steps, for the optimizer."""
     visitor: Tensor | None = None
-    """The piece while it is there."""
+    """The piece while it is there, or while the place of `piece` is not safe."""
 
     @property
     def has_pieces(self) -> bool:
@@ -93,6 +93,12 @@ class FlatBuffer:
         """After a step: what the optimizer updates lies where its gradients are."""
         if self.visits and self.has_pieces and self.visitor is None:
             self.visitor = self.piece.to(self.whole.device, copy=True, non_blocking=True)
+            self._point_to(self.visitor)
+
+    def step_aside(self) -> None:
+        """After a step that failed: what still fills `whole` must not reach what the optimizer updates."""
+        if self.keeps_whole and self.piece.data_ptr() == self.own.data_ptr():
+            self.visitor = self.piece.clone()
             self._point_to(self.visitor)
 
     def leave_device(self) -> None:

@@ -80,7 +80,9 @@ class Gatherer:
         self._current.clear()
         still_written = [buffer for _, buffer in self._stale]
         for buffer in self._buffers():
-            if buffer not in still_written:
+            if buffer in still_written:
+                buffer.step_aside()
+            else:
                 _release(buffer)
         self.finish()
 

@@ -39,7 +39,8 @@ def total_norm(
             total = torch.maximum(total, power) if math.isinf(order) else total + power
     if math.isinf(order):
         # A backend's maximum may pass over what is no number.
-        return all_reduce(total.nan_to_num(nan=math.inf), group, "max", checked=False).wait()
+        largest = total.nan_to_num(nan=math.inf, posinf=math.inf)
+        return all_reduce(largest, group, "max", checked=False).wait()
     return all_reduce(total, group, checked=False).wait() ** (1 / order)
 
 

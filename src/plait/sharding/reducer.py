@@ -96,7 +96,7 @@ class Reducer:
     def reduce(self, name: str) -> None:
         """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
         for buffer in self.units[name].trainable:
-            if buffer.group is not None:
+            if buffer.group is not None and buffer.group.size > 1:
                 self._reduced.append((buffer, _reduce(buffer)))
 
     def finish(self) -> None:

@@ -111,7 +111,8 @@ class Maker:
     def _cut(self, buffer: FlatBuffer) -> None:
         """Give the optimizer tensors of its own, where they are not what layers use."""
         kind, policy, size = buffer.kind, self.policy, buffer.slots.piece
-        if not kind.cut and kind.master == kind.dtype and kind.gradient == kind.master:
+        alike = kind.dtype == kind.master and (kind.gradient == kind.master or not kind.trains)
+        if alike and not kind.cut:
             return
         within = buffer.keeps_whole and kind.master == kind.dtype and not policy.offloads_parameters
         buffer.piece = buffer.own if within else _empty(size, kind.master, policy.home)
