@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
     from plait.errors import PlaitError
+    from plait.footprint.forecast import memory
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.search.schedule import schedule
@@ -33,6 +34,7 @@ _HOME = {
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
+    "memory": "plait.footprint.forecast",
     "parallelize": "plait.composer",
     "schedule": "plait.search.schedule",
     "simulate": "plait.simulation.timeline",
@@ -47,6 +49,7 @@ __all__ = [
     "check",
     "cross_entropy",
     "launch",
+    "memory",
     "models",
     "parallelize",
     "schedule",

@@ -28,6 +28,7 @@ from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.schedules.program import Instruction, Program
 from plait.schedules.steps import Steps
+from plait.sharding.elementwise import Guard
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.norm import scale_to, total_norm
 from plait.sharding.reducer import Reducer
@@ -84,6 +85,8 @@ class Engine:
         self._executor = Executor(
             parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers()
         )
+        cut = parts.plan.shards or parts.plan.tp > 1
+        self._guard = Guard(self.parameters()) if cut else None
         self._scale = loss_scale(parts.plan.loss_scale, parts.plan.precision)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []

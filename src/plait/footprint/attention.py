@@ -1,6 +1,7 @@
 """Attention as devices compute it, for the meta device, where PyTorch takes its parts one by one.
 
-A fused kernel keeps its inputs, its output and one number a row for the backward, never the matrix of weights.
+A fused kernel keeps its inputs, its output and one number a row for the backward, never the matrix of
+weights.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ def fuses(
     )
 
 
-def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any) -> Tensor:
+def fused(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
+) -> Tensor:
     """What a fused kernel gives for `[batch, heads, length, size]`, and keeps."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
@@ -39,11 +42,9 @@ def fused(query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = 
 class _Fused(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None) -> Tensor:
-        batch, heads, length, size = query.shape
-        # Heads stand inside the length in memory, so that joining them again copies nothing.
-        output = query.new_empty(batch, length, heads, size).transpose(1, 2)
-        wide = query.dtype if query.dtype == torch.float64 else torch.float32
-        normalisers = query.new_empty(batch, length, heads, dtype=wide)
+        output = torch.empty_like(query)  # in memory, too: whether heads are joined by a copy depends on that
+        wide = torch.promote_types(query.dtype, torch.float32)
+        normalisers = query.new_empty(query.shape[:-1], dtype=wide)
         ctx.save_for_backward(query, key, value, mask, output, normalisers)
         return output
 

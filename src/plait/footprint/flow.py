@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+from plait.footprint.layers import Traces
 from plait.footprint.ledger import Block, Category, Ledger
 from plait.footprint.messages import MessageAccount
-from plait.footprint.layers import Traces
 from plait.footprint.traces import Phase, Trace
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
@@ -44,9 +44,10 @@ class FlowAccount:
         self._stages = stages
         self._loss, self._clones = traces.loss, traces.clones
         self._inputs = inputs
-        self._values: dict[tuple[int, int], Sequence[Block | None]] = {}
-        self._gradients: dict[tuple[int, int], Sequence[Block | None]] = {}
-        self._names: dict[tuple[int, int, int], Names] = {}
+        self._flowing: dict[Hashable, Sequence[Block | None]] = {}
+        """Forward and backward, per stage and micro-batch."""
+        self._runs: dict[tuple[int, int, int], Names] = {}
+        """Per stage, micro-batch and layer."""
         self._losses: dict[int, Names] = {}
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
@@ -65,16 +66,16 @@ class FlowAccount:
         }
 
     def _flow(self, action: Action, blocks: Sequence[Block | None]) -> None:
-        """What flows into a stage, forward or backward, is held until a layer takes it."""
-        place = action.stage, action.microbatch
-        flowing = self._values if action.kind is Kind.F else self._gradients
-        flowing[place] = blocks
-        self._ledger.hold((action.kind is Kind.F, *place), blocks)
+        """What flows into or out of a stage, forward or backward, is held until somebody takes it."""
+        flow = _flow_of(action)
+        self._flowing[flow] = blocks
+        self._ledger.hold(flow, blocks)
 
-    def _take(self, kind: Kind, stage: int, microbatch: int) -> Sequence[Block | None]:
-        """What flows, once; its holder lets go of it."""
-        self._ledger.drop((kind is Kind.F, stage, microbatch))
-        return (self._values if kind is Kind.F else self._gradients).pop((stage, microbatch))
+    def _take(self, action: Action) -> Sequence[Block | None]:
+        """What flows, once; who takes it has to hold it."""
+        flow = _flow_of(action)
+        self._ledger.drop(flow)
+        return self._flowing.pop(flow)
 
     def _await_receive(self, action: Action) -> None:
         received = self._messages.take(action)
@@ -87,70 +88,67 @@ class FlowAccount:
 
     def _hand_over(self, action: Action) -> None:
         source = action.stage - 1 if action.kind is Kind.F else action.stage + 1
-        self._flow(action, self._take(action.kind, source, action.microbatch))
+        self._flow(action, self._take(action._replace(stage=source)))
 
     def _send(self, action: Action, peer: int) -> None:
-        blocks = self._take(action.kind, action.stage, action.microbatch)
+        blocks = self._take(action)
         if action.kind is Kind.F:
             self._messages.send(action, [block for block in blocks if block is not None], peer)
         else:
             self._messages.send_gradients(action, blocks, peer)
 
     def _run_layer(self, action: Action, layer: int) -> None:
+        run, trace = (action.stage, action.microbatch, layer), self._stages[action.stage][layer]
         if action.kind is Kind.F:
-            self._forward(action, layer)
+            self._runs[run] = {}
+            self._phase(run, action, trace.forward, trace.inputs)
         if action.kind in (Kind.I, Kind.B):
-            self._backward(Action(action.stage, Kind.I, action.microbatch), layer)
+            self._phase(run, action, trace.backward, trace.seeds)
         if action.kind in (Kind.W, Kind.B):
-            self._ledger.reach(self._stages[action.stage][layer].weights)
-            self._ledger.drop(("run", action.stage, action.microbatch, layer))
-            del self._names[action.stage, action.microbatch, layer]
+            self._ledger.reach(trace.weights)
+            self._ledger.drop(("run", run))
+            del self._runs[run]
 
-    def _forward(self, action: Action, layer: int) -> None:
-        stage, microbatch, trace = action.stage, action.microbatch, self._stages[action.stage][layer]
-        self._ledger.reach(trace.forward.most)
-        given = self._take(Kind.F, stage, microbatch)
-        names: Names = dict(zip(trace.inputs, given, strict=True))
-        self._names[stage, microbatch, layer] = names
-        self._phase(("run", stage, microbatch, layer), action, trace.forward, names)
-
-    def _backward(self, action: Action, layer: int) -> None:
-        stage, microbatch, trace = action.stage, action.microbatch, self._stages[action.stage][layer]
-        self._ledger.reach(trace.backward.most)
-        names = self._names[stage, microbatch, layer]
-        pairs = zip(trace.seeds, self._gradients[stage, microbatch], strict=True)
-        names |= {number: block for number, block in pairs if number is not None}
-        self._phase(("run", stage, microbatch, layer), action, trace.backward, names)
-
-    def _phase(self, holder: Hashable, action: Action, phase: Phase, names: Names) -> None:
-        """Make what a phase makes, keep what it keeps, and let its results flow."""
-        names |= _made(phase)
-        self._ledger.hold(holder, _blocks(phase.held, names))
+    def _phase(
+        self, run: tuple[int, int, int], action: Action, phase: Phase, given: Iterable[int | None]
+    ) -> None:
+        """Take what flows, make what the phase makes, keep what it keeps, and let its results flow."""
+        self._ledger.reach(phase.most)
+        names = self._runs[run]
+        names |= _named(given, self._take(action)) | _made(phase)
+        self._ledger.hold(("run", run), _blocks(phase.held, names))
         self._flow(action, _blocks(phase.flows, names))
 
     def _compute_loss(self, action: Action) -> None:
-        given = self._values[action.stage, action.microbatch]
-        if self._clones:
-            given = [Block(self._clones, Category.ACTIVATIONS)]
         forward = self._loss.forward
         self._ledger.reach(self._clones + forward.most)
-        names: Names = dict(zip(self._loss.inputs, given, strict=True))
-        names |= _made(forward)
+        given = self._take(action)
+        if self._clones:
+            given = [Block(self._clones, Category.ACTIVATIONS)]
+        names = _named(self._loss.inputs, given) | _made(forward)
         self._losses[action.microbatch] = names
         self._ledger.hold(("loss", action.microbatch), _blocks(forward.held, names))
-        self._take(Kind.F, action.stage, action.microbatch)
 
     def _seed(self, action: Action) -> None:
-        backward, names = self._loss.backward, self._losses.pop(action.microbatch)
+        backward = self._loss.backward
         self._ledger.reach(backward.most)
-        names |= _made(backward)
+        names = self._losses.pop(action.microbatch) | _made(backward)
         self._flow(action, _blocks(backward.flows, names))
         self._ledger.drop(("loss", action.microbatch))
 
     def _release(self, action: Action) -> None:
         if action.stage == 0 and action.kind is not Kind.F:
-            self._take(Kind.I, 0, action.microbatch)
+            self._take(action)
         self._messages.release(action.stage, action.microbatch)
+
+
+def _flow_of(action: Action) -> Hashable:
+    return "forward" if action.kind is Kind.F else "backward", action.stage, action.microbatch
+
+
+def _named(numbers: Iterable[int | None], blocks: Iterable[Block | None]) -> Names:
+    pairs = zip(numbers, blocks, strict=True)
+    return {number: block for number, block in pairs if number is not None}
 
 
 def _made(phase: Phase) -> Names:

@@ -31,6 +31,9 @@ class Traces:
     loss: Trace
     clones: int
     """Bytes of the output, where that is copied for the loss."""
+    inputs: Sequence[int]
+    """Bytes of each tensor of the input."""
+    targets: Sequence[int]
 
 
 def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> Traces:
@@ -41,8 +44,8 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
     keeper = Keeper()
     weaving = Weaving(drawn.cuts, Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
     layers = _skeleton(drawn, weaving, keeper)
-    value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
-    infos = infer(layers, value, input_gradients=False)
+    given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
+    infos = infer(layers, given, input_gradients=False)
     adds_late = drawn.shape.sharding.scatters == "each"
     traces = []
     for layer, info in zip(layers, infos, strict=True):
@@ -56,7 +59,9 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
         traces,
         infos,
         trace_loss(ending, value, classes),
-        sum(tensor.nbytes for tensor in tensors_of(value)) if clones else 0,
+        sum(_bytes(value)) if clones else 0,
+        _bytes(given),
+        _bytes(classes),
     )
 
 
@@ -90,3 +95,7 @@ def _on_meta(tensor: Tensor) -> Tensor:
 def _classes_like(output: Value) -> Value:
     """A class for each row of an output that is one tensor."""
     return map_tensors(lambda tensor: tensor.new_empty(tensor.shape[:-1], dtype=torch.int64), output)
+
+
+def _bytes(value: Value) -> list[int]:
+    return [tensor.nbytes for tensor in tensors_of(value)]

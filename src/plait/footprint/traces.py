@@ -6,7 +6,7 @@ backward, a gradient that flows on and that weight work waits for.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,8 +15,10 @@ from torch import Tensor
 
 from plait.footprint.watch import Watch
 from plait.pipeline.loss_end import LossEnd, LossLike
-from plait.pipeline.stage import Stage
+from plait.pipeline.stage import Gradients, Stage
 from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
+
+Numbers = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Phase:
     """The bytes of each storage that is made here and outlives it."""
     held: tuple[int, ...]
     """What is kept for what comes later."""
-    flows: tuple[int | None, ...]
+    flows: Numbers
     """The outputs, or the gradients of the inputs; none where no gradient flows."""
     most: int
     """The most bytes within it, beyond those that it begins with."""
@@ -37,8 +39,8 @@ class Phase:
 class Trace:
     """One layer, or the loss, of one micro-batch."""
 
-    inputs: tuple[int, ...]
-    seeds: tuple[int | None, ...]
+    inputs: Numbers
+    seeds: Numbers
     """The gradients of the outputs."""
     forward: Phase
     backward: Phase
@@ -49,48 +51,39 @@ class Trace:
 
 
 def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
-    """Trace the only layer of a stage on meta, for an input like `given`; and a value like its output."""
+    """Trace the only layer of a stage on meta, for an input like `given`; and a value like its output.
+
+    A layer whose backward does not run on meta is taken to keep until `W` what it keeps for `I`.
+    """
     watch = Watch()
     with watch.watching():
         value = map_tensors(_like, given)
-        inputs = [watch.number(tensor) for tensor in tensors_of(value)]
+        inputs = _numbers(watch, tensors_of(value))
         stage.feed(0, value)
         del value
         forward = _Recording(watch)
         stage.forward(0, 0)
         output_is_read = stage.output_is_read(0)
         output = stage.take_output(0)
-        forward.end(list(tensors_of(output)))
-        seeds: list[Tensor | None] = [_like(t) if t.requires_grad else None for t in tensors_of(output)]
+        forward.end(tensors_of(output))
         following = map_tensors(_like, output)
+        seeds: Gradients = [_like(t) if t.requires_grad else None for t in tensors_of(output)]
         del output
-        apart = {watch.number(t) for t in (*tensors_of(seeds), *tensors_of(following))}
-        forward.keep(watch.alive() - apart)
-
+        apart, numbers = _numbers(watch, tensors_of(following)), _numbers(watch, seeds)
+        forward.keep(watch.alive() - {*apart, *numbers})
         watch.follow(stage.runs[0, 0].outputs)
-        numbers = _numbers(watch, seeds)
         stage.seed(0, seeds)
         del seeds
-        backward = _Recording(watch)
-        stage.backward_input(0, 0)
-        gradients = stage.take_gradients(0)
-        backward.end(gradients)
-        del gradients
-        backward.keep(watch.alive() - {watch.number(t) for t in tensors_of(following)})
-
+        backward = _trace_backward(watch, stage, apart)
         weights = _Recording(watch)
-        stage.backward_weight(0, 0)
-        weights.end([])
+        if backward is not None:
+            stage.backward_weight(0, 0)
+        weights.end(())
+        stage.clear()
     resident = watch.alive()
-    trace = Trace(
-        tuple(inputs),
-        numbers,
-        forward.phase(resident),
-        backward.phase(resident),
-        weights.phase(resident).most,
-        output_is_read,
-    )
-    return trace, following
+    first = forward.phase(resident)
+    second = _unknown(first, given) if backward is None else backward.phase(resident)
+    return Trace(inputs, numbers, first, second, weights.phase(resident).most, output_is_read), following
 
 
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
@@ -101,16 +94,39 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
         return _copying(given)
 
 
+def _trace_backward(watch: Watch, stage: Stage, apart: Numbers) -> _Recording | None:
+    """From the seeds to the gradients of the input; None where it does not run."""
+    backward = _Recording(watch)
+    try:
+        stage.backward_input(0, 0)
+    except Exception:
+        return None
+    gradients = stage.take_gradients(0)
+    backward.end(gradients)
+    del gradients
+    backward.keep(watch.alive() - {*apart})
+    return backward
+
+
+def _unknown(forward: Phase, given: Value) -> Phase:
+    """A backward of which nothing is known: all that was kept still is, and gradients are like the inputs."""
+    first = max((*forward.held, *forward.made), default=0) + 1
+    tensors = dict(enumerate(tensors_of(given), start=first))
+    made = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
+    flows = tuple(number if number in made else None for number in tensors)
+    return Phase(made, forward.held, flows, sum(made.values()))
+
+
 def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
     watch = Watch()
     end = LossEnd(_Followed(loss, watch))
     with watch.watching():
         output = map_tensors(_like, given)
-        inputs = [watch.number(tensor) for tensor in tensors_of(output)]
+        inputs = _numbers(watch, tensors_of(output))
         end.begin([targets], torch.ones((), dtype=torch.float64))
         forward = _Recording(watch)
         end.compute(0, output)
-        forward.end([])
+        forward.end(())
         del output
         forward.keep(watch.alive())
         backward = _Recording(watch)
@@ -118,39 +134,36 @@ def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
         backward.end(gradients)
         del gradients
     resident = watch.alive()
-    return Trace(tuple(inputs), (), forward.phase(resident), backward.phase(resident))
+    return Trace(inputs, (), forward.phase(resident), backward.phase(resident))
 
 
 def _copying(given: Value) -> Trace:
-    """In float32 at least, as losses are computed."""
+    """A loss that keeps a copy of its input in float32 at least, as losses are computed."""
     tensors = list(tensors_of(given))
     count = len(tensors)
-    copies = {
-        count + place: tensor.numel() * max(4, tensor.element_size())
-        for place, tensor in enumerate(tensors)
-        if tensor.requires_grad
-    }
-    gradients = {2 * count + place: tensor.nbytes for place, tensor in enumerate(tensors) if tensor.requires_grad}
-    flows = tuple(number if number in gradients else None for number in range(2 * count, 3 * count))
+    learning = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
+    copies = {count + place: tensors[place].numel() * max(4, tensors[place].itemsize) for place in learning}
+    gradients = {2 * count + place: tensors[place].nbytes for place in learning}
+    flows = tuple(2 * count + place if place in learning else None for place in range(count))
     forward = Phase(copies, (*range(count), *copies), (), sum(copies.values()))
-    backward = Phase(gradients, (), flows, 2 * sum(gradients.values()))
-    return Trace(tuple(range(count)), (), forward, backward)
+    return Trace(tuple(range(count)), (), forward, Phase(gradients, (), flows, 2 * sum(gradients.values())))
 
 
 class _Recording:
-    """What is alive while a phase runs."""
+    """What is alive while a phase runs, from when this is made."""
 
     def __init__(self, watch: Watch) -> None:
         self._watch = watch
         self._start = watch.alive()
         self._first = len(watch.samples)
+        self._samples: Sequence[frozenset[int]] = ()
         self._held: Collection[int] = ()
-        self._flows: tuple[int | None, ...] = ()
+        self._flows: Numbers = ()
 
-    def end(self, flows: Sequence[Tensor | None]) -> None:
+    def end(self, flows: Iterable[Tensor | None]) -> None:
         """The phase is over, and this flows on."""
-        self._flows = _numbers(self._watch, flows)
         self._samples = [*self._watch.samples[self._first :], self._watch.alive()]
+        self._flows = _numbers(self._watch, flows)
 
     def keep(self, held: Collection[int]) -> None:
         """This is kept for later."""
@@ -158,16 +171,15 @@ class _Recording:
 
     def phase(self, resident: Collection[int]) -> Phase:
         """The phase; what is `resident`, parameters say, was there before and stays."""
+        sizes = self._watch.sizes
 
-        def size(numbers: Collection[int]) -> int:
+        def total(numbers: Iterable[int]) -> int:
             return sum(sizes[number] for number in numbers if number not in resident)
 
-        sizes = self._watch.sizes
-        held = [number for number in sorted(self._held) if number not in resident]
+        held = tuple(number for number in sorted(self._held) if number not in resident)
         left = {*held, *(number for number in self._flows if number is not None)}
-        made = {number: sizes[number] for number in left if number not in self._start}
-        most = max(map(size, self._samples)) - size(self._start)
-        return Phase(made, tuple(held), self._flows, most)
+        made = {number: sizes[number] for number in sorted(left - self._start)}
+        return Phase(made, held, self._flows, max(map(total, self._samples)) - total(self._start))
 
 
 @dataclass(frozen=True)
@@ -187,5 +199,5 @@ def _like(tensor: Tensor) -> Tensor:
     return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
 
-def _numbers(watch: Watch, tensors: Sequence[Tensor | None]) -> tuple[int | None, ...]:
+def _numbers(watch: Watch, tensors: Iterable[Tensor | None]) -> Numbers:
     return tuple(None if tensor is None else watch.number(tensor) for tensor in tensors)

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
-
-import torch
 
 from plait.comm.arithmetic import SHOW_LIMIT
 from plait.footprint.ledger import Block, Category, Ledger
@@ -26,26 +24,21 @@ from plait.sharding.slots import Slots
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """Which tensors there are for one flat buffer, in bytes; see `plait.sharding.unit.Maker`."""
+    """The bytes of each tensor of one flat buffer, 0 where there is none; see `plait.sharding.unit.Maker`."""
 
     kind: Kind
     slots: Slots
     policy: Policy
 
     @property
-    def keeps_whole(self) -> bool:
-        """Whether parameters stay whole."""
-        return not self.kind.cut or self.policy.keeps_parameters
-
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether gradients stay whole."""
-        return not self.kind.cut or self.policy.keeps_gradients
-
-    @property
     def whole(self) -> int:
         """What layers use."""
         return self.slots.size * self.kind.dtype.itemsize
+
+    @property
+    def keeps_whole(self) -> bool:
+        """Whether that stays between uses."""
+        return not self.kind.cut or self.policy.keeps_parameters
 
     @property
     def piece(self) -> int:
@@ -57,7 +50,7 @@ class BufferSizes:
 
     @property
     def visitor(self) -> int:
-        """An offloaded piece between steps, where the optimizer runs on the device."""
+        """An offloaded piece that is on the device between steps, for the optimizer."""
         return self.piece if self.policy.offloads_parameters and not self.policy.offloads_gradients else 0
 
     @property
@@ -66,50 +59,66 @@ class BufferSizes:
         return self.slots.size * self.kind.gradient.itemsize if self.kind.trains else 0
 
     @property
-    def reduces_in_place(self) -> bool:
-        """Whether the gradient of the piece is a part of the whole one."""
-        alike = self.keeps_gradient and self.kind.gradient == self.kind.master
-        return not self._has_pieces or (alike and not self.policy.offloads_gradients)
+    def keeps_gradient(self) -> bool:
+        """Whether that stays between uses."""
+        return not self.kind.cut or self.policy.keeps_gradients
 
     @property
     def piece_gradient(self) -> int:
         """What the optimizer reads, where that is not a part of what layers add to."""
-        if not self.kind.trains or self.reduces_in_place:
+        if not self.kind.trains or not self._has_pieces or self._reduces_in_place:
             return 0
         return self.slots.piece * self.kind.master.itemsize
 
     @property
-    def elements(self) -> int:
-        """What the optimizer has a state for, on the rank that has the most."""
+    def moment(self) -> int:
+        """One tensor of the optimizer's state for each piece, on the rank along `shard` that has the most."""
         if not self.kind.trains:
             return 0
         bounds = [self.slots.bounds(slot) for slot in self.slots.places]
-        return max(sum(b[rank + 1] - b[rank] for b in bounds) for rank in range(self.slots.pieces))
+        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(self.slots.pieces))
+        return max(elements) * self.kind.master.itemsize
+
+    @property
+    def converted(self) -> int:
+        """The whole gradient in the dtype in which it travels, where that is another."""
+        converts = self.kind.trains and self.kind.reduce != self.kind.gradient
+        return self.slots.size * self.kind.reduce.itemsize if converts else 0
 
     @property
     def scattering(self) -> int:
         """What is there besides while the gradient is summed over `shard`."""
-        travels = self.slots.size * self.kind.reduce.itemsize
-        converts = self.kind.reduce != self.kind.gradient
+        if not self.kind.trains or (self._reduces_in_place and not self.converted):
+            return 0
         if self.slots.pieces == 1:
-            return travels if converts else 0
-        landing = 0 if self.reduces_in_place and not converts else travels // self.slots.pieces
+            return self.converted
+        travels = self.slots.size * self.kind.reduce.itemsize
+        landing = travels // self.slots.pieces
         if self.policy.device.type != "cpu":
-            return landing + (travels if converts else 0)
-        shown = travels <= SHOW_LIMIT or (self.reduces_in_place and not converts)
-        return landing + (0 if shown else travels * (1 + converts))
+            return landing + self.converted
+        if travels <= SHOW_LIMIT:  # the ranks of a host have shown each other what travels
+            return landing
+        return landing + self.converted + travels
 
     @property
     def reducing(self) -> int:
-        """What is there besides while it is summed over those that hold the same: a copy, if it travels as one."""
-        elements = self.slots.piece if self.kind.cut else self.slots.size
-        source = self.kind.master if self.kind.cut else self.kind.gradient
-        moves = self.kind.cut and self.policy.offloads_gradients and self.policy.device.type != "cpu"
-        return elements * self.kind.reduce.itemsize if moves or source != self.kind.reduce else 0
+        """What is there besides while it is summed over those that hold the same: a copy, or nothing."""
+        if not self.kind.trains:
+            return 0
+        elements, dtype = self.slots.size, self.kind.gradient
+        if self.kind.cut:
+            elements, dtype = self.slots.piece, self.kind.master
+        leaves = self.kind.cut and self.policy.gradient_home != self.policy.device
+        return elements * self.kind.reduce.itemsize if leaves or dtype != self.kind.reduce else 0
 
     @property
     def _has_pieces(self) -> bool:
         return self.kind.cut or self.kind.master != self.kind.dtype
+
+    @property
+    def _reduces_in_place(self) -> bool:
+        alike = self.keeps_gradient and self.kind.gradient == self.kind.master
+        return alike and not self.policy.offloads_gradients
 
 
 class UnitAccount:
@@ -120,72 +129,66 @@ class UnitAccount:
     ) -> None:
         """What is always there is held from now on. `moments`: tensors of state a parameter."""
         self._ledger = ledger
-        self._policy = policy
-        self.units = {
+        self._units = {
             name: [BufferSizes(kind, slots, policy) for kind, slots in kinds.items()]
             for name, kinds in units.items()
         }
-        for name, buffers in self.units.items():
+        apart = policy.device.type != "cpu"
+        parameters_leave = apart and policy.offloads_parameters
+        gradients_leave = apart and policy.offloads_gradients
+        for name, buffers in self._units.items():
             for number, sizes in enumerate(buffers):
-                ledger.hold((name, number), self._always(sizes, moments))
-
-    def _always(self, sizes: BufferSizes, moments: int) -> list[Block]:
-        policy, state = self._policy, moments * sizes.elements * sizes.kind.master.itemsize
-        return [
-            Block(sizes.whole * sizes.keeps_whole, Category.PARAMETERS),
-            Block(sizes.piece, Category.PARAMETERS, policy.offloads_parameters),
-            Block(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS),
-            Block(sizes.piece_gradient, Category.GRADIENTS, policy.offloads_gradients),
-            Block(state, Category.STATE, policy.offloads_gradients),
-        ]
+                always = [
+                    Block(sizes.whole * sizes.keeps_whole, Category.PARAMETERS),
+                    Block(sizes.piece, Category.PARAMETERS, parameters_leave),
+                    Block(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS),
+                    Block(sizes.piece_gradient, Category.GRADIENTS, gradients_leave),
+                    Block(moments * sizes.moment, Category.STATE, gradients_leave),
+                ]
+                ledger.hold((name, number), always)
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """What each instruction about units changes."""
         return {
-            GatherParameters: lambda i: self._hold(Category.GATHERED, i.unit, self._gathered),
-            ReleaseParameters: lambda i: self._ledger.drop((Category.GATHERED, i.unit)),
-            OpenGradient: lambda i: self._hold(Category.GRADIENTS, i.unit, self._opened),
+            GatherParameters: lambda i: self._gather(i.unit),
+            ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),
+            OpenGradient: lambda i: self._open(i.unit),
             ScatterGradient: lambda i: self._scatter(i.unit),
             AwaitScatter: lambda i: self._collect(i.unit),
-            ReduceGradient: lambda i: self._hold("reducing", i.unit, lambda sizes: sizes.reducing),
+            ReduceGradient: lambda i: self._reduce(i.unit),
             Finish: lambda i: self._finish(),
         }
 
     def begin(self) -> None:
-        """A step begins: offloaded pieces leave the device."""
-        for name in self.units:
-            self._ledger.drop(("visitors", name))
+        """A step begins: what the optimizer has updated leaves the device, where it is offloaded."""
+        for name in self._units:
+            self._ledger.drop(("visiting", name))
+
+    def _gather(self, name: str) -> None:
+        sizes = (0 if one.keeps_whole else one.whole for one in self._units[name])
+        self._ledger.hold(("gathered", name), [Block(size, Category.GATHERED) for size in sizes])
+
+    def _open(self, name: str) -> None:
+        sizes = (0 if one.keeps_gradient else one.gradient for one in self._units[name])
+        self._ledger.hold(("opened", name), _gradients(sizes))
 
     def _scatter(self, name: str) -> None:
-        converted = sum(
-            sizes.slots.size * sizes.kind.reduce.itemsize
-            for sizes in self.units[name]
-            if sizes.kind.trains and sizes.kind.reduce != sizes.kind.gradient
-        )
-        self._ledger.reach(converted)
-        self._hold("scattering", name, lambda sizes: sizes.scattering)
+        self._ledger.reach(sum(one.converted for one in self._units[name]))
+        self._ledger.hold(("scattering", name), _gradients(one.scattering for one in self._units[name]))
 
     def _collect(self, name: str) -> None:
         self._ledger.drop(("scattering", name))
-        self._ledger.drop((Category.GRADIENTS, name))
+        self._ledger.drop(("opened", name))
+
+    def _reduce(self, name: str) -> None:
+        self._ledger.hold(("reducing", name), _gradients(one.reducing for one in self._units[name]))
 
     def _finish(self) -> None:
-        for name in self.units:
+        for name, sizes in self._units.items():
             self._ledger.drop(("reducing", name))
-            visitors = (sizes.visitor for sizes in self.units[name])
-            self._ledger.hold(
-                ("visitors", name), [Block(nbytes, Category.PARAMETERS) for nbytes in visitors]
-            )
+            visitors = [Block(one.visitor, Category.PARAMETERS) for one in sizes]
+            self._ledger.hold(("visiting", name), visitors)
 
-    def _hold(self, what: str, name: str, size: Callable[[BufferSizes], int]) -> None:
-        category = Category.GATHERED if what == Category.GATHERED else Category.GRADIENTS
-        blocks = [Block(size(sizes), category) for sizes in self.units[name]]
-        self._ledger.hold((what, name), blocks)
 
-    @staticmethod
-    def _gathered(sizes: BufferSizes) -> int:
-        return 0 if sizes.keeps_whole else sizes.whole
-
-    @staticmethod
-    def _opened(sizes: BufferSizes) -> int:
-        return 0 if sizes.keeps_gradient else sizes.gradient
+def _gradients(sizes: Iterable[int]) -> list[Block]:
+    return [Block(size, Category.GRADIENTS) for size in sizes]

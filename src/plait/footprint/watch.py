@@ -1,8 +1,8 @@
 """Which memory is alive while layers run on the meta device, where tensors have storages without bytes.
 
 Three public hooks see them: what each function gives (`TorchFunctionMode`), what autograd saves
-(`saved_tensors_hooks`), and the gradients that go into and come out of each node of a graph. A storage that was
-seen is then followed by a weak reference, so whoever keeps it, autograd, a closure or a list, is counted.
+(`saved_tensors_hooks`), and the gradients that go into and come out of each node of a graph. What was seen is
+then followed by a weak reference: whoever keeps it, autograd, a closure or a list, it counts as alive.
 """
 
 from __future__ import annotations
@@ -32,13 +32,14 @@ class Watch(TorchFunctionMode):
         self.samples: list[frozenset[int]] = []
         """What was alive whenever something was seen."""
         self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
+        self._in_node = False
 
     @contextmanager
     def watching(self) -> Iterator[None]:
         """See all that happens on the meta device; gradients are enabled."""
-        with torch.device("meta"), torch.enable_grad(), saved_tensors_hooks(self._save, lambda saved: saved):
-            with self:
-                yield
+        saving = saved_tensors_hooks(self._save, lambda saved: saved)
+        with torch.device("meta"), torch.enable_grad(), saving, self:
+            yield
 
     def number(self, tensor: Tensor) -> int:
         """The number of a tensor's storage."""
@@ -64,9 +65,8 @@ class Watch(TorchFunctionMode):
             if node is None or node in seen:
                 continue
             seen.add(node)
-            node.register_prehook(self._see)
-            if node.next_functions:
-                node.register_hook(lambda given, come: self._see((*given, *come)))
+            node.register_prehook(self._begin_node)
+            node.register_hook(self._end_node)
             waiting += [before for before, _ in node.next_functions]
 
     def __torch_function__(
@@ -76,10 +76,22 @@ class Watch(TorchFunctionMode):
         kwargs = kwargs or {}
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # that all is well is all that is ever asked of values that are not there
-        attends = func is functional.scaled_dot_product_attention
-        result = (fused if attends and fuses(*args, **kwargs) else func)(*args, **kwargs)
+        if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
+            func = fused
+        result = func(*args, **kwargs)
         self._see(result)
         return result
+
+    def _begin_node(self, gradients: Any) -> None:
+        self._see(gradients)
+        # A mode is off while a function runs that it was told of, and a backward is one such function.
+        self.__enter__()  # type: ignore[no-untyped-call]
+        self._in_node = True
+
+    def _end_node(self, given: Any, come: Any) -> None:
+        self._in_node = False
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        self._see((given, come))
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._see(tensor)
@@ -89,7 +101,8 @@ class Watch(TorchFunctionMode):
         tensors = [tensor for tensor in tensors_of(value) if tensor.is_meta]
         for tensor in tensors:
             self.number(tensor)
-        if tensors:
+        # Within a node of a graph devices take less than the meta device, which composes some of them.
+        if tensors and not self._in_node:
             self.samples.append(self.alive())
 
     def _forget(self, key: int) -> None:

@@ -1,0 +1,90 @@
+"""The smallest change of a plan that makes it fit a limit of memory."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import fields, replace
+from itertools import product
+from typing import Any, NamedTuple, get_args
+
+from plait.footprint.forecast import Setting
+from plait.plan import Offload, Plan, Strategy
+
+CUT_GRADIENTS = ("gradients", "full")
+
+
+class Change(NamedTuple):
+    """Another value of one field of a plan, and its place among all such, the cheapest first."""
+
+    cost: int
+    field: str
+    value: Any
+
+
+def fitting(setting: Setting, plan: Plan, limit: int) -> Plan | None:
+    """The plan nearest to `plan` of which no rank holds more than `limit` bytes; None where there is none.
+
+    `plan` itself, if it fits. Else with one field changed, in this order: gradients reduced each micro-batch;
+    the strategies optimizer, gradients, full; more and so smaller micro-batches of the same batch; offload
+    of parameters, or of all. Then with two fields, and so on. What counts is the most that a rank holds,
+    within operations too.
+    """
+    rows = setting.rows_of(plan)
+    setting = replace(setting, rows=rows)  # the batch stays as it is, however it is cut
+    for candidate in nearest(plan, rows, offloads=setting.where.type != "cpu"):
+        if max(rank.most for rank in setting.ranks(candidate)) <= limit:
+            return candidate
+    return None
+
+
+def difference(before: Plan, after: Plan) -> dict[str, Any]:
+    """The fields in which two plans differ, with the values of the second."""
+    values = {field.name: getattr(after, field.name) for field in fields(Plan)}
+    return {name: value for name, value in values.items() if value != getattr(before, name)}
+
+
+def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
+    """`plan` and those that may take less, the nearest first.
+
+    `rows` are those of a rank's share of a batch, if known. `offloads`: whether that frees memory at all.
+    """
+    by_field: dict[str, list[Change | None]] = {}
+    for change in _changes(plan, rows, offloads=offloads):
+        by_field.setdefault(change.field, [None]).append(change)
+    together = [[change for change in row if change is not None] for row in product(*by_field.values())]
+    for changes in sorted(together, key=_distance):
+        changed = {change.field: change.value for change in changes}
+        if _makes_sense(plan, changed):
+            yield replace(plan, **changed)
+
+
+def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
+    """All changes of one field, the cheapest first."""
+    strategies, offload = get_args(Strategy), get_args(Offload)
+    found: list[tuple[str, Any]] = []
+    if plan.reduce == "last":
+        found.append(("reduce", "each"))
+    found += (("strategy", one) for one in strategies[strategies.index(plan.strategy) + 1 :])
+    count = 2 * plan.microbatches
+    while rows is not None and count <= rows and rows % count == 0:
+        found.append(("microbatches", count))
+        count *= 2
+    if offloads:
+        found += (("offload", one) for one in offload[offload.index(plan.offload) + 1 :])
+    return [Change(cost, field, value) for cost, (field, value) in enumerate(found)]
+
+
+def _distance(changes: Sequence[Change]) -> tuple[int, list[int]]:
+    """Few changes first; of as many, those whose dearest is the cheapest."""
+    return len(changes), sorted((change.cost for change in changes), reverse=True)
+
+
+def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:
+    """Whether each of the changes has an effect."""
+    strategy, offload = changed.get("strategy", plan.strategy), changed.get("offload", plan.offload)
+    if "reduce" in changed and strategy not in CUT_GRADIENTS:
+        return False
+    if "offload" in changed and strategy == "none":
+        return False
+    alone = plan.shard == 1 and offload == "none"
+    return not (alone and ("strategy" in changed or "reduce" in changed))

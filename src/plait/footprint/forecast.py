@@ -1,0 +1,116 @@
+"""`memory`: what each rank of a plan would hold, found without ranks and without memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.blueprint import Blueprint, draw
+from plait.footprint.layers import Traces, as_input, traces_of
+from plait.footprint.rehearsal import Watcher, rehearse
+from plait.footprint.report import Memory, RankMemory
+from plait.pipeline.precision import DTYPES
+from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.plan import Plan
+from plait.rules import Rules
+from plait.schedules.lower import lower
+from plait.tensor.losses import Loss, cross_entropy
+
+
+def memory(
+    model: nn.Module,
+    plan: Plan,
+    inputs: Value = None,
+    targets: Value = None,
+    *,
+    loss: Loss = cross_entropy,
+    rules: Rules | None = None,
+    rows: int | None = None,
+    moments: int = 2,
+    device: torch.device | str | None = None,
+) -> Memory:
+    """What each rank of `plan` would hold of `model` during a step and between steps, in bytes.
+
+    `inputs` and `targets` are one data-parallel rank's share of a batch, as `Engine.forward_backward` takes
+    it; tensors on meta will do. Without `inputs` a model that has a `context`, as plait's own have, is taken
+    to be given `rows` whole sequences of tokens (one a micro-batch); of any other no activations are counted.
+    Without `targets` there is a class for each row of the output. `moments`: how many tensors of a
+    parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with momentum. `device` is where
+    layers run, by default CUDA where that is available.
+
+    Nothing is allocated and nobody is asked: layers run once, on the meta device. Not counted: what the
+    optimizer takes within its own step, what a backend of communication keeps for itself, and what an
+    allocator loses between blocks. Gradients of an earlier step are gone, as after `zero_grad()`. A loss that
+    does not run on meta is taken to copy its input. Raises PlanError, ModelError, DataError or ScheduleError,
+    as `parallelize` and the first step would.
+    """
+    return Setting(model, inputs, targets, loss, rules, rows, moments, device).forecast(plan)
+
+
+@dataclass
+class Setting:
+    """All that `memory` is given but the plan. What layers do is found once for the plans that share it."""
+
+    model: nn.Module
+    inputs: Value = None
+    targets: Value = None
+    loss: Loss = cross_entropy
+    rules: Rules | None = None
+    rows: int | None = None
+    moments: int = 2
+    device: torch.device | str | None = None
+    traces: dict[Any, Traces] = field(default_factory=dict)
+
+    def forecast(self, plan: Plan) -> Memory:
+        """What the plan takes."""
+        whole = replace(plan, strategy="none", offload="none", reduce="last")
+        unsharded = max(rank.peak for rank in self.ranks(whole))
+        return Memory(plan, self.ranks(plan), unsharded, has_activations=self._batch(plan) is not None)
+
+    def ranks(self, plan: Plan, watcher: Watcher | None = None) -> tuple[RankMemory, ...]:
+        """What each rank of `pp` holds; `watcher` is told of each moment of its second step."""
+        drawn = draw(self.model, plan, self.rules)
+        traces = self._traces(drawn)
+        return tuple(
+            rehearse(drawn, rank, program, traces, self.where, self.moments, watcher)
+            for rank, program in enumerate(lower(drawn.order, drawn.shape))
+        )
+
+    def rows_of(self, plan: Plan) -> int | None:
+        """The rows of a data-parallel rank's share of a batch, if something says how many."""
+        batch = self._batch(plan)
+        return None if batch is None else next(tensors_of(batch)).shape[0]
+
+    @property
+    def where(self) -> torch.device:
+        """Where layers run."""
+        if self.device is None:
+            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        return torch.device(self.device)
+
+    def _batch(self, plan: Plan) -> Value:
+        """The inputs, on meta; None where nothing says what they look like."""
+        if self.inputs is not None:
+            return map_tensors(lambda tensor: as_input(tensor, DTYPES[plan.precision]), self.inputs)
+        context = getattr(self.model, "context", None)
+        if context is None:
+            return None
+        rows = plan.microbatches if self.rows is None else self.rows
+        return torch.empty(rows, context, dtype=torch.int64, device="meta")
+
+    def _traces(self, drawn: Blueprint) -> Traces | None:
+        plan, batch = drawn.plan, self._batch(drawn.plan)
+        if batch is None:
+            return None
+        precisions = plan.precision, plan.master_precision, plan.gradient_precision
+        key = plan.tp, plan.microbatches, precisions, drawn.shape.sharding.scatters == "each"
+        if key not in self.traces:
+            microbatch = split(batch, plan.microbatches, "inputs")[0]
+            targets = None
+            if self.targets is not None:
+                targets = split(self.targets, plan.microbatches, "targets")[0]
+            self.traces[key] = traces_of(drawn, microbatch, targets, self.loss)
+        return self.traces[key]

@@ -1,0 +1,113 @@
+"""The answer: what each rank holds when it holds most, as numbers and as a table."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.footprint.ledger import Category
+from plait.plan import Plan
+
+COLUMNS = (
+    "rank",
+    "parameters",
+    "gathered",
+    "gradients",
+    "optimizer",
+    "activations",
+    "other",
+    "peak",
+    "at rest",
+)
+FEW = 10_000_000
+"""Bytes. Below, megabytes are given with three digits behind the point."""
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """What a rank holds, in bytes on the device where its layers run. Ranks along `dp` hold alike.
+
+    `peak` is the most after an instruction of the second step, `most` the most within instructions too, and
+    `at_rest` what is held between steps.
+    """
+
+    rank: int
+    """Along `pp`; along `tp` it is the first, which holds most."""
+    peak: int
+    at_peak: Mapping[Category, int]
+    """What is held then, by what it is for."""
+    at: str
+    """After what that is."""
+    most: int
+    at_rest: int
+    host: int
+    """The most that is offloaded to the CPU besides; where layers run on the CPU it counts as all else."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a plan takes. `print` it for a table of megabytes."""
+
+    plan: Plan
+    ranks: tuple[RankMemory, ...]
+    """Per rank of `pp`."""
+    unsharded: int
+    """The peak of the same plan with strategy `none`, in bytes."""
+    has_activations: bool
+    """Whether activations are counted: something said what a batch looks like."""
+
+    @property
+    def peak(self) -> int:
+        """Of the rank that holds most, after an instruction, in bytes."""
+        return max(rank.peak for rank in self.ranks)
+
+    @property
+    def most(self) -> int:
+        """Likewise, within instructions too: what the device must have."""
+        return max(rank.most for rank in self.ranks)
+
+    @property
+    def saving(self) -> float:
+        """The part of the peak with strategy `none` that the plan saves."""
+        return 1 - self.peak / self.unsharded if self.unsharded else 0.0
+
+    def __str__(self) -> str:
+        return "\n".join([*self._table(), *self._below()])
+
+    def _table(self) -> list[str]:
+        rows = [COLUMNS, *(self._row(rank) for rank in self.ranks)]
+        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        return [" ".join(map(str.rjust, row, widths)) for row in rows]
+
+    def _row(self, rank: RankMemory) -> tuple[str, ...]:
+        other = rank.at_peak[Category.MESSAGES] + rank.at_peak[Category.BATCH]
+        named = (
+            Category.PARAMETERS,
+            Category.GATHERED,
+            Category.GRADIENTS,
+            Category.STATE,
+            Category.ACTIVATIONS,
+        )
+        sizes = (*(rank.at_peak[category] for category in named), other, rank.peak, rank.at_rest)
+        return (str(rank.rank), *map(self._megabytes, sizes))
+
+    def _below(self) -> list[str]:
+        fullest = max(self.ranks, key=lambda rank: rank.peak)
+        lines = [
+            "MB (1e6 bytes) on each rank along pp, when it holds most; at rest: between steps.",
+            f"Rank {fullest.rank} holds most after {fullest.at}.",
+            f"Within operations it is up to {self._megabytes(self.most)} MB.",
+        ]
+        if self.plan.strategy != "none":
+            lines.append(
+                f"That saves {self.saving:.0%} of {self._megabytes(self.unsharded)} MB with strategy none."
+            )
+        host = max(rank.host for rank in self.ranks)
+        if host:
+            lines.append(f"Offloaded to the CPU besides: {self._megabytes(host)} MB.")
+        if not self.has_activations:
+            lines.append("Without activations: nothing says what a batch looks like, so give inputs.")
+        return lines
+
+    def _megabytes(self, nbytes: int) -> str:
+        return f"{nbytes / 1e6:,.{3 if self.most < FEW else 1}f}"
