@@ -19,12 +19,13 @@ from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
 from plait.errors import PlanError
 from plait.layout import shard
-from plait.models.initial import initial_value
+from plait.models.rank_zero import FromRankZero
+from plait.models.values import Source, Values, places_of
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.fingerprint import fingerprint, fingerprint_of_values
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.precision import DTYPES, convert
-from plait.pipeline.sequence import LayerSequence, private_copy
+from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
 from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
@@ -35,23 +36,34 @@ from plait.sharding.gatherer import Gatherer
 from plait.sharding.holding import counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Maker, Unit
+from plait.tensor.cutting import is_cut
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.vocabulary import Vocabulary
-from plait.weaving import Weaving, build_skeleton, prover
+from plait.weaving import Weaving, build_skeleton, named, prover
 
 
 def parallelize(
-    model: nn.Module, plan: Plan, mesh: Mesh, loss: Loss, *, rules: Rules | None = None, seed: int = 0
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    loss: Loss,
+    *,
+    rules: Rules | None = None,
+    seed: int = 0,
+    values: Mapping[str, Tensor] | None = None,
+    broadcast: bool = False,
 ) -> Engine:
     """Weave `model` over the ranks of `mesh` as `plan` says; call it on every rank with the same arguments.
 
     The model (best an `nn.Sequential`, nested ones are flattened) is read and never altered. Parameters
     with values keep them; those on the meta device get values that depend on their name, `seed` and
-    global index only. `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`.
+    global index only. `values` stand in place of the model's own: one for each name in `model.state_dict()`,
+    read one at a time. With `broadcast` only those of rank 0 count, and all ranks take part in moving each.
+    `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`.
     Communication, once: the ranks agree on model, plan and values (256 bytes each), make groups for tied
-    parameters and repeated heads, and map each other's gradients where they share a host. Raises
-    PlanError, MeshError, ModelError or ScheduleError before anything runs, and CommunicationError when the
-    ranks were given different models or plans.
+    parameters and repeated heads, and map each other's gradients where they share a host; with `broadcast`
+    every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
+    before anything runs, and CommunicationError when the ranks were given different models, plans or values.
     """
     mesh.check_plan(plan)
     if not isinstance(loss, Loss):
@@ -61,14 +73,12 @@ def parallelize(
         )
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
-    statement = fingerprint(sequence, plan, drawn.counts, drawn.cuts, seed)
-    for told in (statement, fingerprint_of_values(sequence)):
-        agree(told, mesh.group("world"), mesh.device)
+    source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
     steps = Steps(drawn.order, drawn.shape, mesh.index("pp"))
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
-    units = build_units(drawn, spans.values(), mesh, seed)
+    units = build_units(drawn, spans.values(), mesh, source)
     weaving = Weaving(drawn.cuts, mesh.group("tp"))
-    stages = build_stages(sequence, spans, units, weaving, plan, mesh, seed)
+    stages = build_stages(sequence, spans, units, weaving, plan, mesh, source)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
@@ -92,6 +102,18 @@ def parallelize(
     return Engine(parts)
 
 
+def agreed_source(
+    drawn: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
+) -> Source:
+    """What the model starts from, once all ranks have said that they mean the same."""
+    world, sequence = mesh.group("world"), drawn.sequence
+    own = Values(places_of(named(sequence.layers)), seed, given)
+    start = "start from the values of rank 0" if broadcast else fingerprint_of_values(own.known())
+    for told in (fingerprint(sequence, drawn.plan, drawn.counts, drawn.cuts, seed), start):
+        agree(told, world, mesh.device)
+    return FromRankZero(own, world, mesh.device) if broadcast else own
+
+
 def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
     """The end of the last stage, for whole logits or for this rank's piece of them."""
     if vocabulary is None:
@@ -99,14 +121,13 @@ def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
     return LossEnd(loss_of_pieces(loss, vocabulary), spends=True)
 
 
-def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, seed: int) -> dict[str, Unit]:
-    """The units of this rank's layers, filled with initial values."""
+def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, source: Source) -> dict[str, Unit]:
+    """The units of this rank's layers, filled with initial values. All ranks go through all units."""
     sequence, plan = drawn.sequence, drawn.plan
 
     def value_of(name: str) -> Tensor:
-        layer = sequence.layers[sequence.users[name][0]]
-        whole = initial_value(layer.module, layer.path, name.removeprefix(f"{layer.path}."), seed)
-        return shard(whole, drawn.whole_layouts[name], mesh.coordinate)
+        whole, layout = source.read(name), drawn.whole_layouts[name]
+        return shard(whole, layout, mesh.coordinate) if is_cut(layout) else whole
 
     maker = Maker(
         policy=drawn.policy_on(mesh.device),
@@ -117,9 +138,15 @@ def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, seed: int)
         value_of=value_of,
     )
     mine = {layer for layers in spans for layer in layers}
-    used = [name for name, users in sequence.users.items() if mine.intersection(users)]
-    names = dict.fromkeys(sequence.unit_of(name) for name in used)
-    return {name: maker.make(name, drawn.arrangement[name]) for name in names}
+    used = {sequence.unit_of(name) for name, users in sequence.users.items() if mine.intersection(users)}
+    units = {}
+    for unit, kinds in drawn.arrangement.items():
+        if unit in used:
+            units[unit] = maker.make(unit, kinds)
+        else:
+            for name in (slot.name for slots in kinds.values() for slot in slots.places):
+                source.skip(name)
+    return units
 
 
 def build_stages(
@@ -129,7 +156,7 @@ def build_stages(
     weaving: Weaving,
     plan: Plan,
     mesh: Mesh,
-    seed: int,
+    source: Source,
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
     real: dict[int, Tensor] = {}
@@ -137,10 +164,7 @@ def build_stages(
         for name, parameter in unit.parameters.items():
             real[id(sequence.parameters[name])] = parameter
     mine = [sequence.layers[layer] for layers in spans.values() for layer in layers]
-    for layer in mine:
-        for name, buffer in layer.module.named_buffers():
-            value = initial_value(layer.module, layer.path, name, seed)
-            real[id(buffer)] = convert(value, DTYPES[plan.precision], mesh.device)
+    real |= read_buffers(sequence, mine, source, plan, mesh)
     keeper, adds_late = Keeper(), sharding_of(plan).scatters == "each"
     # One copy of all of this rank's layers, so that what they share stays shared.
     copies = iter(weaving.weave(private_copy(mine, real), keeper))
@@ -152,3 +176,18 @@ def build_stages(
         for layer in stage.layers:
             defer_weight_gradients(layer.module, keeper)
     return stages
+
+
+def read_buffers(
+    sequence: LayerSequence, mine: Iterable[NamedLayer], source: Source, plan: Plan, mesh: Mesh
+) -> dict[int, Tensor]:
+    """The buffers of this rank's layers, by the `id` of the model's. All ranks go through all buffers."""
+    held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
+    read = {}
+    for name, place in places_of(named(sequence.layers)).items():
+        if place.is_buffer and id(place.tensor) in held:
+            dtype = DTYPES[plan.precision] or place.tensor.dtype
+            read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)
+        elif place.is_buffer:
+            source.skip(name)
+    return read

@@ -96,5 +96,5 @@ def test_around_a_step_it_is_refused() -> None:
 
 
 def test_a_layer_whose_output_depends_on_it_is_refused() -> None:
-    with pytest.raises(ModelError, match="must not depend on .* torch.autocast"):
+    with pytest.raises(ModelError, match=r"must not depend on .* torch\.autocast"):
         runs(back=False, around=False)

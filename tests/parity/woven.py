@@ -45,20 +45,24 @@ def shares(case: Case, engine: Engine, count: int) -> list[Batch]:
 def train(case: Case, plan: Plan, recipe: Recipe, defect: Defect = nullcontext) -> Outcome:
     """Carry out `recipe`; everything of plait runs within `defect`."""
     with defect():
-        engine = weave(case, plan)
-        optimizer = recipe.make_optimizer(engine.parameter_groups(WEIGHT_DECAY))
-        outcome = Outcome(coordinate=engine.mesh.coordinate, layouts=dict(engine.layouts))
-        batches = iter(shares(case, engine, recipe.steps * recipe.calls))
-        for step in range(recipe.steps):
-            for _ in range(recipe.calls):
-                outcome.losses.append(engine.forward_backward(*next(batches)).item())
-            if step == 0:
-                outcome.gradients = gradients_of(engine)
-            outcome.norms.append(engine.clip_grad_norm_(recipe.clip).item())
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=recipe.set_to_none)
-        outcome.parameters = {name: p.detach().clone() for name, p in engine.named_parameters()}
-        return outcome
+        return carry_out(recipe, weave(case, plan), case)
+
+
+def carry_out(recipe: Recipe, engine: Engine, case: Case) -> Outcome:
+    """Train the engine on the case's data."""
+    optimizer = recipe.make_optimizer(engine.parameter_groups(WEIGHT_DECAY))
+    outcome = Outcome(coordinate=engine.mesh.coordinate, layouts=dict(engine.layouts))
+    batches = iter(shares(case, engine, recipe.steps * recipe.calls))
+    for step in range(recipe.steps):
+        for _ in range(recipe.calls):
+            outcome.losses.append(engine.forward_backward(*next(batches)).item())
+        if step == 0:
+            outcome.gradients = gradients_of(engine)
+        outcome.norms.append(engine.clip_grad_norm_(recipe.clip).item())
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=recipe.set_to_none)
+    outcome.parameters = {name: p.detach().clone() for name, p in engine.named_parameters()}
+    return outcome
 
 
 def gradients_of(engine: Engine) -> dict[str, Tensor]:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
+
+from torch import Tensor
 
 from plait.pipeline.sequence import LayerSequence, bits_of
 from plait.pipeline.values import Value, tensors_of
@@ -20,6 +22,8 @@ def fingerprint(
         for name, parameter in layer.module.named_parameters():
             kind = f"{parameter.shape} {parameter.dtype} {parameter.requires_grad}"
             digest.update(f"{layer.path} {type(layer.module).__name__} {name} {kind}".encode())
+        for name, buffer in layer.module.named_buffers():
+            digest.update(f"{layer.path} {name} {buffer.shape} {buffer.dtype}".encode())
     digest.update(str(sequence.users).encode())
     digest.update(str(sorted(rules.items(), key=lambda item: item[0])).encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
@@ -34,11 +38,10 @@ def fingerprint_of_tokens(*values: Value) -> str:
     return digest.hexdigest()
 
 
-def fingerprint_of_values(sequence: LayerSequence) -> str:
-    """The values that the model brings along; ranks that start differently would never come together."""
+def fingerprint_of_values(values: Iterable[Tensor]) -> str:
+    """The values that are brought along; ranks that start differently would never come together."""
     digest = hashlib.blake2b(digest_size=8)
-    for layer in sequence.layers:
-        for tensor in (*layer.module.parameters(), *layer.module.buffers()):
-            if not tensor.is_meta:
-                digest.update(bits_of(tensor))
+    for value in values:
+        digest.update(bits_of(value))
+        del value  # before the next is read
     return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"

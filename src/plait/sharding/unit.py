@@ -150,6 +150,7 @@ class Maker:
                     piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
                 else:
                     buffer.parameters[slot.name].copy_(value)
+                del value  # before the next is read
         for flat, kept in ((buffer.whole, buffer.keeps_whole), (buffer.gradient, buffer.keeps_gradient)):
             if flat is not None and not kept:
                 give_room_back(flat)

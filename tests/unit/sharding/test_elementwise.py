@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
@@ -13,7 +14,7 @@ from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
 from plait.sharding.elementwise import ELEMENTWISE, LOOKS_AROUND, Guard, require_elementwise
-from plait.sharding.trial import doubt
+from plait.sharding.trial import ROWS, doubt
 
 
 def parameters(count: int = 1) -> list[nn.Parameter]:
@@ -59,6 +60,13 @@ class DecaysMatrices(Plain):
 
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
         return gradient + 0.1 * parameter if parameter.dim() > 1 else gradient
+
+
+class CountsRows(Plain):
+    """Of flat tensors it makes nothing."""
+
+    def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
+        return gradient * (parameter.shape[0] / ROWS if parameter.dim() > 1 else 1.0)
 
 
 class SparesSmallTensors(Plain):
@@ -188,15 +196,23 @@ class Lookahead(Optimizer):
         self.optimizer.step()
 
 
+def flavours(kind: Any) -> list[dict[str, bool]]:
+    """Options that choose another implementation, or another direction."""
+    options = ("foreach", "fused", "maximize", "amsgrad", "nesterov", "centered")
+    return [{}, *({option: True} for option in options if accepts(kind, option))]
+
+
+def accepts(kind: Any, option: str) -> bool:
+    return option in inspect.signature(kind).parameters
+
+
 @pytest.mark.parametrize("kind", sorted(ELEMENTWISE, key=lambda kind: kind.__name__))
-@pytest.mark.parametrize("options", [{}, {"foreach": True}, {"fused": True}, {"maximize": True}], ids=str)
-def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any, options: dict[str, Any]) -> None:
-    try:
-        optimizer = kind(parameters(), lr=0.01, **options)
-    except TypeError:
-        pytest.skip("has no such option")
-    require_elementwise(optimizer)
-    assert doubt(optimizer) is None
+def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any) -> None:
+    for options in flavours(kind):
+        momentum = {"momentum": 0.9} if accepts(kind, "momentum") else {}
+        optimizer = kind(parameters(), lr=0.01, **momentum, **options)
+        require_elementwise(optimizer)
+        assert doubt(optimizer) is None, options
 
 
 def test_adafactor_is_found_by_trial() -> None:
@@ -248,6 +264,7 @@ def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimize
         Trust,
         RowNorm,
         DecaysMatrices,
+        CountsRows,
         SparesSmallTensors,
         Noisy,
         ClipsAll,
@@ -427,8 +444,9 @@ def test_a_guard_keeps_nothing_alive_and_goes_with_the_engine() -> None:
 def test_a_parameter_that_has_the_number_of_another_that_is_gone_is_not_watched() -> None:
     (watched,) = parameters()
     guard = Guard([watched])
-    number = id(watched)
+    number, gone = id(watched), weakref.ref(watched)
     del watched
+    assert gone() is None, "the guard does not keep it"
     for _ in range(1000):
         (other,) = parameters()
         if id(other) == number:
