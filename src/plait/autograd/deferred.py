@@ -122,7 +122,9 @@ def embedding(input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper
 
 def _defers(input: Tensor) -> bool:
     """Within `torch.autocast` the native operation casts its weight, and autograd knows how to go back."""
-    return torch.is_grad_enabled() and not torch.is_autocast_enabled(input.device.type)
+    if not torch.is_grad_enabled():
+        return False
+    return input.is_meta or not torch.is_autocast_enabled(input.device.type)  # meta has no autocast
 
 
 def made_by_linear(tensor: Tensor) -> bool:

@@ -10,9 +10,11 @@ from plait.errors import ReplicaError
 from plait.train.compare import Comparison, LossAndNorm, compare
 from plait.train.config import Config
 from plait.train.data import load_data
+from plait.train.forecast import forecast, outcome, summary
 from plait.train.introduction import introduce
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
+from plait.train.model import build_model
 from plait.train.progress import Follower
 from plait.train.trainer import Trainer
 
@@ -47,9 +49,14 @@ def train(config: Config) -> Report:
     follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
     with _metrics(config, mesh) as metrics:
         data = load_data(config)
+        memory = None
+        if mesh.rank == 0 or config.run.memory_limit is not None:
+            memory = forecast(config, build_model(config.model, data.vocab), plan, mesh.device)
         trainer = Trainer(config, plan, mesh, data)
         for line in introduce(config, mesh, data, trainer.parameters):
             follower.note(line)
+        if memory is not None:
+            follower.note(summary(memory))
         meter = Meter(config, mesh, data.vocab)
         first: list[LossAndNorm] = []
         validation_loss = None
@@ -73,6 +80,8 @@ def train(config: Config) -> Report:
     del trainer  # the comparison needs the memory
     if sample is not None:
         follower.note(f"\n{sample}\n")
+    if memory is not None:
+        follower.note(outcome(memory, row["peak_memory_bytes"], mesh.device))
     follower.note(f"Metrics are in {config.run.dir / 'metrics.jsonl'}.")
     comparison = compare(config, data, mesh, first) if first else None
     if comparison is not None:

@@ -150,6 +150,12 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is one"
     )
+    memory_limit: float | None = Field(
+        default=None,
+        gt=0,
+        description="GB (1e9 bytes) of tensors that a rank may hold by prediction, or the run is refused; "
+        "none: no limit",
+    )
     timeout: float = Field(
         default=120.0, ge=1, description="seconds to wait for another rank before giving it up"
     )

@@ -1,0 +1,54 @@
+"""Whether a run fits, told before it starts: what a rank would hold, against `run.memory_limit`."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from plait.errors import ConfigError
+from plait.footprint.fitting import difference, fitting
+from plait.footprint.forecast import Setting
+from plait.footprint.report import Memory
+from plait.plan import Plan
+from plait.train.config import Config
+
+GIGA = 1e9
+SECTIONS = {"microbatches": "train"}
+"""Of a plan's field in the configuration, where it is not `parallel`."""
+
+
+def forecast(config: Config, model: nn.Module, plan: Plan, device: torch.device) -> Memory:
+    """What a rank holds at most, by the plan.
+
+    Raises `ConfigError` where that is more than `run.memory_limit`, with the smallest change that fits.
+    """
+    setting = Setting(model, rows=config.train.batch // plan.dp, device=device)
+    memory, limit = setting.forecast(plan), config.run.memory_limit
+    if limit is not None and memory.most > limit * GIGA:
+        other = fitting(setting, plan, int(limit * GIGA))
+        changes = {} if other is None else difference(plan, other)
+        named = {f"{SECTIONS.get(field, 'parallel')}.{field}": value for field, value in changes.items()}
+        remedy = "set " + " and ".join(f"{name} to {value}" for name, value in named.items())
+        if not named:
+            remedy = "no strategy, offload or size of micro-batches helps, so take more ranks"
+        raise ConfigError(
+            f"a rank would hold up to {memory.most / GIGA:.3g} GB, but run.memory_limit is {limit:g}: "
+            f"{remedy}."
+        )
+    return memory
+
+
+def summary(memory: Memory) -> str:
+    """One line about the rank that holds most."""
+    fullest = max(memory.ranks, key=lambda rank: rank.peak)
+    parts = sorted(fullest.at_peak.items(), key=lambda part: -part[1])
+    told = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)
+    saved = f"; {memory.saving:.0%} less than with strategy none" if memory.plan.strategy != "none" else ""
+    return f"Memory: up to {memory.most / 1e6:,.1f} MB of tensors a rank ({told}{saved})."
+
+
+def outcome(memory: Memory, measured: float, device: torch.device) -> str:
+    """What was measured (an allocator's peak, or all that a process has resident) and what was predicted."""
+    what = "allocated" if device.type == "cuda" else "resident, with all else that a process has"
+    predicted = f"{memory.most / 1e6:,.1f} MB were predicted"
+    return f"Memory: {measured / 1e6:,.1f} MB a rank at most, {what}; {predicted}."
