@@ -1,0 +1,72 @@
+"""Whether a run fits is told before it starts."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from plait.errors import ConfigError
+from plait.train.config import Config
+from plait.train.forecast import forecast, outcome, summary
+from plait.train.model import build_model
+
+CPU = torch.device("cpu")
+SMALL = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
+
+
+def config_of(limit: float | None, **parallel: object) -> Config:
+    return Config.model_validate(
+        {
+            "model": SMALL,
+            "train": {"batch": 16, "microbatches": 2},
+            "parallel": parallel,
+            "run": {"memory_limit": limit},
+        }
+    )
+
+
+def told(config: Config) -> str:
+    return summary(forecast(config, build_model(config.model, 256), config.plan(), CPU))
+
+
+def test_a_line_about_the_rank_that_holds_most() -> None:
+    line = told(config_of(None, dp=2, strategy="full"))
+    assert line.startswith("Memory: up to ")
+    assert "less than with strategy none" in line
+    assert "strategy" not in told(config_of(None, dp=2))
+
+
+def test_what_fits_is_let() -> None:
+    assert told(config_of(1.0, dp=2)) == told(config_of(None, dp=2))
+
+
+def test_what_cannot_fit_needs_more_ranks() -> None:
+    with pytest.raises(ConfigError) as caught:
+        told(config_of(1e-6, dp=2))
+    assert str(caught.value).endswith(
+        "but run.memory_limit is 1e-06: no strategy, offload or size of micro-batches helps, so take more ranks."
+    )
+
+
+def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> None:
+    config = config_of(None, dp=2)
+    most = forecast(config, build_model(config.model, 256), config.plan(), CPU).most
+    limit = 0.9 * most / 1e9
+    with pytest.raises(ConfigError) as caught:
+        told(config_of(limit, dp=2))
+    remedy = str(caught.value).split(": set ")[1].rstrip(".")
+    changes = dict(change.split(" to ") for change in remedy.split(" and "))
+    parallel = {name.partition(".")[2]: value for name, value in changes.items() if "parallel" in name}
+    train = {"microbatches": int(changes.get("train.microbatches", 2))}
+    assert len(changes) == len(parallel) + ("train.microbatches" in changes)
+    changed = config_of(limit, dp=2, **parallel)
+    told(changed.model_copy(update={"train": changed.train.model_copy(update=train)}))  # it fits
+
+
+def test_what_was_measured_stands_beside_what_was_predicted() -> None:
+    config = config_of(None, dp=2)
+    memory = forecast(config, build_model(config.model, 256), config.plan(), CPU)
+    predicted = f"{memory.most / 1e6:,.1f} MB were predicted."
+    assert outcome(memory, 3e8, CPU).endswith(predicted)
+    assert "300.0 MB a rank at most, resident" in outcome(memory, 3e8, CPU)
+    assert "allocated" in outcome(memory, 3e8, torch.device("cuda"))
