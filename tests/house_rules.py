@@ -19,7 +19,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("cli",),
     ("train",),
     ("verification",),
-    ("composer",),
+    ("composer", "footprint"),
     ("blueprint",),
     ("engine", "weaving"),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),

@@ -38,6 +38,7 @@ PUBLIC = [
     "check",
     "cross_entropy",
     "launch",
+    "memory",
     "models",
     "parallelize",
     "schedule",

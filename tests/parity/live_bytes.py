@@ -25,7 +25,7 @@ class LiveBytes(TorchDispatchMode):
     def __init__(self) -> None:
         super().__init__()
         self.most = 0
-        """The most bytes that were alive after any operation, since it was set."""
+        """The most bytes that were alive after an operation, since it was set."""
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
         self._shared: dict[int, ref[torch.UntypedStorage]] = {}
 
@@ -33,16 +33,16 @@ class LiveBytes(TorchDispatchMode):
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten.from_file.default:
+            storage = result.untyped_storage()
+            self._shared[id(storage)] = ref(storage)
         for tensor in tensors_of((args, kwargs or {}, result)):
-            if func is torch.ops.aten.from_file.default:
-                storage = tensor.untyped_storage()
-                self._shared[id(storage)] = ref(storage)
             self._see(tensor)
         self.most = max(self.most, self.count())
         return result
 
     def own(self, tensor: Tensor) -> None:
-        """This rank's part of shared memory."""
+        """Count this rank's part of shared memory."""
         self._shared.pop(id(tensor.untyped_storage()), None)
         self._see(tensor)
 
@@ -59,9 +59,7 @@ class LiveBytes(TorchDispatchMode):
                 yield storage
 
     def _see(self, tensor: Tensor) -> None:
-        if tensor.is_meta:
-            return
         storage = tensor.untyped_storage()
         shared = self._shared.get(id(storage))
-        if shared is None or shared() is not storage:
+        if not tensor.is_meta and (shared is None or shared() is not storage):
             self._storages[id(storage)] = ref(storage)

@@ -13,7 +13,7 @@ from plait.footprint.layers import Traces, as_input, traces_of
 from plait.footprint.rehearsal import Watcher, rehearse
 from plait.footprint.report import Memory, RankMemory
 from plait.pipeline.precision import DTYPES
-from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.pipeline.values import Value, map_tensors, signature, split, tensors_of
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lower import lower
@@ -44,15 +44,16 @@ def memory(
     Nothing is allocated and nobody is asked: layers run once, on the meta device. Not counted: what the
     optimizer takes within its own step, what a backend of communication keeps for itself, and what an
     allocator loses between blocks. Gradients of an earlier step are gone, as after `zero_grad()`. A loss that
-    does not run on meta is taken to copy its input. Raises PlanError, ModelError, DataError or ScheduleError,
-    as `parallelize` and the first step would.
+    does not run on meta is taken to copy its input; attention inside `nn.MultiheadAttention` counts with its
+    matrix of weights, and recurrent layers as PyTorch composes them. Raises PlanError, ModelError, DataError
+    or ScheduleError, as `parallelize` and the first step would.
     """
     return Setting(model, inputs, targets, loss, rules, rows, moments, device).forecast(plan)
 
 
 @dataclass
 class Setting:
-    """All that `memory` is given but the plan. What layers do is found once for the plans that share it."""
+    """All that `memory` is given but the plan. What layers do is found once for all plans that share it."""
 
     model: nn.Module
     inputs: Value = None
@@ -105,10 +106,10 @@ class Setting:
         plan, batch = drawn.plan, self._batch(drawn.plan)
         if batch is None:
             return None
+        microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
-        key = plan.tp, plan.microbatches, precisions, drawn.shape.sharding.scatters == "each"
+        key = plan.tp, signature(microbatch), precisions, drawn.shape.sharding.scatters == "each"
         if key not in self.traces:
-            microbatch = split(batch, plan.microbatches, "inputs")[0]
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]

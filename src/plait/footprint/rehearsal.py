@@ -13,7 +13,7 @@ from plait.footprint.layers import Traces
 from plait.footprint.ledger import Block, Category, Ledger, Moment
 from plait.footprint.messages import MessageAccount
 from plait.footprint.report import RankMemory
-from plait.footprint.units import UnitAccount
+from plait.footprint.units import UnitAccount, buffers_of
 from plait.pipeline.executor import Executor
 from plait.pipeline.precision import DTYPES
 from plait.schedules.program import Instruction, Program, RunLayer
@@ -39,7 +39,7 @@ def rehearse(
     ledger = Ledger()
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
-    units = UnitAccount(ledger, _units(drawn, layers), drawn.policy_on(device), moments)
+    units = UnitAccount(ledger, buffers_of(drawn, layers, device), moments)
     ledger.hold("buffers", [Block(_buffer_bytes(drawn, layers), Category.PARAMETERS)])
     handlers = [_nothing(), units.handlers()]
     if traces is not None:
@@ -69,14 +69,6 @@ def rehearse(
         at_rest=ledger.moment(program[-1]).total,
         host=ledger.host_peak,
     )
-
-
-def _units(drawn: Blueprint, layers: Iterable[int]) -> Mapping[str, Any]:
-    """The buffers of the units that these layers use."""
-    sequence, mine = drawn.sequence, set(layers)
-    used = [name for name, users in sequence.users.items() if mine.intersection(users)]
-    names = dict.fromkeys(sequence.unit_of(name) for name in used)
-    return {name: drawn.arrangement[name] for name in names}
 
 
 def _buffer_bytes(drawn: Blueprint, layers: Iterable[int]) -> int:

@@ -19,8 +19,8 @@ COLUMNS = (
     "peak",
     "at rest",
 )
-FEW = 10_000_000
-"""Bytes. Below, megabytes are given with three digits behind the point."""
+DIGITS = ((10**7, 3), (10**10, 1))
+"""Below so many bytes, so many digits of a megabyte are shown."""
 
 
 @dataclass(frozen=True)
@@ -94,14 +94,13 @@ class Memory:
     def _below(self) -> list[str]:
         fullest = max(self.ranks, key=lambda rank: rank.peak)
         lines = [
-            "MB (1e6 bytes) on each rank along pp, when it holds most; at rest: between steps.",
+            "MB (1e6 bytes) on the ranks along pp, each at its peak; at rest: between steps.",
             f"Rank {fullest.rank} holds most after {fullest.at}.",
             f"Within operations it is up to {self._megabytes(self.most)} MB.",
         ]
         if self.plan.strategy != "none":
-            lines.append(
-                f"That saves {self.saving:.0%} of {self._megabytes(self.unsharded)} MB with strategy none."
-            )
+            saving = f"saves {self.saving:.0%} of" if self.saving >= 0 else f"is {-self.saving:.0%} above"
+            lines.append(f"That {saving} the {self._megabytes(self.unsharded)} MB of strategy none.")
         host = max(rank.host for rank in self.ranks)
         if host:
             lines.append(f"Offloaded to the CPU besides: {self._megabytes(host)} MB.")
@@ -110,4 +109,5 @@ class Memory:
         return lines
 
     def _megabytes(self, nbytes: int) -> str:
-        return f"{nbytes / 1e6:,.{3 if self.most < FEW else 1}f}"
+        digits = next((digits for below, digits in DIGITS if self.most < below), 0)
+        return f"{nbytes / 1e6:,.{digits}f}"

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
+
+from plait.blueprint import Blueprint
 from plait.comm.arithmetic import SHOW_LIMIT
 from plait.footprint.ledger import Block, Category, Ledger
 from plait.schedules.program import (
@@ -29,6 +32,8 @@ class BufferSizes:
     kind: Kind
     slots: Slots
     policy: Policy
+    sums: bool
+    """Whether gradients are summed besides, over ranks that hold the same parameters, or pieces."""
 
     @property
     def whole(self) -> int:
@@ -103,7 +108,7 @@ class BufferSizes:
     @property
     def reducing(self) -> int:
         """What is there besides while it is summed over those that hold the same: a copy, or nothing."""
-        if not self.kind.trains:
+        if not self.kind.trains or not self.sums:
             return 0
         elements, dtype = self.slots.size, self.kind.gradient
         if self.kind.cut:
@@ -113,7 +118,8 @@ class BufferSizes:
 
     @property
     def _has_pieces(self) -> bool:
-        return self.kind.cut or self.kind.master != self.kind.dtype
+        kind = self.kind
+        return kind.cut or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
 
     @property
     def _reduces_in_place(self) -> bool:
@@ -121,31 +127,32 @@ class BufferSizes:
         return alike and not self.policy.offloads_gradients
 
 
+def buffers_of(drawn: Blueprint, layers: Iterable[int], device: torch.device) -> dict[str, list[BufferSizes]]:
+    """Of each unit that these layers use, on a rank that computes on `device`."""
+    sequence, mine, policy = drawn.sequence, set(layers), drawn.policy_on(device)
+    alike = drawn.plan.replicate if drawn.plan.shards else drawn.plan.dp
+    buffers: dict[str, list[BufferSizes]] = {}
+    for name, users in sequence.users.items():
+        unit = sequence.unit_of(name)
+        if unit not in buffers and mine.intersection(users):
+            tied = len(drawn.holders[name]) > 1
+            buffers[unit] = [
+                BufferSizes(kind, slots, policy, sums=alike > 1 or tied or kind.copies > 1)
+                for kind, slots in drawn.arrangement[unit].items()
+            ]
+    return buffers
+
+
 class UnitAccount:
     """Enters in a ledger what `Gatherer` and `Reducer` do with the units of one rank."""
 
-    def __init__(
-        self, ledger: Ledger, units: Mapping[str, Mapping[Kind, Slots]], policy: Policy, moments: int
-    ) -> None:
+    def __init__(self, ledger: Ledger, units: Mapping[str, Sequence[BufferSizes]], moments: int) -> None:
         """What is always there is held from now on. `moments`: tensors of state a parameter."""
         self._ledger = ledger
-        self._units = {
-            name: [BufferSizes(kind, slots, policy) for kind, slots in kinds.items()]
-            for name, kinds in units.items()
-        }
-        apart = policy.device.type != "cpu"
-        parameters_leave = apart and policy.offloads_parameters
-        gradients_leave = apart and policy.offloads_gradients
-        for name, buffers in self._units.items():
-            for number, sizes in enumerate(buffers):
-                always = [
-                    Block(sizes.whole * sizes.keeps_whole, Category.PARAMETERS),
-                    Block(sizes.piece, Category.PARAMETERS, parameters_leave),
-                    Block(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS),
-                    Block(sizes.piece_gradient, Category.GRADIENTS, gradients_leave),
-                    Block(moments * sizes.moment, Category.STATE, gradients_leave),
-                ]
-                ledger.hold((name, number), always)
+        self._units = units
+        for name, buffers in units.items():
+            always = (block for sizes in buffers for block in _always(sizes, moments))
+            ledger.hold(("always", name), always)
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
         """What each instruction about units changes."""
@@ -188,6 +195,19 @@ class UnitAccount:
             self._ledger.drop(("reducing", name))
             visitors = [Block(one.visitor, Category.PARAMETERS) for one in sizes]
             self._ledger.hold(("visiting", name), visitors)
+
+
+def _always(sizes: BufferSizes, moments: int) -> Iterator[Block]:
+    """What a buffer has all the time. Where layers run on the CPU, what is offloaded is beside the rest."""
+    policy = sizes.policy
+    elsewhere = policy.device.type != "cpu"
+    parameters_leave = elsewhere and policy.offloads_parameters
+    gradients_leave = elsewhere and policy.offloads_gradients
+    yield Block(sizes.whole * sizes.keeps_whole, Category.PARAMETERS)
+    yield Block(sizes.piece, Category.PARAMETERS, parameters_leave)
+    yield Block(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS)
+    yield Block(sizes.piece_gradient, Category.GRADIENTS, gradients_leave)
+    yield Block(moments * sizes.moment, Category.STATE, gradients_leave)
 
 
 def _gradients(sizes: Iterable[int]) -> list[Block]:

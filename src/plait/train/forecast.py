@@ -43,7 +43,8 @@ def summary(memory: Memory) -> str:
     fullest = max(memory.ranks, key=lambda rank: rank.peak)
     parts = sorted(fullest.at_peak.items(), key=lambda part: -part[1])
     told = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)
-    saved = f"; {memory.saving:.0%} less than with strategy none" if memory.plan.strategy != "none" else ""
+    saved = f"; {abs(memory.saving):.0%} {'less' if memory.saving >= 0 else 'more'} than with strategy none"
+    saved = saved if memory.plan.strategy != "none" else ""
     return f"Memory: up to {memory.most / 1e6:,.1f} MB of tensors a rank ({told}{saved})."
 
 

@@ -1,0 +1,70 @@
+from __future__ import annotations
+
+from plait.footprint.ledger import Block, Category, Ledger
+from plait.schedules.program import Finish, OpenGradient
+
+A = Block(100, Category.ACTIVATIONS)
+G = Block(30, Category.GRADIENTS)
+HOST = Block(7, Category.STATE, on_host=True)
+
+
+def total(ledger: Ledger) -> int:
+    return ledger.moment(Finish()).total
+
+
+def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
+    ledger = Ledger()
+    ledger.hold("run", [A, G])
+    ledger.hold("value", [A, A, None])
+    assert total(ledger) == 130
+    ledger.drop("run")
+    assert total(ledger) == 100
+    ledger.drop("value")
+    assert total(ledger) == 0
+    ledger.drop("value")
+    assert total(ledger) == 0
+
+
+def test_blocks_of_one_size_are_different_memory() -> None:
+    ledger = Ledger()
+    ledger.hold("two", [Block(5, Category.BATCH), Block(5, Category.BATCH)])
+    assert total(ledger) == 10
+
+
+def test_who_holds_something_else_lets_go_of_the_first() -> None:
+    ledger = Ledger()
+    ledger.hold("value", [A])
+    ledger.hold("value", [G])
+    assert ledger.moment(Finish()).held == {Category.GRADIENTS: 30, Category.ACTIVATIONS: 0}
+
+
+def test_the_peak_is_the_first_moment_of_the_most() -> None:
+    ledger = Ledger()
+    first, second, third = OpenGradient("a"), OpenGradient("b"), OpenGradient("c")
+    ledger.hold("a", [A])
+    ledger.mark(first)
+    ledger.hold("b", [G])
+    ledger.mark(second)
+    ledger.mark(third)
+    ledger.drop("a")
+    ledger.mark(Finish())
+    assert ledger.peak is not None
+    assert ledger.peak.after is second
+    assert ledger.peak.held == {Category.ACTIVATIONS: 100, Category.GRADIENTS: 30}
+    assert ledger.peak.total == ledger.most == 130
+    ledger.reach(50)
+    assert ledger.most == 130
+    ledger.reach(120)
+    assert ledger.most == 150
+    ledger.begin()
+    assert (ledger.peak, ledger.most) == (None, 0)
+
+
+def test_what_is_offloaded_is_counted_apart() -> None:
+    ledger = Ledger()
+    ledger.hold("a", [A, HOST])
+    ledger.mark(Finish())
+    ledger.drop("a")
+    ledger.mark(Finish())
+    assert ledger.peak is not None
+    assert (ledger.peak.total, ledger.peak.host, ledger.host_peak) == (100, 7, 7)

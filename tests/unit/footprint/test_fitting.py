@@ -1,0 +1,103 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+from torch import nn
+
+import plait
+from plait.footprint.fitting import difference, fitting, nearest
+from plait.footprint.forecast import Setting
+from plait.plan import Plan
+
+ROWS = 8
+
+
+def setting(device: str = "cuda") -> Setting:
+    model = plait.models.gpt2(layers=2, hidden=32, heads=2, vocab=64, context=16)
+    return Setting(model, rows=ROWS, device=device)
+
+
+def changes(plan: Plan, rows: int | None = ROWS, *, offloads: bool = True) -> Iterator[dict[str, object]]:
+    return (difference(plan, other) for other in nearest(plan, rows, offloads=offloads))
+
+
+def test_one_change_at_a_time_the_cheapest_first() -> None:
+    plan = Plan(dp=2, microbatches=2, strategy="gradients")
+    found = list(changes(plan))
+    assert found[:7] == [
+        {},
+        {"reduce": "each"},
+        {"strategy": "full"},
+        {"microbatches": 4},
+        {"microbatches": 8},
+        {"offload": "parameters"},
+        {"offload": "full"},
+    ]
+    assert [len(change) for change in found] == sorted(len(change) for change in found)
+    assert found[-1] == {"reduce": "each", "strategy": "full", "microbatches": 8, "offload": "full"}
+
+
+def test_only_changes_that_have_an_effect() -> None:
+    found = list(changes(Plan(dp=2, microbatches=4)))
+    assert found[:5] == [
+        {},
+        {"strategy": "optimizer"},
+        {"strategy": "gradients"},
+        {"strategy": "full"},
+        {"microbatches": 8},
+    ]
+    assert {"reduce": "each"} not in found
+    assert {"strategy": "optimizer", "reduce": "each"} not in found
+    assert {"strategy": "gradients", "reduce": "each"} in found
+    assert {"offload": "full"} not in found
+
+
+def test_a_rank_without_others_can_only_take_smaller_pieces_or_offload() -> None:
+    found = list(changes(Plan(microbatches=4)))
+    assert found[:2] == [{}, {"microbatches": 8}]
+    assert all("offload" in change for change in found[2:])
+    assert list(changes(Plan(microbatches=8), offloads=False)) == [{}]
+
+
+def test_micro_batches_divide_the_batch() -> None:
+    assert {"microbatches": 6} in changes(Plan(microbatches=3), 6)
+    assert not any("microbatches" in change for change in changes(Plan(microbatches=4), 6))
+    assert not any("microbatches" in change for change in changes(Plan(microbatches=4), None))
+
+
+@pytest.mark.parametrize("part", [1.0, 0.9, 0.7, 0.5, 0.3])
+def test_the_first_that_fits(part: float) -> None:
+    plan, given = Plan(dp=2, microbatches=2), setting()
+    limit = int(given.forecast(plan).most * part)
+    found = fitting(given, plan, limit)
+    assert found is not None
+    assert given.forecast(found).most <= limit
+    for nearer in nearest(plan, ROWS, offloads=True):
+        if nearer == found:
+            break
+        assert given.forecast(nearer).most > limit
+
+
+def test_a_plan_that_fits_is_the_answer() -> None:
+    plan = Plan(dp=2, microbatches=2)
+    assert fitting(setting(), plan, 10**9) is plan or fitting(setting(), plan, 10**9) == plan
+
+
+def test_none_fits() -> None:
+    assert fitting(setting(), Plan(dp=2, microbatches=2), 1000) is None
+
+
+def test_on_a_cpu_offloading_is_not_tried() -> None:
+    given, plan = setting("cpu"), Plan(dp=2, microbatches=8)
+    least = min(given.forecast(other).most for other in nearest(plan, ROWS, offloads=False))
+    assert fitting(given, plan, least) is not None
+    assert fitting(given, plan, least - 1) is None
+
+
+def test_without_a_known_batch_parameters_still_count() -> None:
+    given = Setting(nn.Sequential(nn.Linear(64, 64)), device="cuda")
+    plan = Plan(dp=4)
+    found = fitting(given, plan, int(given.forecast(plan).most * 0.9))
+    assert found is not None
+    assert found.strategy == "optimizer"

@@ -1,0 +1,88 @@
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plait.footprint.watch import Watch
+from plait.models.gpt2 import Attention as OfGPT2
+from plait.models.llama import Attention as OfLlama
+
+
+class Attends(nn.Module):
+    """Attention of three projections of its input, with options of `scaled_dot_product_attention`."""
+
+    def __init__(self, *, heads: int = 4, keys: int = 4, **options: Any) -> None:
+        super().__init__()
+        self.heads, self.keys, self.options = heads, keys, options
+
+    def forward(self, x: Tensor) -> Tensor:
+        queries = x.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        keys = x[..., : self.keys * queries.shape[-1]].unflatten(-1, (self.keys, -1)).transpose(1, 2)
+        mixed = functional.scaled_dot_product_attention(queries * 2, keys * 3, keys * 4, **self.options)
+        return mixed.transpose(1, 2).flatten(2)
+
+
+class Masked(Attends):
+    """With a mask of truth values on the device of its input."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.options = {"attn_mask": torch.ones(16, 16, dtype=torch.bool, device=x.device).tril()}
+        return super().forward(x)
+
+
+def kept_bytes(layer: nn.Module, device: str, dtype: torch.dtype) -> int:
+    """What autograd keeps of a layer's run beside parameters."""
+    layer = copy.deepcopy(layer).to_empty(device=device).to(dtype)
+    own = {id(parameter.untyped_storage()) for parameter in layer.parameters()}
+    kept: dict[int, torch.UntypedStorage] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if id(storage) not in own:
+            kept[id(storage)] = storage
+        return tensor.detach()
+
+    x = torch.empty(2, 16, 32, device=device, dtype=dtype, requires_grad=True)
+    with torch.device(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        if device == "meta":
+            with Watch():
+                output = layer(x)
+        else:
+            output = layer(x)
+    del output
+    return sum(storage.nbytes() for storage in kept.values())
+
+
+CASES = {
+    "gpt2": OfGPT2(32, 4, 16, 0.1),
+    "llama": OfLlama(32, 4, 2, 16, 1e4, 0.1),
+    "causal": Attends(is_causal=True),
+    "grouped": Attends(keys=2, enable_gqa=True),
+    "masked": Masked(),
+    "one head": Attends(heads=1, keys=1),
+    "dropping": Attends(dropout_p=0.5),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", CASES)
+def test_meta_keeps_what_a_device_keeps(name: str, dtype: torch.dtype) -> None:
+    assert kept_bytes(CASES[name], "meta", dtype) == kept_bytes(CASES[name], "cpu", dtype)
+
+
+@pytest.mark.parametrize("name", ["causal", "grouped", "masked", "one head"])
+def test_in_half_precision(name: str) -> None:
+    """Norms keep less on a CPU than elsewhere, so here without."""
+    half = torch.bfloat16
+    assert kept_bytes(CASES[name], "meta", half) == kept_bytes(CASES[name], "cpu", half)
+
+
+def test_the_matrix_of_weights_is_not_kept() -> None:
+    """PyTorch's own way on meta keeps it twice."""
+    fused, parts = (kept_bytes(CASES[name], "meta", torch.float32) for name in ("causal", "dropping"))
+    assert parts - fused > 2 * 4 * 16 * 16 * 4  # rows, heads, queries, keys, bytes

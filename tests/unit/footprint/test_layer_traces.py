@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.blueprint import draw
+from plait.footprint.layers import Traces, traces_of
+from plait.plan import Plan
+
+ROWS = 3
+
+
+def traced(model: nn.Module, given: Tensor, **plan: Any) -> Traces:
+    return traces_of(draw(model, Plan(**plan)), given, None, plait.cross_entropy)
+
+
+def until_weights(traces: Traces, layer: int) -> int:
+    """Bytes that the backward of a layer makes and its weight work waits for."""
+    backward = traces.layers[layer].backward
+    return sum(backward.made.get(number, 0) for number in backward.held)
+
+
+def test_gradients_that_are_not_deferred_wait_where_each_micro_batch_is_reduced() -> None:
+    model = nn.Sequential(*(nn.Conv1d(8, 8, 3, padding=1, device="meta") for _ in range(2)))
+    given = torch.empty(ROWS, 8, 10)
+    parameters = (8 * 8 * 3 + 8) * 4
+    last, each = (
+        traced(model, given, dp=2, strategy="gradients", reduce=reduce) for reduce in ("last", "each")
+    )
+    assert until_weights(last, 1) == 0
+    assert until_weights(each, 1) == parameters
+
+
+def test_all_is_in_the_precision_of_the_plan() -> None:
+    model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=32, context=8)
+    tokens = torch.empty(ROWS, 8, dtype=torch.int64)
+    half, whole = (traced(model, tokens, precision=precision) for precision in ("bf16", "fp32"))
+    for one, other in zip(half.layers, whole.layers, strict=True):
+        (small,), (large,) = one.forward.flows, other.forward.flows
+        assert 2 * one.forward.made[small] == other.forward.made[large]
+    assert half.inputs == whole.inputs == [ROWS * 8 * 8]
+    assert half.targets == [ROWS * 8 * 8]
+    floats = traced(
+        nn.Linear(4, 4, device="meta"), torch.empty(ROWS, 4, dtype=torch.float64), precision="bf16"
+    )
+    assert floats.inputs == [ROWS * 4 * 2]
+
+
+def test_cut_logits_are_spent_by_the_loss() -> None:
+    """They become their own gradient; if something reads them in a backward, a copy does."""
+    model = plait.models.gpt2(layers=1, hidden=16, heads=2, vocab=512, context=8)
+    tokens = torch.empty(ROWS, 8, dtype=torch.int64)
+    whole, cut = traced(model, tokens), traced(model, tokens, tp=2)
+    logits = ROWS * 8 * 512 * 4
+    assert sum(whole.loss.forward.made.values()) >= logits
+    assert sum(cut.loss.forward.made.values()) < logits / 4
+    assert cut.loss.backward.flows == cut.loss.inputs
+    assert cut.clones == 0
+
+
+def test_a_layer_that_stands_twice_is_traced_twice() -> None:
+    shared = nn.Linear(4, 4, device="meta")
+    traces = traced(nn.Sequential(shared, nn.ReLU(), shared), torch.empty(ROWS, 4))
+    assert traces.layers[0].forward.made == traces.layers[2].forward.made
+    assert len(traces.layers) == len(traces.infos) == 3

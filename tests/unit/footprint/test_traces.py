@@ -1,0 +1,148 @@
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.footprint.traces import Trace, trace_layer, trace_loss
+from plait.pipeline.boundary import infer
+from plait.pipeline.sequence import NamedLayer
+from plait.pipeline.stage import Stage
+from plait.pipeline.values import tensors_of
+from plait.tensor.losses import cross_entropy
+
+ROWS, WIDTH = 4, 8
+SIZE = ROWS * WIDTH * 4
+"""Bytes of what flows."""
+
+
+class Call(nn.Module):
+    """A layer that calls a function."""
+
+    def __init__(self, function: Callable[[Any], Any]) -> None:
+        super().__init__()
+        self.function = function
+
+    def forward(self, value: Any) -> Any:
+        return self.function(value)
+
+
+def traced(module: nn.Module, *, learns: bool = True, adds_late: bool = False) -> Trace:
+    """Of a layer on meta, for an input `[ROWS, WIDTH]`."""
+    keeper, layer = Keeper(), NamedLayer("layer", module.to("meta"))
+    defer_weight_gradients(module, keeper)
+    for parameter in module.parameters():
+        parameter.grad = torch.empty_like(parameter)
+    given = torch.empty(ROWS, WIDTH, device="meta", requires_grad=learns)
+    infos = infer([layer], given, input_gradients=learns)
+    trace, following = trace_layer(Stage(0, [layer], keeper, infos, adds_late), given)
+    shapes = [tuple(tensor.shape) for tensor in tensors_of(following)]
+    assert shapes == [info.shape for info in infos[0].tensors]
+    return trace
+
+
+def sizes(trace: Trace) -> tuple[int, int]:
+    """Bytes that the layer makes and keeps: from `F` to `I`, and from `I` to `W`, its input left out."""
+    made = {**trace.forward.made, **trace.backward.made}
+    return tuple(  # type: ignore[return-value]
+        sum(made.get(number, 0) for number in phase.held) for phase in (trace.forward, trace.backward)
+    )
+
+
+def test_a_linear_keeps_its_input_and_then_the_gradient_of_its_output() -> None:
+    trace = traced(nn.Linear(WIDTH, WIDTH))
+    (given,), (output,), (seed,) = trace.inputs, trace.forward.flows, trace.seeds
+    assert trace.forward.made == {output: SIZE}
+    assert set(trace.forward.held) == {given, output}
+    assert set(trace.backward.held) == {given, seed}
+    assert trace.backward.made == {trace.backward.flows[0]: SIZE}
+
+
+def test_what_the_backward_of_the_input_computes_waits_for_weights_only_if_told() -> None:
+    """The gradients of a norm's scale and shift."""
+    assert sizes(traced(nn.LayerNorm(WIDTH))) == (SIZE + 2 * ROWS * 4, 0)
+    assert sizes(traced(nn.LayerNorm(WIDTH), adds_late=True)) == (SIZE + 2 * ROWS * 4, 2 * WIDTH * 4)
+
+
+def test_a_layer_in_place_gives_a_copy_of_its_input() -> None:
+    trace = traced(nn.ReLU(inplace=True))
+    assert trace.forward.made == {trace.forward.flows[0]: SIZE}
+    assert not trace.backward.held
+
+
+def test_a_view_is_the_same_memory() -> None:
+    trace = traced(nn.Flatten())
+    assert trace.forward.flows == trace.inputs
+    assert not trace.forward.made
+
+
+def test_what_passes_through_is_the_same_memory_forward() -> None:
+    trace = traced(Call(lambda value: (value, value.sin())))
+    assert trace.forward.flows[0] == trace.inputs[0]
+    assert trace.forward.made == {trace.forward.flows[1]: SIZE}
+
+
+def test_nothing_flows_back_through_what_does_not_learn() -> None:
+    trace = traced(nn.Tanh(), learns=False)
+    assert trace.seeds == (None,)
+    assert trace.backward.flows == (None,)
+    assert not trace.backward.made
+
+
+def test_the_most_within_a_phase_counts_what_passes() -> None:
+    trace = traced(Call(lambda value: torch.cat([value, value]).sum(0)))
+    assert trace.forward.made == {trace.forward.flows[0]: WIDTH * 4}
+    assert trace.forward.most == 2 * SIZE + WIDTH * 4
+
+
+class Stubborn(torch.autograd.Function):
+    """Its backward looks at values."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor) -> Tensor:
+        ctx.save_for_backward(value * 2)
+        return value + 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient * float(gradient.sum())
+
+
+def test_a_backward_that_does_not_run_on_meta_is_taken_to_keep_all() -> None:
+    trace = traced(Call(Stubborn.apply))
+    assert sizes(trace)[0] == sizes(trace)[1] == 2 * SIZE
+    (flow,) = trace.backward.flows
+    assert trace.backward.made == {flow: SIZE}
+    assert flow not in (*trace.forward.made, *trace.inputs, *trace.seeds)
+
+
+def logits(dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.empty(ROWS, WIDTH, dtype=dtype, device="meta", requires_grad=True)
+
+
+def test_cross_entropy_keeps_the_logarithms_of_probabilities() -> None:
+    targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
+    trace = trace_loss(cross_entropy, logits(), targets)
+    assert sorted(trace.forward.made.values()) == [4, SIZE]
+    assert trace.backward.made == {trace.backward.flows[0]: SIZE}
+    assert not trace.backward.held
+
+
+class Looking:
+    """A loss that looks at values."""
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        return output.sum() * output.max().item()
+
+
+@pytest.mark.parametrize(("dtype", "wide"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.float64, 1)])
+def test_a_loss_that_does_not_run_on_meta_is_taken_to_copy_its_input(dtype: torch.dtype, wide: int) -> None:
+    trace = trace_loss(Looking(), logits(dtype), None)
+    output = ROWS * WIDTH * dtype.itemsize
+    assert list(trace.forward.made.values()) == [wide * output]
+    assert set(trace.forward.held) == {*trace.inputs, *trace.forward.made}
+    assert trace.backward.made == {trace.backward.flows[0]: output}

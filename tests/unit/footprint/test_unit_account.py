@@ -1,0 +1,159 @@
+"""Bytes of parameters, gradients and state: the sums of the ZeRO paper (arXiv:1910.02054, section 5)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from plait.blueprint import draw
+from plait.footprint.ledger import Category, Ledger, Moment
+from plait.footprint.units import UnitAccount, buffers_of
+from plait.plan import Plan
+from plait.schedules.program import (
+    AwaitScatter,
+    Finish,
+    GatherParameters,
+    OpenGradient,
+    ReduceGradient,
+    ReleaseParameters,
+    ScatterGradient,
+)
+
+WIDTH = 64
+P = (WIDTH * WIDTH + WIDTH) * 4
+"""Bytes of a layer's parameters in float32; nothing is padded."""
+N = 4
+"""Ranks along `dp`."""
+DEVICE = torch.device("cuda")
+"""Nothing is put there."""
+
+
+class Account:
+    """Two linears on a rank, and what instructions about the first change."""
+
+    def __init__(self, *, moments: int = 2, device: torch.device = DEVICE, **plan: Any) -> None:
+        model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
+        self.ledger = Ledger()
+        drawn = draw(model, Plan(dp=N, **plan))
+        self.account = UnitAccount(self.ledger, buffers_of(drawn, range(2), device), moments)
+
+    def after(self, *instructions: type) -> Moment:
+        """What is held when these were carried out for the first layer."""
+        handlers = self.account.handlers()
+        for kind in instructions:
+            instruction = kind() if kind is Finish else kind("0")
+            handlers[kind](instruction)
+        return self.ledger.moment(Finish())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "parameters", "gradients", "state"),
+    [
+        ("none", 1, 1, 1),
+        ("optimizer", 1, 1, 1 / N),
+        ("gradients", 1, 1 / N, 1 / N),
+        ("full", 1 / N, 1 / N, 1 / N),
+    ],
+)
+@pytest.mark.parametrize("moments", [0, 1, 2])
+def test_what_is_always_there(
+    strategy: Any, parameters: float, gradients: float, state: float, moments: int
+) -> None:
+    held = Account(strategy=strategy, moments=moments).after().held
+    assert held[Category.PARAMETERS] == parameters * 2 * P
+    assert held[Category.GRADIENTS] == gradients * 2 * P
+    assert held[Category.STATE] == moments * state * 2 * P
+
+
+def test_a_layer_is_gathered_and_released() -> None:
+    account = Account(strategy="full")
+    assert account.after(GatherParameters).held[Category.GATHERED] == P
+    assert account.after(ReleaseParameters).held[Category.GATHERED] == 0
+    assert Account(strategy="gradients").after(GatherParameters).held[Category.GATHERED] == 0
+
+
+def test_a_gradient_is_opened_scattered_and_closed() -> None:
+    account = Account(strategy="gradients")
+    always = 2 * P / N
+    assert account.after(OpenGradient).held[Category.GRADIENTS] == always + P
+    assert account.after(ScatterGradient).held[Category.GRADIENTS] == always + P + P / N  # what lands
+    assert account.after(AwaitScatter, ReduceGradient).held[Category.GRADIENTS] == always
+
+
+def test_a_whole_gradient_is_scattered_in_place() -> None:
+    account = Account(strategy="optimizer")
+    for instruction in (ScatterGradient, AwaitScatter, ReduceGradient):
+        assert account.after(instruction).held[Category.GRADIENTS] == 2 * P
+
+
+HALF = {"precision": "bf16", "master_precision": "fp32"}
+
+
+def test_masters_are_beside_parameters() -> None:
+    held = Account(strategy="optimizer", **HALF).after().held
+    assert held[Category.PARAMETERS] == 2 * (P / 2 + P / N)
+    assert held[Category.GRADIENTS] == 2 * P
+    assert held[Category.STATE] == 2 * 2 * P / N
+    whole = Account(**HALF).after().held
+    assert whole[Category.PARAMETERS] == 2 * (P / 2 + P)
+    assert whole[Category.GRADIENTS] == 2 * P
+
+
+def test_sums_in_more_digits_than_parameters_have() -> None:
+    held = Account(precision="bf16", gradient_precision="fp32").after().held
+    assert held[Category.PARAMETERS] == 2 * P / 2
+    assert held[Category.GRADIENTS] == 2 * (P + P / 2)
+
+
+def test_what_travels_in_other_digits_is_a_copy() -> None:
+    account = Account(**HALF, reduce_precision="bf16")
+    assert account.after(ReduceGradient).held[Category.GRADIENTS] == 2 * P + P / 2
+    assert account.after(Finish).held[Category.GRADIENTS] == 2 * P
+    scattered = Account(strategy="full", **HALF, reduce_precision="bf16")
+    always = scattered.after(OpenGradient).held[Category.GRADIENTS]
+    travelling = scattered.after(ScatterGradient).held[Category.GRADIENTS]
+    assert travelling == always + P / 2 + P / 2 / N
+    # Nobody else holds the same piece, so it is not summed again.
+    assert scattered.after(AwaitScatter, ReduceGradient).held[Category.GRADIENTS] == 2 * P / N
+    hybrid = Account(strategy="full", replicate=2, **HALF, reduce_precision="bf16")
+    always = hybrid.after().held[Category.GRADIENTS]
+    assert hybrid.after(ReduceGradient).held[Category.GRADIENTS] == always + P / 2 / 2
+
+
+def test_offloaded_parameters_visit_the_device_between_steps() -> None:
+    account = Account(strategy="full", offload="parameters")
+    assert account.after().held[Category.PARAMETERS] == 0
+    assert account.after().host == 2 * P / N
+    assert account.after(Finish).held[Category.PARAMETERS] == 2 * P / N
+    assert account.after().host == 2 * P / N
+    account.account.begin()
+    assert account.after().held[Category.PARAMETERS] == 0
+
+
+def test_fully_offloaded_nothing_stays_but_what_layers_use() -> None:
+    for strategy, parameters, gradients in (("full", 0, 0), ("gradients", 1, 0), ("optimizer", 1, 1)):
+        account = Account(strategy=strategy, offload="full")
+        moment = account.after(Finish)
+        assert moment.held[Category.PARAMETERS] == parameters * 2 * P
+        assert moment.held[Category.GRADIENTS] == gradients * 2 * P
+        assert moment.held[Category.STATE] == 0
+        assert moment.host == 4 * 2 * P / N
+
+
+def test_where_layers_run_on_the_cpu_what_is_offloaded_counts_like_all_else() -> None:
+    moment = Account(strategy="full", offload="full", device=torch.device("cpu")).after()
+    assert (moment.total, moment.host) == (4 * 2 * P / N, 0)
+
+
+def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
+    model = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta").requires_grad_(False))
+    for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
+        drawn = draw(model, Plan(dp=N, strategy=strategy))
+        ledger = Ledger()
+        account = UnitAccount(ledger, buffers_of(drawn, range(1), DEVICE), 2)
+        for kind in (OpenGradient, ScatterGradient, ReduceGradient):
+            account.handlers()[kind](kind("0"))
+        assert ledger.moment(Finish()).total == parameters * P
