@@ -139,11 +139,10 @@ class Engine:
         self._agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
         generator = torch.Generator().manual_seed(seed)
         sequence = prompt.to(self.mesh.device)
-        self._parts.gatherer.begin()
         with torch.no_grad(), evaluating(self._modules()):
-            for _ in range(tokens):
+            for number in range(tokens):
                 seen, length = padded(sequence, self._parts.context)
-                self._run(self._parts.steps.output, [seen], [], None, input_gradients=False)
+                self._run(self._parts.steps.output, [seen], [], None, input_gradients=False, anew=number == 0)
                 token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
                 if self._is_last:
                     logits = self._worker.loss_end.outputs[0][:, length - 1]
@@ -281,7 +280,6 @@ class Engine:
         looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
         self._agree(looks, "pp")
         self._agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
-        self._parts.gatherer.begin()
         weights = [self._parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
@@ -320,7 +318,9 @@ class Engine:
         targets: Sequence[Value],
         scale: Tensor | None,
         input_gradients: bool,
+        anew: bool = True,
     ) -> None:
+        """Carry out a program. `anew`: the optimizer may have been at work since the last one."""
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
@@ -329,6 +329,8 @@ class Engine:
         if trains:
             self._parts.reducer.begin(self._scale.value)
         try:
+            if anew:
+                self._parts.gatherer.begin()
             self._executor.run(program)
         except BaseException:
             self._worker.clear()

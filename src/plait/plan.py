@@ -81,7 +81,9 @@ class Plan:
                 "steps of an optimizer are lost in half precision, so set plan.master_precision to 'fp32'."
             )
         if self.loss_scale is not None and not (
-            isinstance(self.loss_scale, int | float) and 0 < self.loss_scale < float("inf")
+            isinstance(self.loss_scale, int | float)
+            and self.loss_scale is not True
+            and 0 < self.loss_scale < float("inf")
         ):
             raise PlanError(f"plan.loss_scale is {self.loss_scale!r}: give a number above 0, or None.")
         if self.offload != "none" and self.strategy == "none":

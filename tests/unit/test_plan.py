@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
@@ -41,6 +42,10 @@ def test_counts_are_whole_and_positive(name: str, value: object) -> None:
         ("reduce", "last, each"),
         ("recompute", "none, selective, full"),
         ("precision", "fp64, fp32, bf16, fp16"),
+        ("master_precision", "fp64, fp32, bf16, fp16"),
+        ("gradient_precision", "fp64, fp32, bf16, fp16"),
+        ("reduce_precision", "fp64, fp32, bf16, fp16"),
+        ("offload", "none, parameters, full"),
     ],
 )
 @pytest.mark.parametrize("value", ["zero", "", 1])
@@ -51,7 +56,61 @@ def test_choices(name: str, choices: str, value: object) -> None:
 
 
 def test_without_a_precision_the_model_keeps_its_own() -> None:
-    assert Plan().precision is None
+    plan = Plan()
+    assert (plan.precision, plan.master_precision, plan.gradient_precision, plan.reduce_precision) == (
+        None,
+    ) * 4
+    assert (plan.offload, plan.loss_scale) == ("none", None)
+
+
+@pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
+def test_the_optimizer_has_pieces_where_something_is_cut_or_offloaded(strategy: Any) -> None:
+    assert Plan(dp=2, strategy=strategy).shards
+    assert not Plan(dp=2, replicate=2, strategy=strategy).shards
+    assert not Plan(strategy=strategy).shards
+    assert Plan(strategy=strategy, offload="parameters").shards
+    assert not Plan(dp=2).shards
+
+
+@pytest.mark.parametrize(
+    ("precision", "master", "has_master"),
+    [
+        (None, None, False),
+        ("bf16", None, False),
+        ("bf16", "bf16", False),
+        ("bf16", "fp32", True),
+        (None, "fp32", True),
+    ],
+)
+def test_a_master_has_another_precision(precision: Any, master: Any, has_master: bool) -> None:
+    assert Plan(precision=precision, master_precision=master).has_master == has_master
+
+
+@pytest.mark.parametrize("offload", ["parameters", "full"])
+def test_without_a_strategy_nothing_is_offloaded(offload: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(dp=2, offload=offload)
+    assert str(caught.value) == (
+        f"plan.offload is {offload!r}, but with plan.strategy 'none' every rank keeps all: "
+        "choose the strategy full, gradients or optimizer."
+    )
+
+
+@pytest.mark.parametrize("master", [None, "bf16", "fp16"])
+def test_half_precision_needs_a_master(master: Any) -> None:
+    with pytest.raises(
+        PlanError, match=rf"plan\.precision is 'fp16' and plan\.master_precision is {master!r}: "
+    ):
+        Plan(precision="fp16", master_precision=master)
+    assert Plan(precision="fp16", master_precision="fp32").has_master
+
+
+@pytest.mark.parametrize("scale", [0, -1.0, float("inf"), float("nan"), "8"])
+def test_other_loss_scales_are_refused(scale: Any) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(loss_scale=scale)
+    assert str(caught.value) == f"plan.loss_scale is {scale!r}: give a number above 0, or None."
+    assert Plan(loss_scale=0.5).loss_scale == 0.5
 
 
 @pytest.mark.parametrize("counts", [(), 5, (0, 5), (6, -1), (2, "3")])

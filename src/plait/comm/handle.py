@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Generic, Protocol, TypeVar
 
 from plait.comm.group import Group
@@ -75,7 +76,8 @@ class Handle(Generic[T]):
         written only by those who wait.
         """
         if self._work is not None and hasattr(self._work, "abandon"):
-            self._work.abandon()
+            with suppress(OSError):  # after another error the lines are closed
+                self._work.abandon()
             self._work = None
         if self._work is None:
             self._finish = None

@@ -69,10 +69,12 @@ def _put(piece: Tensor, region: Tensor, layout: Layout, coordinate: Coordinate) 
         piece = before.view(piece.shape) + piece.to(region.device)
     if interval is None:
         region.copy_(piece)
-    else:  # through a copy: a region is no interval of the global tensor's memory
-        flat = region.reshape(-1)
-        flat[interval.start : interval.stop] = piece.reshape(-1)
-        region.copy_(flat.view(region.shape))
+    elif region.is_contiguous():
+        region.view(-1)[interval.start : interval.stop] = piece.reshape(-1)
+    else:  # through a copy: its elements are no interval of the global tensor's memory
+        filled = region.clone(memory_format=torch.contiguous_format)
+        filled.view(-1)[interval.start : interval.stop] = piece.reshape(-1)
+        region.copy_(filled)
 
 
 def _by_coordinate(

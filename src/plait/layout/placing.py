@@ -115,6 +115,11 @@ class Layout:
         chosen = tuple(
             _checked(placements.get(axis, Replicate()), axis, n, shape) for axis, n in axes.items()
         )
+        flat = [axis for axis, placement in zip(axes, chosen, strict=True) if isinstance(placement, Flat)]
+        if len(flat) > 1:
+            raise LayoutError(
+                f"axes {flat[0]!r} and {flat[1]!r} both have flat pieces of what the shards leave: keep one."
+            )
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))

@@ -115,6 +115,43 @@ def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
     torch.testing.assert_close(place, 1 + given.sum(0).expand(4, 3))
 
 
+def test_a_gradient_may_be_set_aside() -> None:
+    """What goes to a buffer of its own is added there, and `.grad` is left to autograd."""
+    native = nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
+    twin, keeper = deferred(native)
+    tokens, gradient = torch.tensor([1, 4, 1]), torch.randn(3, 2, dtype=torch.float64)
+    backward(native, tokens, gradient)
+    buffers = {name: torch.ones_like(parameter) for name, parameter in twin.named_parameters()}
+    for name, parameter in twin.named_parameters():
+        keeper.buffers[id(parameter)], parameter.grad = buffers[name], None
+    backward(twin, tokens, gradient)
+    do(keeper)
+    for name, wanted in native.named_parameters():
+        kept = not name.startswith("1.")
+        assert (twin.get_parameter(name).grad is None) == kept
+        got = buffers[name] - 1 if kept else twin.get_parameter(name).grad
+        torch.testing.assert_close(got, wanted.grad, rtol=1e-14, atol=1e-14)
+
+
+def test_a_buffer_is_looked_up_when_the_work_is_done() -> None:
+    """So work that was left for later finds `.grad`, whatever was set aside while the backward ran."""
+    twin, keeper = deferred(nn.Linear(3, 2, bias=False))
+    place, aside = twin.weight.grad, torch.zeros(2, 3)
+    assert keeper.buffer_of(twin.weight) is place
+    keeper.buffers[id(twin.weight)] = aside
+    assert keeper.buffer_of(twin.weight) is aside
+    backward(twin, torch.ones(1, 3), torch.ones(1, 2))
+    keeper.buffers.clear()
+    do(keeper)
+    assert place.eq(1).all()
+    assert not aside.any()
+
+
+def test_gradients_have_somewhere_to_go_before_a_backward() -> None:
+    with pytest.raises(AssertionError, match="somewhere to go"):
+        Keeper().buffer_of(nn.Parameter(torch.ones(1)))
+
+
 def test_nothing_is_kept_without_gradients() -> None:
     native = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
     twin, keeper = deferred(native)
@@ -243,6 +280,41 @@ def test_low_precision(dtype: torch.dtype) -> None:
     do(keeper)
     torch.testing.assert_close(twin.weight.grad, native.weight.grad)
     assert twin.weight.grad.dtype == dtype
+
+
+@pytest.mark.parametrize(
+    ("module", "given"),
+    [(nn.Linear(2, 3), torch.ones(1, 2)), (nn.Embedding(3, 3), torch.tensor([1]))],
+    ids=["linear", "embedding"],
+)
+def test_a_gradient_may_have_more_digits_than_its_weight(module: nn.Module, given: Tensor) -> None:
+    """256 + 1 is 256 in bfloat16."""
+    twin, keeper = deferred(module.bfloat16())
+    for parameter in twin.parameters():
+        parameter.grad, parameter.grad_dtype = None, torch.float32
+        parameter.grad = torch.zeros(parameter.shape)
+    given = given.bfloat16() if given.is_floating_point() else given
+    for size in (256.0, 1.0):
+        backward(twin, given, torch.full((1, 3), size, dtype=torch.bfloat16))
+        do(keeper)
+    for parameter in twin.parameters():
+        assert parameter.grad.dtype == torch.float32
+        assert set(parameter.grad.flatten().tolist()) <= {0.0, 257.0}
+        assert parameter.grad.any()
+
+
+def test_within_autocast_the_native_operation_runs() -> None:
+    """It casts the weight, and autograd knows how to go back; nothing is kept."""
+    native = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
+    twin, keeper = deferred(native)
+    given, gradient = torch.randn(5, 3), torch.randn(5, 2).bfloat16()
+    for model in (native, twin):
+        with torch.autocast("cpu", torch.bfloat16):
+            output = model(given)
+        assert output.dtype == torch.bfloat16
+        output.backward(gradient)
+    assert keeper.take() == []
+    assert_equal(twin, native)
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 5, 3), (2, 2, 5, 3)], ids=str)

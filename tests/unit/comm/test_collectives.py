@@ -19,6 +19,7 @@ from plait.comm import (
     reduce,
     reduce_scatter,
     scatter,
+    shared_zeros,
 )
 from plait.comm.arithmetic import way_to_all_reduce
 from plait.errors import CommunicationError
@@ -166,8 +167,9 @@ def test_dtypes_and_shapes_that_are_reduced(rank_pool, shape, messages):
             assert torch.equal(result, expected)
 
 
+@pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_every_dtype_and_shape_is_moved(rank_pool, shape):
+def test_every_dtype_and_shape_is_moved(rank_pool, shape, messages):
     double = (2 * shape[0], *shape[1:])
 
     def moved(group, dtype):
@@ -183,6 +185,7 @@ def test_every_dtype_and_shape_is_moved(rank_pool, shape):
 
     def body():
         group = Mesh(dp=2).group("dp")
+        group = over_messages(group) if messages else group
         return [moved(group, dtype) for dtype in EVERY_DTYPE]
 
     ranks = rank_pool.run(body, ranks=2)
@@ -209,9 +212,11 @@ def test_a_zero_dimensional_tensor_counts_as_one_row(rank_pool):
     assert rank_pool.run(body, ranks=2) == [([0.0, 1.0], 1.0, torch.Size([]))] * 2
 
 
-def test_strided_tensors_and_outputs(rank_pool):
+@pytest.mark.parametrize("messages", [False, True], ids=["shared", "sent"])
+def test_strided_tensors_and_outputs(rank_pool, messages):
     def body():
         group = Mesh(dp=2).group("dp")
+        group = over_messages(group) if messages else group
         mine = value(group.rank, (4, 2))
         results = [all_reduce(mine.clone().t(), group).wait(), broadcast(mine.clone().t(), group, 1).wait()]
         results.append(all_gather(mine.t(), group, out=torch.empty(4, 4, dtype=mine.dtype).t()).wait())
@@ -287,6 +292,12 @@ def test_traffic_counts_what_the_rank_hands_in(rank_pool):
     assert second == first | {"scatter": Count(1, 0)}
 
 
+def scatter_shared(group: Group) -> object:
+    """Of tensors in shared memory; rank 2 has copied its own to other memory."""
+    tensor = shared_zeros(2**18, torch.float32, torch.device("cpu"), group)
+    return reduce_scatter(tensor.clone() if group.index == 2 else tensor, group)
+
+
 MISMATCHES: dict[str, Callable[[Group], object]] = {
     "size": lambda group: all_reduce(torch.ones(4 + (group.index == 2)), group),
     "shape": lambda group: all_gather(torch.ones(*((2, 3) if group.index == 2 else (3, 2))), group),
@@ -298,6 +309,7 @@ MISMATCHES: dict[str, Callable[[Group], object]] = {
     "source": lambda group: broadcast(torch.ones(4), group, source=int(group.index == 2)),
     "barrier": lambda group: barrier(group) if group.index == 2 else all_reduce(torch.ones(4), group),
     "flaw of one": lambda group: all_gather(torch.ones(1), group, out=torch.ones(4 + (group.index == 2))),
+    "memory": scatter_shared,
     "late in a long shape": lambda group: all_reduce(torch.ones(*[1] * 99, 1 + (group.index == 2)), group),
 }
 

@@ -9,11 +9,13 @@ import signal
 import pytest
 import torch
 
-from plait.comm import Group, Handle, Mesh, all_reduce, nearby, reduce_scatter, shared_zeros
+from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, arithmetic, nearby, reduce_scatter
 from plait.comm.host import scratch
+from plait.comm.shared import SMALLEST, shared_zeros
 from plait.errors import CommunicationError, RankError
 
 RANKS = (2, 3, 4)
+CPU = torch.device("cpu")
 
 
 def numbers(rank: int, size: int) -> torch.Tensor:
@@ -52,19 +54,152 @@ def test_whole_and_in_pieces_are_the_same_bits(rank_pool, ranks):
 def test_operations_of_all_kinds_are_under_way_at_once(rank_pool):
     def body():
         group = Mesh(dp=4).group("dp")
-        own = shared_zeros(100_000, torch.float32, torch.device("cpu"), group).fill_(group.index)
+        own, other = (shared_zeros(100_000, torch.float32, CPU, group).fill_(group.index) for _ in range(2))
         handles = []
         for number in range(30):
             mine = torch.full((8, 4), float(number + group.index))
             large = torch.full((200_000,), float(number + group.index))
-            handles += [all_reduce(mine, group, checked=False), reduce_scatter(mine, group, checked=False)]
-            handles += [all_reduce(large, group, checked=False)]
-        handles.append(all_reduce(own, group, checked=False))
+            handles += [all_gather(mine, group, checked=False), reduce_scatter(mine, group, checked=False)]
+            handles += [all_reduce(mine, group, checked=False), all_reduce(large, group, checked=False)]
+        handles += [all_reduce(own, group, checked=False), reduce_scatter(other, group, checked=False)]
         seen = [set(handle.wait().flatten().tolist()) for handle in reversed(handles)]
         return seen[::-1]
 
-    wanted = [{4.0 * number + 6} for number in range(30) for _ in range(3)]
-    assert rank_pool.run(body, ranks=4) == [[*wanted, {6.0}]] * 4
+    wanted = [
+        seen
+        for number in range(30)
+        for seen in ({number + index for index in range(4)}, *[{4.0 * number + 6}] * 3)
+    ]
+    assert rank_pool.run(body, ranks=4) == [[*wanted, {6.0}, {6.0}]] * 4
+
+
+def gathered(size: int, dtype: torch.dtype, inside: bool) -> tuple[bool, torch.Tensor, int]:
+    """Whether the result is `out`, the result, and the bytes counted; `inside`: from the own part of it."""
+    mesh = Mesh(dp=torch.distributed.get_world_size())
+    group = mesh.group("dp")
+    out = torch.zeros(group.size * size, dtype=dtype)
+    mine = out[group.index * size :][:size] if inside else torch.empty(size, dtype=dtype)
+    mine.copy_(numbers(group.index, size).to(dtype))
+    result = all_gather(mine, group, out=out, checked=False).wait()
+    return result is out, result, mesh.traffic.snapshot()["dp"]["all_gather"].bytes
+
+
+@pytest.mark.parametrize("inside", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64], ids=str)
+@pytest.mark.parametrize("size", [0, 1, 70_001])
+def test_pieces_are_gathered_in_order(rank_pool, size, dtype, inside):
+    wanted = torch.cat([numbers(rank, size).to(dtype) for rank in range(3)])
+    for is_out, whole, sent in rank_pool.run(gathered, size, dtype, inside, ranks=3):
+        assert is_out
+        assert torch.equal(whole, wanted)
+        assert sent == size * dtype.itemsize
+
+
+def test_what_is_gathered_from_may_change_once_it_is_started(rank_pool):
+    """As for reductions: what counts is what it was. In place its new value is written over."""
+
+    def body():
+        group = Mesh(tp=2).group("tp")
+        mine, whole = torch.full((3,), float(group.index)), torch.zeros(2)
+        whole[group.index] = group.index
+        handles = [
+            all_gather(mine, group, checked=False),
+            all_gather(whole[group.index :][:1], group, out=whole, checked=False),
+        ]
+        mine.fill_(100)
+        return [handle.wait().tolist() for handle in handles]
+
+    assert rank_pool.run(body, ranks=2) == [[[0.0, 0, 0, 1, 1, 1], [0.0, 1]]] * 2
+
+
+def test_too_large_pieces_are_sent(rank_pool):
+    def body():
+        group = Mesh(dp=2).group("dp")
+        limit, arithmetic.SHOW_LIMIT = arithmetic.SHOW_LIMIT, 2**10
+        try:
+            ways = [arithmetic.way_to_all_gather(torch.zeros(size), group) for size in (256, 257)]
+            piece = torch.full((257,), float(group.index))
+            return ways, all_gather(piece, group, checked=False).wait().unique_consecutive().tolist()
+        finally:
+            arithmetic.SHOW_LIMIT = limit
+
+    assert rank_pool.run(body, ranks=2) == [(["whole", "backend"], [0.0, 1.0])] * 2
+
+
+def scattered(size: int, dtype: torch.dtype, op: str, place: str) -> tuple[torch.Tensor, bool, bool]:
+    """A sum of tensors in shared memory: this rank's piece, and whether the rest stayed what it was.
+
+    `place` is where the piece goes: `own` piece of the tensor, some `other` memory, or `none` given.
+    """
+    group = Mesh(dp=torch.distributed.get_world_size()).group("dp")
+    tensor = shared_zeros(group.size * size, dtype, CPU, group)
+    mine = (numbers(group.index, group.size * size) * 8).to(dtype)
+    tensor.copy_(mine)
+    own = tensor[group.index * size :][:size]
+    out = {"own": own, "other": torch.empty(size, dtype=dtype), "none": None}[place]
+    result = reduce_scatter(tensor, group, op, out=out, checked=False).wait()
+    is_out = out is None or result is out or result.data_ptr() == out.data_ptr()
+    piece = result.clone()
+    own.copy_(mine[group.index * size :][:size])
+    return piece, is_out, torch.equal(tensor, mine)
+
+
+@pytest.mark.parametrize("place", ["own", "other", "none"])
+@pytest.mark.parametrize("op", ["sum", "mean", "max"])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
+def test_tensors_in_shared_memory_are_scattered_where_they_lie(rank_pool, dtype, op, place):
+    size = SMALLEST + 3  # elements of a piece: of several blocks, and not all of one size
+    results = rank_pool.run(scattered, size, dtype, op, place, ranks=3)
+    wide = [
+        (numbers(rank, 3 * size) * 8).to(dtype).to(torch.promote_types(dtype, torch.float32))
+        for rank in range(3)
+    ]
+    total = torch.maximum(wide[0], wide[1]).maximum(wide[2]) if op == "max" else wide[0] + wide[1] + wide[2]
+    wanted = (total / 3 if op == "mean" else total).to(dtype)
+    assert torch.equal(torch.cat([piece for piece, _, _ in results]), wanted)
+    assert all(is_out and rest_stayed for _, is_out, rest_stayed in results)
+
+
+def test_nobody_sees_a_sum_before_all_have_taken_their_pieces(rank_pool):
+    """Several rounds in place: each rank may write to its tensor again as soon as it has waited."""
+
+    def body():
+        group = Mesh(dp=4).group("dp")
+        size, sums = SMALLEST, set()
+        tensor = shared_zeros(group.size * size, torch.float32, CPU, group)
+        own = tensor[group.index * size :][:size]
+        for number in range(5):
+            tensor.fill_(number + group.index)
+            handle = reduce_scatter(tensor, group, out=own, checked=False)
+            sums.add((number, *handle.wait().unique().tolist()))
+        return sums
+
+    assert rank_pool.run(body, ranks=4) == [{(number, 4.0 * number + 6) for number in range(5)}] * 4
+
+
+def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
+    """All ranks drop what they have started, and go on: later operations find what they need."""
+
+    def body():
+        group = Mesh(dp=2, timeout=10).group("dp")
+        capacity, scratch.CAPACITY = scratch.CAPACITY, 2**16
+        try:
+            own = shared_zeros(2 * SMALLEST, torch.float32, CPU, group).fill_(7)
+            whole, done = torch.zeros(2048), []
+            for _ in range(20):  # more than there is room for, if places were not given back
+                whole.fill_(5)
+                handles = [
+                    all_gather(whole[1024 * group.index :][:1024], group, out=whole, checked=False),
+                    reduce_scatter(own, group, out=own[SMALLEST * group.index :][:SMALLEST], checked=False),
+                    all_reduce(torch.ones(8), group, checked=False),
+                ]
+                done += [handle.abandon() for handle in handles]
+            untouched = (whole == 5).all().item() and (own == 7).all().item()
+            return all(done), untouched, all_reduce(torch.ones(1), group, checked=False).wait().item()
+        finally:
+            scratch.CAPACITY = capacity
+
+    assert rank_pool.run(body, ranks=2) == [(True, True, 2.0)] * 2
 
 
 def test_what_is_handed_in_may_change_once_it_is_started(rank_pool):
@@ -187,3 +322,39 @@ def test_a_mesh_gives_its_connections_back(rank_pool):
     for used, left in rank_pool.run(body, True, ranks=2):
         assert used == 2
         assert left >= 0
+
+
+def test_a_rank_without_room_does_not_wait_for_who_waits_for_it(rank_pool):
+    """The other has room, shows the second tensor, and waits for that first."""
+
+    def body():
+        group = Mesh(tp=2, timeout=5).group("tp")
+        all_reduce(torch.ones(1), group).wait()
+        capacity = scratch.CAPACITY
+        try:
+            if group.index == 0:
+                scratch.CAPACITY = 2**14
+            small, large = (all_reduce(torch.ones(size), group, checked=False) for size in (4, 2**12))
+            return large.wait().sum().item(), small.wait().sum().item()
+        finally:
+            scratch.CAPACITY = capacity
+
+    assert rank_pool.run(body, ranks=2) == [(2.0**13, 8.0)] * 2
+
+
+def test_after_an_error_what_is_under_way_may_be_abandoned(rank_pool):
+    """So that the error which is told is the first."""
+
+    def body():
+        mesh = Mesh(dp=2, timeout=10)
+        group = mesh.group("dp")
+        all_reduce(torch.ones(1), group).wait()
+        if group.index == 1:
+            mesh.close()
+            return []
+        first, *others = (all_gather(torch.ones(4), group, checked=False) for _ in range(3))
+        with pytest.raises(CommunicationError, match="connection closed by peer"):
+            first.wait()
+        return [handle.abandon() for handle in others]
+
+    assert rank_pool.run(body, ranks=2) == [[True, True], []]

@@ -7,6 +7,7 @@ import torch
 from sharding_cases import drawn, live_bytes, two_layers, unit_of
 from torch import Tensor, nn
 
+from plait.comm.collectives import barrier
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
 from plait.layout import assemble
@@ -171,11 +172,16 @@ def test_offloaded_pieces_are_away_while_a_step_runs() -> None:
 
 
 def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
-    """Bytes before a step that fails while it gathers, and after; whether the next one gathers right."""
+    """Bytes before a step that fails while it gathers, and after; whether the next one gathers right.
+
+    What others have started goes on until the last rank comes, when they have updated their pieces.
+    """
     mesh = Mesh(plan)
     units = drawn(two_layers(), plan).make_on(mesh, messages=messages)
-    gatherer = Gatherer(units)
+    gatherer, is_last = Gatherer(units), mesh.rank + 1 == mesh.world
     between = live_bytes(units.values())
+    if is_last:
+        barrier(mesh.group("world")).wait()
     gatherer.begin()
     for name in units:
         gatherer.gather(name)
@@ -183,19 +189,19 @@ def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
     if not messages:  # there a backend still writes
         assert live_bytes(units.values()) == between
     update(units, 1)
+    if not is_last:
+        barrier(mesh.group("world")).wait()
     gatherer.begin()
     after = live_bytes(units.values())
     gather_all(gatherer)
     wanted = {name: one.detach() + 2 for name, one in two_layers().named_parameters()}
-    right = all(torch.equal(one, wanted[name]) for name, one in parameters_of(units).items())
-    return between, after, right
+    return between, after, all(torch.equal(one, wanted[name]) for name, one in parameters_of(units).items())
 
 
 @TRANSPORTS
 @pytest.mark.parametrize("strategy", ["optimizer", "full"])
 def test_a_step_that_failed_leaves_nothing_gathered(rank_pool: Any, strategy: Any, messages: bool) -> None:
-    for before, after, right in rank_pool.run(
-        after_a_failure, Plan(dp=3, strategy=strategy), messages, ranks=3
-    ):
+    plan = Plan(dp=3, strategy=strategy)
+    for before, after, right in rank_pool.run(after_a_failure, plan, messages, ranks=3):
         assert before == after
         assert right

@@ -39,6 +39,7 @@ class Showing:
         """Wait for the others and do it, once. Raises as `Lines.hear`; nothing works any more then."""
         if self._use is None:
             return
+        self._scratch.finish_before(self._tickets[0])
         parts = self._scratch.memory.everyone()
         words = self._scratch.lines.hear(self._tickets[0], Word(self._offset))
         pairs = zip(parts, words, strict=True)
@@ -81,6 +82,12 @@ class Scratch:
         self.lines.say(ticket, offset)
         return showing
 
+    def finish_before(self, ticket: int) -> None:
+        """Finish what was shown before: a rank without room may wait for that, and has not shown this yet."""
+        for number, showing in list(self._under_way.items()):
+            if number < ticket:
+                showing.wait()
+
     def done(self, tickets: Tickets) -> None:
         """This rank has read what it was shown."""
         del self._under_way[tickets[0]]
@@ -102,6 +109,7 @@ class Scratch:
         """Finish all that is under way, everywhere, so that every place is free."""
         for showing in list(self._under_way.values()):
             showing.wait()
+        self.memory.wait()  # where all were abandoned nobody has
         self.lines.tell_finished()
         if self._lent:
             self.lines.hear_finished(self._lent[-1][0])

@@ -53,7 +53,7 @@ def test_waited_for_in_any_order_and_more_than_once():
             pair[index].wait()
             pair[index].wait()
     firsts = [[tensor[0].item() for tensor in everyone] for everyone in seen]
-    assert firsts == [[4.0, 5.0]] * 2 + [[2.0, 3.0]] * 2 + [[0.0, 1.0]] * 2
+    assert firsts == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2, "what was shown before is finished first"
 
 
 def test_two_places_are_enough_for_one_at_a_time():
