@@ -1,5 +1,7 @@
 """Right layouts are equal to one rank: the verifier cries wolf over none of them."""
 
+from itertools import groupby
+
 import pytest
 
 from parity.cases import gpt2, llama
@@ -12,8 +14,14 @@ from zoo.row import case_of
 MODELS = {"gpt2": gpt2(layers=1, heads=4), "llama": llama(layers=1, heads=4, kv_heads=2)}
 PLAN = Plan(microbatches=4)
 ROWS = 8
-EACH = {"gpt2": (0, 10, 17), "llama": (7, 13, 22)}
-"""Of 24 plans on four ranks: each layout once, each schedule at least once, in turns."""
+IN_TURNS = {"gpt2": slice(0, None, 2), "llama": slice(1, None, 2)}
+"""Of the plans on two ranks: every other one."""
+EACH = {"gpt2": (0, 25, 45), "llama": (7, 28, 78)}
+"""Of 84 plans on four ranks: each layout once, each schedule at least once, in turns; dp is sharded."""
+
+
+def layout_of(plan):
+    return plan.pp, plan.dp, plan.tp
 
 
 def verified(pool, model, plans, ranks):
@@ -25,19 +33,30 @@ def verified(pool, model, plans, ranks):
         yield report_on(case, plan, own)
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout_is_equal(rank_pool, name, ranks):
-    reports = list(verified(rank_pool, MODELS[name], plans_on(ranks, PLAN, ROWS), ranks))
-    assert len(reports) == {1: 4, 2: 12}[ranks]
+def test_every_plan_on_one_rank_is_equal(rank_pool, name):
+    reports = list(verified(rank_pool, MODELS[name], plans_on(1, PLAN, ROWS), 1))
+    assert len(reports) == 4
     for report in reports:
         assert report, report
 
 
+@pytest.mark.parametrize("name", MODELS)
+def test_every_plan_on_two_ranks_is_equal_for_one_model(rank_pool, name):
+    plans = plans_on(2, PLAN, ROWS)
+    assert len(plans) == 12 + 15
+    for report in verified(rank_pool, MODELS[name], plans[IN_TURNS[name]], 2):
+        assert report, report
+
+
 def test_the_chosen_plans_are_each_layout_and_schedule():
-    chosen = [plans_on(4, PLAN, ROWS)[number] for numbers in EACH.values() for number in numbers]
-    assert len({(plan.pp, plan.dp, plan.tp) for plan in chosen}) == len(chosen) == 6
+    plans = plans_on(4, PLAN, ROWS)
+    chosen = [plans[number] for numbers in EACH.values() for number in numbers]
+    assert len(plans) == 84
+    assert len({layout_of(plan) for plan in chosen}) == len(chosen) == 6
     assert {plan.schedule for plan in chosen} == set(SCHEDULES)
+    assert all(plan.shards == (plan.dp > 1) for plan in chosen)
+    assert {plan.replicate for plan in chosen} == {1, 2}
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -49,7 +68,9 @@ def test_each_layout_of_four_ranks_is_equal(rank_pool, name):
 
 
 @pytest.mark.full
+@pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_layout_of_four_ranks_is_equal(rank_pool, name):
-    for report in verified(rank_pool, MODELS[name], plans_on(4, PLAN, ROWS), 4):
-        assert report, report
+def test_every_plan_is_equal(rank_pool, name, ranks):
+    for _, plans in groupby(plans_on(ranks, PLAN, ROWS), layout_of):
+        for report in verified(rank_pool, MODELS[name], list(plans), ranks):
+            assert report, report

@@ -12,12 +12,15 @@ from zoo.losses import LOSSES
 from zoo.models import RANDOM
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
+from zoo.scattering import SCATTERING
+from zoo.sharding import SHARDING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
 
-ROWS = (*FORWARD, *LOSSES, *BACKWARD, *WEIGHTS, *REDUCTIONS, *UPDATES, *FOUR)
+ROWS = (*FORWARD, *LOSSES, *BACKWARD, *WEIGHTS, *REDUCTIONS, *UPDATES, *FOUR, *SHARDING, *SCATTERING)
 EXACT = Recipe(mode="exact", steps=1)
-SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR)
+IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
+SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP)
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
     "hidden_state_sent_in_single_precision": "likewise",
@@ -29,6 +32,10 @@ UNSEEN_BY_EXACT = {
     "buffers_given_back_too_soon": "a stand-in keeps no input for its backward",
     "gradients_of_the_step_before_stay": "there is one step",
     "norm_inside_the_region": "gradients of parts fold otherwise, so that the input gradient differs",
+    "other_values_on_one_rank": "a model with values of its own is refused where ranks do not agree on them",
+    "copy_differs": "likewise",
+    "flat_pieces_do_not_decay": "nothing decays",
+    "offloaded_gradients_not_clipped": "nothing is clipped",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9

@@ -1,0 +1,359 @@
+"""Mistakes of gradients that are cut between ranks: scatters, what is summed besides, norms of pieces."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+from torch import Tensor
+
+from parity.defects import norm_of_own_stage_only, tie_not_reduced
+from plait import composer, engine
+from plait.comm.collectives import all_reduce
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.comm.reductions import reduce_scatter
+from plait.pipeline.stage import Stage
+from plait.schedules import reducing
+from plait.sharding import reducer
+from plait.sharding.buffer import FlatBuffer
+from plait.sharding.reducer import Reducer
+from plait.verification.place import Phase
+from zoo import cases
+from zoo.row import TWO_STEPS, Named, Row
+
+TIED = "embedding.token.weight"
+
+
+def piece_of_another_rank() -> Any:
+    """Each rank gets the sums of the other's piece."""
+
+    def scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None, **_: Any) -> Handle[Tensor]:
+        total = all_reduce(tensor.clone(), group, checked=False).wait()
+        piece = total.chunk(group.size)[1 - group.index]
+        return Handle.done(piece if out is None else out.copy_(piece), group)
+
+    return patch.object(reducer, "reduce_scatter", scatter)
+
+
+def scatter_without_sum() -> Any:
+    """Each rank keeps its part of its own gradient."""
+
+    def scatter(tensor: Tensor, group: Group, *, out: Tensor | None = None, **_: Any) -> Handle[Tensor]:
+        return Handle.done(tensor.chunk(group.size)[group.index].clone(), group)
+
+    return patch.object(reducer, "reduce_scatter", scatter)
+
+
+def scatter_averages() -> Any:
+    """As where the loss is that of a rank."""
+
+    def mean(tensor: Tensor, group: Group, **options: Any) -> Handle[Tensor]:
+        return reduce_scatter(tensor, group, "mean", **options)
+
+    return patch.object(reducer, "reduce_scatter", mean)
+
+
+@contextmanager
+def _collected(first: Any, again: str = "") -> Iterator[None]:
+    """Before a piece is collected `first` is done to its buffer; that of unit `again` is collected twice."""
+    original = Reducer.collect
+
+    def collect(self: Reducer, name: str) -> None:
+        started = self._scattered[name]
+        for buffer in self.units[name].trainable:
+            first(buffer)
+        original(self, name)
+        if name == again:
+            self._scattered[name] = started
+            original(self, name)
+
+    with patch.object(Reducer, "collect", collect):
+        yield
+
+
+def only_the_last_microbatch_kept() -> Any:
+    """A piece is overwritten by each micro-batch's sum, not added to."""
+    return _collected(lambda buffer: buffer.piece_gradient.zero_())
+
+
+def tied_unit_collected_twice() -> Any:
+    """Once for each of its layers."""
+    return _collected(lambda buffer: None, again=TIED)
+
+
+@contextmanager
+def opened_without_zeros() -> Iterator[None]:
+    """A whole gradient that is opened again holds what it held when it was scattered."""
+    open_, scatter = Reducer.open, Reducer.scatter
+    left: dict[int, Tensor] = {}
+
+    def remember(self: Reducer, name: str) -> None:
+        left.update({id(buffer): buffer.gradient.clone() for buffer in self.units[name].trainable})
+        scatter(self, name)
+
+    def open_again(self: Reducer, name: str) -> None:
+        open_(self, name)
+        for buffer in self.units[name].trainable:
+            if id(buffer) in left:
+                buffer.gradient.copy_(left[id(buffer)])
+
+    with patch.multiple(Reducer, open=open_again, scatter=remember):
+        yield
+
+
+@contextmanager
+def opened_again_by_the_second_layer() -> Iterator[None]:
+    """The embedding opens the gradient that it shares with the head, whose part is lost."""
+    original = Stage.backward_input
+
+    def backward_input(self: Stage, microbatch: int, number: int) -> None:
+        if self.layers[number].path == "embedding":
+            self.layers[number].module.token.weight.grad.zero_()
+        original(self, microbatch, number)
+
+    with patch.object(Stage, "backward_input", backward_input):
+        yield
+
+
+@contextmanager
+def one_unit_scattered_for_one_microbatch() -> Iterator[None]:
+    """The MLP's gradient of the second micro-batch stays where it is."""
+    scatter, collect = Reducer.scatter, Reducer.collect
+    counts = {"scatter": 0, "collect": 0}
+
+    def is_second(name: str, what: str) -> bool:
+        counts[what] += name == cases.MLP
+        return name == cases.MLP and counts[what] == 2
+
+    def scatter_first(self: Reducer, name: str) -> None:
+        if not is_second(name, "scatter"):
+            scatter(self, name)
+
+    def collect_first(self: Reducer, name: str) -> None:
+        if not is_second(name, "collect"):
+            collect(self, name)
+
+    with patch.multiple(Reducer, scatter=scatter_first, collect=collect_first):
+        yield
+
+
+def scattered_before_the_last_microbatch() -> Any:
+    """The program takes the MLP's first micro-batch for its last."""
+    original = reducing._ends
+
+    def ends(program: Any, units: Any, *, each: bool) -> Any:
+        every, found = original(program, units, each=True), original(program, units, each=each)
+        for at, pairs in found.items():
+            found[at] = [(unit, final) for unit, final in pairs if unit != cases.MLP]
+        first = sorted(at for at, pairs in every.items() if cases.MLP in dict(pairs))[:1]
+        for at in first:
+            found[at].append((cases.MLP, True))
+        return found
+
+    return patch.object(reducing, "_ends", ends)
+
+
+@contextmanager
+def pieces_of_the_step_before_stay() -> Iterator[None]:
+    """What is collected is added to what the optimizer has seen already."""
+    original = FlatBuffer.attach_gradients
+
+    def attach_gradients(self: FlatBuffer) -> Tensor | None:
+        before = self.piece_gradient.clone()
+        carried = original(self)
+        self.piece_gradient.copy_(before)
+        return carried
+
+    with patch.object(FlatBuffer, "attach_gradients", attach_gradients):
+        yield
+
+
+def copies_of_pieces_not_summed() -> Any:
+    """The sum over replicate is left out."""
+    return patch.object(Reducer, "reduce", lambda self, name: None)
+
+
+def pieces_summed_over_shard() -> Any:
+    """Pieces are summed over the ranks that hold other ones."""
+
+    def groups(holders: Any, layouts: Any, mesh: Any, axis: str) -> dict[str, Any]:
+        return dict.fromkeys(holders, mesh.group("shard"))
+
+    return patch.object(composer, "reduction_groups", groups)
+
+
+def tie_of_pieces_not_reduced() -> Any:
+    """Two stages scatter their parts of the tied table, and keep them."""
+    return tie_not_reduced()
+
+
+def norm_of_own_pieces_only() -> Any:
+    """Each rank clips by the norm of its pieces."""
+    return norm_of_own_stage_only()
+
+
+def copies_of_pieces_counted() -> Any:
+    """The norm counts a piece on each rank of replicate."""
+    return patch.object(composer, "counted_parameters", lambda holders, layouts, mesh: frozenset(holders))
+
+
+@contextmanager
+def padding_counted() -> Iterator[None]:
+    """Only the places of parameters are zero when a gradient is opened, not what lies between them."""
+    original = Reducer.open
+
+    def open_(self: Reducer, name: str) -> None:
+        original(self, name)
+        for buffer in self.units[name].trainable:
+            buffer.gradient.fill_(1.0)
+            for view in buffer.gradients.values():
+                view.zero_()
+
+    with patch.object(Reducer, "open", open_):
+        yield
+
+
+def offloaded_gradients_not_clipped() -> Any:
+    """Their copies on the device are."""
+    return patch.object(engine, "scale_to", lambda units, norm, max_norm: None)
+
+
+def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
+    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+    named = Named(phase=phase, **{"ranks": BOTH} | more)
+    return Row(defect=defect, model=model, plan=plan, named=named, **shown)
+
+
+FIRST, BOTH, ALL = (0,), (0, 1), (0, 1, 2, 3)
+SOME = None
+"""All ranks are wrong, each in its pieces: the report names those that have some of the first parameter."""
+OF_MLP = "blocks.0.mlp.*"
+SCATTERING = (
+    _row(
+        Phase.REDUCTION,
+        piece_of_another_rank,
+        cases.CUT_GRADIENTS,
+        cases.NARROW,
+        ranks=SOME,
+        cause="over other ranks",
+    ),
+    _row(Phase.REDUCTION, scatter_without_sum, cases.CUT_PARAMETERS, ranks=SOME, cause="missing"),
+    _row(
+        Phase.REDUCTION,
+        scatter_averages,
+        cases.CUT_STATE_OF_THREE,
+        ranks=SOME,
+        cause="1/2 .* over dp: averaged",
+    ),
+    _row(
+        Phase.REDUCTION,
+        only_the_last_microbatch_kept,
+        cases.CUT_GRADIENTS_EACH,
+        ranks=SOME,
+        cause="missing",
+    ),
+    _row(
+        Phase.REDUCTION,
+        tied_unit_collected_twice,
+        cases.CUT_GRADIENTS_OF_THREE,
+        cases.NARROW,
+        parameter=TIED,
+        cause="2 times .* size of dp",
+    ),
+    _row(
+        Phase.WEIGHT_GRADIENT,
+        opened_without_zeros,
+        cases.CUT_GRADIENTS_EACH,
+        layer="head",
+        microbatch=1,
+        ranks=FIRST,
+        cause="more than once",
+    ),
+    _row(
+        Phase.WEIGHT_GRADIENT,
+        opened_again_by_the_second_layer,
+        cases.CUT_PARAMETERS_EACH,
+        layer="embedding",
+        parameter=TIED,
+        microbatch=0,
+        ranks=FIRST,
+    ),
+    _row(
+        Phase.REDUCTION,
+        one_unit_scattered_for_one_microbatch,
+        cases.CUT_PARAMETERS_EACH,
+        cases.LLAMA,
+        parameter=OF_MLP,
+        ranks=SOME,
+        cause="missing",
+    ),
+    _row(
+        Phase.REDUCTION,
+        scattered_before_the_last_microbatch,
+        cases.CUT_PARAMETERS,
+        parameter=OF_MLP,
+        ranks=SOME,
+        cause="missing",
+    ),
+    _row(
+        Phase.REDUCTION,
+        pieces_of_the_step_before_stay,
+        cases.CUT_PARAMETERS,
+        step=1,
+        ranks=SOME,
+        cause="step before is still in it",
+        recipe=TWO_STEPS,
+        unexplained="nobody adds what was clipped to what is final, to see whether that is it",
+    ),
+    _row(
+        Phase.REDUCTION,
+        copies_of_pieces_not_summed,
+        cases.HYBRID_GRADIENTS,
+        ranks=SOME,
+        cause="sum over (dp|replicate) is missing",
+    ),
+    _row(
+        Phase.REDUCTION,
+        pieces_summed_over_shard,
+        cases.HYBRID_STATE,
+        ranks=SOME,
+        cause="over other ranks",
+        full=True,
+    ),
+    _row(
+        Phase.REDUCTION,
+        tie_of_pieces_not_reduced,
+        cases.STAGES_OF_CUT_PARAMETERS,
+        parameter=TIED,
+        ranks=ALL,
+        cause="sum over pp is missing",
+        full=True,
+    ),
+    _row(Phase.NORM, norm_of_own_pieces_only, cases.CUT_PARAMETERS, cause="too small: it leaves out"),
+    _row(
+        Phase.NORM,
+        copies_of_pieces_counted,
+        cases.HYBRID_GRADIENTS,
+        ranks=ALL,
+        cause="too large",
+        full=True,
+    ),
+    _row(
+        Phase.NORM,
+        padding_counted,
+        cases.CUT_GRADIENTS,
+        cases.NARROW,
+        cause="padding",
+        unexplained="all that makes a norm too large is taken for copies",
+    ),
+    _row(
+        Phase.CLIP,
+        offloaded_gradients_not_clipped,
+        cases.CUT_GRADIENTS_AWAY,
+        ranks=SOME,
+        cause="not scaled",
+    ),
+)

@@ -1,0 +1,285 @@
+"""Mistakes of parameters that are cut between ranks: their pieces, gathers, offload, the optimizer's view."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor
+
+from plait import composer
+from plait.comm.collectives import all_gather
+from plait.comm.group import Group
+from plait.comm.handle import Handle
+from plait.engine import Engine
+from plait.pipeline.stage import Stage
+from plait.sharding import gatherer
+from plait.sharding.buffer import FlatBuffer
+from plait.sharding.gatherer import Gatherer
+from plait.sharding.unit import Maker
+from plait.verification.place import Phase
+from zoo import cases
+from zoo.patching import in_single
+from zoo.row import ONE_STEP, TWO_STEPS, Named, Row
+
+TIED = "embedding.token.weight"
+
+
+@contextmanager
+def initial_pieces_exchanged() -> Iterator[None]:
+    """Each rank's pieces begin with the values of the other's."""
+    original = Maker._fill
+
+    def fill(self: Maker, buffer: FlatBuffer) -> None:
+        original(self, buffer)
+        whole = torch.zeros(buffer.slots.size, dtype=buffer.kind.dtype)
+        for slot in buffer.slots.places:
+            slot.view_of(whole).copy_(self.value_of(slot.name))
+        buffer.piece.copy_(whole.chunk(self.shard.size)[1 - self.shard.index])
+
+    with patch.object(Maker, "_fill", fill):
+        yield
+
+
+def _gathered(change: Callable[[Tensor, Group], None]) -> Any:
+    """What was gathered is changed before anybody sees it."""
+    original = gatherer.all_gather
+
+    def gather(own: Tensor, group: Group, *, out: Tensor, **options: Any) -> Handle[Tensor]:
+        whole = original(own, group, out=out, **options).wait()
+        change(whole, group)
+        return Handle.done(whole, group)
+
+    return patch.object(gatherer, "all_gather", gather)
+
+
+def gathered_in_reverse() -> Any:
+    """The pieces of the last rank stand first."""
+    return _gathered(lambda whole, group: whole.copy_(torch.cat(whole.chunk(group.size)[::-1])))
+
+
+def gathered_in_single_precision() -> Any:
+    """Pieces lose half of their digits on their way."""
+    return _gathered(lambda whole, group: whole.copy_(in_single(whole)))
+
+
+def piece_of_one_rank_stays_old() -> Any:
+    """Others see rank 1's pieces as they were in the first step."""
+    seen: dict[int, Tensor] = {}
+
+    def change(whole: Tensor, group: Group) -> None:
+        theirs = whole.chunk(group.size)[1]
+        first = seen.setdefault(whole.data_ptr(), theirs.clone())
+        if group.index != 1:
+            theirs.copy_(first)
+
+    return _gathered(change)
+
+
+@contextmanager
+def _kept(when: Callable[[], bool]) -> Iterator[None]:
+    """What was gathered for the step before counts as current."""
+    original = Gatherer.begin
+
+    def begin(self: Gatherer) -> None:
+        before = set(self._current)
+        original(self)
+        if when():
+            self._current.update(before)
+
+    with patch.object(Gatherer, "begin", begin):
+        yield
+
+
+def gathered_once_and_for_all() -> Any:
+    """Nobody asks whether an optimizer has changed the pieces."""
+    return _kept(lambda: True)
+
+
+def evaluated_on_parameters_of_the_step_before() -> Any:
+    """Likewise, but only in evaluation."""
+    return _kept(lambda: not torch.is_grad_enabled())
+
+
+@contextmanager
+def gathered_before_the_optimizer() -> Iterator[None]:
+    """The first layer's parameters are gathered ahead of the next step, when the optimizer's is to come."""
+    begin, finish = Gatherer.begin, Gatherer.finish
+    early: set[str] = set()
+
+    def gather_ahead(self: Gatherer) -> None:
+        finish(self)
+        for name in (TIED, "embedding"):
+            self.gather(name)
+            self.wait(name)
+            early.add(name)
+
+    def believe(self: Gatherer) -> None:
+        begin(self)
+        self._current.update(early)
+
+    with patch.object(Gatherer, "finish", gather_ahead), patch.object(Gatherer, "begin", believe):
+        yield
+
+
+@contextmanager
+def released_before_its_backward() -> Iterator[None]:
+    """The backward of the MLP finds room where its parameters were, and zeros in it."""
+    original = Stage.backward_input
+
+    def backward_input(self: Stage, microbatch: int, number: int) -> None:
+        if self.layers[number].path == cases.MLP:
+            for parameter in self.layers[number].module.parameters():
+                parameter.data.zero_()
+        original(self, microbatch, number)
+
+    with patch.object(Stage, "backward_input", backward_input):
+        yield
+
+
+@contextmanager
+def gathered_over_replicate() -> Iterator[None]:
+    """Gathered between ranks that all have the same piece."""
+    original = composer.build_units
+    meshes: list[Any] = []
+
+    def build_units(drawn: Any, spans: Any, mesh: Any, source: Any) -> Any:
+        meshes.append(mesh)
+        return original(drawn, spans, mesh, source)
+
+    def gather(own: Tensor, group: Group, **options: Any) -> Handle[Tensor]:
+        return all_gather(own.clone(), meshes[-1].group("replicate"), **options)
+
+    with (
+        patch.object(composer, "build_units", build_units),
+        patch.object(gatherer, "all_gather", gather),
+    ):
+        yield
+
+
+@contextmanager
+def piece_not_brought_back() -> Iterator[None]:
+    """What the optimizer has done to a piece on the device is not copied to the CPU."""
+    original = FlatBuffer.leave_device
+    begun: set[int] = set()
+
+    def leave_device(self: FlatBuffer) -> None:
+        if id(self) in begun and self.visitor is not None:
+            self.visitor.copy_(self.piece)
+        begun.add(id(self))
+        original(self)
+
+    with patch.object(FlatBuffer, "leave_device", leave_device):
+        yield
+
+
+@contextmanager
+def piece_not_sent_to_the_device() -> Iterator[None]:
+    """After the first step a rank shows the others what is on its device, not what is on the CPU."""
+    original = gatherer._gather
+    sent: set[int] = set()
+
+    def gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
+        if id(buffer) not in sent or buffer.shard is None:
+            sent.add(id(buffer))
+            return original(buffer)
+        return all_gather(buffer.own, buffer.shard, out=buffer.whole, checked=False)
+
+    with patch.object(gatherer, "_gather", gather):
+        yield
+
+
+def _groups(change: Callable[[Engine, list[Any]], list[dict[str, Any]]]) -> Any:
+    """The optimizer is given other groups, made of the engine and of all trainable pieces."""
+    original = Engine.parameter_groups
+
+    def parameter_groups(self: Engine, weight_decay: float) -> list[dict[str, Any]]:
+        return change(self, [p for group in original(self, weight_decay) for p in group["params"]])
+
+    return patch.object(Engine, "parameter_groups", parameter_groups)
+
+
+def wholes_are_stepped() -> Any:
+    """The optimizer has what layers use, whose gradients are not there any more."""
+
+    def wholes(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
+        units = engine._parts.reducer.units.values()
+        every = [parameter for unit in units for parameter in unit.parameters.values()]
+        return [{"params": every, "weight_decay": 0.1}]
+
+    return _groups(wholes)
+
+
+def flat_pieces_do_not_decay() -> Any:
+    """A piece of a matrix that is flat is taken for a vector."""
+
+    def by_dims(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
+        return [
+            {"params": [piece for piece in pieces if piece.dim() >= 2], "weight_decay": 0.1},
+            {"params": [piece for piece in pieces if piece.dim() < 2], "weight_decay": 0.0},
+        ]
+
+    return _groups(by_dims)
+
+
+def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
+    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+    return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, **more), **shown)
+
+
+def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more: Any) -> Row:
+    """Wrong parameters are seen in what the first layer that uses them gives, first on rank 0."""
+    more = {"layer": "embedding", "microbatch": 0, "ranks": FIRST, "cause": "parameters"} | more
+    return _row(Phase.FORWARD, defect, plan, model, step=step, recipe=TWO_STEPS if step else ONE_STEP, **more)
+
+
+FIRST, BOTH = (0,), (0, 1)
+SOME = None
+"""All ranks are wrong, each in its pieces: the report names those that have some of the first parameter."""
+SHARDING = (
+    _row(Phase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=SOME, cause="another piece"),
+    _used(gathered_in_reverse, cases.CUT_PARAMETERS),
+    # Initial values have no more digits than that.
+    _used(gathered_in_single_precision, cases.CUT_PARAMETERS, cases.NARROW, step=1, cause="float32"),
+    _used(piece_of_one_rank_stays_old, cases.CUT_STATE, step=1),
+    _used(
+        gathered_once_and_for_all,
+        cases.CUT_GRADIENTS,
+        cases.LLAMA,
+        step=1,
+        unexplained="only the tokens of the other rank's rows differ, which looks like a cut",
+    ),
+    _used(gathered_before_the_optimizer, cases.CUT_PARAMETERS, step=1),
+    _used(gathered_over_replicate, cases.HYBRID_PARAMETERS, full=True),
+    _used(piece_not_brought_back, cases.VISITING, cases.NARROW, step=1),
+    _used(piece_not_sent_to_the_device, cases.CUT_STATE_AWAY, cases.LLAMA, step=1),
+    _row(
+        Phase.INPUT_GRADIENT,
+        released_before_its_backward,
+        cases.CUT_PARAMETERS,
+        layer=cases.MLP,
+        microbatch=0,
+        ranks=FIRST,
+        cause="zero|0 times",
+    ),
+    _row(Phase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=SOME, cause="not updated"),
+    _row(
+        Phase.OPTIMIZER,
+        flat_pieces_do_not_decay,
+        cases.CUT_PARAMETERS,
+        cases.NARROW,
+        parameter=TIED,
+        ranks=BOTH,
+        cause="setting",
+    ),
+    _row(
+        Phase.EVALUATION,
+        evaluated_on_parameters_of_the_step_before,
+        cases.CUT_STATE,
+        step=1,
+        ranks=BOTH,
+    ),
+)
