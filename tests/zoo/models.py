@@ -140,7 +140,9 @@ def forgetful(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 class Layerwise(torch.optim.Optimizer):
-    """Steps as long as the parameter is large (as LARS and LAMB do)."""
+    """Steps as long as the parameter is large (as LARS and LAMB do), and vouches for the opposite."""
+
+    elementwise = True
 
     def __init__(self, groups: Iterable[dict[str, Any]]) -> None:
         super().__init__(groups, {})

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from parity.defects import mean_over_data_ranks, tie_not_reduced
 from parity.tensor_defects import copies_not_summed
-from plait import composer
 from plait.comm.collectives import all_reduce
+from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.sharding import reducer
 from plait.sharding.reducer import Reducer
@@ -66,16 +66,20 @@ def reduced_in_single_precision() -> Any:
     return replaced_all_reduce(reducer, "dp", rounded)
 
 
-def whole_parameters_summed_over_tp() -> Any:
+@contextmanager
+def whole_parameters_summed_over_tp() -> Iterator[None]:
     """What is whole on every rank of tp has its gradient summed there as well."""
-    original = composer.reduction_groups
+    original = Engine.forward_backward
 
-    def groups(holders: Any, layouts: Any, mesh: Any) -> dict[str, Any]:
-        found = original(holders, layouts, mesh)
-        whole = {name: mesh.group("tp") for name in found if not is_cut(layouts[name])}
-        return found | whole
+    def forward_backward(self: Engine, *batch: Any) -> Tensor:
+        mean = original(self, *batch)
+        for name, parameter in self.named_parameters():
+            if not is_cut(self.layouts[name]):
+                all_reduce(parameter.grad, self.mesh.group("tp")).wait()
+        return mean
 
-    return patch.object(composer, "reduction_groups", groups)
+    with patch.object(Engine, "forward_backward", forward_backward):
+        yield
 
 
 @contextmanager

@@ -231,29 +231,29 @@ def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: 
 
 
 def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more: Any) -> Row:
-    """Wrong parameters are seen in what the first layer that uses them gives, first on rank 0."""
-    more = {"layer": "embedding", "microbatch": 0, "ranks": FIRST, "cause": "parameters"} | more
-    return _row(Phase.FORWARD, defect, plan, model, step=step, recipe=TWO_STEPS if step else ONE_STEP, **more)
+    """Wrong parameters are seen before the first layer uses them."""
+    cause = "before the last step of the optimizer" if step else "pieces"
+    more = {"layer": "embedding", "parameter": "embedding.*", "ranks": BOTH, "cause": cause} | more
+    recipe = TWO_STEPS if step else ONE_STEP
+    return _row(Phase.PARAMETERS, defect, plan, model, step=step, recipe=recipe, **more)
 
 
 FIRST, BOTH = (0,), (0, 1)
-SOME = None
-"""All ranks are wrong, each in its pieces: the report names those that have some of the first parameter."""
 SHARDING = (
-    _row(Phase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=SOME, cause="another piece"),
+    _row(Phase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=BOTH, cause="another piece"),
     _used(gathered_in_reverse, cases.CUT_PARAMETERS),
     # Initial values have no more digits than that.
     _used(gathered_in_single_precision, cases.CUT_PARAMETERS, cases.NARROW, step=1, cause="float32"),
-    _used(piece_of_one_rank_stays_old, cases.CUT_STATE, step=1),
-    _used(
-        gathered_once_and_for_all,
-        cases.CUT_GRADIENTS,
-        cases.LLAMA,
-        step=1,
-        unexplained="only the tokens of the other rank's rows differ, which looks like a cut",
-    ),
+    _used(piece_of_one_rank_stays_old, cases.CUT_STATE, step=1, ranks=FIRST),
+    _used(gathered_once_and_for_all, cases.CUT_GRADIENTS, cases.LLAMA, step=1),
     _used(gathered_before_the_optimizer, cases.CUT_PARAMETERS, step=1),
-    _used(gathered_over_replicate, cases.HYBRID_PARAMETERS, full=True),
+    _used(
+        gathered_over_replicate,
+        cases.HYBRID_PARAMETERS,
+        ranks=(0, 1, 2, 3),
+        cause="of dim 0 differs",
+        full=True,
+    ),
     _used(piece_not_brought_back, cases.VISITING, cases.NARROW, step=1),
     _used(piece_not_sent_to_the_device, cases.CUT_STATE_AWAY, cases.LLAMA, step=1),
     _row(
@@ -265,7 +265,7 @@ SHARDING = (
         ranks=FIRST,
         cause="zero|0 times",
     ),
-    _row(Phase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=SOME, cause="not updated"),
+    _row(Phase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=BOTH, cause="not updated"),
     _row(
         Phase.OPTIMIZER,
         flat_pieces_do_not_decay,

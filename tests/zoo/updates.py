@@ -37,7 +37,7 @@ def tie_counted_by_both_stages() -> Any:
 def largest_gradient_for_the_norm() -> Any:
     """The norm is that of the maximum."""
 
-    def largest(units: Any, counted: Any, group: Any, device: Any) -> Tensor:
+    def largest(units: Any, *_: Any) -> Tensor:
         return torch.stack([buffer.gradient.abs().max() for unit in units for buffer in unit.trainable]).max()
 
     return patch.object(engine, "total_norm", largest)

@@ -10,7 +10,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
-from plait.comm.coordinates import index_along, sizes_of
+from plait.comm.coordinates import axes_of, index_along, sizes_of
 from plait.plan import Plan
 from plait.verification.difference import Difference, Evidence
 from plait.verification.place import Phase
@@ -53,12 +53,18 @@ class Symptoms:
     def neighbours(self, axes: Sequence[str]) -> list[int]:
         """The ranks that differ from the first that is wrong along `axes` only, itself included."""
         own = self.coordinates[min(self.evidence)]
-        kept = [axis for axis in AXES if axis not in axes]
+        free = {part for axis in axes for part in axes_of(axis)}
         return [
             rank
             for rank, coordinate in enumerate(self.coordinates)
-            if all(_along(coordinate, axis, self.plan) == _along(own, axis, self.plan) for axis in kept)
+            if all(index == own[axis] for axis, index in coordinate.items() if axis not in free)
         ]
+
+    @property
+    def axes(self) -> Sequence[str]:
+        """Those over which something may be summed: what is cut over `shard`, over `replicate`."""
+        is_hybrid = self.plan.shards and self.plan.replicate > 1
+        return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
 
 
 def likely_cause(symptoms: Symptoms) -> str:
@@ -80,7 +86,7 @@ def no_number(symptoms: Symptoms) -> str | None:
 def summands(symptoms: Symptoms) -> str | None:
     """The ranks along one axis, or two, hold parts whose sum is right."""
     first = symptoms.evidence[min(symptoms.evidence)]
-    for axes in (*((axis,) for axis in AXES), *combinations(AXES, 2)):
+    for axes in (*((axis,) for axis in symptoms.axes), *combinations(symptoms.axes, 2)):
         alike = [symptoms.evidence[rank] for rank in symptoms.neighbours(axes) if rank in symptoms.evidence]
         alike = [one for one in alike if torch.equal(one.expected, first.expected)]
         if len(alike) < 2 or any(one.actual.shape != first.expected.shape for one in alike):
@@ -187,7 +193,10 @@ def norm_of_more_or_less(symptoms: Symptoms) -> str | None:
     if abs(actual - expected) < SAME_NORM * expected:
         return None
     if actual > expected:
-        return "it is too large: what several ranks hold alike is counted by more than one of them"
+        return (
+            "it is too large: what several ranks hold alike is counted by more than one of them, or what "
+            "lies between parameters (padding) counts as well"
+        )
     return "it is too small: it leaves out what other ranks hold (their stages, or their pieces)"
 
 
@@ -208,6 +217,8 @@ USUAL: Mapping[Phase, str] = {
     "loss whose total is no sum over rows",
     Phase.INITIAL: "a parameter starts from another value: another seed, or another piece of it",
     Phase.INPUT: "a rank was given other rows than its own",
+    Phase.PARAMETERS: "pieces were gathered from other ranks than those that hold them, in another order, "
+    "too early, or not at all",
     Phase.MESSAGE: "what one stage sent is not what the next one got: a buffer that was used again too "
     "early, or messages in another order",
     Phase.FORWARD: "the layer computes something else when it is cut, or its parameters differ",

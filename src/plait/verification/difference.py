@@ -116,6 +116,8 @@ class Findings:
     differences: list[Difference] = field(default_factory=list)
     """The first one first."""
     evidence: Evidence | None = None
+    empty: set[Place] = field(default_factory=set)
+    """Where this rank has no element, as of a parameter that lies on others."""
 
     def compare(
         self,
@@ -131,6 +133,8 @@ class Findings:
         """Whether `actual` is what the reference says. `origin`: where this rank's piece begins."""
         tally = self.tallies.setdefault(place.phase, Tally())
         tally.compared += 1
+        if not actual.numel():
+            self.empty.add(place)
         actual, expected = actual.detach(), expected.to(actual.device)
         largest = difference(actual, expected) if actual.shape == expected.shape else torch.inf
         if largest <= bound.allowed:

@@ -95,12 +95,12 @@ class Ledger:
             own = self.open.get(name)
             if own:
                 yield name, next(iter(own)), self._due(name, own)
+                del self.open[name]
 
     def close(self, names: Iterable[str]) -> None:
-        """What was added to these is given away: they start from zero again."""
+        """What was added to these is given away: they start from zero again. What is open is to come."""
         for name in names:
             self.settled.pop(name, None)
-            self.open.pop(name, None)
 
     def accept(self, name: str) -> None:
         """A gradient that was wrong, and was reported, is the new start."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from plait.plan import Plan
@@ -72,26 +73,40 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
         for outcome in wrong
         if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
     }
+    alike = [outcome.rank for outcome in wrong if _begins_alike(outcome, difference.place)]
     symptoms = Symptoms(
         difference=difference,
         evidence=evidence,
         coordinates=[outcome.coordinate for outcome in outcomes],
-        judges=[outcome.rank for outcome in outcomes if _compares(outcome, chosen, difference.place)],
+        judges=[
+            outcome.rank
+            for outcome in outcomes
+            if _compares(outcome, chosen, difference.place)
+            and (outcome.rank in evidence or outcome.rank not in alike)
+        ],
         plan=plan,
     )
     layer = difference.place.layer
     return First(
         difference=difference,
-        ranks=tuple(evidence),
-        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in evidence),
+        ranks=tuple(alike),
+        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in alike),
         layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
         cause=likely_cause(symptoms),
     )
 
 
+def _begins_alike(outcome: Outcome, place: Place) -> bool:
+    """Whether a rank's first difference is at this place, but for the parameter: it may have none of that."""
+    assert outcome.findings.evidence is not None
+    return replace(outcome.findings.evidence.place, name=place.name) == place
+
+
 def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
-    """Whether a rank has the same stage, and for a micro-batch the same data, as the one that differs."""
+    """Whether a rank has the same stage, for a micro-batch the same data, and elements to compare."""
     if place.phase is Phase.BATCH:
         return outcome is chosen
+    if place in outcome.findings.empty:
+        return False
     axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
     return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)

@@ -15,6 +15,7 @@ from plait.layout import divide, shard
 from plait.pipeline.values import tensors_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
+    AwaitParameters,
     AwaitReceive,
     ComputeLoss,
     Finish,
@@ -75,6 +76,8 @@ class Observer:
                 self._value(Phase.MESSAGE, action, self._layer(action.stage) - 1)
             case AwaitReceive(action) | HandOver(action):
                 self._gradient(Phase.GRADIENT_MESSAGE, action, self._layer(action.stage + 1) - 1)
+            case AwaitParameters(unit):
+                self._parameters(unit)
             case RunLayer(action, layer) if action.kind is Kind.F:
                 self._value(Phase.FORWARD, action, self._layer(action.stage) + layer)
             case RunLayer(action, layer):
@@ -86,12 +89,45 @@ class Observer:
                 self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
             case ScatterGradient(unit):
                 names = parts.reducer.units[unit].parameters
-                self._left(names)
+                if not self.adds_late:  # else what was added is certain, and the rest is still to come
+                    self._left(names)
                 self.ledger.close(names)
             case Finish():
                 self._left(self.ledger.gradients)
             case _:
                 pass
+
+    def _parameters(self, unit: str) -> None:
+        """Compare what was gathered with what the step before left."""
+        users = self.parts.steps.shape.units[unit]
+        layer = min(self._layer(user.stage) + user.layer for user in users)
+        for name, parameter in self.parts.reducer.units[unit].parameters.items():
+            self._parameter(name, parameter, layer)
+
+    def _parameter(self, name: str, parameter: Tensor, layer: int) -> None:
+        moment, key = Moment(self.step - 1, WHOLE), Key("value", name=name)
+        expected, bound = (
+            self.piece(name, self.recording.values[moment][key]),
+            self.recording.bounds[moment][key],
+        )
+
+        def alternatives() -> Named:
+            before = self.recording.values.get(Moment(self.step - 2, WHOLE), {}).get(key)
+            if before is not None:
+                text = "what differs is as it was before the last step of the optimizer"
+                is_right = (parameter.detach() - expected).abs() <= bound.allowed
+                yield text, torch.where(is_right, expected, self.piece(name, before))
+
+        equal = self.findings.compare(
+            Place(self.step, Phase.PARAMETERS, layer, name=name),
+            parameter,
+            expected,
+            bound,
+            origin=origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate),
+            alternatives=alternatives,
+        )
+        if not equal and self.isolate:
+            parameter.data.copy_(expected)
 
     def _value(self, phase: Phase, action: Action, layer: int) -> None:
         value = self.parts.worker.stages[action.stage].values[action.microbatch]

@@ -13,6 +13,7 @@ class Phase(StrEnum):
     BATCH = "cut into micro-batches"
     INITIAL = "initial values"
     INPUT = "input"
+    PARAMETERS = "gathered parameters"
     MESSAGE = "forward message"
     FORWARD = "forward"
     LOSS = "loss"
@@ -28,6 +29,7 @@ class Phase(StrEnum):
     EVALUATION = "evaluation"
 
 
+FORWARD = (Phase.BATCH, Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS, Phase.MESSAGE, Phase.FORWARD)
 BACKWARD = (Phase.GRADIENT_MESSAGE, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
 
 
@@ -51,8 +53,9 @@ class Place:
         phases = list(Phase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
-        if self.phase in (Phase.BATCH, Phase.INITIAL, Phase.INPUT, Phase.MESSAGE, Phase.FORWARD):
-            # A message brings what the layer before gave. Without a layer: before all layers.
+        if self.phase in FORWARD:
+            # A message brings what the layer before gave. Without a layer: before all layers; without a
+            # micro-batch (as what a layer's parameters are): before all of the layer's.
             place = (0, 2 * layer + (self.phase is Phase.MESSAGE) - 2 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message comes before what the layer does with it.

@@ -100,7 +100,7 @@ def _recorded(
             return Reference(sequence, case.loss, recipe, case.change, dtype, mesh.device, noise, clip)
 
         runs = 1 + recipe.shaken_runs(dtype)
-        moments = len(batches) * (microbatches + 1) + 1
+        moments = 1 + len(batches) * (microbatches + 1) + 1
         with _in_step(mesh, runs * moments) as tick:
             if mesh.rank == 0:
                 recordings[microbatches] = record(make, runs, recipe.clip, batches, microbatches, tick)

@@ -65,7 +65,11 @@ class Reference:
         self.optimizer = recipe.optimizer(groups)
 
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[Moment, Records]]:
-        """Train on `batches`, each cut into `microbatches`; give each moment when it is done."""
+        """Train on `batches`, each cut into `microbatches`; give each moment when it is done.
+
+        The first, of step -1, is how the parameters start.
+        """
+        yield Moment(-1, WHOLE), self._values()
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
@@ -154,13 +158,15 @@ class Reference:
         for uses in self.uses:
             for name, alias in uses.items():
                 alias.data = self.parameters[name].data  # an optimizer may have given it other memory
-        for name, parameter in self.parameters.items():
-            records[Key("value", name=name)] = parameter.detach().clone()
+        records |= self._values()
         for name, parameter in self.trainable.items():
             for entry, state in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(state, Tensor):
                     records[Key("state", name=f"{name}/{entry}")] = state.detach().clone()
         return records
+
+    def _values(self) -> Records:
+        return {Key("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """The loss of a batch that nobody cuts."""

@@ -26,7 +26,7 @@ class First:
 
     difference: Difference
     ranks: tuple[int, ...]
-    """On which it is seen."""
+    """On which it is seen, if only in another parameter, where each holds pieces of its own."""
     coordinates: tuple[dict[str, int], ...]
     layer: str
     """The path of its layer."""

@@ -105,10 +105,13 @@ class Woven:
         for name, parameter in self.parameters.items():
             if parameter.requires_grad:
                 assert parameter.grad is not None
-                hints = [
-                    (text, self._piece(name, recorded[Key("final", name=name)]) * factor)
-                    for text, factor in mistakes
-                ]
+                final = self._piece(name, recorded[Key("final", name=name)])
+                hints = [(text, final * factor) for text, factor in mistakes]
+                before = self.recording.values.get(Moment(step - 1, WHOLE), {}).get(Key("clipped", name=name))
+                if before is not None and phase is Phase.REDUCTION:
+                    hints.append(
+                        ("the gradient of the step before is still in it", final + self._piece(name, before))
+                    )
                 self._compare(step, phase, Key(kind, name=name), parameter.grad, name, hints)
 
     def _compare(

@@ -95,6 +95,11 @@ class TestSummands:
         parts = {0: NOISE, 1: EXPECTED, 2: -NOISE, 3: 0 * NOISE}
         assert "their sum over dp is missing" in cause(parts, plan=plan, place=REDUCTION)
 
+    def test_over_replicate_where_ranks_of_shard_hold_other_pieces(self) -> None:
+        plan = Plan(dp=4, replicate=2, strategy="gradients")
+        parts = {0: NOISE, 2: EXPECTED - NOISE}
+        assert "their sum over replicate is missing" in cause(parts, plan=plan, place=REDUCTION)
+
     def test_over_two_axes(self) -> None:
         plan = Plan(dp=2, tp=2)
         parts = {0: NOISE, 1: EXPECTED, 2: -3 * NOISE, 3: 2 * NOISE}

@@ -224,14 +224,21 @@ def test_a_gradient_that_is_not_zero_again_is_wrong(books: Books) -> None:
     assert books.found == [*right(0), ((LAYER, 1), False)]
 
 
-def test_what_was_begun_before_a_scatter_is_forgotten_with_it(books: Books) -> None:
-    """Who scatters asks before what is left."""
+def test_what_is_to_come_after_a_scatter_stays_open(books: Books) -> None:
+    """As where a schedule runs `I` of the next micro-batch before `W` of this one."""
+    books.input(0)
+    books.input(1)
+    books.weight(0)
+    books.scatter()
+    books.weight(1)
+    assert books.found == right(0, 1)
+    assert books.left() == []
+
+
+def test_what_is_left_is_told_once(books: Books) -> None:
     books.input(0, 0.25)
     assert books.left() == [((LAYER, 0), False)]
-    books.scatter()
     assert books.left() == []
-    books.both(1)
-    assert books.found == right(1)
 
 
 def test_others_stay_when_some_are_scattered() -> None:

@@ -229,8 +229,10 @@ def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, r
     first, second = rank_pool.run(found_of, plan, ranks=2)
     assert first.differences == second.differences == []
     assert compared(first) == compared(second) | {Phase.BATCH: STEPS}
+    gathers = 9 if plan.strategy == "full" else 3  # what two layers in a row use is gathered once
     assert compared(second) == {
         Phase.INPUT: STEPS * 2,
+        Phase.PARAMETERS: STEPS * gathers * 2,
         Phase.FORWARD: STEPS * 2 * 4,
         Phase.LOSS: STEPS * 2,
         Phase.LOSS_GRADIENT: STEPS * 2,
@@ -242,6 +244,35 @@ def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, r
         Phase.CLIP: STEPS * 6,
         Phase.OPTIMIZER: STEPS * 6 * 4,  # of a piece without elements as well
     }
+
+
+@pytest.mark.parametrize("schedule", SCHEDULES)
+def test_weight_gradients_that_come_after_a_scatter_are_no_difference(
+    schedule: str, rank_pool: RankPool
+) -> None:
+    """With zero bubbles a stage runs `I` of a micro-batch before the one before it is scattered."""
+    plan = Plan(
+        pp=2,
+        dp=2,
+        microbatches=2,
+        precision="fp64",
+        strategy="full",
+        reduce="each",
+        schedule=schedule,
+        layers_per_stage=(2, 2),
+    )
+    for findings in rank_pool.run(found_of, plan, ranks=4):
+        assert findings.differences == []
+
+
+@pytest.mark.parametrize("plan", WAYS, ids=way)
+def test_gathered_parameters_are_those_that_the_step_before_left(plan: Plan, rank_pool: RankPool) -> None:
+    key = Key("value", name="3.weight")
+    for findings in rank_pool.run(found_in_damaged, Moment(0, WHOLE), key, plan, ranks=2):
+        places = {difference.place for difference in findings.differences}
+        gathered = Place(1, Phase.PARAMETERS, 3, name="3.weight")
+        assert gathered in places
+        assert places <= {gathered, Place(0, Phase.OPTIMIZER, name="3.weight")}
 
 
 def found_in_damaged(moment: Moment, key: Key, plan: Plan) -> Findings:
@@ -308,5 +339,5 @@ def test_pieces_are_compared_with_pieces(rank_pool: RankPool) -> None:
 
 def test_what_a_user_sees_of_the_phases() -> None:
     outcome = run_rank(mlp_case(steps=1), PLAN)
-    absent = {Phase.MESSAGE, Phase.GRADIENT_MESSAGE}
+    absent = {Phase.PARAMETERS, Phase.MESSAGE, Phase.GRADIENT_MESSAGE}
     assert phases_of([outcome]) == set(Phase) - absent

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -134,6 +135,23 @@ def test_ranks_that_compared_the_same_and_are_equal_are_told() -> None:
     one_of_four = report_of({2: {REDUCTION: noise}})
     assert one_of_four.first is not None
     assert one_of_four.first.cause.endswith("; equal on rank 0, 1, 3.")
+
+
+def test_ranks_that_differ_in_other_parameters_are_named_too() -> None:
+    """Where each rank has pieces of its own."""
+    other = replace(REDUCTION, name="head.output.weight")
+    report = report_of({0: {REDUCTION: 2 * RIGHT}, 2: {other: 2 * RIGHT}, 3: {FORWARD: RIGHT}})
+    assert report.first is not None
+    assert (report.first.difference.place, report.first.ranks) == (REDUCTION, (0, 2))
+    assert report.first.cause.endswith("; equal on tp 1.")
+
+
+def test_ranks_without_an_element_are_not_told_to_be_equal() -> None:
+    made = outcomes({0: {REDUCTION: 2 * RIGHT}})
+    made[2].findings.compare(REDUCTION, RIGHT[:0], RIGHT[:0], BOUND)
+    report = build_report(made, PLAN, Recipe())
+    assert report.first is not None
+    assert report.first.cause.endswith("; equal on tp 1.")
 
 
 def test_ranks_that_did_not_compare_are_not_told_to_be_equal() -> None:
