@@ -49,7 +49,7 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
     return {name: assemble(held, ranks[0]["layouts"][name]) for name, held in pieces.items()}
 
 
-@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), (1, 2)])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
 def test_the_same_bits(rank_pool: Any, pp: int, tp: int) -> None:
     plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
     expected = rank_pool.run(everything, plan, ranks=plan.world)
