@@ -15,11 +15,12 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install
 	$(BIN)/plait train --config examples/demo.toml
 
+# Two workers: what needs ranks (they wait for each other much of the time) runs beside what needs none.
 test: install
-	$(BIN)/pytest
+	$(BIN)/pytest -n 2 --dist loadgroup
 
 test-all: install
-	$(BIN)/pytest -m ''
+	$(BIN)/pytest -n 2 --dist loadgroup -m ''
 
 check: install
 	$(BIN)/ruff format --check .

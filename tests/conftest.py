@@ -19,6 +19,14 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("plait")
 
 
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Two workers, one pool: what uses the ranks runs on one worker, in its order, all else beside it."""
+    for item in items:
+        if "rank_pool" in getattr(item, "fixturenames", ()):
+            item.add_marker(pytest.mark.xdist_group("ranks"))
+
+
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Local CPU ranks: `rank_pool.run(function, *arguments, ranks=4)`; they start when asked for."""
