@@ -19,20 +19,15 @@ from plait.pipeline.precision import DTYPES
 from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import LayerSequence, sequence_of
 from plait.plan import Plan
-from plait.planner.cut import shortest_cut
+from plait.planner import ordered_cut
 from plait.rules import Rule, Rules
-from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 from plait.schedules.shape import Place, Shape, sharding_of
-from plait.search.schedule import require_known
 from plait.sharding.arranging import Arrangement, arrange, piece_layouts
 from plait.sharding.holding import Holders
 from plait.sharding.policy import Policy
 from plait.tensor.weave import layouts_of, rules_of_modules
 from plait.weaving import named
-
-SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
-"""Those with one stage a rank."""
 
 
 @dataclass(frozen=True)
@@ -81,35 +76,22 @@ def draw(model: nn.Module, plan: Plan, rules: Rules | None = None) -> Blueprint:
     whole_layouts = parameter_layouts(sequence, cuts, plan)
     policy = policy_of(plan, torch.device("meta"))
     arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, policy, plan.shard)
-    order = order_by(plan.schedule, plan.pp, plan.microbatches)
-    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, cut(sequence, plan, order))
+    order, counts = ordered_cut(
+        plan.schedule,
+        layer_costs(sequence.layers),
+        ranks=plan.pp,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+        limit=plan.memory_limit,
+        cut=plan.layers_per_stage,
+    )
+    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, counts)
 
 
 def refuse_missing_parts(plan: Plan) -> None:
     """PlanError for what a plan can say and the engine cannot do yet."""
-    require_known(plan.schedule)
-    available = {
-        "schedule": SCHEDULES,
-        "recompute": ("none",),
-        "chunks": (None, 1),
-    }
-    for name, values in available.items():
-        value = getattr(plan, name)
-        if value not in values:
-            known = " or ".join(repr(value) for value in values if value is not None)
-            raise PlanError(f"plan.{name} is {value!r}: only {known} is available yet.")
-
-
-def cut(sequence: LayerSequence, plan: Plan, order: Schedule) -> tuple[int, ...]:
-    """Layers per stage: the plan's own, or those for which the step is shortest."""
-    layers = len(sequence.layers)
-    counts = plan.layers_per_stage or shortest_cut(layer_costs(sequence.layers), order)
-    if len(counts) != plan.pp or sum(counts) != layers or min(counts) < 1:
-        raise PlanError(
-            f"plan.layers_per_stage = {list(counts)} does not cut {layers} layers into {plan.pp} stages: "
-            f"give {plan.pp} counts of at least 1 with the sum {layers}."
-        )
-    return tuple(counts)
+    if plan.recompute != "none":
+        raise PlanError(f"plan.recompute is {plan.recompute!r}: only 'none' is available yet.")
 
 
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:

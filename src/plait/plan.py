@@ -36,14 +36,17 @@ class Plan:
     one before (gradients like the master). `offload` keeps on the CPU what a rank holds of parameters while a
     step runs, or that, its gradients and so the optimizer's state (`full`), at all times.
 
+    `schedule` is the name of a policy, or `auto`: the shortest step in which no rank holds more than
+    `memory_limit`, by default what 1f1b holds. `memory_limit` counts in activations of one micro-batch on one
+    rank; a policy with a name is refused where it needs more. `chunks` is the number of stages on each rank,
+    by default the policy's own.
 
     `loss_scale` multiplies the loss, and divides the gradients when they are final; without it fp16 has a
     dynamic one, and other precisions have none.
 
-    `overlap`:
-    whether a stage's full backward computes input and weight gradients layer by layer, so that weight
-    gradients hide what `tp` sums; else all input gradients come first, so that the stage before can go on.
-    Without it stages whose gradient nobody waits for do the first, others the second.
+    `overlap`: whether a stage's full backward computes input and weight gradients layer by layer, so that
+    weight gradients hide what `tp` sums; else all input gradients come first, so that the stage before can
+    go on. Without it stages whose gradient nobody waits for do the first, others the second.
     """
 
     pp: int = 1
@@ -62,6 +65,7 @@ class Plan:
     reduce_precision: Precision | None = None
     offload: Offload = "none"
     loss_scale: float | None = None
+    memory_limit: float | None = None
     overlap: bool | None = None
     layers_per_stage: tuple[int, ...] | None = None
 
@@ -80,12 +84,8 @@ class Plan:
                 f"plan.precision is 'fp16' and plan.master_precision is {self.master_precision!r}: small "
                 "steps of an optimizer are lost in half precision, so set plan.master_precision to 'fp32'."
             )
-        if self.loss_scale is not None and not (
-            isinstance(self.loss_scale, int | float)
-            and self.loss_scale is not True
-            and 0 < self.loss_scale < float("inf")
-        ):
-            raise PlanError(f"plan.loss_scale is {self.loss_scale!r}: give a number above 0, or None.")
+        for name in ("loss_scale", "memory_limit"):
+            _require_positive(name, getattr(self, name))
         if self.offload != "none" and self.strategy == "none":
             raise PlanError(
                 f"plan.offload is {self.offload!r}, but with plan.strategy 'none' every rank keeps all: "
@@ -132,6 +132,13 @@ class Plan:
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(choices)}.")
+
+
+def _require_positive(name: str, value: object) -> None:
+    if value is not None and not (
+        isinstance(value, int | float) and value is not True and 0 < value < float("inf")
+    ):
+        raise PlanError(f"plan.{name} is {value!r}: give a number above 0, or None.")
 
 
 def _require_count(name: str, value: object) -> None:

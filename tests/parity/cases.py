@@ -17,6 +17,8 @@ from plait.tensor.losses import CrossEntropy
 
 GPT2_VOCAB = 37
 GPT2_CONTEXT = 8
+ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+"""The policies with one stage a rank: any model of as many layers as ranks can be cut for them."""
 
 Build = Callable[[], nn.Module]
 

@@ -2,15 +2,14 @@
 
 import pytest
 
-from parity.cases import gpt2
+from parity.cases import ONE_STAGE, gpt2
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
-from plait.blueprint import SCHEDULES
 from plait.plan import Plan
 
 FACTORS = {
     "microbatches": (1, 2, 3, 4, 5),
-    "schedule": SCHEDULES,
+    "schedule": ONE_STAGE,
     "pp": (1, 2, 4),
     "dp": (1, 2, 4),
     "layers": (2, 3),

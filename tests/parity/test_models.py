@@ -2,11 +2,10 @@
 
 import pytest
 
-from parity.cases import USER_CASES, gpt2, single_module
+from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
-from plait.blueprint import SCHEDULES
 from plait.comm.shared import SMALLEST
 from plait.plan import Plan
 
@@ -20,7 +19,7 @@ LAYOUTS = covering_rows(
     {
         "name": tuple(case.name for case in USER_CASES),
         "degrees": ((1, 1), (2, 1), (4, 1), (1, 2), (2, 2), (1, 4)),
-        "schedule": SCHEDULES,
+        "schedule": ONE_STAGE,
         "microbatches": (1, 5),
     }
 )

@@ -10,10 +10,9 @@ import pytest
 
 from parity import data
 from parity.case import Case
-from parity.cases import SMOOTHED, gpt2, llama
+from parity.cases import ONE_STAGE, SMOOTHED, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
-from plait.blueprint import SCHEDULES
 from plait.plan import Plan
 from plait.tensor.losses import CrossEntropy
 
@@ -27,7 +26,7 @@ FAMILIES = {
 """Heads divide by 2, 3 and 4, but where there are few: those of keys and values are then repeated."""
 FACTORS = {
     "family": tuple(FAMILIES),
-    "schedule": SCHEDULES,
+    "schedule": ONE_STAGE,
     "tp": (1, 2, 4),
     "pp": (1, 2),
     "dp": (1, 2),

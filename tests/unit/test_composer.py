@@ -10,7 +10,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from plait.blueprint import SCHEDULES, cut, parameter_holders, refuse_missing_parts, span, unit_users
+from parity.cases import ONE_STAGE
+from plait.blueprint import draw, parameter_holders, refuse_missing_parts, span, unit_users
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
@@ -18,13 +19,11 @@ from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.pipeline.sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.shape import Place
-from plait.search.schedule import schedule
 from plait.tensor.losses import cross_entropy
 
 
 def cut_by(model: nn.Module, plan: Plan) -> tuple[int, ...]:
-    order = schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches)
-    return cut(sequence_of(model), plan, order)
+    return draw(model, plan).counts
 
 
 def linears(count: int) -> nn.Sequential:
@@ -35,11 +34,6 @@ def linears(count: int) -> nn.Sequential:
     ("plan", "told"),
     [
         (Plan(recompute="selective"), "plan.recompute is 'selective': only 'none' is available yet."),
-        (Plan(chunks=2), "plan.chunks is 2: only 1 is available yet."),
-        (
-            Plan(schedule="auto"),
-            "plan.schedule is 'auto': only 'gpipe' or '1f1b' or 'zb-h1' or 'zb-h2' is available yet.",
-        ),
     ],
 )
 def test_what_is_not_there_yet_is_refused(plan: Plan, told: str) -> None:
@@ -49,7 +43,7 @@ def test_what_is_not_there_yet_is_refused(plan: Plan, told: str) -> None:
 
 
 def test_what_is_there_is_not_refused() -> None:
-    refuse_missing_parts(Plan(pp=4, tp=4, dp=4, replicate=2, chunks=1, microbatches=8, schedule="gpipe"))
+    refuse_missing_parts(Plan(pp=4, tp=4, dp=4, replicate=2, chunks=2, microbatches=8, schedule="auto"))
 
 
 @pytest.mark.parametrize(
@@ -59,6 +53,9 @@ def test_what_is_there_is_not_refused() -> None:
         (5, Plan(pp=1), (5,)),
         (4, Plan(pp=4), (1, 1, 1, 1)),
         (5, Plan(pp=2, layers_per_stage=(1, 4)), (1, 4)),
+        (5, Plan(pp=2, chunks=2, schedule="interleaved", microbatches=8), (2, 1, 1, 1)),
+        (5, Plan(pp=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
+        (5, Plan(pp=2, schedule="auto", layers_per_stage=(1, 1, 1, 2)), (1, 1, 1, 2)),
     ],
 )
 def test_stages_are_cut(layers: int, plan: Plan, counts: tuple[int, ...]) -> None:
@@ -71,9 +68,10 @@ def test_a_dear_layer_stands_with_fewer_others() -> None:
 
 
 @pytest.mark.parametrize("counts", [(5,), (2, 2), (2, 4), (2, 2, 1)])
-def test_counts_that_do_not_fit_are_refused(counts: tuple[int, ...]) -> None:
+@pytest.mark.parametrize("policy", ["1f1b", "auto"])
+def test_counts_that_do_not_fit_are_refused(policy: str, counts: tuple[int, ...]) -> None:
     with pytest.raises(PlanError) as caught:
-        cut_by(linears(5), Plan(pp=2, layers_per_stage=counts))
+        cut_by(linears(5), Plan(pp=2, schedule=policy, chunks=1, layers_per_stage=counts))
     assert str(caught.value) == (
         f"plan.layers_per_stage = {list(counts)} does not cut 5 layers into 2 stages: "
         "give 2 counts of at least 1 with the sum 5."
@@ -183,7 +181,7 @@ def assert_gradients(engine: Engine, wanted: dict[str, Tensor], times: int = 1) 
         torch.testing.assert_close(got[name], times * gradient, rtol=1e-12, atol=1e-14, msg=name)
 
 
-@pytest.mark.parametrize("schedule", SCHEDULES)
+@pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_one_rank_without_any_backend(schedule: str) -> None:
     assert not dist.is_initialized()
     model = small_model()

@@ -5,8 +5,8 @@ from itertools import groupby
 import pytest
 
 from parity.cases import gpt2, llama
-from plait.blueprint import SCHEDULES
 from plait.plan import Plan
+from plait.search.schedule import NAMES
 from plait.verification.layouts import Refused, plans_on, run_all
 from plait.verification.verify import report_on
 from zoo.row import case_of
@@ -54,7 +54,7 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
     chosen = [plans[number] for numbers in EACH.values() for number in numbers]
     assert len(plans) == 84
     assert len({layout_of(plan) for plan in chosen}) == len(chosen) == 6
-    assert {plan.schedule for plan in chosen} == set(SCHEDULES)
+    assert {plan.schedule for plan in chosen} == set(NAMES)
     assert all(plan.shards == (plan.dp > 1) for plan in chosen)
     assert {plan.replicate for plan in chosen} == {1, 2}
 

@@ -31,7 +31,7 @@ def shortest_cut(costs: Sequence[float], schedule: Schedule) -> Cut:
     best = balance(costs, schedule.stages)
     split = split_backward(schedule)
     allowed = MOST_ACTIONS // sum(len(actions) for actions in split.actions)
-    makespan = _makespan(best, costs, split)
+    makespan = makespan_of(best, costs, split)
     improved = True
     while improved:
         improved = False
@@ -39,7 +39,7 @@ def shortest_cut(costs: Sequence[float], schedule: Schedule) -> Cut:
             allowed -= 1
             if allowed < 0:
                 return best
-            candidate = _makespan(cut, costs, split)
+            candidate = makespan_of(cut, costs, split)
             if candidate < makespan:
                 best, makespan, improved = cut, candidate, True
     return best
@@ -68,7 +68,13 @@ def _neighbours(cut: Cut) -> Iterator[Cut]:
                 yield tuple(moved)
 
 
-def _makespan(cut: Cut, costs: Sequence[float], schedule: Schedule) -> float:
-    stops = [sum(cut[: stage + 1]) for stage in range(len(cut))]
-    thirds = [sum(costs[stop - count : stop]) / 3 for stop, count in zip(stops, cut, strict=True)]
+def makespan_of(cut: Cut, costs: Sequence[float], schedule: Schedule) -> float:
+    """How long a step of `schedule` is simulated to take with layers of such costs."""
+    thirds = thirds_of(cut, costs)
     return simulate(schedule, Costs(F=thirds, I=thirds, W=thirds)).makespan
+
+
+def thirds_of(cut: Cut, costs: Sequence[float]) -> list[float]:
+    """A third of what each stage costs."""
+    stops = [sum(cut[: stage + 1]) for stage in range(len(cut))]
+    return [sum(costs[stop - count : stop]) / 3 for stop, count in zip(stops, cut, strict=True)]

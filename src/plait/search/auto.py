@@ -38,13 +38,14 @@ EXACT_SIZE, EXACT_NODES = 160, 20_000
 
 
 def find(
-    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: int | None, measure: Measure
+    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: Sequence[int], measure: Measure
 ) -> Schedule:
     """The schedule with the least `measure` that was found among those in which no rank holds above `limit`.
 
     Its `policy` says where its stages live, or which named policy it is; its `bound` how short a schedule
     could be at best: as short as this one where nothing better exists. The same for the same arguments on
-    every machine. ScheduleError for a limit below what any schedule needs.
+    every machine. `chunks`: how many stages a rank may have. ScheduleError for a limit below what any
+    schedule needs.
     """
     problems = _problems(ranks, microbatches, costs, limit, chunks, measure)
     found = [_schedule(runner.problem, runner.settled.orders) for runner in race(problems, _effort(problems))]
@@ -65,7 +66,7 @@ def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, in
 
 
 def _problems(
-    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: int | None, measure: Measure
+    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: Sequence[int], measure: Measure
 ) -> list[Problem]:
     """The pipeline with its stages laid out in every way in which it can be run within the limit."""
     problems, least = [], Fraction(0)
@@ -88,12 +89,18 @@ def _problems(
     return problems
 
 
-def _layouts(ranks: int, costs: Costs, chunks: int | None) -> Iterator[Layout]:
+def chunk_counts(ranks: int, layers: int | None = None) -> Sequence[int]:
+    """How many chunks a rank are tried; where `layers` are to be cut, each stage gets one at least."""
+    most = MOST_CHUNKS if layers is None else min(MOST_CHUNKS, layers // ranks)
+    return range(1, max(most, 1) + 1)
+
+
+def _layouts(ranks: int, costs: Costs, chunks: Sequence[int]) -> Iterator[Layout]:
     every = (costs.F, costs.I, costs.W, costs.until_I, costs.until_W)
     lengths = {len(cost) for cost in every if isinstance(cost, Sequence)}
-    if chunks is None and lengths:
-        chunks = max(min(lengths) // ranks, 1)  # what does not fit is refused where costs are read
-    for count in range(1, MOST_CHUNKS + 1) if chunks is None else (chunks,):
+    if len(chunks) > 1 and lengths:
+        chunks = (max(min(lengths) // ranks, 1),)  # what does not fit is refused where costs are read
+    for count in chunks:
         if count == 1:
             yield Placement.LINEAR, 1
         else:

@@ -9,7 +9,7 @@ from plait.errors import ScheduleError
 from plait.schedules.check import check
 from plait.schedules.policies import POLICIES, InPattern, order_by, require_positive
 from plait.schedules.schedule import Schedule
-from plait.search.auto import Measure, find
+from plait.search.auto import Measure, chunk_counts, find
 from plait.search.patterns import settled_pattern
 from plait.simulation.costs import Costs
 
@@ -47,7 +47,8 @@ def schedule(
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs is {costs!r}: give plait.Costs(F=…, I=…, W=…, comm=…), or None.")
     if policy == AUTO:
-        return find(ranks, microbatches, costs, ranks if limit is None else limit, chunks, measure)
+        counts = chunk_counts(ranks) if chunks is None else (chunks,)
+        return find(ranks, microbatches, costs, ranks if limit is None else limit, counts, measure)
     made = order_by(policy, ranks, microbatches, chunks)
     kind = POLICIES[policy]
     if isinstance(kind, InPattern):

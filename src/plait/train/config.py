@@ -70,11 +70,7 @@ class _Available:
     what: str
 
 
-_AVAILABLE = (
-    _Available("schedule", ("1f1b", "gpipe", "zb-h1", "zb-h2"), "this schedule"),
-    _Available("chunks", (1, None), "more than one stage a rank"),
-    _Available("recompute", ("none",), "recomputing activations"),
-)
+_AVAILABLE = (_Available("recompute", ("none",), "recomputing activations"),)
 
 
 def _check_available(config: Config) -> None:

@@ -123,6 +123,11 @@ class ParallelConfig(Section):
     chunks: Count | None = Field(
         default=None, description="stages on each pipeline rank; none: the schedule's own"
     )
+    memory_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
+        default=None,
+        description="the most activations that a rank may hold, in those of one micro-batch; none: what 1f1b "
+        "holds for auto, no limit for the others",
+    )
     recompute: Recompute = Field(
         default="none", description="activations computed again in the backward pass"
     )

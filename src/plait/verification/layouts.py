@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import get_args
 
-from plait.blueprint import SCHEDULES
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
 from plait.plan import Offload, Plan, Reduce, Strategy
+from plait.search.schedule import NAMES
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, Recordings, run_rank
 
@@ -41,8 +41,8 @@ def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
             microbatches=_share(plan.dp * plan.microbatches, dp, rows),
             layers_per_stage=plan.layers_per_stage if pp == plan.pp else None,
         )
-        plans += [replace(layout, schedule=schedule) for schedule in SCHEDULES]
-        plans += map(_with_schedule, _sharded(layout), cycle(SCHEDULES))
+        plans += [replace(layout, schedule=schedule) for schedule in NAMES]
+        plans += map(_with_schedule, _sharded(layout), cycle(NAMES))
     return tuple(dict.fromkeys(plans))
 
 

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.blueprint import SCHEDULES
+from parity.cases import ONE_STAGE
 from plait.errors import PlanError
 from plait.planner import balance, shortest_cut
 from plait.planner.cut import split_backward
@@ -52,7 +52,7 @@ def test_many_micro_batches_want_even_stages():
 
 @given(
     costs=st.lists(st.integers(0, 9).map(float), min_size=2, max_size=8),
-    policy=st.sampled_from(SCHEDULES),
+    policy=st.sampled_from(ONE_STAGE),
     microbatches=st.integers(1, 6),
 )
 def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):

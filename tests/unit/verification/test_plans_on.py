@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
 
-from plait.blueprint import SCHEDULES
 from plait.comm.pool import RankPool
 from plait.plan import Plan
+from plait.search.schedule import NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.layouts import Refused, plans_on, run_all
@@ -43,7 +43,7 @@ def test_four_ranks_in_their_order() -> None:
     plans = plans_on(4, Plan(microbatches=4), 8)
     assert degrees(plans) == [(4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1)]
     whole = [plan for plan in plans if plan.strategy == "none"]
-    assert [plan.schedule for plan in whole] == list(SCHEDULES) * 6
+    assert [plan.schedule for plan in whole] == list(NAMES) * 6
     assert len(plans) == 24 + len(WAYS_TO_SHARD) * (1 + 1 + 2)
 
 
@@ -56,7 +56,7 @@ def test_each_layout_is_sharded_in_every_way(ranks: int, plan: Plan) -> None:
             (replicate, *way) for replicate in range(1, dp) if dp % replicate == 0 for way in WAYS_TO_SHARD
         ]
         assert [(one.replicate, one.strategy, one.reduce, one.offload) for one in own] == expected
-        assert [one.schedule for one in own] == list(islice(cycle(SCHEDULES), len(own)))
+        assert [one.schedule for one in own] == list(islice(cycle(NAMES), len(own)))
         assert all(one.shards for one in own)
 
 
@@ -66,7 +66,7 @@ def test_a_strategy_of_the_plans_own_is_not_given_twice() -> None:
     assert plan in plans
     assert len(plans) == len(set(plans))
     shards = [one for one in plans if one.shards]
-    assert len(shards) == len(SCHEDULES) + len(WAYS_TO_SHARD) - 1
+    assert len(shards) == len(NAMES) + len(WAYS_TO_SHARD) - 1
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
@@ -85,7 +85,7 @@ def test_none_is_left_out_but_for_rows_that_do_not_divide(ranks: int, plan: Plan
         (pp, dp, tp, schedule)
         for pp, dp, tp in product(range(1, ranks + 1), repeat=3)
         if pp * dp * tp == ranks and rows % dp == 0
-        for schedule in SCHEDULES
+        for schedule in NAMES
     }
     plans = plans_on(ranks, plan, rows)
     assert {(one.pp, one.dp, one.tp, one.schedule) for one in plans} == expected

@@ -1,0 +1,84 @@
+"""Every policy on real ranks: several stages a rank, in loops and in a v, with every strategy."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from parity.cases import USER_CASES, gpt2, llama
+from parity.pairs import covering_rows, every_row
+from parity.parity import check_parity
+from parity.woven import layer_count
+from plait.plan import Plan
+
+CHUNKED = ("interleaved", "zb-v", "v-half", "v-min", "auto")
+FACTORS = {
+    "schedule": CHUNKED,
+    "model": ((1, 1), (2, 1), (4, 1), (2, 2)),
+    "data": ((1, 1), (2, 1), (2, 2)),
+    "tied": (True, False),
+    "microbatches": (1, 2, 4, 5),
+    "strategy": ("none", "optimizer", "gradients", "full"),
+    "reduce": ("last", "each"),
+}
+"""`model`: pp and tp; `data`: dp and replicate."""
+DEEP_CASES = [case for case in USER_CASES if layer_count(case) >= 4]
+
+
+def allowed(row: dict[str, Any]) -> bool:
+    (pp, tp), (dp, _) = row.get("model", (1, 1)), row.get("data", (1, 1))
+    return pp * tp * dp <= 4
+
+
+def name_of(row: dict[str, Any]) -> str:
+    return "-".join(str(value).replace(" ", "") for value in row.values())
+
+
+def check(rank_pool: Any, row: dict[str, Any]) -> None:
+    (pp, tp), (dp, replicate) = row["model"], row["data"]
+    plan = Plan(
+        pp=pp,
+        tp=tp,
+        dp=dp,
+        replicate=replicate,
+        schedule=row["schedule"],
+        microbatches=row["microbatches"],
+        strategy=row["strategy"],
+        reduce=row["reduce"],
+        precision="fp64",
+    )
+    family = llama if tp > 1 else gpt2
+    check_parity(rank_pool, family(layers=3, tied=row["tied"]), plan)
+
+
+@pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
+def test_every_pair(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", every_row(FACTORS, allowed), ids=name_of)
+def test_the_product(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.parametrize(
+    "case", [case for case in USER_CASES if layer_count(case) >= 4], ids=lambda c: c.name
+)
+@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("zb-v", None)], ids=str)
+def test_users_models(rank_pool: Any, case: Any, schedule: str, chunks: int | None) -> None:
+    plan = Plan(pp=2, schedule=schedule, chunks=chunks, microbatches=4, precision="fp64")
+    check_parity(rank_pool, case, plan)
+
+
+def test_eight_ranks(rank_pool: Any) -> None:
+    plan = Plan(
+        pp=2, tp=2, dp=2, schedule="zb-v", microbatches=3, strategy="full", reduce="each", precision="fp64"
+    )
+    check_parity(rank_pool, llama(layers=2), plan)
+
+
+def test_chunks_in_a_loop(rank_pool: Any) -> None:
+    plan = Plan(pp=2, schedule="interleaved", chunks=4, microbatches=4, precision="fp64")
+    check_parity(rank_pool, gpt2(layers=3), plan)
