@@ -62,6 +62,12 @@ class Blueprint:
         """The ranks of `pp` that hold each parameter."""
         return parameter_holders(self.sequence, self.shape.units, self.order.rank_of)
 
+    @property
+    def in_half(self) -> bool:
+        """Whether gradients may overflow: something that trains is computed, or travels, in fp16."""
+        kinds = (kind for unit in self.arrangement.values() for kind in unit)
+        return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
+
     def policy_on(self, device: torch.device) -> Policy:
         """How a rank that computes on `device` keeps parameters and gradients."""
         return policy_of(self.plan, device)
@@ -76,6 +82,7 @@ def draw(model: nn.Module, plan: Plan, rules: Rules | None = None) -> Blueprint:
     whole_layouts = parameter_layouts(sequence, cuts, plan)
     policy = policy_of(plan, torch.device("meta"))
     arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, policy, plan.shard)
+    refuse_narrow_sums(plan, arrangement)
     order, counts = ordered_cut(
         plan.schedule,
         layer_costs(sequence.layers),
@@ -92,6 +99,20 @@ def refuse_missing_parts(plan: Plan) -> None:
     """PlanError for what a plan can say and the engine cannot do yet."""
     if plan.recompute != "none":
         raise PlanError(f"plan.recompute is {plan.recompute!r}: only 'none' is available yet.")
+
+
+def refuse_narrow_sums(plan: Plan, arrangement: Arrangement) -> None:
+    """PlanError where pieces of gradients would add up micro-batches in fewer digits than was asked for."""
+    if sharding_of(plan).scatters != "each":
+        return
+    for unit, kinds in arrangement.items():
+        for kind in kinds:
+            if kind.trains and kind.cut and kind.gradient.itemsize > kind.master.itemsize:
+                raise PlanError(
+                    f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
+                    f"the pieces of {unit or 'the model'} add up in the {kind.master} of its parameters: "
+                    "choose reduce 'last', or set plan.master_precision to the same."
+                )
 
 
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:

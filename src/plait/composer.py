@@ -97,6 +97,7 @@ def parallelize(
         reducer=Reducer(units),
         counted=counted_parameters(drawn.holders, drawn.layouts, mesh),
         vocabulary=vocabulary,
+        in_half=drawn.in_half,
         context=getattr(model, "context", None),
     )
     return Engine(parts)

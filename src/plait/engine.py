@@ -66,6 +66,8 @@ class Parts:
     """The parameters whose gradients count as this rank's in a norm over the model."""
     vocabulary: Vocabulary | None
     """What the model's logits are pieces of, where they are cut over `tp`."""
+    in_half: bool
+    """Whether gradients may overflow: something is computed, or travels, in fp16."""
     context: int | None
     """The longest sequence that the model takes, if it says so."""
 
@@ -87,7 +89,7 @@ class Engine:
         )
         cut = parts.plan.shards or parts.plan.tp > 1
         self._guard = Guard(self.parameters()) if cut else None
-        self._scale = loss_scale(parts.plan.loss_scale, parts.plan.precision)
+        self._scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -105,11 +107,13 @@ class Engine:
         reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
-        self._scale.begin(anew=not self._parts.reducer.has_gradients)
+        self._scale.begin(anew=self._parts.reducer.starts_anew)
         for stage in self._worker.stages.values():
             stage.input_gradients = input_gradients
         with torch.enable_grad():
-            return self._run_with_loss(self._parts.steps.train, inputs, targets, input_gradients)
+            loss = self._run_with_loss(self._parts.steps.train, inputs, targets, input_gradients)
+        self._scale.end()
+        return loss
 
     def evaluate(self, inputs: Value, targets: Value) -> Tensor:
         """The mean loss over the global batch, without gradients and with layers in evaluation mode.
@@ -164,25 +168,25 @@ class Engine:
 
         Over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`: the largest one.
         A norm that is not finite changes nothing; with `error_if_nonfinite` it raises `NonFiniteError` on
-        every rank. With a dynamic loss scale gradients that are not finite are thrown away, so that the
-        optimizer's next step does nothing, and the scale is halved; only then, or for the error, the host
-        waits for the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
+        every rank. With a loss scale gradients that are not finite are thrown away, so that the optimizer's
+        next step does nothing, and a dynamic scale is halved; only then, or for the error, the host waits for
+        the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
         where gradients are cut.
         """
         units = self._parts.reducer.units.values()
         group = self.mesh.group("world" if self.plan.shards else "model")
         norm = total_norm(units, self._parts.counted, group, self.mesh.device, norm_type)
         scale_to(units, norm, max_norm)
-        if self._scale.dynamic or error_if_nonfinite:
+        if self._scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
             self._scale.update(finite=finite)
+            if not finite and self._scale.guards:
+                self._parts.reducer.drop()
             if not finite and error_if_nonfinite:
                 raise NonFiniteError(
                     f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
                     "warm-up, or look at the data of that step."
                 )
-            if not finite and self._scale.dynamic:
-                self._parts.reducer.drop()
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -256,6 +260,11 @@ class Engine:
         return self._scale.value
 
     @property
+    def adapts_loss_scale(self) -> bool:
+        """Whether a step whose gradients overflow lowers the scale of the next one."""
+        return self._scale.dynamic
+
+    @property
     def layouts(self) -> Mapping[str, Layout]:
         """For every parameter of the model, by name: which piece of it each rank of its stage updates."""
         return self._parts.layouts
@@ -323,12 +332,14 @@ class Engine:
         """Carry out a program. `anew`: the optimizer may have been at work since the last one."""
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
+        if torch.is_inference_mode_enabled():
+            raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
         self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
         self._worker.loss_end.begin(targets, scale)
         trains = torch.is_grad_enabled()
-        if trains:
-            self._parts.reducer.begin(self._scale.value)
         try:
+            if trains:
+                self._parts.reducer.begin(self._scale.value)
             if anew:
                 self._parts.gatherer.begin()
             self._executor.run(program)

@@ -30,7 +30,8 @@ def fitting(setting: Setting, plan: Plan, limit: int) -> Plan | None:
     within operations too.
     """
     rows = setting.rows_of(plan)
-    setting = replace(setting, rows=rows)  # the batch stays as it is, however it is cut
+    if setting.inputs is None:
+        setting = replace(setting, rows=rows)  # the batch stays as it is, however it is cut
     for candidate in nearest(plan, rows, offloads=setting.where.type != "cpu"):
         if max(rank.most for rank in setting.ranks(candidate)) <= limit:
             return candidate

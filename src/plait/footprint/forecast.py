@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from plait.blueprint import Blueprint, draw
+from plait.errors import PlanError
 from plait.footprint.layers import Traces, as_input, traces_of
 from plait.footprint.rehearsal import Watcher, rehearse
 from plait.footprint.report import Memory, RankMemory
@@ -64,6 +65,17 @@ class Setting:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, Traces] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.loss, Loss):
+            raise PlanError(f"the loss is {self.loss!r}: give an object with total and weight.")
+        for name, least in (("rows", 1), ("moments", 0)):
+            value = getattr(self, name)
+            counts = isinstance(value, int) and not isinstance(value, bool) and value >= least
+            if not counts and (name, value) != ("rows", None):
+                raise PlanError(f"{name} is {value!r}: give a whole number of at least {least}.")
+        if self.rows is not None and self.inputs is not None:
+            raise PlanError(f"inputs have rows of their own: give them, or rows = {self.rows}, not both.")
 
     def forecast(self, plan: Plan) -> Memory:
         """What the plan takes."""

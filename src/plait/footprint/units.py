@@ -56,7 +56,9 @@ class BufferSizes:
     @property
     def visitor(self) -> int:
         """An offloaded piece that is on the device between steps, for the optimizer."""
-        return self.piece if self.policy.offloads_parameters and not self.policy.offloads_gradients else 0
+        policy = self.policy
+        comes = self.kind.trains and policy.offloads_parameters and not policy.offloads_gradients
+        return self.piece if comes else 0
 
     @property
     def gradient(self) -> int:

@@ -32,23 +32,33 @@ class LossScale:
         """
         if self.dynamic and anew and not self.checked:
             raise PlanError(
-                "with plan.precision fp16 gradients may overflow, and nobody looked: call "
+                "in fp16 gradients may overflow, and nobody looked: call "
                 "engine.clip_grad_norm_ (with float('inf') to clip nothing) before each optimizer.step()."
             )
+
+    def end(self) -> None:
+        """A step is done: there are new gradients. After one that failed there are none."""
         self.checked = False
+
+    @property
+    def guards(self) -> bool:
+        """Whether gradients that overflowed are to be thrown away."""
+        return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:
         """Gradients were looked at."""
         self.checked = True
         self.good_steps = self.good_steps + 1 if finite else 0
+        if not self.dynamic:
+            return
         if not finite:
             self.value /= 2
         elif self.good_steps == GROWS_AFTER:
             self.value, self.good_steps = self.value * 2, 0
 
 
-def loss_scale(told: float | None, precision: str | None) -> LossScale:
-    """The first scale: as told; else dynamic in half precision, and none otherwise."""
+def loss_scale(told: float | None, *, in_half: bool) -> LossScale:
+    """The first scale: as told; else dynamic where gradients may overflow, and none otherwise."""
     if told is not None:
         return LossScale(told)
-    return LossScale(FIRST, dynamic=True) if precision == "fp16" else LossScale()
+    return LossScale(FIRST, dynamic=True) if in_half else LossScale()

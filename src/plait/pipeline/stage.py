@@ -73,7 +73,7 @@ class Stage:
         info = self.infos[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         with self._named(microbatch, layer):
-            output = self.layers[layer].module(given)
+            output = _not_lent(self.layers[layer].module, self.layers[layer].module(given))
             info.check(output, self.layers[layer].path)
         # A layer that differentiates something while it runs (autograd.grad) asks for no weight gradient.
         self.keeper.take()
@@ -128,6 +128,14 @@ class Stage:
 
     def _named(self, microbatch: int, layer: int) -> Any:
         return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
+
+
+def _not_lent(module: nn.Module, output: Value) -> Value:
+    """`output`, copied where it lies in a parameter of the layer: that may be gone when the next runs."""
+    own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()} - {0}
+    return map_tensors(
+        lambda tensor: tensor.clone() if tensor.untyped_storage().data_ptr() in own else tensor, output
+    )
 
 
 def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:

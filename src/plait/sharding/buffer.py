@@ -64,6 +64,11 @@ class FlatBuffer:
         return self.pieces is not self.parameters
 
     @property
+    def is_read_by_device(self) -> bool:
+        """Whether the optimizer updates on the CPU what CUDA copies from."""
+        return self.has_pieces and not self.visits and self.whole.is_cuda and not self.piece.is_cuda
+
+    @property
     def own(self) -> Tensor:
         """This rank's part of `whole`, while that is there."""
         return self._own_part(self.whole)
@@ -136,6 +141,18 @@ class FlatBuffer:
                 raise PlanError(
                     f"requires_grad of {name} has changed to {parameter.requires_grad} since parallelize: "
                     "set it before, or parallelize again."
+                )
+
+    def refuse_other_data(self) -> None:
+        """PlanError when somebody gave what the optimizer updates another memory: nobody would look there."""
+        if not self.has_pieces:
+            return
+        flat = self.piece if self.visitor is None else self.visitor
+        for name, piece in self.pieces.items():
+            if piece.numel() and piece.data_ptr() != self.place_in(name, flat).data_ptr():
+                raise PlanError(
+                    f"the data of {name} was replaced, which the layers would not see: "
+                    "write to it in place, with copy_()."
                 )
 
     def attach_gradients(self) -> Tensor | None:

@@ -25,6 +25,7 @@ class Gatherer:
         """Of a step that failed: what a backend may still be writing to."""
         self._current: set[str] = set()
         """Units whose kept parameters are as the pieces are."""
+        self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers())
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What each instruction about units does."""
@@ -43,12 +44,15 @@ class Gatherer:
             _release(buffer)
         self._stale = []
         for buffer in self._buffers():
+            buffer.refuse_other_data()
             buffer.leave_device()
 
     def finish(self) -> None:
-        """After a step: what the optimizer updates lies where its gradients are."""
+        """After a step: what the optimizer updates lies where its gradients are, and nobody reads it."""
         for buffer in self._buffers():
             buffer.return_to_device()
+        if self._read_by_device:  # the optimizer's step, on the CPU, does not wait for copies to the device
+            torch.cuda.current_stream().synchronize()
 
     def gather(self, name: str) -> None:
         """Start filling a unit's parameters, unless they are there."""

@@ -10,7 +10,13 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
-from plait.schedules.program import AwaitScatter, Finish, OpenGradient, ReduceGradient, ScatterGradient
+from plait.schedules.program import (
+    AwaitScatter,
+    Finish,
+    OpenGradient,
+    ReduceGradient,
+    ScatterGradient,
+)
 from plait.sharding.buffer import FlatBuffer, give_room_back, make_room
 from plait.sharding.unit import Unit
 
@@ -22,7 +28,8 @@ class Reducer:
         self.units = units
         self.scale = 1.0
         """What this step's gradients are multiplied by until they are final."""
-        self._carried: list[tuple[FlatBuffer, Tensor]] = []
+        self._attached: list[tuple[FlatBuffer, Tensor | None]] = []
+        """The buffers of the step under way, with what their gradients were before it."""
         self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
         self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
         self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
@@ -39,10 +46,11 @@ class Reducer:
         }
 
     @property
-    def has_gradients(self) -> bool:
-        """Whether a piece has a gradient, so that the next step adds to it."""
-        pieces = (piece for unit in self.units.values() for piece in unit.pieces.values())
-        return any(piece.grad is not None for piece in pieces)
+    def starts_anew(self) -> bool:
+        """Whether no piece has a gradient to which the next step adds; where none trains nobody can tell."""
+        pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
+        trains = any(piece.requires_grad for piece in pieces)
+        return trains and all(piece.grad is None for piece in pieces)
 
     def drop(self) -> None:
         """Throw all gradients away: optimizers leave alone what has none."""
@@ -56,7 +64,6 @@ class Reducer:
         Those of this step will be multiplied by `scale`.
         """
         self.scale = scale
-        self._carried = []
         for buffer, handle in self._stale:
             handle.wait()
             _release(buffer)
@@ -66,9 +73,7 @@ class Reducer:
                 buffer.refuse_refreezing()
         for unit in self.units.values():
             for buffer in unit.trainable:
-                carried = buffer.attach_gradients()
-                if carried is not None:
-                    self._carried.append((buffer, carried))
+                self._attached.append((buffer, buffer.attach_gradients()))
 
     def open(self, name: str) -> None:
         """Make a unit's whole gradient, of zeros."""
@@ -88,7 +93,9 @@ class Reducer:
             assert buffer.piece_gradient is not None
             summed = handle.wait()
             if not buffer.reduces_in_place:
-                buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device, non_blocking=True))
+                home = buffer.piece_gradient.device
+                # The CPU would add what is still on its way to it.
+                buffer.piece_gradient.add_(summed.to(home, non_blocking=home.type != "cpu"))
             elif summed is not buffer.piece_gradient:
                 buffer.piece_gradient.copy_(summed)
             _release(buffer)
@@ -100,33 +107,32 @@ class Reducer:
                 self._reduced.append((buffer, _reduce(buffer)))
 
     def finish(self) -> None:
-        """Wait for all reductions; gradients are then final and the same on every rank that holds them."""
+        """Wait for all reductions; gradients are then final and the same on every rank that holds them.
+
+        After a program without a backward, which did not `begin`, nothing has changed.
+        """
         for buffer, handle in self._reduced:
             summed, target = handle.wait(), _sum_so_far(buffer)
             if summed.data_ptr() != target.data_ptr():
                 target.copy_(summed)
         self._reduced = []
-        carried = {id(buffer): gradient for buffer, gradient in self._carried}
         with torch.no_grad():
-            for unit in self.units.values():
-                for buffer in unit.trainable:
-                    buffer.finish_gradients(carried.get(id(buffer)), self.scale)
-        self._carried = []
+            for buffer, carried in self._attached:
+                buffer.finish_gradients(carried, self.scale)
+        self._attached = []
 
     def clear(self) -> None:
         """After an exception in the middle of a step: the gradients are again what they were before it."""
-        carried = {id(buffer): gradient for buffer, gradient in self._carried}
         started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
         self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
         still_read = [buffer for buffer, _ in self._stale]
-        for unit in self.units.values():
-            for buffer in unit.trainable:
-                buffer.restore_gradients(carried.get(id(buffer)))
-                if buffer not in still_read:
-                    _release(buffer)
+        for buffer, carried in self._attached:
+            buffer.restore_gradients(carried)
+            if buffer not in still_read:
+                _release(buffer)
         self._scattered.clear()
         self._reduced = []
-        self._carried = []
+        self._attached = []
 
 
 def _release(buffer: FlatBuffer) -> None:

@@ -91,7 +91,7 @@ class Maker:
             gradients=gradients,
             piece_gradient=gradient,
             piece_gradients=gradients,
-            visits=policy.offloads_parameters and not policy.offloads_gradients,
+            visits=kind.trains and policy.offloads_parameters and not policy.offloads_gradients,
             keeps_whole=not kind.cut or policy.keeps_parameters,
             keeps_gradient=not kind.cut or policy.keeps_gradients,
         )
@@ -111,23 +111,27 @@ class Maker:
     def _cut(self, buffer: FlatBuffer) -> None:
         """Give the optimizer tensors of its own, where they are not what layers use."""
         kind, policy, size = buffer.kind, self.policy, buffer.slots.piece
-        alike = kind.dtype == kind.master and (kind.gradient == kind.master or not kind.trains)
-        if alike and not kind.cut:
+        same_dtypes = kind.dtype == kind.master and (kind.gradient == kind.master or not kind.trains)
+        if same_dtypes and not kind.cut:
             return
-        within = buffer.keeps_whole and kind.master == kind.dtype and not policy.offloads_parameters
-        buffer.piece = buffer.own if within else _empty(size, kind.master, policy.home)
+        is_part = buffer.keeps_whole and kind.master == kind.dtype and not policy.offloads_parameters
+        buffer.piece = buffer.own if is_part else self._zeros(size, kind.master, policy.home)
         buffer.pieces = {
             name: _parameter(buffer.place_in(name, buffer.piece), trains=kind.trains)
             for name in buffer.places
         }
         if buffer.gradient is not None:
-            alike = buffer.keeps_gradient and kind.gradient == kind.master
-            within = alike and not policy.offloads_gradients
+            is_part = buffer.keeps_gradient and kind.gradient == kind.master and not policy.offloads_gradients
             home = policy.gradient_home
-            buffer.piece_gradient = buffer.own_gradient if within else _empty(size, kind.master, home)
+            buffer.piece_gradient = buffer.own_gradient if is_part else self._zeros(size, kind.master, home)
             buffer.piece_gradients = {
                 name: buffer.place_in(name, buffer.piece_gradient) for name in buffer.places
             }
+
+    def _zeros(self, size: int, dtype: torch.dtype, home: torch.device) -> Tensor:
+        """Zeros; on the CPU pinned, where layers run on a device that copies from there without waiting."""
+        pinned = home.type == "cpu" and self.policy.device.type == "cuda"
+        return torch.zeros(size, dtype=dtype, device=home, pin_memory=pinned)
 
     def _places(self, slots: Slots) -> dict[str, tuple[int, torch.Size]]:
         """Where this rank's parts of the parameters lie in a flat piece."""
@@ -171,9 +175,3 @@ def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
     parameter = nn.Parameter(torch.empty(0, dtype=view.dtype, device=view.device), requires_grad=trains)
     parameter.data = view
     return parameter
-
-
-def _empty(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros; on the CPU pinned, where there is a device to copy to without waiting."""
-    pinned = device.type == "cpu" and torch.cuda.is_available()
-    return torch.zeros(size, dtype=dtype, device=device, pin_memory=pinned)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+import math
 from collections.abc import Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
@@ -13,7 +14,8 @@ from typing import Any, Protocol, Self, TextIO
 
 from plait.errors import ConfigError
 
-Row = Mapping[str, float]
+Row = Mapping[str, float | None]
+"""None: a number that is not finite."""
 
 COLUMNS = (
     "step",  # counted from 1
@@ -48,11 +50,12 @@ class Metrics:
         self._sinks = sinks
         self._folder = folder
 
-    def write(self, row: Row) -> None:
-        """Write a step's row, whose keys are among `COLUMNS`, to every sink."""
+    def write(self, row: Mapping[str, float]) -> None:
+        """Write a step's row, whose keys are among `COLUMNS`, to every sink; none stands for inf and nan."""
+        finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
         try:
             for sink in self._sinks:
-                sink.write(row)
+                sink.write(finite)
         except OSError as error:
             raise _unwritable(self._folder, error) from None
 
@@ -134,8 +137,8 @@ class _TensorBoard:
 
     def write(self, row: Row) -> None:
         for name, value in row.items():
-            if name != "step":
-                self._writer.add_scalar(name, value, int(row["step"]))
+            if name != "step" and value is not None:
+                self._writer.add_scalar(name, value, int(row["step"] or 0))
 
     def close(self) -> None:
         self._writer.close()

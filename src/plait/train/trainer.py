@@ -106,7 +106,7 @@ class Trainer:
         A norm that only overflows its loss scale is no error, as long as the scale can be lowered. Call it
         before the next step. Communication, only then: one number, all-reduced over the world.
         """
-        overflows = self.engine.plan.precision == "fp16" and self.engine.loss_scale >= 1
+        overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
         mesh = self._mesh

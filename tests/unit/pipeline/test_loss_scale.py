@@ -7,9 +7,9 @@ from plait.pipeline.loss_scale import FIRST, GROWS_AFTER, LossScale, loss_scale
 
 
 def test_who_has_one() -> None:
-    assert loss_scale(None, "fp16") == LossScale(FIRST, dynamic=True)
-    assert loss_scale(128.0, "fp16") == LossScale(128.0)
-    assert loss_scale(None, "bf16") == loss_scale(None, None) == LossScale(1.0)
+    assert loss_scale(None, in_half=True) == LossScale(FIRST, dynamic=True)
+    assert loss_scale(128.0, in_half=True) == LossScale(128.0)
+    assert loss_scale(None, in_half=False) == LossScale(1.0)
 
 
 def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:
@@ -29,7 +29,10 @@ def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:
 def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> None:
     scale = LossScale(dynamic=True)
     scale.begin(anew=True)
+    scale.begin(anew=True)  # the first step failed
+    scale.end()
     scale.begin(anew=False)  # the second step adds to the first
+    scale.end()
     with pytest.raises(PlanError, match="nobody looked"):
         scale.begin(anew=True)
     scale.update(finite=True)
@@ -39,4 +42,7 @@ def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> No
 def test_a_fixed_scale_asks_for_nothing() -> None:
     scale = LossScale(8.0)
     scale.begin(anew=True)
+    scale.end()
     scale.begin(anew=True)
+    scale.update(finite=False)
+    assert scale.value == 8

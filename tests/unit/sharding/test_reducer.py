@@ -102,11 +102,11 @@ def test_a_scale_is_that_of_its_step() -> None:
 
 def test_gradients_may_be_thrown_away() -> None:
     reducer = reducer_of(2, 3)
-    assert not reducer.has_gradients
+    assert reducer.starts_anew
     run_step(reducer, Plan(), [1.0])
-    assert reducer.has_gradients
+    assert not reducer.starts_anew
     reducer.drop()
-    assert not reducer.has_gradients
+    assert reducer.starts_anew
     assert set(gradients_of(reducer).values()) == {None}
 
 

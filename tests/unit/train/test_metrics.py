@@ -41,6 +41,15 @@ def test_a_second_run_starts_anew(tmp_path: Path) -> None:
     assert not (tmp_path / "metrics.csv").exists()
 
 
+def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
+    """A step in half precision whose gradients overflow: its norm is no number that JSON knows."""
+    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=True) as opened:
+        opened.write({"step": 1, "loss": 5.5, "grad_norm": float("inf")})
+    line = (tmp_path / "metrics.jsonl").read_text()
+    assert json.loads(line) == {"step": 1, "loss": 5.5, "grad_norm": None}
+    assert "inf" not in (tmp_path / "metrics.csv").read_text()
+
+
 def test_lines_are_there_at_once(tmp_path: Path) -> None:
     with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
         opened.write(ROWS[0])
