@@ -27,6 +27,7 @@ from plait.pipeline.values import Value, map_tensors, signature, split
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.schedules.program import Instruction, Program
+from plait.schedules.schedule import Schedule
 from plait.schedules.steps import Steps
 from plait.sharding.elementwise import Guard
 from plait.sharding.gatherer import Gatherer
@@ -253,6 +254,11 @@ class Engine:
         self._executor.observer = (
             None if observer is None else lambda instruction: observer(instruction, parts)
         )
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of a training step, and which rank of `pp` each stage lives on."""
+        return self._parts.steps.schedule
 
     @property
     def loss_scale(self) -> float:

@@ -109,17 +109,19 @@ class Trainer:
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
-        mesh = self._mesh
+        mesh, schedule = self._mesh, self.engine.schedule
         if not math.isfinite(loss):
             bad = not bool(self.engine.microbatch_losses().isfinite().all())
-            stage, what, value = mesh.size("pp") - 1, "loss", loss
-            rank = self._first_rank(bad and mesh.index("pp") == stage)
+            stages, what, value = [schedule.stages - 1], "loss", loss
+            rank = self._first_rank(bad and mesh.index("pp") == schedule.rank_of[-1])
         else:
             gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
             rank = self._first_rank(not all(bool(gradient.isfinite().all()) for gradient in gradients))
-            stage, what, value = mesh.coordinate_of(rank)["pp"], "gradient norm", norm
+            stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
+            what, value = "gradient norm", norm
+        place = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
         raise NonFiniteError(
-            f"step {step + 1}: the {what} is {value} on rank {rank}, stage {stage}: "
+            f"step {step + 1}: the {what} is {value} on rank {rank}, {place}: "
             "lower train.lr, raise train.warmup, or look at the data of that step."
         )
 

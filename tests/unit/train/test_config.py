@@ -214,14 +214,6 @@ CONTRADICTIONS = [
 ]
 
 NOT_YET = [
-    (
-        "--parallel.schedule zb-v",
-        "this schedule is not available yet, set it to 1f1b or gpipe or zb-h1 or zb-h2.",
-    ),
-    (
-        "--parallel.chunks 2",
-        "parallel.chunks is 2: more than one stage a rank is not available yet, set it to 1.",
-    ),
     ("--parallel.recompute full", "parallel.recompute is full: recomputing activations is not available yet"),
 ]
 
