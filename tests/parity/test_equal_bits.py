@@ -14,21 +14,25 @@ BY_NAME = {case.name: case for case in USER_CASES}
 LAYOUTS = [(2, 1, 3), (4, 1, 5), (4, 1, 2), (2, 2, 4)]
 
 
+IN_A_V = ("zb-v", "v-half", "v-min")
+
+
 def bits(rank_pool, case, pp, dp, microbatches, schedule):
     layers = len(sequence_of(case.build()).layers)
+    stages = 2 * pp if schedule in IN_A_V else pp
     plan = Plan(
         pp=pp,
         dp=dp,
         schedule=schedule,
         microbatches=microbatches,
         precision="fp64",
-        layers_per_stage=balance([1.0] * layers, pp),  # by itself each schedule would choose its own
+        layers_per_stage=balance([1.0] * layers, stages),  # by itself each schedule would choose its own
     )
     return rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world)
 
 
-def check(rank_pool, case, layout):
-    runs = (bits(rank_pool, case, *layout, schedule) for schedule in ONE_STAGE)
+def check(rank_pool, case, layout, schedules=ONE_STAGE):
+    runs = (bits(rank_pool, case, *layout, schedule) for schedule in schedules)
     for first, *others in zip(*runs, strict=True):
         for other in others:
             assert first.losses == other.losses
@@ -47,3 +51,8 @@ def test_schedules_of_gpt2(rank_pool, layout):
 @pytest.mark.parametrize("name", ["crossing_ties", "convolution"])
 def test_schedules_of_users_models(rank_pool, name):
     check(rank_pool, BY_NAME[name], (4, 1, 4))
+
+
+@pytest.mark.parametrize("layout", [(2, 1, 5), (4, 1, 4), (2, 2, 3)], ids=str)
+def test_schedules_in_a_v(rank_pool, layout):
+    check(rank_pool, gpt2(layers=3, tied=False), layout, IN_A_V)

@@ -6,8 +6,11 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.plan import Plan
+from plait.search.schedule import NAMES
 from plait.verification.layouts import Refused
 from plait.verification.report import Report, layout_of
+
+SCHEDULE_WIDTH = max(map(len, NAMES))
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,7 @@ def _row(plan: Plan, result: Report | Refused, width: int) -> str:
     """One plan: layout, schedule, micro-batches, what came of it."""
     if isinstance(result, Refused):  # the same for each schedule
         return f"  {layout_of(plan):<{width}}  not possible: {result.reason}"
-    start = f"  {layout_of(plan):<{width}}  {plan.schedule:<6} m {plan.microbatches:<3}"
+    start = f"  {layout_of(plan):<{width}}  {plan.schedule:<{SCHEDULE_WIDTH}}  m {plan.microbatches:<3}"
     if result.first is not None:
         place = result.first.difference.place
         return f"{start} DIFFERENT  step {place.step + 1}, {result.what(place)}"

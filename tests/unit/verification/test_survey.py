@@ -48,8 +48,8 @@ def test_all_are_equal(equal: Report) -> None:
     assert survey
     assert survey.headline() == ("EQUAL to one rank: all 2 plans on 2 ranks, 25% of what rounding explains.")
     first, second = str(survey).splitlines()[2:]
-    assert first.startswith("  pp 1 · dp 2 · tp 1  1f1b   m 2   equal  1.0e-16   10%")
-    assert second.startswith("  pp 2 · dp 1 · tp 1  zb-h1  m 4   equal  2.5e-16   25%")
+    assert first.startswith("  pp 1 · dp 2 · tp 1  1f1b         m 2   equal  1.0e-16   10%")
+    assert second.startswith("  pp 2 · dp 1 · tp 1  zb-h1        m 4   equal  2.5e-16   25%")
 
 
 def test_what_is_refused_does_not_count(equal: Report) -> None:
