@@ -9,6 +9,7 @@ from pydantic import model_validator
 
 from plait.errors import ConfigError
 from plait.plan import Plan, Precision
+from plait.schedules.policies import POLICIES
 from plait.sizes import usual_inner
 from plait.train.sections import (
     DataConfig,
@@ -165,8 +166,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
             f"set parallel.replicate to {_divisors(parallel.dp)}."
         )
-    counts, chunks = parallel.layers_per_stage, parallel.chunks or 1
-    if counts is not None and len(counts) != parallel.pp * chunks:
+    counts, chunks = parallel.layers_per_stage, parallel.chunks
+    if counts is not None and chunks is None:  # the policy's own; auto takes any that the cut makes
+        own = POLICIES.get(parallel.schedule)
+        chunks = own.chunks if own is not None else max(1, len(counts) // parallel.pp)
+    if counts is not None and chunks is not None and len(counts) != parallel.pp * chunks:
         raise ConfigError(
             f"parallel.layers_per_stage = {list(counts)} cuts another number of stages than "
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "

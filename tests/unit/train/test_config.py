@@ -280,3 +280,9 @@ def test_what_was_overridden_is_not_blamed_on_the_file(demo: Path) -> None:
         load_config(demo, ["--model.layers", "0"])
     demo.write_text("[model]\nlayers = 0")
     assert load_config(demo, ["--model.layers", "1"]).model.layers == 1
+
+
+@pytest.mark.parametrize("policy", ["zb-v", "auto"])
+def test_a_cut_by_hand_has_a_count_for_each_chunk(policy: str) -> None:
+    parallel = ParallelConfig(pp=2, schedule=policy, layers_per_stage=(3, 2, 2, 3))
+    assert Config(parallel=parallel).plan().layers_per_stage == (3, 2, 2, 3)
