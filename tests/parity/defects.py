@@ -13,9 +13,9 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait import engine
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
+from plait.engine import runner
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.stage import Stage
@@ -86,7 +86,7 @@ def loss_divided_by_own_weight() -> Iterator[None]:
             return Handle.done(tensor * group.size, group)
         return all_reduce(tensor, group, **options)
 
-    with patch.object(engine, "all_reduce", local):
+    with patch.object(runner, "all_reduce", local):
         yield
 
 

@@ -95,7 +95,7 @@ def evaluation_in_a_rank(case, plan):
     first, second = woven.shares(case, engine, 2)
     alone = engine.evaluate(*second).item()
     engine.forward_backward(*first)
-    for module in engine._modules()[:1]:
+    for module in engine._runner.modules[:1]:
         module.eval()
     before = woven.gradients_of(engine), modes(engine)
     after_step = engine.evaluate(*second).item()
@@ -106,7 +106,7 @@ def evaluation_in_a_rank(case, plan):
 
 
 def modes(engine):
-    return [child.training for module in engine._modules() for child in module.modules()]
+    return [child.training for module in engine._runner.modules for child in module.modules()]
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)

@@ -300,7 +300,7 @@ def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
     engine = woven(model)
     engine.forward_backward(INPUTS, TARGETS)
     _, wanted = reference(model)
-    (layer,) = [layer for layer in engine._modules() if isinstance(layer, Breakable)]
+    (layer,) = [layer for layer in engine._runner.modules if isinstance(layer, Breakable)]
     mood = layer.backward_mood
     mood.fails, mood.calls = True, 0
     with pytest.raises(ZeroDivisionError):

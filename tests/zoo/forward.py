@@ -18,9 +18,10 @@ from parity.tensor_defects import (
     bias_added_by_every_rank,
     last_row_of_each_piece_lost,
 )
-from plait import composer, engine
+from plait import composer
 from plait.comm.collectives import all_gather
-from plait.engine import Engine
+from plait.engine import runner
+from plait.engine.runner import Runner
 from plait.models import values as start_values
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
@@ -47,17 +48,17 @@ def micro_batches_interleaved() -> Any:
 
         return [every(start) for start in range(microbatches)]
 
-    return patch.object(engine, "split", split)
+    return patch.object(runner, "split", split)
 
 
 def inputs_in_single_precision() -> Any:
     """The batch goes through float32."""
-    original = Engine._as_input
+    original = Runner._as_input
 
-    def as_input(self: Engine, tensor: Tensor) -> Tensor:
+    def as_input(self: Runner, tensor: Tensor) -> Tensor:
         return in_single(original(self, tensor))
 
-    return patch.object(Engine, "_as_input", as_input)
+    return patch.object(Runner, "_as_input", as_input)
 
 
 @contextmanager

@@ -12,10 +12,10 @@ from torch import Tensor
 
 from parity.defects import loss_divided_by_own_weight, targets_of_another_microbatch
 from parity.tensor_defects import maximum_of_own_logits, targets_off_by_the_remainder
-from plait import composer, engine
+from plait import composer
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
-from plait.engine import Parts
+from plait.engine import Parts, runner
 from plait.pipeline.loss_end import LossEnd
 from plait.tensor import cross_entropy
 from plait.tensor.losses import CrossEntropy
@@ -55,13 +55,13 @@ def divided_by_microbatches() -> Any:
 @contextmanager
 def multiplied_by_data_ranks() -> Iterator[None]:
     """The loss is made ready for a mean over dp that is not taken."""
-    original = engine.all_reduce
+    original = runner.all_reduce
 
     def own(tensor: Tensor, group: Any, **options: Any) -> Handle[Tensor]:
         total = original(tensor, group, **options).wait()
         return Handle.done(total / group.size if group.name == "dp" else total, group)
 
-    with patch.object(engine, "all_reduce", own):
+    with patch.object(runner, "all_reduce", own):
         yield
 
 
@@ -119,12 +119,12 @@ def seed_of_another_microbatch() -> Iterator[None]:
 
 def mean_counted_by_every_rank() -> Any:
     """Each rank of tp adds the loss to the mean that is returned."""
-    original = engine.all_reduce
+    original = runner.all_reduce
 
     def change(tensor: Tensor, group: Any) -> Tensor:
         return 2 * original(tensor, group, checked=False).wait()
 
-    return replaced_all_reduce(engine, "world", change)
+    return replaced_all_reduce(runner, "world", change)
 
 
 @contextmanager

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from parity.defects import norm_of_own_stage_only
 from parity.tensor_defects import whole_parameters_counted_by_every_rank
-from plait import composer, engine
+from plait import composer
 from plait.comm.handle import Handle
-from plait.engine import Engine
+from plait.engine import Engine, engine, runner
 from plait.sharding.norm import scale_to, total_norm
 from plait.verification.place import Phase
 from zoo import cases, models
@@ -153,14 +153,14 @@ def evaluated_in_training_mode() -> Any:
 @contextmanager
 def evaluated_on_own_rows() -> Iterator[None]:
     """Each data-parallel rank gives the mean over its own rows."""
-    original = engine.all_reduce
+    original = runner.all_reduce
 
     def own(tensor: Tensor, group: Any, **options: Any) -> Handle[Tensor]:
         if torch.is_grad_enabled():
             return original(tensor, group, **options)
         return Handle.done(tensor, group)
 
-    with patch.object(engine, "all_reduce", own):
+    with patch.object(runner, "all_reduce", own):
         yield
 
 

@@ -1,80 +1,27 @@
-"""The engine: one training run's step, as a user calls it. Each call is a program that the executor runs."""
+"""The engine: one step, as a user calls it. Each call is a program that the runner carries out."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from contextlib import nullcontext
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.comm.agreement import agree
-from plait.comm.collectives import all_reduce, broadcast
-from plait.comm.mesh import Mesh
+from plait.comm.collectives import broadcast
 from plait.comm.traffic import Counts
-from plait.errors import DataError, NonFiniteError, PlanError
+from plait.engine.parts import Observer, Parts
+from plait.engine.runner import Runner
+from plait.errors import NonFiniteError
 from plait.layout import Layout
-from plait.pipeline.boundary import LayerInfo, infer
-from plait.pipeline.executor import Executor
 from plait.pipeline.fingerprint import fingerprint_of_tokens
-from plait.pipeline.loss_scale import loss_scale
 from plait.pipeline.modes import evaluating
-from plait.pipeline.precision import DTYPES
-from plait.pipeline.sequence import NamedLayer
-from plait.pipeline.values import Value, map_tensors, signature, split
-from plait.pipeline.worker import Worker
-from plait.plan import Plan
-from plait.schedules.program import Instruction, Program
+from plait.pipeline.values import Value, map_tensors
 from plait.schedules.schedule import Schedule
-from plait.schedules.steps import Steps
 from plait.sharding.elementwise import Guard
-from plait.sharding.gatherer import Gatherer
 from plait.sharding.norm import scale_to, total_norm
-from plait.sharding.reducer import Reducer
 from plait.sharding.replicas import check_replicas, held_by
-from plait.tensor.losses import Loss
 from plait.tensor.sampling import next_token, padded, require_prompt
-from plait.tensor.vocabulary import Vocabulary
-
-REMEMBERED_SHAPES = 8
-"""Micro-batch shapes whose boundaries are remembered."""
-
-
-@dataclass(frozen=True)
-class Parts:
-    """What `parallelize` puts together."""
-
-    plan: Plan
-    mesh: Mesh
-    loss: Loss
-    counts: tuple[int, ...]
-    """Layers per stage."""
-    layouts: Mapping[str, Layout]
-    """Of what the optimizer updates of every parameter of the model, by name."""
-    whole_layouts: Mapping[str, Layout]
-    """Of what layers use."""
-    skeleton: Sequence[NamedLayer]
-    """All layers of the model, on the meta device."""
-    prove: Callable[[Value], None] | None
-    """Whether rules fit the model, proved for a micro-batch; None where nothing is cut."""
-    steps: Steps
-    worker: Worker
-    gatherer: Gatherer
-    reducer: Reducer
-    counted: Collection[str]
-    """The parameters whose gradients count as this rank's in a norm over the model."""
-    vocabulary: Vocabulary | None
-    """What the model's logits are pieces of, where they are cut over `tp`."""
-    in_half: bool
-    """Whether gradients may overflow: something is computed, or travels, in fp16."""
-    context: int | None
-    """The longest sequence that the model takes, if it says so."""
-
-
-Observer = Callable[[Instruction, Parts], None]
-"""Told of each instruction of a step after it was carried out; the parts say what it gave."""
 
 
 class Engine:
@@ -85,15 +32,9 @@ class Engine:
         self.mesh = parts.mesh
         self._parts = parts
         self._worker = parts.worker
-        self._executor = Executor(
-            parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers()
-        )
+        self._runner = Runner(parts)
         cut = parts.plan.shards or parts.plan.tp > 1
         self._guard = Guard(self.parameters()) if cut else None
-        self._scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
-        self._infos: dict[Any, list[LayerInfo]] = {}
-        self._weights: list[Tensor] = []
-        self._totals: list[Tensor] = []
         self._traffic_before = parts.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
@@ -108,12 +49,14 @@ class Engine:
         reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
-        self._scale.begin(anew=self._parts.reducer.starts_anew)
+        self._runner.scale.begin(anew=self._parts.reducer.starts_anew)
         for stage in self._worker.stages.values():
             stage.input_gradients = input_gradients
         with torch.enable_grad():
-            loss = self._run_with_loss(self._parts.steps.train, inputs, targets, input_gradients)
-        self._scale.end()
+            loss = self._runner.run_with_loss(
+                self._runner.steps.train, inputs, targets, input_gradients=input_gradients
+            )
+        self._runner.scale.end()
         return loss
 
     def evaluate(self, inputs: Value, targets: Value) -> Tensor:
@@ -121,8 +64,10 @@ class Engine:
 
         Takes and returns what `forward_backward` does.
         """
-        with torch.no_grad(), evaluating(self._modules()):
-            return self._run_with_loss(self._parts.steps.evaluate, inputs, targets, input_gradients=False)
+        with torch.no_grad(), evaluating(self._runner.modules):
+            return self._runner.run_with_loss(
+                self._runner.steps.evaluate, inputs, targets, input_gradients=False
+            )
 
     def generate(
         self,
@@ -141,15 +86,17 @@ class Engine:
         """
         require_prompt(prompt, tokens, temperature, top_k)
         start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
-        self._agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
+        self._runner.agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
         generator = torch.Generator().manual_seed(seed)
         sequence = prompt.to(self.mesh.device)
-        with torch.no_grad(), evaluating(self._modules()):
+        with torch.no_grad(), evaluating(self._runner.modules):
             for number in range(tokens):
                 seen, length = padded(sequence, self._parts.context)
-                self._run(self._parts.steps.output, [seen], [], None, input_gradients=False, anew=number == 0)
+                self._runner.run(
+                    self._runner.steps.output, [seen], [], None, input_gradients=False, anew=number == 0
+                )
                 token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
-                if self._is_last:
+                if self._runner.is_last:
                     logits = self._worker.loss_end.outputs[0][:, length - 1]
                     token = next_token(
                         logits,
@@ -158,7 +105,7 @@ class Engine:
                         generator=generator,
                         vocabulary=self._parts.vocabulary,
                     )
-                broadcast(token, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
+                broadcast(token, self.mesh.group("pp"), self._runner.steps.last_rank, checked=False).wait()
                 sequence = torch.cat([sequence, token[:, None]], dim=1)
         return sequence
 
@@ -178,10 +125,10 @@ class Engine:
         group = self.mesh.group("world" if self.plan.shards else "model")
         norm = total_norm(units, self._parts.counted, group, self.mesh.device, norm_type)
         scale_to(units, norm, max_norm)
-        if self._scale.guards or error_if_nonfinite:
+        if self._runner.scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
-            self._scale.update(finite=finite)
-            if not finite and self._scale.guards:
+            self._runner.scale.update(finite=finite)
+            if not finite and self._runner.scale.guards:
                 self._parts.reducer.drop()
             if not finite and error_if_nonfinite:
                 raise NonFiniteError(
@@ -229,12 +176,7 @@ class Engine:
 
         Communication: one broadcast over `pp`.
         """
-        if not self._weights:
-            raise DataError("there are no losses yet: call forward_backward or evaluate first.")
-        losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
-        if self._is_last:
-            losses = torch.stack(self._totals).double() / torch.stack(self._weights)
-        return broadcast(losses, self.mesh.group("pp"), self._parts.steps.last_rank, checked=False).wait()
+        return self._runner.microbatch_losses()
 
     def input_gradients(self) -> Value | None:
         """The gradient of the last step's inputs, if asked for; shaped like them, None for whole numbers.
@@ -251,24 +193,24 @@ class Engine:
     def observe(self, observer: Observer | None) -> None:
         """Let `observer` see what each instruction of this rank's next steps gives; None: nobody any more."""
         parts = self._parts
-        self._executor.observer = (
+        self._runner.executor.observer = (
             None if observer is None else lambda instruction: observer(instruction, parts)
         )
 
     @property
     def schedule(self) -> Schedule:
         """The order of a training step, and which rank of `pp` each stage lives on."""
-        return self._parts.steps.schedule
+        return self._runner.steps.schedule
 
     @property
     def loss_scale(self) -> float:
         """What the next step's loss is multiplied by; 1 where there is no scale."""
-        return self._scale.value
+        return self._runner.scale.value
 
     @property
     def adapts_loss_scale(self) -> bool:
         """Whether a step whose gradients overflow lowers the scale of the next one."""
-        return self._scale.dynamic
+        return self._runner.scale.dynamic
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
@@ -278,100 +220,3 @@ class Engine:
     def traffic(self) -> Counts:
         """This rank's bytes and calls since the last `forward_backward` began: `{axis: {kind: Count}}`."""
         return self.mesh.traffic.since(self._traffic_before)
-
-    @property
-    def _is_last(self) -> bool:
-        return self.mesh.index("pp") == self._parts.steps.last_rank
-
-    def _modules(self) -> list[nn.Module]:
-        return [layer.module for stage in self._worker.stages.values() for layer in stage.layers]
-
-    def _run_with_loss(
-        self, program: Program, inputs: Value, targets: Value, input_gradients: bool
-    ) -> Tensor:
-        count = self.plan.microbatches
-        batch = split(map_tensors(self._as_input, inputs), count, "inputs")
-        parts = split(map_tensors(self._as_target, targets), count, "targets")
-        looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
-        self._agree(looks, "pp")
-        self._agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
-        weights = [self._parts.loss.weight(part) for part in parts]
-        self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
-        weight = torch.stack(self._weights).sum()
-        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
-        self._run(program, batch, parts, self._scale.value / weight, input_gradients)
-        mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
-        if self._is_last:
-            self._totals = self._worker.loss_end.totals
-        if self._is_last and self.mesh.index("tp") == 0:
-            mean = torch.stack(self._totals).double().sum() / weight
-        return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
-
-    def _agree(self, doing: str, axis: str) -> None:
-        """Before it: the ranks along `axis` must be about to do the same.
-
-        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
-        """
-        group = self.mesh.group(axis)
-        if group.process_group is not None and group.uses_gloo:
-            agree(doing, group, torch.device("cpu"))
-
-    def _as_input(self, tensor: Tensor) -> Tensor:
-        """In the plan's precision, if floating-point; on the device where the first stage reads it."""
-        dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
-        first = self.mesh.index("pp") == self._parts.steps.first_rank
-        return tensor.to(self.mesh.device if first else tensor.device, dtype)
-
-    def _as_target(self, tensor: Tensor) -> Tensor:
-        """On the device where the last stage reads it."""
-        return tensor.to(self.mesh.device) if self._is_last else tensor
-
-    def _run(
-        self,
-        program: Program,
-        batch: Sequence[Value],
-        targets: Sequence[Value],
-        scale: Tensor | None,
-        input_gradients: bool,
-        anew: bool = True,
-    ) -> None:
-        """Carry out a program. `anew`: the optimizer may have been at work since the last one."""
-        if torch.is_autocast_enabled(self.mesh.device.type):
-            raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
-        if torch.is_inference_mode_enabled():
-            raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
-        self._worker.begin(batch, self._layer_infos(batch[0], input_gradients), self._parts.counts)
-        self._worker.loss_end.begin(targets, scale)
-        trains = torch.is_grad_enabled()
-        try:
-            if trains:
-                self._parts.reducer.begin(self._scale.value)
-            if anew:
-                self._parts.gatherer.begin()
-            self._executor.run(program)
-        except BaseException:
-            self._worker.clear()
-            self._parts.gatherer.clear()
-            if trains:
-                self._parts.reducer.clear()
-            raise
-
-    def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
-        trains = torch.is_grad_enabled()
-        key = (signature(microbatch), input_gradients, trains)
-        known = self._infos.pop(key, None)
-        if known is None:
-            skeleton = self._parts.skeleton
-            with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
-                known = infer(
-                    skeleton,
-                    microbatch,
-                    input_gradients=input_gradients,
-                    circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
-                )
-            if self._parts.prove is not None:
-                self._parts.prove(microbatch)
-        self._infos[key] = known  # the latest used stands last
-        if len(self._infos) > REMEMBERED_SHAPES:
-            del self._infos[next(iter(self._infos))]
-        return known

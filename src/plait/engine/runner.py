@@ -1,0 +1,152 @@
+"""The runner of one rank: carries out a program on a batch, once all ranks mean the same."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.agreement import agree
+from plait.comm.collectives import all_reduce, broadcast
+from plait.engine.parts import Parts
+from plait.errors import DataError, PlanError
+from plait.pipeline.boundary import LayerInfo, infer
+from plait.pipeline.executor import Executor
+from plait.pipeline.fingerprint import fingerprint_of_tokens
+from plait.pipeline.loss_scale import loss_scale
+from plait.pipeline.modes import evaluating
+from plait.pipeline.precision import DTYPES
+from plait.pipeline.values import Value, map_tensors, signature, split
+from plait.schedules.program import Program
+
+REMEMBERED_SHAPES = 8
+"""Micro-batch shapes whose boundaries are remembered."""
+
+
+class Runner:
+    """What an engine's methods have in common."""
+
+    def __init__(self, parts: Parts) -> None:
+        self.parts = parts
+        self.plan, self.mesh, self.worker = parts.plan, parts.mesh, parts.worker
+        self.steps = parts.steps
+        """The programs; another order of the same actions may take their place."""
+        self.executor = Executor(parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers())
+        self.scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
+        self._infos: dict[Any, list[LayerInfo]] = {}
+        self._weights: list[Tensor] = []
+        self._totals: list[Tensor] = []
+
+    @property
+    def is_last(self) -> bool:
+        """Whether the last stage lives on this rank."""
+        return self.mesh.index("pp") == self.steps.last_rank
+
+    @property
+    def modules(self) -> list[nn.Module]:
+        """The layers of this rank."""
+        return [layer.module for stage in self.worker.stages.values() for layer in stage.layers]
+
+    def run_with_loss(
+        self, program: Program, inputs: Value, targets: Value, *, input_gradients: bool
+    ) -> Tensor:
+        """Cut the batch, carry out a program that ends in the loss; its mean over the global batch, 0-d."""
+        count = self.plan.microbatches
+        batch = split(map_tensors(self._as_input, inputs), count, "inputs")
+        parts = split(map_tensors(self._as_target, targets), count, "targets")
+        looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
+        self.agree(looks, "pp")
+        self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
+        weights = [self.parts.loss.weight(part) for part in parts]
+        self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
+        weight = torch.stack(self._weights).sum()
+        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
+        self.run(program, batch, parts, self.scale.value / weight, input_gradients=input_gradients)
+        mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
+        if self.is_last:
+            self._totals = self.worker.loss_end.totals
+        if self.is_last and self.mesh.index("tp") == 0:
+            mean = torch.stack(self._totals).double().sum() / weight
+        return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
+
+    def microbatch_losses(self) -> Tensor:
+        """The mean loss of each of the last micro-batches, `[microbatches]`. Communication: one broadcast."""
+        if not self._weights:
+            raise DataError("there are no losses yet: call forward_backward or evaluate first.")
+        losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
+        if self.is_last:
+            losses = torch.stack(self._totals).double() / torch.stack(self._weights)
+        return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
+
+    def agree(self, doing: str, axis: str) -> None:
+        """Before it: the ranks along `axis` must be about to do the same.
+
+        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
+        """
+        group = self.mesh.group(axis)
+        if group.process_group is not None and group.uses_gloo:
+            agree(doing, group, torch.device("cpu"))
+
+    def _as_input(self, tensor: Tensor) -> Tensor:
+        """In the plan's precision, if floating-point; on the device where the first stage reads it."""
+        dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
+        first = self.mesh.index("pp") == self.steps.first_rank
+        return tensor.to(self.mesh.device if first else tensor.device, dtype)
+
+    def _as_target(self, tensor: Tensor) -> Tensor:
+        """On the device where the last stage reads it."""
+        return tensor.to(self.mesh.device) if self.is_last else tensor
+
+    def run(
+        self,
+        program: Program,
+        batch: Sequence[Value],
+        targets: Sequence[Value],
+        scale: Tensor | None,
+        *,
+        input_gradients: bool,
+        anew: bool = True,
+    ) -> None:
+        """Carry out a program. `anew`: the optimizer may have been at work since the last one."""
+        if torch.is_autocast_enabled(self.mesh.device.type):
+            raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
+        if torch.is_inference_mode_enabled():
+            raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
+        self.worker.begin(batch, self._layer_infos(batch[0], input_gradients), self.parts.counts)
+        self.worker.loss_end.begin(targets, scale)
+        trains = torch.is_grad_enabled()
+        try:
+            if trains:
+                self.parts.reducer.begin(self.scale.value)
+            if anew:
+                self.parts.gatherer.begin()
+            self.executor.run(program)
+        except BaseException:
+            self.worker.clear()
+            self.parts.gatherer.clear()
+            if trains:
+                self.parts.reducer.clear()
+            raise
+
+    def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
+        trains = torch.is_grad_enabled()
+        key = (signature(microbatch), input_gradients, trains)
+        known = self._infos.pop(key, None)
+        if known is None:
+            skeleton = self.parts.skeleton
+            with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
+                known = infer(
+                    skeleton,
+                    microbatch,
+                    input_gradients=input_gradients,
+                    circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
+                )
+            if self.parts.prove is not None:
+                self.parts.prove(microbatch)
+        self._infos[key] = known  # the latest used stands last
+        if len(self._infos) > REMEMBERED_SHAPES:
+            del self._infos[next(iter(self._infos))]
+        return known
