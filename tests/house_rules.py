@@ -39,11 +39,20 @@ WITHOUT_TORCH = {"planner", "search", "simulation", "schedules", "plan", "rules"
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
+    (
+        "pipeline/profiling.py",
+        "profiling",
+        "_profiler_enabled",
+    ): "no public way to ask for an active profiler",
     ("pipeline/sequence.py", "_flatten", "_modules"): "named_children leaves out a module that stands twice",
+    ("pipeline/products.py", "_written", "_schema"): "what an operation writes to: no public way to ask",
+    ("pipeline/products.py", "*", "torch.utils._python_dispatch.TorchDispatchMode"): "sees each operation",
+    ("footprint/attention.py", "_kernel", "_scaled_dot_product_flash_attention_for_cpu"): "as a CPU runs it",
     ("comm/pool.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it by itself, but too late",
     ("comm/pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/pool.py", "stop_fork_server", "_stop"): "likewise",
     ("comm/world.py", "_take_groups", "_world"): "no public way to list the process groups",
+    ("comm/last_words.py", "of_world", "_get_default_store"): "no public way to the store of the world",
     ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
 }
 """File, function, private name: why there is no public way."""

@@ -78,7 +78,7 @@ def parallelize(
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
     units = build_units(drawn, spans.values(), mesh, source)
     weaving = Weaving(drawn.cuts, mesh.group("tp"))
-    stages = build_stages(sequence, spans, units, weaving, plan, mesh, source)
+    stages = build_stages(drawn, spans, units, weaving, mesh, source)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
@@ -151,15 +151,15 @@ def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, source: So
 
 
 def build_stages(
-    sequence: LayerSequence,
+    drawn: Blueprint,
     spans: Mapping[int, range],
     units: Mapping[str, Unit],
     weaving: Weaving,
-    plan: Plan,
     mesh: Mesh,
     source: Source,
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
+    sequence, plan = drawn.sequence, drawn.plan
     real: dict[int, Tensor] = {}
     for unit in units.values():
         for name, parameter in unit.parameters.items():
@@ -170,7 +170,13 @@ def build_stages(
     # One copy of all of this rank's layers, so that what they share stays shared.
     copies = iter(weaving.weave(private_copy(mine, real), keeper))
     stages = {
-        number: Stage(number, [next(copies) for _ in layers], keeper, adds_late=adds_late)
+        number: Stage(
+            number,
+            [next(copies) for _ in layers],
+            keeper,
+            adds_late=adds_late,
+            recompute=[drawn.recompute[layer] for layer in layers],
+        )
         for number, layers in spans.items()
     }
     for stage in stages.values():

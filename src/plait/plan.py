@@ -13,7 +13,7 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "parameters", "full"]
 
-_CHOICES = {"strategy": Strategy, "reduce": Reduce, "recompute": Recompute, "offload": Offload}
+_CHOICES = {"strategy": Strategy, "reduce": Reduce, "offload": Offload}
 _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_precision")
 
 
@@ -35,6 +35,10 @@ class Plan:
     which gradients are added up, `reduce_precision` that in which they travel; without them each is like the
     one before (gradients like the master). `offload` keeps on the CPU what a rank holds of parameters while a
     step runs, or that, its gradients and so the optimizer's state (`full`), at all times.
+
+    `recompute` says what is made again, from a layer's input, for the layer's backward: nothing, what is
+    cheap (`selective`: products of matrices and attention stay), or everything (`full`). A tuple says it of
+    each layer of the model.
 
     `schedule` is the name of a policy, or `auto`: the shortest step in which no rank holds more than
     `memory_limit`, by default what 1f1b holds. `memory_limit` counts in activations of one micro-batch on one
@@ -58,7 +62,7 @@ class Plan:
     microbatches: int = 1
     strategy: Strategy = "none"
     reduce: Reduce = "last"
-    recompute: Recompute = "none"
+    recompute: Recompute | tuple[Recompute, ...] = "none"
     precision: Precision | None = None
     master_precision: Precision | None = None
     gradient_precision: Precision | None = None
@@ -76,6 +80,7 @@ class Plan:
             _require_count("chunks", self.chunks)
         for name, kind in _CHOICES.items():
             _require_choice(name, getattr(self, name), get_args(kind))
+        self._require_recompute()
         for name in _PRECISIONS:
             if getattr(self, name) is not None:
                 _require_choice(name, getattr(self, name), get_args(Precision))
@@ -107,6 +112,14 @@ class Plan:
                 _require_count("layers_per_stage", count)
             # A list would make the plan unhashable and unequal to its twin.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
+
+    def _require_recompute(self) -> None:
+        modes = self.recompute
+        if isinstance(modes, tuple | list):
+            # A list would make the plan unhashable and unequal to its twin.
+            object.__setattr__(self, "recompute", tuple(modes))
+        for mode in modes if isinstance(modes, tuple | list) else (modes,):
+            _require_choice("recompute", mode, get_args(Recompute))
 
     @property
     def shard(self) -> int:

@@ -106,6 +106,7 @@ USER_CASES = (
     case(models.views, data.draw_tokens),
     case(models.nested, data.draw_tokens),
     case(models.padded, data.draw_tokens),
+    case(models.transposed, data.draw_tokens),
     case(models.buffers, data.draw_vectors),
     case(models.attention, data.draw_tokens),
     case(models.recurrent, data.draw_tokens),

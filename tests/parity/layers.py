@@ -234,3 +234,19 @@ class TiedHead(nn.Module):
 
     def forward(self, hidden: Tensor) -> Tensor:
         return hidden @ self.table.t()
+
+
+class Conv1D(nn.Module):
+    """A linear with its weight transposed, as Hugging Face writes it and under the name that it has there."""
+
+    __module__ = "transformers.pytorch_utils"
+
+    def __init__(self, nf: int, nx: int) -> None:
+        super().__init__()
+        self.nf, self.nx = nf, nx
+        self.weight = nn.Parameter(torch.empty(nx, nf).normal_(std=0.5))
+        self.bias = nn.Parameter(torch.empty(nf).normal_())
+
+    def forward(self, x: Tensor) -> Tensor:
+        product = torch.addmm(self.bias, x.reshape(-1, x.shape[-1]), self.weight)
+        return product.view(*x.shape[:-1], self.nf)

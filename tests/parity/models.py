@@ -190,6 +190,16 @@ def padded() -> nn.Module:
     )
 
 
+def transposed() -> nn.Module:
+    """Linears with transposed weights; the last is on the table of the first layer, as is a linear."""
+    embedding, head = nn.Embedding(VOCAB, HIDDEN), nn.Linear(HIDDEN, VOCAB)
+    last = layers.Conv1D(HIDDEN, VOCAB)
+    last.weight = head.weight = embedding.weight
+    return nn.Sequential(
+        embedding, layers.Conv1D(6, HIDDEN), nn.ReLU(inplace=True), layers.Conv1D(HIDDEN, 6), head, last
+    )
+
+
 def buffers() -> nn.Module:
     """Buffers with values."""
     return nn.Sequential(layers.Standardise(), nn.Tanh(), layers.Standardise(), nn.Linear(HIDDEN, CLASSES))

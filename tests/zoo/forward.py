@@ -20,11 +20,11 @@ from parity.tensor_defects import (
 )
 from plait import composer
 from plait.comm.collectives import all_gather
-from plait.engine import runner
 from plait.engine.runner import Runner
 from plait.models import values as start_values
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
+from plait.pipeline import values
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.values import map_tensors
 from plait.schedules.action import Kind
@@ -48,7 +48,7 @@ def micro_batches_interleaved() -> Any:
 
         return [every(start) for start in range(microbatches)]
 
-    return patch.object(runner, "split", split)
+    return patch.object(values, "split", split)
 
 
 def inputs_in_single_precision() -> Any:

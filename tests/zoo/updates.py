@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
@@ -16,7 +16,7 @@ from parity.tensor_defects import whole_parameters_counted_by_every_rank
 from plait import composer
 from plait.comm.handle import Handle
 from plait.engine import Engine, engine, runner
-from plait.sharding.norm import scale_to, total_norm
+from plait.sharding.norm import scale_to, start_norm
 from plait.verification.place import Phase
 from zoo import cases, models
 from zoo.patching import rank
@@ -37,15 +37,16 @@ def tie_counted_by_both_stages() -> Any:
 def largest_gradient_for_the_norm() -> Any:
     """The norm is that of the maximum."""
 
-    def largest(units: Any, *_: Any) -> Tensor:
-        return torch.stack([buffer.gradient.abs().max() for unit in units for buffer in unit.trainable]).max()
+    def largest(units: Any, *_: Any) -> Callable[[], Tensor]:
+        found = [buffer.gradient.abs().max() for unit in units for buffer in unit.trainable]
+        return lambda: torch.stack(found).max()
 
-    return patch.object(engine, "total_norm", largest)
+    return patch.object(engine, "start_norm", largest)
 
 
 def norm_summed_over_data_ranks() -> Any:
     """Squares are summed over dp as well, where all ranks have the same."""
-    return patch.object(engine, "total_norm", lambda *arguments: total_norm(*arguments) * 2**0.5)
+    return patch.object(engine, "start_norm", lambda *arguments: lambda: start_norm(*arguments)() * 2**0.5)
 
 
 def clipped_by_own_norm() -> Any:

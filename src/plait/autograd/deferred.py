@@ -1,6 +1,6 @@
 """Deferred weight gradients: the backward of a linear or an embedding gives the gradient of its input at
 once and *keeps* what the gradient of its weight needs. That part runs later, straight into the gradient
-buffer of the weight.
+buffer of the weight. What is cheap (biases, norms) is done at once, by autograd.
 
 One mechanism serves three ends: the `W` actions of a schedule, overlap with communication, and
 accumulation over micro-batches without a temporary. First-order only: a second backward through the same
@@ -53,6 +53,15 @@ class Keeper:
         return taken
 
     @contextmanager
+    def apart(self) -> Iterator[None]:
+        """For as long as it is entered, what is kept is forgotten at the end: nobody asks for it."""
+        outside, self.kept = self.kept, []
+        try:
+            yield
+        finally:
+            self.kept = outside
+
+    @contextmanager
     def spending(self) -> Iterator[None]:
         """For as long as it is entered, `meanwhile` does the work."""
         self.spends = True
@@ -73,18 +82,35 @@ class Keeper:
 
 
 def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
-    """Make every `nn.Linear` and plain `nn.Embedding` in `layer` keep its weight gradient with `keeper`.
+    """Make what multiplies by a weight in `layer`, or looks up its rows, keep its gradient with `keeper`.
 
-    Only these instances change (their `forward` is bound anew), so `layer` should be a private copy.
-    Subclasses and parametrised modules are left alone: their gradients are right, only not deferred.
+    That is every `nn.Linear`, plain `nn.Embedding` and `Conv1D` of Hugging Face, whose weight is that of a
+    linear transposed. Only these instances change (their `forward` is bound anew), so `layer` should be a
+    private copy. Subclasses, parametrised modules and those with a forward of their own are left alone: their
+    gradients are right, only not deferred.
     """
     for module in layer.modules():
-        if "weight" not in dict(module.named_parameters(recurse=False)):
+        if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations put a computed tensor in its place
         if type(module) is nn.Linear:
             _bind(module, partial(_run_linear, module, keeper))
         elif type(module) is nn.Embedding and _is_plain(module):
             _bind(module, partial(_run_embedding, module, keeper))
+        elif _is_transposed_linear(module):
+            _bind(module, partial(_run_transposed, module, keeper))
+
+
+TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
+"""Module and name of the class. It is known by these, so that its package need not be there."""
+
+
+def _is_transposed_linear(module: nn.Module) -> bool:
+    """Whether `module` is a `Conv1D`, with `weight: [in, out]` and `bias: [out]`."""
+    if (type(module).__module__, type(module).__qualname__) != TRANSPOSED_LINEAR:
+        return False
+    parameters = dict(module.named_parameters(recurse=False))
+    weight, bias = parameters.pop("weight"), parameters.pop("bias", None)
+    return not parameters and weight.dim() == 2 and bias is not None and bias.shape == weight.shape[1:]
 
 
 def _bind(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
@@ -100,15 +126,27 @@ def _run_linear(module: nn.Linear, keeper: Keeper, input: Tensor) -> Tensor:
     return linear(input, module.weight, module.bias, keeper)
 
 
+def _run_transposed(module: Any, keeper: Keeper, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias, keeper, transposed=True)
+
+
 def _run_embedding(module: nn.Embedding, keeper: Keeper, input: Tensor) -> Tensor:
     return embedding(input, module.weight, module.padding_idx, keeper)
 
 
-def linear(input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | None) -> Tensor:
-    """`functional.linear`, whose weight work is left with `keeper`, if there is one."""
+def linear(
+    input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | None, *, transposed: bool = False
+) -> Tensor:
+    """`functional.linear`, whose weight work is left with `keeper`, if there is one.
+
+    `weight` is `[out, in]`, or `[in, out]` where it is `transposed`.
+    """
     if keeper is None or not _defers(input):
-        return functional.linear(input, weight, bias)
-    output: Tensor = _Linear.apply(input, weight, bias, keeper)  # type: ignore[no-untyped-call]
+        return functional.linear(input, _rows_out(weight, transposed), bias)
+    output: Tensor = _Linear.apply(input, weight, bias, keeper, transposed)  # type: ignore[no-untyped-call]
+    # Only now, when the input is saved: a layer that runs again for its backward need not come this far.
+    with torch.no_grad():
+        output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
     return output
 
 
@@ -133,33 +171,49 @@ def made_by_linear(tensor: Tensor) -> bool:
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x Wᵀ + b` for `x: [..., in]`, `W: [out, in]`, `b: [out]` or none."""
+    """`y = x Wᵀ + b` for `x: [..., in]`, `W: [out, in]`, `b: [out]` or none; `transposed`: `W: [in, out]`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper, transposed: bool
+    ) -> Tensor:
         ctx.save_for_backward(input if weight.requires_grad else None)
-        ctx.weight, ctx.bias, ctx.keeper, ctx.ran = weight, bias, keeper, False
-        return _product(input, weight, bias)
+        ctx.weight, ctx.keeper, ctx.transposed, ctx.ran = weight, keeper, transposed, False
+        shape = (*input.shape[:-1], _rows_out(weight, transposed).shape[0])
+        return input.new_empty_strided(shape, (0,) * len(shape))  # one number: `linear` brings the memory
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, None, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         _refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
-        weight, bias, keeper = ctx.weight, ctx.bias, ctx.keeper
-        needs_bias = bias is not None and bias.requires_grad
-        if weight.requires_grad or needs_bias:
-            # Cut off, so that waiting for W does not hold the layer's graph.
-            input = saved.detach() if saved is not None else None
+        weight, keeper, transposed = ctx.weight, ctx.keeper, ctx.transposed
+        rows = gradient.reshape(-1, gradient.shape[-1])  # a copy, where heads were apart: once for all uses
+        if saved is not None:
+            input = saved.detach()  # cut off, so that waiting for W does not hold the layer's graph
 
             def work() -> None:
-                rows = gradient.reshape(-1, gradient.shape[-1])
-                if input is not None:
-                    _add_product(keeper.buffer_of(weight), rows.t(), input.reshape(-1, input.shape[-1]))
-                if needs_bias:
-                    keeper.buffer_of(bias).add_(rows.sum(0))
+                total = _rows_out(keeper.buffer_of(weight), transposed)
+                _add_product(total, rows.t(), input.reshape(-1, input.shape[-1]))
 
             keeper.keep(work)
-        return gradient.matmul(weight) if ctx.needs_input_grad[0] else None, None, None, None
+        needs_input, _, needs_bias, *_ = ctx.needs_input_grad
+        return (
+            _product_of_rows(rows, _rows_out(weight, transposed), gradient.shape) if needs_input else None,
+            None,
+            rows.sum(0) if needs_bias else None,
+            None,
+            None,
+        )
+
+
+def _product_of_rows(rows: Tensor, matrix: Tensor, shape: torch.Size) -> Tensor:
+    """`rows @ matrix`, as rows of a tensor that has `shape` but for its last dim."""
+    return (rows @ matrix).view(*shape[:-1], matrix.shape[1])
+
+
+def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
+    """A linear's weight (or its gradient) as `[out, in]`; the same memory."""
+    return weight.t() if transposed else weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
@@ -168,16 +222,6 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
         total.addmm_(a, b)
     else:
         total.add_(a @ b)
-
-
-def _product(input: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """`functional.linear`, never as a view: those who come after may write to what a Function gives."""
-    if bias is None or input.dim() == 2:
-        return functional.linear(input, weight, bias)
-    output = input.new_empty(*input.shape[:-1], weight.shape[0])
-    rows = input.reshape(-1, input.shape[-1])
-    torch.addmm(bias, rows, weight.t(), out=output.view(-1, weight.shape[0]))
-    return output
 
 
 class _Embedding(torch.autograd.Function):

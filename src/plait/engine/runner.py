@@ -19,11 +19,11 @@ from plait.pipeline.fingerprint import fingerprint_of_tokens
 from plait.pipeline.loss_scale import loss_scale
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
-from plait.pipeline.values import Value, map_tensors, signature, split
+from plait.pipeline.values import Microbatches, Value, cut, signature, signatures
 from plait.schedules.program import Program
 
-REMEMBERED_SHAPES = 8
-"""Micro-batch shapes whose boundaries are remembered."""
+REMEMBERED_SHAPES = 256
+"""Micro-batch shapes whose boundaries are remembered, beside those of the step."""
 
 
 class Runner:
@@ -36,6 +36,8 @@ class Runner:
         """The programs; another order of the same actions may take their place."""
         self.executor = Executor(parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers())
         self.scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
+        self.given_cut = False
+        """Whether the latest batch came as `Microbatches`."""
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -54,23 +56,22 @@ class Runner:
         self, program: Program, inputs: Value, targets: Value, *, input_gradients: bool
     ) -> Tensor:
         """Cut the batch, carry out a program that ends in the loss; its mean over the global batch, 0-d."""
-        count = self.plan.microbatches
-        batch = split(map_tensors(self._as_input, inputs), count, "inputs")
-        parts = split(map_tensors(self._as_target, targets), count, "targets")
-        looks = f"a step on micro-batches of {signature(batch[0])} with targets {signature(parts[0])}"
+        self.given_cut = isinstance(inputs, Microbatches)
+        batch, parts = cut(inputs, targets, self.plan.microbatches, (self._as_input, self._as_target))
+        looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
         weights = [self.parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
-        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).wait()
+        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).about("the loss's weight").wait()
         self.run(program, batch, parts, self.scale.value / weight, input_gradients=input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
             self._totals = self.worker.loss_end.totals
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / weight
-        return all_reduce(mean, self.mesh.group("world"), checked=False).wait()
+        return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def microbatch_losses(self) -> Tensor:
         """The mean loss of each of the last micro-batches, `[microbatches]`. Communication: one broadcast."""
@@ -115,7 +116,7 @@ class Runner:
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         if torch.is_inference_mode_enabled():
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
-        self.worker.begin(batch, self._layer_infos(batch[0], input_gradients), self.parts.counts)
+        self.worker.begin(batch, self._layer_infos(batch, input_gradients), self.parts.counts)
         self.worker.loss_end.begin(targets, scale)
         trains = torch.is_grad_enabled()
         try:
@@ -131,22 +132,29 @@ class Runner:
                 self.parts.reducer.clear()
             raise
 
-    def _layer_infos(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
+    def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
+        """Of each micro-batch, those of all layers. Those of shapes that were met before are remembered."""
         trains = torch.is_grad_enabled()
-        key = (signature(microbatch), input_gradients, trains)
-        known = self._infos.pop(key, None)
-        if known is None:
-            skeleton = self.parts.skeleton
-            with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
-                known = infer(
-                    skeleton,
-                    microbatch,
-                    input_gradients=input_gradients,
-                    circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
-                )
-            if self.parts.prove is not None:
-                self.parts.prove(microbatch)
-        self._infos[key] = known  # the latest used stands last
-        if len(self._infos) > REMEMBERED_SHAPES:
-            del self._infos[next(iter(self._infos))]
-        return known
+        keys = [(signature(one), input_gradients, trains) for one in batch]
+        for key, one in zip(keys, batch, strict=True):
+            known = self._infos.pop(key, None)
+            self._infos[key] = self._infer(one, input_gradients) if known is None else known
+        infos = [self._infos[key] for key in keys]
+        while len(self._infos) > REMEMBERED_SHAPES + len(set(keys)):
+            del self._infos[next(iter(self._infos))]  # the latest used stand last
+        return infos
+
+    def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
+        skeleton = self.parts.skeleton
+        trains = torch.is_grad_enabled()
+        with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
+            infos = infer(
+                skeleton,
+                microbatch,
+                input_gradients=input_gradients,
+                circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
+            )
+        looks = signature(microbatch)
+        if self.parts.prove is not None and all(known != looks for known, *_ in self._infos):
+            self.parts.prove(microbatch)
+        return infos

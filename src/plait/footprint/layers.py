@@ -48,8 +48,11 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
     infos = infer(layers, given, input_gradients=False)
     adds_late = drawn.shape.sharding.scatters == "each"
     traces = []
-    for layer, info in zip(layers, infos, strict=True):
-        trace, value = trace_layer(Stage(0, [layer], keeper, [info], adds_late), value)
+    for layer, info, recompute in zip(layers, infos, drawn.recompute, strict=True):
+        stage = Stage(0, [layer], keeper, [[info]], adds_late, [recompute])
+        if recompute == "selective":
+            trace_layer(stage, value)  # what to keep is known from the first backward
+        trace, value = trace_layer(stage, value)
         traces.append(trace)
     vocabulary = weaving.vocabulary_of(drawn.sequence.layers[-1])
     ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)

@@ -33,6 +33,7 @@ class Watch(TorchFunctionMode):
         """What was alive whenever something was seen."""
         self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
         self._in_node = False
+        self._at_begin: frozenset[int] = frozenset()
 
     @contextmanager
     def watching(self) -> Iterator[None]:
@@ -77,8 +78,10 @@ class Watch(TorchFunctionMode):
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # that all is well is all that is ever asked of values that are not there
         if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
-            func = fused
-        result = func(*args, **kwargs)
+            with self:  # a mode is off while it is told of a function
+                result = fused(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         self._see(result)
         return result
 
@@ -87,11 +90,14 @@ class Watch(TorchFunctionMode):
         # A mode is off while a function runs that it was told of, and a backward is one such function.
         self.__enter__()  # type: ignore[no-untyped-call]
         self._in_node = True
+        self._at_begin = self.alive()
 
     def _end_node(self, given: Any, come: Any) -> None:
         self._in_node = False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         self._see((given, come))
+        # What a node reads is there until it ends, also where it is made again for it alone.
+        self.samples.append(self.alive() | self._at_begin)
 
     def _save(self, tensor: Tensor) -> Tensor:
         self._see(tensor)
@@ -101,8 +107,9 @@ class Watch(TorchFunctionMode):
         tensors = [tensor for tensor in tensors_of(value) if tensor.is_meta]
         for tensor in tensors:
             self.number(tensor)
-        # Within a node of a graph devices take less than the meta device, which composes some of them.
-        if tensors and not self._in_node:
+        # Within a node of a graph devices take less than the meta device, which composes some of them; but
+        # where gradients are enabled there, a forward runs again.
+        if tensors and (not self._in_node or torch.is_grad_enabled()):
             self.samples.append(self.alive())
 
     def _forget(self, key: int) -> None:

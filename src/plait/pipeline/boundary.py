@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from math import prod
 from typing import Any
 
 import torch
@@ -26,6 +27,11 @@ class TensorInfo:
     shape: tuple[int, ...]
     dtype: torch.dtype
     requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)

@@ -1,15 +1,17 @@
 """Messages between stages on different ranks: receives posted ahead into reused buffers, sends under way.
 
 A buffer belongs to the micro-batch it was received for until `release` (the stage's weight work may still
-read it), then to the pool. So memory is what the schedule keeps in flight, whatever the number of
-micro-batches. Forward and backward traffic run in groups of their own.
+read it), then to the pool. All micro-batches of a step take buffers of the same size at a boundary, that of
+the longest. So memory is what the schedule keeps in flight, whatever the number of micro-batches and of their
+shapes. Forward and backward traffic run in groups of their own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import zip_longest
 
 import torch
 from torch import Tensor
@@ -27,38 +29,58 @@ SENDS_UNDER_WAY = 2
 
 @dataclass
 class BufferPool:
-    """Buffers by shape and dtype, reused. `made` counts how many exist."""
+    """Buffers by their size in bytes, reused. `made` counts how many exist."""
 
     device: torch.device
-    free: dict[tuple[tuple[int, ...], torch.dtype], list[Tensor]] = field(
-        default_factory=lambda: defaultdict(list)
-    )
-    pointers: set[int] = field(default_factory=set)
-    made: int = 0
+    free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By their address."""
 
-    def take(self, info: TensorInfo) -> Tensor:
-        """A buffer for a tensor like `info`, its contents undefined."""
-        stock = self.free[info.shape, info.dtype]
+    @property
+    def made(self) -> int:
+        """How many there are."""
+        return len(self.buffers)
+
+    def fit(self, needs: Iterable[int]) -> dict[int, int]:
+        """For each number of bytes that is needed the size of buffer to take; what fits none is forgotten.
+
+        Where there is a size that is large enough and at most twice as large it is that: steps whose longest
+        sequences differ a little share buffers.
+        """
+        sizes = sorted({buffer.nbytes for buffer in self.buffers.values()})
+        least = {need: max(need, 1) for need in needs}  # of a buffer without memory the address says nothing
+        fits = {
+            need: next((size for size in sizes if least[need] <= size <= 2 * need), least[need])
+            for need in least
+        }
+        for size in set(self.free) - set(fits.values()):
+            for buffer in self.free.pop(size):
+                del self.buffers[buffer.data_ptr()]
+        return fits
+
+    def take(self, info: TensorInfo, size: int) -> Tensor:
+        """A tensor like `info` in a buffer of `size` bytes, its contents undefined."""
+        stock = self.free[size]
         if stock:
-            return stock.pop()
-        self.made += 1
-        buffer = torch.empty(info.shape, dtype=info.dtype, device=self.device)
-        self.pointers.add(buffer.untyped_storage().data_ptr())
-        return buffer
+            buffer = stock.pop()
+        else:
+            buffer = torch.empty(size, dtype=torch.uint8, device=self.device)
+            self.buffers[buffer.data_ptr()] = buffer
+        return buffer[: info.nbytes].view(info.dtype).view(info.shape)
 
-    def give_back(self, buffer: Tensor) -> None:
-        """Nothing reads `buffer` any more."""
-        self.free[tuple(buffer.shape), buffer.dtype].append(buffer)
+    def give_back(self, tensor: Tensor) -> None:
+        """Nothing reads `tensor`, which was taken, any more."""
+        buffer = self.buffers[tensor.untyped_storage().data_ptr()]
+        self.free[buffer.nbytes].append(buffer)
 
     def owns(self, tensor: Tensor) -> bool:
         """Whether `tensor` lies in one of the pool's buffers."""
-        return tensor.untyped_storage().data_ptr() in self.pointers
+        return tensor.untyped_storage().data_ptr() in self.buffers
 
     def clear(self) -> None:
-        """Forget all buffers: other shapes are to come."""
+        """Forget all buffers."""
         self.free.clear()
-        self.pointers.clear()
-        self.made = 0
+        self.buffers.clear()
 
 
 class Exchange:
@@ -67,25 +89,35 @@ class Exchange:
     def __init__(self, forward: Group, backward: Group, device: torch.device) -> None:
         self.groups = {Kind.F: forward, Kind.I: backward}
         self.pool = BufferPool(device)
-        self.crossing: Mapping[int, Sequence[TensorInfo]] = {}
+        self.crossing: Sequence[Sequence[Sequence[TensorInfo]]] = ()
+        self._sizes: Sequence[Sequence[int]] = ()
         self._posted: dict[Action, tuple[list[Tensor], list[Handle[Tensor]]]] = {}
         self._lent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._sends: dict[tuple[int, Kind], list[list[Handle[None]]]] = defaultdict(list)
 
-    def begin(self, crossing: Mapping[int, Sequence[TensorInfo]]) -> None:
-        """Start a step. `crossing[s]` is what stage `s` sends forward; its differentiable part comes back."""
-        if crossing != self.crossing:
-            self.pool.clear()
-            self.crossing = crossing
+    def begin(self, crossing: Sequence[Sequence[Sequence[TensorInfo]]]) -> None:
+        """Steps on other shapes follow: `crossing[s][m]` is what stage `s` sends forward of micro-batch `m`.
 
-    def _expected(self, action: Action) -> list[TensorInfo]:
-        if action.kind is Kind.F:
-            return list(self.crossing[action.stage - 1])
-        return [info for info in self.crossing[action.stage] if info.requires_grad]
+        Its differentiable part comes back.
+        """
+        self.crossing = crossing
+        longest = [
+            [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
+            for microbatches in crossing
+        ]
+        fits = self.pool.fit(need for needs in longest for need in needs)
+        self._sizes = [[fits[need] for need in needs] for needs in longest]
+
+    def _buffers(self, action: Action) -> list[Tensor]:
+        """For what `action` receives."""
+        stage = action.stage - 1 if action.kind is Kind.F else action.stage
+        sized = zip(self.crossing[stage][action.microbatch], self._sizes[stage], strict=False)
+        forward = action.kind is Kind.F
+        return [self.pool.take(info, size) for info, size in sized if forward or info.requires_grad]
 
     def post(self, action: Action, peer: int) -> None:
         """Start receiving what `action` needs from `peer` of the `pp` axis."""
-        buffers = [self.pool.take(info) for info in self._expected(action)]
+        buffers = self._buffers(action)
         group = self.groups[action.kind]
         handles = [receive(buffer, group, peer, label=str(action)) for buffer in buffers]
         self._posted[action] = buffers, handles
@@ -115,7 +147,8 @@ class Exchange:
     def send_gradients(self, action: Action, gradients: Gradients, peer: int) -> None:
         """Send the gradients of the stage's input; where none flowed, the other side expects zeros."""
         tensors = []
-        for info, gradient in zip(self.crossing[action.stage - 1], gradients, strict=True):
+        infos = self.crossing[action.stage - 1][action.microbatch]
+        for info, gradient in zip(infos, gradients, strict=True):
             if info.requires_grad:
                 tensors.append(self._zeros(info) if gradient is None else gradient)
         self.send(action, tensors, peer)

@@ -23,8 +23,10 @@ from torch import Tensor, nn
 from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
 from plait.errors import ModelError
 from plait.pipeline.boundary import LayerInfo
+from plait.pipeline.recompute import Recomputation
 from plait.pipeline.sequence import NamedLayer
 from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
+from plait.plan import Recompute
 
 Gradients = list[Tensor | None]
 """One per tensor of a value, in the order of `tensors_of`; none where no gradient flows."""
@@ -46,9 +48,12 @@ class Stage:
     number: int
     layers: Sequence[NamedLayer]
     keeper: Keeper
-    infos: Sequence[LayerInfo] = ()
+    infos: Sequence[Sequence[LayerInfo]] = ()
+    """Per micro-batch, then per layer."""
     adds_late: bool = False
     """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
+    recompute: Sequence[Recompute] = ()
+    """How much of each layer's activations is made again in its backward; nothing, if it does not say."""
     input_gradients: bool = False
     """Whether a stage fed by the batch collects the gradient of its floating-point input."""
 
@@ -58,6 +63,10 @@ class Stage:
     """Per micro-batch: what flows backward now."""
     runs: dict[tuple[int, int], Run] = field(default_factory=dict)
     """Per (micro-batch, layer)."""
+
+    def __post_init__(self) -> None:
+        modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
+        self._recomputations = [Recomputation(mode, self.keeper) for mode in modes]
 
     def feed(self, microbatch: int, value: Value) -> None:
         """Give the first layer's input. The tensors are leaves already (see `leaf_of`)."""
@@ -70,13 +79,12 @@ class Stage:
     def forward(self, microbatch: int, layer: int) -> None:
         """Run one layer on what flows, and let its output flow on, cut off from the graph."""
         value = self.values.pop(microbatch)
-        info = self.infos[layer]
-        given = map_tensors(torch.clone, value) if info.writes_input else value
+        info = self.infos[microbatch][layer]
         with self._named(microbatch, layer):
-            output = _not_lent(self.layers[layer].module, self.layers[layer].module(given))
+            output = self._recomputations[layer](
+                partial(_run, self.layers[layer].module, info.writes_input), value
+            )
             info.check(output, self.layers[layer].path)
-        # A layer that differentiates something while it runs (autograd.grad) asks for no weight gradient.
-        self.keeper.take()
         if torch.is_grad_enabled():
             self.runs[microbatch, layer] = Run(list(tensors_of(value)), list(tensors_of(output)))
         self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
@@ -128,6 +136,11 @@ class Stage:
 
     def _named(self, microbatch: int, layer: int) -> Any:
         return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
+
+
+def _run(module: nn.Module, writes_input: bool, value: Value) -> Value:
+    """What a layer gives; a layer that writes to its input writes to a copy."""
+    return _not_lent(module, module(map_tensors(torch.clone, value) if writes_input else value))
 
 
 def _not_lent(module: nn.Module, output: Value) -> Value:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from hashlib import blake2b
 from typing import Any, TypeAlias
 
 from torch import Tensor
@@ -11,6 +13,24 @@ from plait.errors import DataError, PlanError
 
 Value: TypeAlias = Any
 """A tensor, or a tuple, list or dictionary of values; anything else passes through untouched."""
+
+
+@dataclass(frozen=True, eq=False)
+class Microbatches:
+    """A batch that is cut already: one value per micro-batch, each with shapes of its own.
+
+    `engine.forward_backward(plait.Microbatches([x0, x1]), plait.Microbatches([y0, y1]))` runs `x0` and `x1`
+    as the two micro-batches of a step. Dim 0 of their tensors need not be a batch.
+    """
+
+    values: tuple[Value, ...]
+
+    def __init__(self, values: Iterable[Value]) -> None:
+        if isinstance(values, Tensor | dict):
+            raise DataError(
+                f"plait.Microbatches was given a {type(values).__name__}: give a list, one per micro-batch."
+            )
+        object.__setattr__(self, "values", tuple(values))
 
 
 def tensors_of(value: Value) -> Iterator[Tensor]:
@@ -46,8 +66,14 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
 def split(value: Value, microbatches: int, what: str) -> list[Value]:
     """`value` cut along dim 0 of its tensors into `microbatches` equal parts (views, nothing is copied).
 
-    PlanError when a dim 0 is not divisible, DataError when the tensors disagree about dim 0.
+    PlanError when a dim 0 is not divisible, DataError when the tensors disagree about dim 0, or where the
+    value is cut already.
     """
+    if isinstance(value, Microbatches):
+        raise DataError(
+            f"the {what} are plait.Microbatches, which only forward_backward and evaluate of an engine take: "
+            "give a batch whose dim 0 can be cut."
+        )
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
     if len(rows) != 1:
         raise DataError(
@@ -66,9 +92,52 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
     ]
 
 
+def cut(
+    inputs: Value, targets: Value, microbatches: int, convert: Sequence[Callable[[Tensor], Tensor]]
+) -> list[list[Value]]:
+    """The micro-batches of the inputs, and of the targets: what stands in `Microbatches`, else `split`.
+
+    `convert` is what is done to the tensors of each of the two. PlanError for another number of them,
+    DataError where one of the two is cut and the other is not; and as `split`.
+    """
+    given = {"inputs": inputs, "targets": targets}
+    whole = [what for what, value in given.items() if not isinstance(value, Microbatches)]
+    if len(whole) == 1:
+        raise DataError(
+            f"the {whole[0]} are not plait.Microbatches, but the others are: give both cut, or both whole."
+        )
+    result = []
+    for (what, value), function in zip(given.items(), convert, strict=True):
+        if isinstance(value, Microbatches):
+            if len(value.values) != microbatches:
+                raise PlanError(
+                    f"the {what} are {len(value.values)} micro-batches, but the plan runs {microbatches} a "
+                    "step: give as many, or change plan.microbatches."
+                )
+            result.append([map_tensors(function, one) for one in value.values])
+        else:
+            result.append(split(map_tensors(function, value), microbatches, what))
+    return result
+
+
+def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:
+    """`value` with `tensors` in the places of its own, in the order of `tensors_of`."""
+    given = iter(tensors)
+    return map_tensors(lambda _: next(given), value)
+
+
 def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
     """`tensor` cut off from its graph: the same memory, and a leaf whose gradient is collected if asked."""
     return tensor.detach().requires_grad_(requires_grad)
+
+
+def signatures(values: Sequence[Value]) -> str:
+    """The signature that all values share, or each one's, behind a digest of them all."""
+    each = [signature(value) for value in values]
+    if len(set(each)) == 1:
+        return each[0]
+    every = ", ".join(each)
+    return f"{len(set(each))} shapes {blake2b(every.encode(), digest_size=4).hexdigest()} ({every})"
 
 
 def signature(value: Value) -> str:

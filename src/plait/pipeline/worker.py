@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from itertools import accumulate
 
-from plait.pipeline.boundary import LayerInfo, TensorInfo
+from plait.errors import CommunicationError
+from plait.pipeline.boundary import LayerInfo
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.executor import Handlers
 from plait.pipeline.loss_end import LossEnd
@@ -35,7 +37,8 @@ class Worker:
         self.loss_end = loss_end
         self.batch: Sequence[Value] = ()
         self.input_gradients: dict[int, Gradients] = {}
-        self._ends: Mapping[int, LayerInfo] = {}
+        self._infos: Sequence[Sequence[LayerInfo]] = ()
+        self._ends: Sequence[Sequence[LayerInfo]] = ()
 
     def handlers(self) -> Handlers:
         """What each pipeline instruction does."""
@@ -53,24 +56,24 @@ class Worker:
             Finish: lambda i: self.exchange.finish(),
         }
 
-    def begin(self, batch: Sequence[Value], infos: Sequence[LayerInfo], counts: Sequence[int]) -> None:
-        """Start a step on a batch (per micro-batch), with `infos` for all layers of the model.
+    def begin(
+        self, batch: Sequence[Value], infos: Sequence[Sequence[LayerInfo]], counts: Sequence[int]
+    ) -> None:
+        """Start a step on a batch, with `infos` for all layers of the model; both per micro-batch.
 
         `counts` are the layers of each stage of the model.
         """
         self.batch = batch
         self.input_gradients = {}
-        ends: dict[int, LayerInfo] = {}
-        crossing: dict[int, list[TensorInfo]] = {}
-        first = 0
-        for number, count in enumerate(counts):
-            if number in self.stages:
-                self.stages[number].infos = infos[first : first + count]
-            first += count
-            ends[number] = infos[first - 1]
-            crossing[number] = infos[first - 1].tensors
-        self._ends = ends
-        self.exchange.begin(crossing)
+        if list(map(id, infos)) == list(map(id, self._infos)):
+            return  # as in the step before, so that all that follows from them is there
+        self._infos = infos
+        behind = list(accumulate(counts))
+        for number, stage in self.stages.items():
+            first = behind[number] - counts[number]
+            stage.infos = [one[first : behind[number]] for one in infos]
+        self._ends = [[one[layer - 1] for one in infos] for layer in behind]
+        self.exchange.begin([[info.tensors for info in ends] for ends in self._ends])
 
     def clear(self) -> None:
         """Forget everything in flight, after an exception in the middle of a step."""
@@ -92,12 +95,12 @@ class Worker:
         action = instruction.action
         stage, received = self.stages[action.stage], iter(self.exchange.take(action))
         if action.kind is Kind.F:
-            value = self._ends[action.stage - 1].rebuild(
+            value = self._ends[action.stage - 1][action.microbatch].rebuild(
                 lambda info: leaf_of(next(received), info.requires_grad)
             )
             stage.feed(action.microbatch, value)
         else:
-            infos = self._ends[action.stage].tensors
+            infos = self._ends[action.stage][action.microbatch].tensors
             gradients = [next(received) if info.requires_grad else None for info in infos]
             stage.seed(action.microbatch, gradients)
 
@@ -130,14 +133,16 @@ class Worker:
             Kind.W: stage.backward_weight,
             Kind.B: stage.backward,
         }
-        run[action.kind](action.microbatch, instruction.layer)
+        with _In(action):
+            run[action.kind](action.microbatch, instruction.layer)
 
     def _compute_loss(self, instruction: ComputeLoss) -> None:
         stage, microbatch = self.stages[instruction.action.stage], instruction.action.microbatch
         output = stage.take_output(microbatch)
         if self.loss_end.spends and stage.output_is_read(microbatch):
             output = map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output)
-        self.loss_end.compute(microbatch, output)
+        with _In(instruction.action):
+            self.loss_end.compute(microbatch, output)
 
     def _keep_output(self, instruction: KeepOutput) -> None:
         action = instruction.action
@@ -145,7 +150,9 @@ class Worker:
 
     def _seed_gradient(self, instruction: SeedGradient) -> None:
         action = instruction.action
-        self.stages[action.stage].seed(action.microbatch, self.loss_end.seed(action.microbatch))
+        with _In(action):
+            seed = self.loss_end.seed(action.microbatch)
+        self.stages[action.stage].seed(action.microbatch, seed)
 
     def _release(self, instruction: Release) -> None:
         action: Action = instruction.action
@@ -156,3 +163,17 @@ class Worker:
                     None if gradient is None else self.exchange.outlasting(gradient) for gradient in gradients
                 ]
         self.exchange.release(action.stage, action.microbatch)
+
+
+class _In:
+    """Lets what fails between ranks within an action say which one it was."""
+
+    def __init__(self, action: Action) -> None:
+        self.action = action
+
+    def __enter__(self) -> None:
+        return None
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, CommunicationError):
+            error.args = (f"in {self.action}: {error}",)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Self
 
 from pydantic import model_validator
 
 from plait.errors import ConfigError
 from plait.plan import Plan, Precision
-from plait.schedules.policies import POLICIES
+from plait.search.schedule import usual_chunks
 from plait.sizes import usual_inner
 from plait.train.sections import (
     DataConfig,
@@ -32,23 +31,18 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_available(self)
         _check_family(self.model)
         _check_heads(self.model)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
         _check_tensor_parallel(self.model, self.parallel.tp)
-        if self.run.compare > self.train.steps:
-            raise ConfigError(
-                f"run.compare = {self.run.compare} is more than train.steps = {self.train.steps}: "
-                f"set run.compare to at most {self.train.steps}."
-            )
+        _check_steps(self)
         return self
 
     def plan(self) -> Plan:
         """Return the plan that `parallel`, `train.microbatches` and `train.precision` describe."""
         return Plan(
-            **self.parallel.model_dump(),
+            **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
             precision=self.train.precision,
             master_precision=self.train.master_precision or self._usual_master(),
@@ -62,25 +56,17 @@ class Config(Section):
         return "fp32" if self.train.precision in ("bf16", "fp16") else None
 
 
-@dataclass(frozen=True)
-class _Available:
-    """The values of a field that can be run today, when the field knows more; `what` is still to come."""
-
-    field: str
-    values: tuple[object, ...]
-    what: str
-
-
-_AVAILABLE = (_Available("recompute", ("none",), "recomputing activations"),)
-
-
-def _check_available(config: Config) -> None:
-    for row in _AVAILABLE:
-        value = getattr(config.parallel, row.field)
-        if value not in row.values:
-            remedy = " or ".join(str(known) for known in row.values if known is not None)
+def _check_steps(config: Config) -> None:
+    run, steps = config.run, config.train.steps
+    fields = {
+        "run.compare": run.compare,
+        "run.trace": run.trace,
+        "parallel.reorder": config.parallel.reorder,
+    }
+    for name, value in fields.items():
+        if value > steps:
             raise ConfigError(
-                f"parallel.{row.field} is {value}: {row.what} is not available yet, set it to {remedy}."
+                f"{name} = {value} is more than train.steps = {steps}: set {name} to at most {steps}."
             )
 
 
@@ -166,11 +152,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
             f"set parallel.replicate to {_divisors(parallel.dp)}."
         )
-    counts, chunks = parallel.layers_per_stage, parallel.chunks
-    if counts is not None and chunks is None:  # the policy's own; auto takes any that the cut makes
-        own = POLICIES.get(parallel.schedule)
-        chunks = own.chunks if own is not None else max(1, len(counts) // parallel.pp)
-    if counts is not None and chunks is not None and len(counts) != parallel.pp * chunks:
+    counts = parallel.layers_per_stage
+    if counts is None:
+        return
+    chunks = parallel.chunks or usual_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
+    if len(counts) != parallel.pp * chunks:
         raise ConfigError(
             f"parallel.layers_per_stage = {list(counts)} cuts another number of stages than "
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "

@@ -1,29 +1,40 @@
 from __future__ import annotations
 
+import pytest
 import torch
 
+from plait.comm.mesh import Mesh
 from plait.pipeline.boundary import TensorInfo
-from plait.pipeline.exchange import BufferPool
+from plait.pipeline.exchange import BufferPool, Exchange
+from plait.schedules.action import Action
 
 CPU = torch.device("cpu")
 SMALL, LARGE = TensorInfo((2, 3), torch.float32, True), TensorInfo((4,), torch.float64, False)
+MASK, EMPTY = TensorInfo((5,), torch.bool, False), TensorInfo((0, 4), torch.float32, True)
 
 
-def test_buffers_are_reused_by_shape_and_dtype() -> None:
+def address(tensor: torch.Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("info", [SMALL, LARGE, MASK, EMPTY])
+def test_a_buffer_is_used_again_whatever_the_shape(info: TensorInfo) -> None:
     pool = BufferPool(CPU)
-    one, other = pool.take(SMALL), pool.take(LARGE)
-    assert (tuple(one.shape), one.dtype) == ((2, 3), torch.float32)
-    assert (tuple(other.shape), other.dtype) == ((4,), torch.float64)
+    one = pool.take(LARGE, 40)
     pool.give_back(one)
-    assert pool.take(TensorInfo((2, 3), torch.float32, False)) is one
-    assert pool.take(SMALL) is not one
+    other = pool.take(info, 40)
+    assert address(one) == address(other)
+    assert (tuple(other.shape), other.dtype) == (info.shape, info.dtype)
+    assert other.is_contiguous()
+    assert address(pool.take(info, 40)) != address(other)
+    assert address(pool.take(info, 41)) not in (address(one), address(other))
     assert pool.made == 3
 
 
 def test_memory_is_what_is_in_flight_not_how_many_there_were() -> None:
     pool = BufferPool(CPU)
     for _ in range(10):
-        held = [pool.take(SMALL), pool.take(SMALL)]
+        held = [pool.take(SMALL, 24), pool.take(SMALL, 24)]
         for buffer in held:
             pool.give_back(buffer)
     assert pool.made == 2
@@ -31,7 +42,7 @@ def test_memory_is_what_is_in_flight_not_how_many_there_were() -> None:
 
 def test_views_of_a_buffer_are_known() -> None:
     pool = BufferPool(CPU)
-    buffer = pool.take(SMALL)
+    buffer = pool.take(SMALL, 24)
     assert pool.owns(buffer)
     assert pool.owns(buffer.detach()[1:].t())
     assert not pool.owns(buffer.clone())
@@ -41,9 +52,77 @@ def test_views_of_a_buffer_are_known() -> None:
 
 def test_clear_forgets_all() -> None:
     pool = BufferPool(CPU)
-    buffer = pool.take(SMALL)
+    buffer = pool.take(SMALL, 24)
     pool.give_back(buffer)
     pool.clear()
     assert not pool.owns(buffer)
     assert pool.made == 0
-    assert pool.take(SMALL) is not buffer
+    assert address(pool.take(SMALL, 24)) != address(buffer)
+
+
+@pytest.mark.parametrize(
+    ("needs", "sizes"),
+    [
+        ({100}, {100: 100}),
+        ({99, 50, 30}, {99: 100, 50: 100, 30: 30}),
+        ({49}, {49: 49}),
+        ({101}, {101: 101}),
+        ({0}, {0: 1}),
+        ({7, 12}, {7: 10, 12: 12}),
+    ],
+)
+def test_buffers_of_about_the_size_are_kept_and_others_forgotten(
+    needs: set[int], sizes: dict[int, int]
+) -> None:
+    pool = BufferPool(CPU)
+    held = {size: pool.take(EMPTY, size) for size in (10, 100)}
+    for buffer in held.values():
+        pool.give_back(buffer)
+    assert pool.fit(needs) == sizes
+    kept = {10, 100} & set(sizes.values())
+    assert {size for size, buffer in held.items() if pool.owns(buffer)} == kept
+    assert pool.made == len(kept)
+
+
+def test_what_is_lent_is_not_forgotten() -> None:
+    pool = BufferPool(CPU)
+    lent, free = pool.take(EMPTY, 10), pool.take(EMPTY, 10)
+    pool.give_back(free)
+    pool.fit({1000})
+    assert pool.owns(lent)
+    pool.give_back(lent)
+    assert pool.made == 1
+    pool.fit({1000})
+    assert pool.made == 0
+
+
+def row(length: int) -> list[TensorInfo]:
+    """What one stage sends of a micro-batch: hidden and, without a gradient, positions."""
+    return [
+        TensorInfo((length, 8), torch.float32, True),
+        TensorInfo((length,), torch.int64, requires_grad=False),
+    ]
+
+
+def test_micro_batches_of_a_step_share_buffers_of_the_longest() -> None:
+    exchange = Exchange(*Mesh().pipeline_groups, CPU)
+    exchange.begin([[row(5), row(7), [*row(2), MASK]]])
+    first = exchange._buffers(Action.parse("1F0"))
+    assert [tuple(tensor.shape) for tensor in first] == [(5, 8), (5,)]
+    assert [tensor.untyped_storage().nbytes() for tensor in first] == [7 * 8 * 4, 7 * 8]
+    for tensor in first:
+        exchange.pool.give_back(tensor)
+    for action, shapes in {
+        "1F1": [(7, 8), (7,)],
+        "1F2": [(2, 8), (2,), (5,)],
+        "0I2": [(2, 8)],
+        "0I1": [(7, 8)],
+    }.items():
+        buffers = exchange._buffers(Action.parse(action))
+        assert [tuple(tensor.shape) for tensor in buffers] == shapes
+        for tensor in buffers:
+            exchange.pool.give_back(tensor)
+    assert exchange.pool.made == 3
+    exchange.begin([[row(6), row(4), row(3)]])
+    assert address(exchange._buffers(Action.parse("1F1"))[0]) == address(first[0])
+    assert exchange.pool.made == 2

@@ -81,7 +81,7 @@ def stage_of(*layers: nn.Module, batch: Value, number: int = 0) -> Stage:
         defer_weight_gradients(layer.module, keeper)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return Stage(number, sequence.layers, keeper, infos)
+    return Stage(number, sequence.layers, keeper, [infos] * 8)
 
 
 def forward(stage: Stage, batch: Tensor, microbatch: int = 0) -> Value:

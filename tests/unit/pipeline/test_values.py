@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from plait.errors import DataError, PlanError
-from plait.pipeline.values import leaf_of, map_tensors, signature, split, tensors_of
+from plait.pipeline.values import (
+    Microbatches,
+    cut,
+    leaf_of,
+    map_tensors,
+    signature,
+    signatures,
+    split,
+    tensors_of,
+    with_tensors,
+)
 
 Pair = namedtuple("Pair", "left right")
 ONE, TWO, THREE = torch.tensor([1.0]), torch.tensor([2.0]), torch.tensor([3.0])
@@ -78,3 +88,70 @@ def test_signature_tells_shapes_dtypes_and_structure() -> None:
     ]
     assert len({signature(value) for value in values}) == len(values)
     assert signature(torch.ones(2, 3)) == signature(values[0])
+
+
+def test_micro_batches_are_a_tuple_whatever_they_are_given_in() -> None:
+    values = ONE, {"x": TWO}
+    assert Microbatches(list(values)).values == values
+    assert Microbatches(iter(values)).values == values
+
+
+@pytest.mark.parametrize("given", [torch.zeros(4, 2), {"x": ONE}])
+def test_one_value_is_not_taken_for_micro_batches(given: object) -> None:
+    with pytest.raises(DataError, match="give a list, one per micro-batch"):
+        Microbatches(given)
+
+
+def double(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor * 2
+
+
+def same(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor
+
+
+def test_what_is_cut_already_stays_as_it_is() -> None:
+    given = Microbatches([{"x": ONE, "name": "kept"}, TWO, ()])
+    inputs, targets = cut(given, Microbatches([TWO, ONE, THREE]), 3, (double, same))
+    assert inputs == [{"x": 2 * ONE, "name": "kept"}, 2 * TWO, ()]
+    assert targets == [TWO, ONE, THREE]
+
+
+def test_what_is_whole_is_cut() -> None:
+    inputs, targets = cut(torch.arange(4), {"x": torch.arange(2)}, 2, (double, same))
+    assert [one.tolist() for one in inputs] == [[0, 2], [4, 6]]
+    assert [one["x"].tolist() for one in targets] == [[0], [1]]
+
+
+@pytest.mark.parametrize("given", [1, 3])
+def test_another_number_of_micro_batches_than_the_plans_is_refused(given: int) -> None:
+    some, right = Microbatches([ONE] * given), Microbatches([ONE] * 2)
+    for inputs, targets, what in ((some, right, "inputs"), (right, some, "targets")):
+        with pytest.raises(PlanError, match=f"the {what} are {given} micro-batches, but the plan runs 2"):
+            cut(inputs, targets, 2, (same, same))
+
+
+def test_one_cut_and_the_other_whole_is_refused() -> None:
+    given = Microbatches([ONE, ONE])
+    for inputs, targets, what in ((given, torch.zeros(2), "targets"), (torch.zeros(2), given, "inputs")):
+        with pytest.raises(DataError, match=f"the {what} are not plait.Microbatches, but the others are"):
+            cut(inputs, targets, 2, (same, same))
+
+
+def test_split_refuses_what_is_cut_already() -> None:
+    with pytest.raises(DataError, match=r"the inputs are plait\.Microbatches, which only"):
+        split(Microbatches([ONE, ONE]), 2, "inputs")
+
+
+def test_tensors_are_replaced_in_order() -> None:
+    filled = with_tensors(NESTED, [None, 5, ONE])
+    assert filled == {"b": (None, "text", [5]), "a": Pair(ONE, None)}
+
+
+def test_signatures_are_one_or_all_behind_a_digest() -> None:
+    long, short = torch.zeros(1, 7), torch.zeros(1, 3)
+    assert signatures([long, long]) == signature(long)
+    one, other = signatures([long, short, long]), signatures([long, long, short])
+    assert one.startswith("2 shapes ")
+    assert one.endswith(f"({signature(long)}, {signature(short)}, {signature(long)})")
+    assert one[:20] != other[:20], "what is cut off in a message still tells them apart"

@@ -60,7 +60,7 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     check(made)
     batch, targets = list(INPUTS.split(1)), list(TARGETS.split(1))
     infos = infer(private_copy(sequence_of(skeleton).layers, {}), batch[0], input_gradients=False)
-    worker.begin(batch, infos, COUNTS)
+    worker.begin(batch, [infos] * 2, COUNTS)
     worker.loss_end.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
     Executor(worker.handlers()).run(lower(made, Shape(COUNTS, {}))[0])
     for stage in worker.stages.values():

@@ -1,0 +1,144 @@
+"""What looks at a rank from outside reads the names of actions: stacks, and torch's profiler."""
+
+from __future__ import annotations
+
+import sys
+import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+
+from plait.pipeline.executor import REMEMBERED_PROGRAMS, Around, Executor
+from plait.pipeline.profiling import profiling
+from plait.schedules.action import Action
+from plait.schedules.parts import Part, parts_of
+from plait.schedules.program import Finish, Program, ReduceGradient, RunLayer, Send
+
+FORWARD = Action.parse("1F3")
+PROGRAM: Program = (
+    RunLayer(FORWARD, 0),
+    RunLayer(FORWARD, 1),
+    Send(FORWARD, 0),
+    ReduceGradient("a"),
+    Finish(),
+)
+NAMES = ["1F3", "send 1F3", "reduce a", "finish"]
+
+
+def caller() -> tuple[str, str]:
+    """Of the function that called this one's caller: its name, short and long."""
+    code = sys._getframe(2).f_code
+    return code.co_name, code.co_qualname
+
+
+def test_the_stack_names_what_is_carried_out() -> None:
+    seen: list[tuple[str, str]] = []
+
+    def handler(instruction: object) -> None:
+        seen.append(caller())
+
+    executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], handler))
+    executor.run(PROGRAM)
+    expected = [(name, name) for name in ["1F3", *NAMES]]
+    assert seen == expected
+    executor.observer = lambda instruction: None
+    executor.run(PROGRAM)
+    assert seen == expected * 2
+
+
+def test_a_traceback_names_the_action() -> None:
+    def fail(instruction: object) -> None:
+        raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError) as caught:
+        Executor({RunLayer: fail}).run(PROGRAM[:1])
+    assert "in 1F3\n" in "".join(traceback.format_exception(caught.value))
+
+
+def test_the_observer_comes_after_all_who_handle_an_instruction() -> None:
+    seen: list[str] = []
+    one = {Finish: lambda i: seen.append("one")}
+    other = {Finish: lambda i: seen.append("other")}
+    executor = Executor(one, other)
+    executor.run(PROGRAM[-1:])
+    executor.observer = lambda instruction: seen.append("observer")
+    executor.run(PROGRAM[-1:])
+    executor.observer = None
+    executor.run(PROGRAM[-1:])
+    assert seen == ["one", "other", "one", "other", "observer", "one", "other"]
+
+
+def test_programs_are_not_mixed_up_and_not_remembered_for_ever() -> None:
+    seen: list[object] = []
+    executor = Executor({ReduceGradient: seen.append})
+    programs: list[Program] = [(ReduceGradient(str(number)),) for number in range(REMEMBERED_PROGRAMS + 3)]
+    for program in [*programs, *programs]:
+        executor.run(program)
+    assert seen == [program[0] for program in [*programs, *programs]]
+    assert len(executor._known) == REMEMBERED_PROGRAMS
+
+
+def test_a_watch_is_entered_around_each_part() -> None:
+    seen: list[str] = []
+
+    @contextmanager
+    def watch(program: Program) -> Iterator[Around]:
+        @contextmanager
+        def around(part: Part) -> Iterator[None]:
+            seen.append(f"before {part.name}")
+            yield
+            seen.append(f"after {part.name}")
+
+        assert program is PROGRAM
+        yield around
+        seen.append("end")
+
+    executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: seen.append("run")))
+    executor.watch = watch
+    executor.run(PROGRAM)
+    assert seen[:4] == ["before 1F3", "run", "run", "after 1F3"]
+    assert [line for line in seen if "before" in line] == [
+        f"before {part.name}" for part in parts_of(PROGRAM)
+    ]
+    assert seen[-1] == "end"
+
+
+def test_parts_are_ranges_while_a_profiler_is_on() -> None:
+    executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: torch.zeros(1)))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        executor.run(PROGRAM)
+    events = profile.events()
+    assert events is not None
+    assert [event.name for event in events if not event.name.startswith("aten::")] == NAMES
+    inside = [event.cpu_parent.name for event in events if event.name == "aten::zeros" and event.cpu_parent]
+    assert inside == ["1F3", *NAMES]
+
+
+def test_an_action_in_pieces_is_one_range() -> None:
+    pieces: Program = (RunLayer(FORWARD, 0), ReduceGradient("a"), RunLayer(FORWARD, 1), Send(FORWARD, 0))
+    executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient], lambda i: None))
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]) as profile:
+        executor.run(pieces)
+    events = {event.name: event for event in profile.events() or ()}
+    assert len(profile.events() or ()) == len(events) == 3
+    assert {name: event.cpu_parent and event.cpu_parent.name for name, event in events.items()} == {
+        "1F3": None,
+        "reduce a": "1F3",
+        "send 1F3": None,
+    }
+
+
+def test_no_range_is_made_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(torch.profiler, "record_function")
+    Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: None)).run(PROGRAM)
+
+
+def test_what_is_relied_on_in_torch() -> None:
+    assert not profiling()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        assert profiling()
+    with torch.autograd.profiler.profile(use_cpu=True):
+        assert profiling()
+    assert not profiling()

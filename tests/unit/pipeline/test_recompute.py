@@ -1,0 +1,201 @@
+"""A layer that runs again for its backward: how often, how far, and what it keeps."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+from weakref import ref
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.pipeline.recompute import Recomputation
+from plait.plan import Recompute
+
+MODES: tuple[Recompute, ...] = ("none", "selective", "full")
+PRODUCTS = ("mm", "addmm")
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func.overloadpacket.__name__ in PRODUCTS
+        return func(*args, **(kwargs or {}))
+
+
+def mlp() -> tuple[nn.Sequential, Keeper]:
+    torch.manual_seed(0)
+    module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)).double()
+    keeper = Keeper()
+    defer_weight_gradients(module, keeper)
+    for parameter in module.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    return module, keeper
+
+
+def there_and_back(run: Callable[[Tensor], Tensor], mode: Recompute, keeper: Keeper) -> list[Tensor]:
+    """The output and the gradient of the input."""
+    generator = torch.Generator().manual_seed(1)
+    value = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator).requires_grad_()
+    output = Recomputation(mode, keeper)(run, value)
+    output.backward(torch.ones_like(output))
+    for work in keeper.take():
+        work()
+    assert value.grad is not None
+    return [output.detach(), value.grad]
+
+
+def test_results_have_the_same_bits() -> None:
+    found = []
+    for mode in MODES:
+        module, keeper = mlp()
+        found.append([*there_and_back(module, mode, keeper), *(p.grad for p in module.parameters())])
+    for other in found[1:]:
+        assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
+
+
+@pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 1), ("full", 1)])
+def test_a_layer_runs_once_more(mode: Recompute, again: int) -> None:
+    module, keeper = mlp()
+    runs = []
+
+    def run(value: Tensor) -> Tensor:
+        runs.append(value)
+        return module(value)
+
+    there_and_back(run, mode, keeper)
+    assert len(runs) == 1 + again
+
+
+@pytest.mark.parametrize(("mode", "products"), [("none", 2), ("selective", 2), ("full", 3)])
+def test_products_are_kept_or_done_again_but_never_the_last(mode: Recompute, products: int) -> None:
+    module, keeper = mlp()
+    with Products() as counted:
+        there_and_back(module, mode, keeper)
+    assert counted.count == products + 2  # and the gradient of each linear's input
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_without_gradients_it_runs_once(mode: Recompute) -> None:
+    module, keeper = mlp()
+    with torch.no_grad():
+        assert not Recomputation(mode, keeper)(module, torch.zeros(2, 4).double()).requires_grad
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_random_numbers_are_those_of_the_first_time(mode: Recompute) -> None:
+    def drop(value: Tensor) -> Tensor:
+        return functional.dropout(value, 0.5) * value
+
+    torch.manual_seed(3)
+    output, gradient = there_and_back(drop, mode, Keeper())
+    after = torch.rand(())
+    torch.manual_seed(3)
+    expected = there_and_back(drop, "none", Keeper())
+    assert torch.equal(output, expected[0])
+    assert torch.equal(gradient, expected[1])
+    assert torch.equal(after, torch.rand(()))  # and nobody else's have moved
+
+
+class Doubled(torch.autograd.Function):
+    calls: list[str]
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, calls: list[str]) -> Tensor:
+        calls.append("forward")
+        ctx.save_for_backward(value)
+        ctx.calls = calls
+        return value * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        ctx.calls.append("backward")
+        assert ctx.saved_tensors[0] is not None
+        return gradient * 2, None
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_function_of_ones_own_runs_backward_once(mode: Recompute) -> None:
+    calls: list[str] = []
+    there_and_back(lambda value: Doubled.apply(value, calls), mode, Keeper())  # type: ignore[no-untyped-call]
+    assert calls == ["forward", "backward", *(["forward"] if mode != "none" else [])]
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_layers_own_backward_asks_for_no_weight_gradient(mode: Recompute) -> None:
+    module, keeper = mlp()
+
+    def run(value: Tensor) -> Tensor:
+        inner = value.detach().requires_grad_()
+        (slope,) = torch.autograd.grad(module(inner).sum(), inner)
+        return value * slope
+
+    there_and_back(run, mode, keeper)
+    assert all(p.grad is not None and not p.grad.any() for p in module[1].parameters() if p.dim() == 2)
+
+
+ROW = 64 * 4 * 8
+"""The bytes of a tensor as wide as the input; the inner ones are four times as wide."""
+
+
+def held(mode: Recompute) -> list[int]:
+    """The bytes that stay until the backward, beside the input: of two micro-batches, one after the other."""
+    module, keeper = mlp()
+    recomputation = Recomputation(mode, keeper)
+    found = []
+    for _ in range(2):
+        with Live() as live:
+            value = torch.ones(64, 4, dtype=torch.float64).requires_grad_()
+            output = recomputation(module, value)
+            found.append(live.count() - 2 * ROW)  # the input, and what flows on
+            output.backward(torch.ones_like(output))
+            keeper.take()
+    return found
+
+
+class Live(TorchDispatchMode):
+    """Storages that operations gave and somebody keeps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[int, Any] = {}
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for tensor in result if isinstance(result, tuple | list) else [result]:
+            if isinstance(tensor, Tensor):
+                storage = tensor.untyped_storage()
+                self.found[id(storage)] = ref(storage)
+        return result
+
+    def count(self) -> int:
+        alive = [found() for found in self.found.values()]
+        return sum(storage.nbytes() for storage in alive if storage is not None and storage.nbytes() > 1024)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_somebody_writes_to_is_not_kept(mode: Recompute) -> None:
+    weight = torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+
+    def run(value: Tensor) -> Tensor:
+        product = value @ weight
+        product.mul_(3).add_(1)
+        return (value @ product.transpose(1, 2)).sin().exp()
+
+    for one, two in zip(
+        there_and_back(run, mode, Keeper()), there_and_back(run, "none", Keeper()), strict=True
+    ):
+        assert torch.equal(one, two)
+
+
+def test_what_stays_until_the_backward() -> None:
+    assert held("full") == [0, 0]
+    assert held("selective") == [4 * ROW, 4 * ROW]  # the first product, not the last
+    assert held("none") == [(1 + 4 + 4) * ROW] * 2  # the norm's and the activation's, too
