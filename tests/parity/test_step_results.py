@@ -159,3 +159,26 @@ def test_drawn_tokens_are_the_same_in_every_layout(rank_pool, top_k):
     assert torch.equal(woven_tokens[:, :3], PROMPT)
     other = generated(rank_pool, Plan(precision="fp64"), PROMPT, **{**options, "seed": 6})
     assert not torch.equal(alone, other)
+
+
+# ── the optimizer's step ──
+
+
+def stepped_in_a_rank(case, plan, at_once):
+    engine = woven.weave(case, plan)
+    optimizer = torch.optim.AdamW(engine.parameters())
+    engine.forward_backward(*woven.shares(case, engine, 1)[0])
+    if at_once:
+        norm = engine.step(optimizer, 0.01)
+    else:
+        norm = engine.clip_grad_norm_(0.01)
+        optimizer.step()
+    return norm.item(), {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
+
+
+@pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
+def test_clipping_and_stepping_at_once(rank_pool, plan):
+    runs = [rank_pool.run(stepped_in_a_rank, gpt2(), plan, once, ranks=plan.world) for once in (True, False)]
+    for (norm, ours), (other, theirs) in zip(*runs, strict=True):
+        assert norm == other
+        assert all(torch.equal(ours[name], theirs[name]) for name in ours)

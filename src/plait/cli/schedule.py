@@ -7,22 +7,21 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 from plait.cli.schedule_comparison import comparison
 from plait.cli.schedule_options import parser
 from plait.errors import ConfigError, ScheduleError
 from plait.schedules.check import check
-from plait.schedules.exchange import from_csv, to_csv
+from plait.schedules.exchange import from_csv
 from plait.schedules.schedule import Schedule
 from plait.search.schedule import NAMES, require_known, schedule
 from plait.simulation.costs import Costs
-from plait.simulation.html import draw_html
-from plait.simulation.svg import draw_svg
+from plait.simulation.figures import figures
+from plait.simulation.pictures import FORMATS, write_pictures
 from plait.simulation.text import draw_text, title
 from plait.simulation.timeline import Timeline, simulate
-from plait.simulation.trace import draw_trace
 
 
 def run(argv: Sequence[str]) -> int:
@@ -38,31 +37,13 @@ def run(argv: Sequence[str]) -> int:
     if options.policy is None:
         raise ConfigError("plait schedule needs a POLICY or a CSV file; see `plait schedule --help`.")
     timeline = simulate(_made(options.policy, options, costs), costs)
-    written = list(_write_files(timeline, options))
+    paths = {kind: getattr(options, kind) for kind in FORMATS if getattr(options, kind) is not None}
+    written = list(write_pictures(timeline, paths))
     if options.json:
         print(json.dumps(figures(timeline)))
     else:
         _show(timeline, options.measure, written)
     return 0
-
-
-def figures(timeline: Timeline) -> dict[str, object]:
-    """The object that `--json` prints."""
-    made = timeline.schedule
-    return {
-        "policy": made.policy,
-        "ranks": made.ranks,
-        "chunks": made.stages // made.ranks,
-        "microbatches": made.microbatches,
-        "makespan": timeline.makespan,
-        "span": timeline.span,
-        "bubble": timeline.bubble,
-        "bubble_span": timeline.bubble_span,
-        "peak": timeline.peak,
-        "order": made.order,
-        "rank_of": made.rank_of,
-        **({} if made.bound is None else {"bound": made.bound}),
-    }
 
 
 def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
@@ -113,27 +94,6 @@ def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
     return made
 
 
-_DRAWN: Mapping[str, Callable[[Timeline], str]] = {
-    "svg": draw_svg,
-    "html": draw_html,
-    "trace": draw_trace,
-    "csv": lambda timeline: to_csv(timeline.schedule),
-}
-
-
-def _write_files(timeline: Timeline, options: Namespace) -> Iterator[Path]:
-    for name, draw in _DRAWN.items():
-        path: Path | None = getattr(options, name)
-        if path is None:
-            continue
-        try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(draw(timeline), encoding="utf-8")
-        except OSError as error:
-            raise ConfigError(f"{path} cannot be written ({error.strerror}): give another file.") from None
-        yield path
-
-
 def _show(timeline: Timeline, measure: str, written: Sequence[Path]) -> None:
     width = shutil.get_terminal_size((120, 24)).columns
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
@@ -157,7 +117,7 @@ def _against(bound: float, reached: float, measure: str) -> str:
 
 def _compare(options: Namespace, costs: Costs) -> None:
     """Several schedules: a table, or a list as JSON. One that cannot be made says why in its place."""
-    if any(getattr(options, name) for name in _DRAWN):
+    if any(getattr(options, kind) for kind in FORMATS):
         raise ConfigError("--compare writes no files: name one policy, and leave --compare out.")
     names = ([] if options.policy is None else [options.policy]) + list(options.compare)
     results: dict[str, Timeline | ScheduleError] = {}

@@ -13,6 +13,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plait.comm.host.host import Host
 from plait.comm.host.lines import Lines
 from plait.comm.host.scratch import Scratch
+from plait.comm.last_words import LastWords
 from plait.comm.traffic import Traffic
 
 Neighbours = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]
@@ -41,6 +42,8 @@ class Group:
     """The ranks of the mesh on this host, where ranks of one host can reach each other besides."""
     shared: MutableMapping[Tensor, Neighbours] = field(default_factory=WeakTensorKeyDictionary)
     """For those of this rank's tensors that others reach: theirs. See `plait.comm.shared`."""
+    words: LastWords | None = None
+    """Where its ranks leave word when they fail, if they can."""
     guarded: bool = False
     """Whether its ranks agree on every collective first, and on what enters a region: see `Mesh`."""
 

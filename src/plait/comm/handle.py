@@ -5,12 +5,18 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from contextlib import suppress
-from typing import Generic, Protocol, TypeVar
+from typing import Generic, Protocol, Self, TypeVar
 
 from plait.comm.group import Group
+from plait.comm.last_words import Account, ended_by
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
+
+_PATIENCE = 0.5
+"""Seconds for other ranks to say whom they waited for, after a connection was closed."""
+_PATIENCE_AFTER_TIMEOUT = 3.0
+"""The same after a timeout, which strikes not all of them at once."""
 
 
 class Waiting(Protocol):
@@ -28,14 +34,25 @@ class Handle(Generic[T]):
     """
 
     def __init__(
-        self, start: Callable[[], Waiting | None], finish: Callable[[], T], awaited: str, group: Group
+        self,
+        start: Callable[[], Waiting | None],
+        finish: Callable[[], T],
+        awaited: str,
+        group: Group,
+        peer: int | None = None,
     ) -> None:
         """Start the operation by `start()`; `finish()` makes the result of `wait()` and holds the tensors.
 
-        `awaited` completes the sentence "rank 1 waits for ...". A failure to start is raised by `wait()`.
+        `awaited` completes the sentence "rank 1 waits for ...", and `peer` is the one rank that it can come
+        from, if not any of the group. A failure to start is raised by `wait()`.
         """
         self._group = group
         self._awaited = awaited
+        self._about = ""
+        self._suspects = (
+            tuple(rank for rank in group.ranks if rank != group.rank) if peer is None else (peer,)
+        )
+        self._cause: Exception | None = None
         self._finish: Callable[[], T] | None = finish
         self._work: Waiting | None = None
         self._result: list[T] = []
@@ -50,11 +67,17 @@ class Handle(Generic[T]):
         """A handle whose operation needed nobody else."""
         return cls(lambda: None, lambda: result, "nothing", group)
 
+    def about(self, what: str) -> Self:
+        """The same handle, whose errors say what the operation is for."""
+        self._about = f" ({what})"
+        return self
+
     def wait(self) -> T:
         """The result, once it is there; a second call gives the same result, or raises the same error.
 
         Raises `CommunicationError` that names the operation, this rank, the peer or the group, and the cause,
-        when a peer is gone or has not come within the group's timeout. The group is of no use afterwards.
+        when a peer is gone or has not come within the group's timeout; and the rank that ended all, where it
+        is another one than the peer. The group is of no use afterwards.
         """
         if self._finish is not None:
             try:
@@ -65,6 +88,8 @@ class Handle(Generic[T]):
             else:
                 self._result.append(self._finish())
                 self._work = self._finish = None
+        if self._cause is not None and self._error is None:
+            self._error = self._told(self._cause)
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -84,20 +109,49 @@ class Handle(Generic[T]):
         return self._work is None
 
     def _fail(self, cause: Exception) -> None:
-        group = self._group
-        sentence = f"rank {group.rank} waits for {self._awaited}: {_reason(cause, group.timeout)}"
-        self._error = CommunicationError(sentence)
-        self._error.__cause__ = cause
+        self._cause = cause
         self._work = self._finish = None
-        group.fail(cause)
+        if self._group.words is not None:
+            self._group.words.say(f"{self._awaited}{self._about}", self._suspects)
+        self._group.fail(cause)
+
+    def _told(self, cause: Exception) -> CommunicationError:
+        group, timed_out = self._group, _is_timeout(cause)
+        account = Account({}, self._suspects)
+        if group.words is not None and (timed_out or _is_closed(cause)):
+            account = group.words.ask(
+                self._suspects, min(_PATIENCE_AFTER_TIMEOUT, group.timeout) if timed_out else _PATIENCE
+            )
+        reason = _reason(cause, group.timeout, self._suspects, account)
+        error = CommunicationError(f"rank {group.rank} waits for {self._awaited}{self._about}: {reason}")
+        error.__cause__ = cause
+        return error
 
 
-def _reason(cause: Exception, timeout: float) -> str:
+def _is_closed(cause: Exception) -> bool:
+    signs = ("closed by peer", "connection reset", "broken pipe", "remote peer")
+    return any(sign in str(cause).lower() for sign in signs)
+
+
+def _is_timeout(cause: Exception) -> bool:
+    return "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
+
+
+def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], account: Account) -> str:
+    """What went wrong, and who it was: `suspects` are those that an answer could have come from."""
+    between = ""
+    if len(suspects) == 1:  # else all that they waited for is this very operation, mostly
+        between = "".join(
+            f"; rank {rank} waited for {words.awaited} in vain" for rank, words in account.said.items()
+        )
+    silent = account.silent
+    culprit = "it" if silent == suspects and len(silent) == 1 else ended_by(silent) if silent else ""
+    if _is_closed(cause):
+        told = f"; {culprit} ended first, so look for its error" if culprit else ""
+        return f"connection closed by peer{between}{told}."
+    if _is_timeout(cause):
+        whom = "that rank is" if culprit in ("", "it") else f"{culprit} is"
+        return f"no answer within {timeout:g} s{between}; see what {whom} doing, or give the mesh more time."
     text = str(cause).strip()
-    lowered = text.lower()
-    if any(sign in lowered for sign in ("closed by peer", "connection reset", "broken pipe", "remote peer")):
-        return "connection closed by peer; it ended first, so look for its error."
-    if "timed out" in lowered or "timeout" in lowered:
-        return f"no answer within {timeout:g} s; see what that rank is doing, or give the mesh more time."
     first_line = text.splitlines()[0] if text else type(cause).__name__
     return re.sub(r"^\[[^\]]*\]\s*", "", first_line)

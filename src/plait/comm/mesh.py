@@ -13,6 +13,7 @@ import torch.distributed as dist
 from plait.comm import coordinates
 from plait.comm.group import Group
 from plait.comm.introduction import introduce
+from plait.comm.last_words import of_world
 from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Traffic
 from plait.errors import MeshError
@@ -68,6 +69,7 @@ class Mesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._made: list[dist.ProcessGroup] = []
+        self._words = of_world(self.rank) if joined else None
         self._host = introduce(self._everyone()) if joined else None
         # All ranks make all groups in this order, each with a process group of its own, so that the traffic
         # of one axis never waits behind that of another.
@@ -195,6 +197,7 @@ class Mesh:
                     self.traffic,
                     self.timeout,
                     self._host,
+                    words=self._words,
                     guarded=self.guarded,
                 )
                 self._made += [] if process_group is None else [process_group]

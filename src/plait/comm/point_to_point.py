@@ -34,7 +34,7 @@ def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag
         return None
 
     awaited = f"{label or 'its message'} to reach rank {peer} over {group.name}"
-    return Handle(start, finish, awaited, group)
+    return Handle(start, finish, awaited, group, peer)
 
 
 def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: int = 0) -> Handle[Tensor]:
@@ -50,7 +50,7 @@ def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: 
         return dist.irecv(as_bytes(landed), group=group.process_group, tag=tag, group_src=source)
 
     awaited = f"{label or 'a message'} from rank {peer} over {group.name}"
-    return Handle(start, lambda: deliver(landed, buffer), awaited, group)
+    return Handle(start, lambda: deliver(landed, buffer), awaited, group, peer)
 
 
 def _peer(index: int, group: Group, what: str) -> int:

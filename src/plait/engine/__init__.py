@@ -2,5 +2,6 @@
 
 from plait.engine.engine import Engine
 from plait.engine.parts import Observer, Parts
+from plait.engine.recording import Recording
 
-__all__ = ["Engine", "Observer", "Parts"]
+__all__ = ["Engine", "Observer", "Parts", "Recording"]

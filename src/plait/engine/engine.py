@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -11,16 +13,19 @@ from torch import Tensor, nn
 from plait.comm.collectives import broadcast
 from plait.comm.traffic import Counts
 from plait.engine.parts import Observer, Parts
+from plait.engine.recording import Recording
+from plait.engine.reordering import agreed_order, require_same_work, shortest_order
 from plait.engine.runner import Runner
 from plait.errors import NonFiniteError
 from plait.layout import Layout
-from plait.pipeline.fingerprint import fingerprint_of_tokens
+from plait.pipeline.fingerprint import fingerprint_of_order, fingerprint_of_tokens
 from plait.pipeline.modes import evaluating
-from plait.pipeline.values import Value, map_tensors
+from plait.pipeline.values import Microbatches, Value, with_tensors
 from plait.schedules.schedule import Schedule
 from plait.sharding.elementwise import Guard
-from plait.sharding.norm import scale_to, total_norm
+from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.replicas import check_replicas, held_by
+from plait.simulation.costs import Costs
 from plait.tensor.sampling import next_token, padded, require_prompt
 
 
@@ -42,9 +47,10 @@ class Engine:
 
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
-        `plan.microbatches` micro-batches. Returns the mean loss over the global batch, 0-d, equal on every
-        rank. Gradients add to those that are there; `zero_grad` starts anew. An exception leaves them as
-        they were. Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
+        `plan.microbatches` micro-batches; or both as `plait.Microbatches`, cut already and each of its own
+        shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to those
+        that are there; `zero_grad` starts anew. An exception leaves them as they were.
+        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
         tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, one
         reduction per unit, the loss over `world`.
         """
@@ -121,10 +127,8 @@ class Engine:
         the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
         where gradients are cut.
         """
-        units = self._parts.reducer.units.values()
-        group = self.mesh.group("world" if self.plan.shards else "model")
-        norm = total_norm(units, self._parts.counted, group, self.mesh.device, norm_type)
-        scale_to(units, norm, max_norm)
+        norm = self._start_norm(norm_type)()
+        scale_to(self._parts.reducer.units.values(), norm, max_norm)
         if self._runner.scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
             self._runner.scale.update(finite=finite)
@@ -135,6 +139,18 @@ class Engine:
                     f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
                     "warm-up, or look at the data of that step."
                 )
+        return norm
+
+    def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip the gradients and let `optimizer` step, on each rank as soon as the norm is there.
+
+        `clip_grad_norm_` and `optimizer.step()` in one, without a barrier between or behind them: a rank sums
+        its own gradients as soon as they are final, and what it waits for is the sum over ranks alone; on a
+        GPU the host does not wait at all. Gives the norm before clipping; `float("inf")` clips nothing.
+        Communication: as `clip_grad_norm_`.
+        """
+        norm = self.clip_grad_norm_(max_norm, norm_type)
+        optimizer.step()
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -179,16 +195,18 @@ class Engine:
         return self._runner.microbatch_losses()
 
     def input_gradients(self) -> Value | None:
-        """The gradient of the last step's inputs, if asked for; shaped like them, None for whole numbers.
+        """The gradient of the last step's inputs, if asked for; like them, None for whole numbers.
 
         Only the ranks of the first stage have it; the others get None.
         """
-        pieces = self._worker.input_gradients
+        pieces, batch = self._worker.input_gradients, self._worker.batch
         if not pieces:
             return None
+        if self._runner.given_cut:
+            return Microbatches(with_tensors(batch[number], pieces[number]) for number in sorted(pieces))
         columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
-        whole = iter([None if column[0] is None else torch.cat(column) for column in columns])  # type: ignore[arg-type]
-        return map_tensors(lambda _: next(whole), self._worker.batch[0])
+        whole = (None if column[0] is None else torch.cat(column) for column in columns)  # type: ignore[arg-type]
+        return with_tensors(batch[0], whole)
 
     def observe(self, observer: Observer | None) -> None:
         """Let `observer` see what each instruction of this rank's next steps gives; None: nobody any more."""
@@ -197,10 +215,52 @@ class Engine:
             None if observer is None else lambda instruction: observer(instruction, parts)
         )
 
+    @contextmanager
+    def recording(self) -> Iterator[Recording]:
+        """Record what this rank does, and when, in the training steps inside; the last one counts.
+
+        What is given has the timeline and the measured costs, then and afterwards. All ranks enter it.
+        Recording takes a few microseconds an action; on a GPU it waits for the device before a step.
+        """
+        executor, recording = self._runner.executor, Recording(self.mesh, lambda: self.schedule)
+        before, executor.watch = executor.watch, recording.recorder.watch
+        try:
+            yield recording
+        finally:
+            executor.watch = before
+
     @property
     def schedule(self) -> Schedule:
         """The order of a training step, and which rank of `pp` each stage lives on."""
         return self._runner.steps.schedule
+
+    def follow(self, order: Schedule) -> None:
+        """From the next step on run `order`: the same actions on the same ranks, in another order.
+
+        Parameters, their gradients and the optimizer's state stay where they are, and gradients get the same
+        bits (but for a parameter with users on two stages of one rank). All ranks call it with the same
+        order: `plait train` keeps its own in RUN/schedule.json. ScheduleError for other actions.
+        """
+        require_same_work(order, self.schedule)
+        self._runner.agree(f"follow {fingerprint_of_order(order)}", "model")
+        self._runner.steps = replace(self._parts.steps, schedule=order)
+
+    def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
+        """Follow the shortest order that rank 0 finds for what actions cost, as a `recording` measures it.
+
+        Only rank 0's `costs` count. `memory_limit` is that of the plan, as long as none is given. Where
+        nothing shorter is found the order stays. Gives the order of the next steps. All ranks call it and
+        wait for rank 0, a few seconds at most. Communication: the order as text over `world`.
+        """
+        now = self.schedule
+        limit = self.plan.memory_limit if memory_limit is None else memory_limit
+        self.follow(agreed_order(now, lambda: shortest_order(now, costs, limit), self.mesh))
+        return self.schedule
+
+    def _start_norm(self, norm_type: float) -> Callable[[], Tensor]:
+        units, counted = self._parts.reducer.units.values(), self._parts.counted
+        group = self.mesh.group("world" if self.plan.shards else "model")
+        return start_norm(units, counted, group, self.mesh.device, norm_type)
 
     @property
     def loss_scale(self) -> float:

@@ -7,6 +7,7 @@ from torch import Tensor
 
 from plait.comm.collectives import broadcast
 from plait.comm.group import Group
+from plait.comm.news import tell
 from plait.errors import ModelError, PlaitError
 from plait.models.values import Values
 
@@ -32,7 +33,7 @@ class FromRankZero:
                 news = str(value.dtype)
             except Exception as raised:  # of any kind: the others wait
                 failure, news = raised, _told(name, raised)
-        news = self._tell(news)
+        news = tell(news, self._group, self._device)
         if failure is not None:
             raise failure
         if value is None:
@@ -45,15 +46,6 @@ class FromRankZero:
     def skip(self, name: str) -> None:
         """Take part, and let go."""
         self.read(name)
-
-    def _tell(self, news: str) -> str:
-        """The news of rank 0."""
-        text = torch.frombuffer(bytearray(news.encode() or b" "), dtype=torch.uint8).to(self._device)
-        size = torch.tensor([len(text)], device=self._device)
-        broadcast(size, self._group, checked=False).wait()
-        if self._group.index != 0:
-            text = text.new_empty(int(size))
-        return bytes(broadcast(text, self._group, checked=False).wait().tolist()).decode()
 
 
 def _told(name: str, failure: Exception) -> str:

@@ -172,7 +172,7 @@ class FlatBuffer:
                 carried = torch.zeros_like(self.piece_gradient)
             self.place_in(name, carried).copy_(grad)
         self.piece_gradient.zero_()
-        if self.keeps_gradient:
+        if self.keeps_gradient and self.gradient is not self.piece_gradient:
             self.gradient.zero_()
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name]

@@ -60,7 +60,7 @@ class Gatherer:
             return
         self._current.add(name)
         self._under_way[name] = [
-            (handle, buffer)
+            (handle.about(f"parameters of {name or 'the model'}"), buffer)
             for buffer in self.units[name].buffers
             if buffer.has_pieces and (handle := _gather(buffer)) is not None
         ]

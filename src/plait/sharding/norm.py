@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
@@ -17,18 +17,19 @@ ROW = 1024
 """Elements whose squares are added up in float32."""
 
 
-def total_norm(
+def start_norm(
     units: Iterable[Unit],
     counted: Collection[str],
     group: Group,
     device: torch.device,
     order: float = 2.0,
-) -> Tensor:
-    """The norm of the gradients of the `counted` parameters of all ranks of `group`, 0-d float64.
+) -> Callable[[], Tensor]:
+    """Start the norm of the gradients of the `counted` parameters of all ranks of `group`.
 
-    The order is that of `torch.linalg.vector_norm`, above 0. No finite number comes of gradients that are
-    not finite. Communication: one all-reduce of 8 bytes over `group`. A parameter, or a piece of one, that
-    several ranks of the group hold has to be counted by one of them only. Raises `PlanError` for the order.
+    Calling what is given waits for it: 0-d float64. The order is that of `torch.linalg.vector_norm`, above 0.
+    No finite number comes of gradients that are not finite. Communication: one all-reduce of 8 bytes over
+    `group`. A parameter, or a piece of one, that several ranks of the group hold has to be counted by one of
+    them only. Raises `PlanError` for the order.
     """
     if not order > 0:
         raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
@@ -40,8 +41,9 @@ def total_norm(
     if math.isinf(order):
         # A backend's maximum may pass over what is no number.
         largest = total.nan_to_num(nan=math.inf, posinf=math.inf)
-        return all_reduce(largest, group, "max", checked=False).wait()
-    return all_reduce(total, group, checked=False).wait() ** (1 / order)
+        return all_reduce(largest, group, "max", checked=False).about("the gradient norm").wait
+    under_way = all_reduce(total, group, checked=False).about("the gradient norm")
+    return lambda: under_way.wait() ** (1 / order)
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:

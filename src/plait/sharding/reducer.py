@@ -84,7 +84,9 @@ class Reducer:
 
     def scatter(self, name: str) -> None:
         """Start the sums over `shard` of a unit's whole gradient."""
-        self._scattered[name] = [(buffer, _scatter(buffer)) for buffer in self.units[name].trainable]
+        self._scattered[name] = [
+            (buffer, _scatter(buffer).about(_gradient_of(name))) for buffer in self.units[name].trainable
+        ]
 
     def collect(self, name: str) -> None:
         """Add this rank's pieces of these sums to what it has, and let go of what is not kept."""
@@ -104,7 +106,7 @@ class Reducer:
         """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
         for buffer in self.units[name].trainable:
             if buffer.group is not None and buffer.group.size > 1:
-                self._reduced.append((buffer, _reduce(buffer)))
+                self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
 
     def finish(self) -> None:
         """Wait for all reductions; gradients are then final and the same on every rank that holds them.
@@ -133,6 +135,10 @@ class Reducer:
         self._scattered.clear()
         self._reduced = []
         self._attached = []
+
+
+def _gradient_of(unit: str) -> str:
+    return f"gradient of {unit or 'the model'}"
 
 
 def _release(buffer: FlatBuffer) -> None:

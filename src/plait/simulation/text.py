@@ -81,7 +81,8 @@ def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
         per_tick = max(-(-(length + space) // ticks) for ticks, length in letters.items())
         if timeline.length * per_tick <= available:
             return timeline.length * per_tick, True
-    return available // timeline.length * timeline.length or available, False
+    columns = available // timeline.length * timeline.length or available
+    return columns, all(ticks * columns // timeline.length >= length for ticks, length in letters.items())
 
 
 def _row(timeline: Timeline, row: Sequence[Cell], columns: int, labelled: bool, colour: bool) -> str:

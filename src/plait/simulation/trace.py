@@ -21,21 +21,23 @@ _PROCESS, _FIRST_THREAD = 1, 100
 """Perfetto takes thread 0 for the process itself, and the thread with its number for the main one."""
 
 
-def draw_trace(timeline: Timeline) -> str:
+def draw_trace(timeline: Timeline, *, name: str | None = None) -> str:
     """`timeline` in the Chrome trace event format, as JSON. A unit of the costs shows as a millisecond.
 
     The pipeline is a process and each rank a thread of it, with its actions, arrows from what makes a result
     to what takes it on another rank, and a counter of what the rank holds, in micro-batches. Times are
-    rounded to a nanosecond, the finest that readers keep: a millionth of a unit.
+    rounded to a nanosecond, the finest that readers keep: a millionth of a unit. `name` is the title, by
+    default the schedule's.
     """
-    events = [*_names(timeline), *_actions(timeline), *_arrows(timeline), *_memory(timeline)]
-    about = {"schedule": title(timeline.schedule), "time": "1 ms is a unit of the costs"}
+    name = name or title(timeline.schedule)
+    events = [*_names(timeline, name), *_actions(timeline), *_arrows(timeline), *_memory(timeline)]
+    about = {"schedule": name, "time": "1 ms is a unit of the costs"}
     lines = ",\n".join(json.dumps(event, separators=(",", ":")) for event in events)
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _names(timeline: Timeline) -> Iterator[Event]:
-    yield _event("M", "process_name", 0, args={"name": title(timeline.schedule)})
+def _names(timeline: Timeline, name: str) -> Iterator[Event]:
+    yield _event("M", "process_name", 0, args={"name": name})
     for rank in range(timeline.schedule.ranks):
         yield _event("M", "thread_name", rank, args={"name": f"rank {rank}"})
         yield _event("M", "thread_sort_index", rank, args={"sort_index": rank})

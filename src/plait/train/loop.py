@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
+from plait.engine import Recording
 from plait.errors import ReplicaError
+from plait.footprint.report import Memory
+from plait.plan import Plan
 from plait.train.compare import Comparison, LossAndNorm, compare
 from plait.train.config import Config
-from plait.train.data import load_data
+from plait.train.data import Data, load_data
 from plait.train.forecast import forecast, outcome, summary
 from plait.train.introduction import introduce
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
 from plait.train.model import build_model
+from plait.train.order import balanced, reordered, write_order
 from plait.train.progress import Follower
+from plait.train.trace import recorded, write_trace
 from plait.train.trainer import Trainer
 
 
@@ -49,10 +55,10 @@ def train(config: Config) -> Report:
     follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
     with _metrics(config, mesh) as metrics:
         data = load_data(config)
-        memory = None
-        if mesh.rank == 0 or config.run.memory_limit is not None:
-            memory = forecast(config, build_model(config.model, data.vocab), plan, mesh.device)
+        plan = balanced(config, plan, mesh, data)
+        memory = _forecast(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
+        write_order(trainer.engine, config.run.dir, mesh)
         for line in introduce(config, mesh, data, trainer.parameters):
             follower.note(line)
         if memory is not None:
@@ -63,11 +69,16 @@ def train(config: Config) -> Report:
         with follower:
             for step in range(settings.steps):
                 meter.start()
-                loss, norm = trainer.step(step)
+                looked_at = step + 1 in (config.run.trace, config.parallel.reorder)
+                with recorded(trainer.engine, wanted=looked_at) as recording:
+                    loss, norm = trainer.step(step)
                 row = meter.row(step, loss, norm, trainer.rate(step))
                 trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
                 _check_replicas(config, trainer, step)
                 follower.update(step + 1, row["loss"], row["tokens_per_second"])
+                if recording is not None:
+                    for line in _looked_at(config, trainer, recording, step + 1, mesh):
+                        follower.note(line)
                 if _validates(config, step):
                     validation_loss = trainer.validate(step)
                     if validation_loss is not None:
@@ -103,6 +114,23 @@ def _metrics(config: Config, mesh: Mesh) -> Metrics:
     return open_metrics(
         run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard
     )
+
+
+def _forecast(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
+    """What a rank will hold, where somebody wants to know."""
+    if mesh.rank != 0 and config.run.memory_limit is None:
+        return None
+    return forecast(config, build_model(config.model, data.vocab), plan, mesh.device)
+
+
+def _looked_at(
+    config: Config, trainer: Trainer, recording: Recording, step: int, mesh: Mesh
+) -> Iterator[str]:
+    """What a step that was recorded is good for."""
+    if step == config.run.trace:
+        yield write_trace(recording, step, config.run.dir, mesh)
+    if step == config.parallel.reorder:
+        yield reordered(trainer.engine, recording, step, config.run.dir, mesh)
 
 
 def _check_replicas(config: Config, trainer: Trainer, step: int) -> None:

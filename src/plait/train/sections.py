@@ -129,7 +129,8 @@ class ParallelConfig(Section):
         "holds for auto, no limit for the others",
     )
     recompute: Recompute = Field(
-        default="none", description="activations computed again in the backward pass"
+        default="none",
+        description="what is made again for a layer's backward: nothing, what is cheap, or all but its input",
     )
     overlap: bool | None = Field(
         default=None,
@@ -140,6 +141,17 @@ class ParallelConfig(Section):
         default=None,
         description="cut by hand: how many layers each stage has, first stage first, where the embedding, "
         "each attention, each MLP and the head are a layer; none: the shortest simulated step",
+    )
+    balance: Literal["counted", "measured"] = Field(
+        default="counted",
+        description="what stages are cut by, where not by hand: a count of multiplications, or what layers "
+        "take here, measured before training",
+    )
+    reorder: int = Field(
+        default=0,
+        ge=0,
+        description="step, counted from 1, after which the order of actions is searched anew, as for auto, "
+        "from what they took in it; 0: never",
     )
 
 
@@ -174,6 +186,12 @@ class RunConfig(Section):
     )
     check_replicas: int = Field(
         default=0, ge=0, description="steps between comparisons of what several ranks hold alike; 0: none"
+    )
+    trace: int = Field(
+        default=0,
+        ge=0,
+        description="step of which trace.json, trace.svg and trace.html show what really happened, counted "
+        "from 1; 0: none",
     )
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")

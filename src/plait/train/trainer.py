@@ -55,9 +55,7 @@ class Trainer:
 
         self.optimizer.zero_grad()
         loss = self.engine.forward_backward(inputs, targets)
-        norm = self.engine.clip_grad_norm_(self._settings.clip or math.inf)
-        self.optimizer.step()
-        return loss, norm
+        return loss, self.engine.step(self.optimizer, self._settings.clip or math.inf)
 
     def rate(self, step: int) -> float:
         """The learning rate of `step`, counted from 0."""

@@ -234,7 +234,7 @@ def test_a_rank_that_does_not_come_ends_the_group_for_all(rank_pool):
     assert after_silence == silence
     assert gone == (
         "rank 1 waits for all_reduce over tp with 0: connection closed by peer; "
-        "it ended first, so look for its error."
+        "rank 0 waited for all_reduce over tp with 1 in vain."
     )
     assert after_gone == gone
 

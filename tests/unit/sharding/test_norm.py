@@ -11,7 +11,7 @@ from torch import nn
 from plait.comm.mesh import Mesh
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.sharding.norm import scale_to, total_norm
+from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.unit import Unit
 
 CPU = torch.device("cpu")
@@ -21,7 +21,7 @@ ORDERS = (1.0, 2.0, 3.5, math.inf)
 
 
 def norm_of(units: list[Unit], order: float = 2.0) -> torch.Tensor:
-    return total_norm(units, ALL, group_of(), CPU, order)
+    return start_norm(units, ALL, group_of(), CPU, order)()
 
 
 def with_random_gradients(unit: Unit) -> Unit:
@@ -121,9 +121,9 @@ def over_pieces(plan: Plan) -> list[tuple[float, float]]:
     for order in ORDERS:
         for piece in pieces.values():
             piece.grad = piece.detach().clone()
-        norm = total_norm(units, counted, world, CPU, order)
+        norm = start_norm(units, counted, world, CPU, order)()
         scale_to(units, norm, 1.0)
-        found.append((norm.item(), total_norm(units, counted, world, CPU, order).item()))
+        found.append((norm.item(), start_norm(units, counted, world, CPU, order)().item()))
     return found
 
 

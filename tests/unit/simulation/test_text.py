@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 
 import pytest
 
@@ -11,7 +12,7 @@ from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 from plait.simulation.costs import Costs
 from plait.simulation.text import draw_text, round_times, title
-from plait.simulation.timeline import Timeline, simulate
+from plait.simulation.timeline import Cell, Timeline, simulate
 
 ONE_BY_ONE = simulate(order_by("1f1b", 2, 4))
 
@@ -46,6 +47,19 @@ def test_kinds_alone_remain_where_labels_do_not_fit() -> None:
         "        0         10",
         "        F forward, B backward, · idle",
     )
+
+
+def test_labels_that_fit_are_drawn_where_ticks_are_finer_than_columns() -> None:
+    """As in what was measured: a tick is a nanosecond, and no two actions take as long."""
+    cells = tuple(
+        tuple(
+            Cell(action, 1000 * start + number, 1000 * end) for number, (action, start, end) in enumerate(row)
+        )
+        for row in ONE_BY_ONE.cells
+    )
+    fine = replace(ONE_BY_ONE, cells=cells, tick=ONE_BY_ONE.tick / 1000)
+    assert draw_text(fine, width=70).splitlines()[0].split("·")[0] == "rank 0  F0- F1- "
+    assert draw_text(fine, width=30).splitlines()[0].split("·")[0] == "rank 0  FF-"
 
 
 def test_split_backwards() -> None:

@@ -213,12 +213,8 @@ CONTRADICTIONS = [
     ),
 ]
 
-NOT_YET = [
-    ("--parallel.recompute full", "parallel.recompute is full: recomputing activations is not available yet"),
-]
 
-
-@pytest.mark.parametrize(("options", "message"), [*WRONG_OPTIONS, *CONTRADICTIONS, *NOT_YET])
+@pytest.mark.parametrize(("options", "message"), [*WRONG_OPTIONS, *CONTRADICTIONS])
 def test_wrong_options_are_refused_in_one_sentence(options: str, message: str) -> None:
     with pytest.raises(ConfigError) as caught:
         config_from_arguments(options.split())

@@ -1,0 +1,52 @@
+"""Clocks of ranks, compared by messages: as between hosts, with clocks that go apart."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import torch
+
+from plait.comm.clocks import PINGS, Offset, clock_offset, compare_clocks
+from plait.comm.mesh import Mesh
+
+APART = 5_000_000_000
+"""By how many nanoseconds each rank's clock goes ahead of the one before."""
+
+
+def test_the_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
+    def body() -> tuple[Offset, int]:
+        mesh = Mesh(pp=3)
+        ahead = APART * mesh.index("pp")
+        offset = compare_clocks(mesh.group("pp"), mesh.device, lambda: time.perf_counter_ns() + ahead)
+        return offset, mesh.traffic.snapshot()["pp"]["send"].calls
+
+    first, *others = rank_pool.run(body, ranks=3)
+    assert first == (Offset(0, 0), 2 * PINGS)
+    for rank, (offset, calls) in enumerate(others, start=1):
+        # Whatever the machine does meanwhile: the answer was given between question and answer.
+        assert abs(offset.nanoseconds + APART * rank) <= offset.uncertainty
+        assert calls == PINGS
+
+
+def test_on_one_host_nothing_is_asked(rank_pool: Any) -> None:
+    def body() -> tuple[Offset, bool]:
+        mesh = Mesh(pp=2)
+        offset = clock_offset(mesh.group("pp"), torch.device("cpu"))
+        return offset, "send" in mesh.traffic.snapshot().get("pp", {})
+
+    assert rank_pool.run(body, ranks=2) == [(Offset(0, 0), False)] * 2
+    assert clock_offset(Mesh(alone=True).group("pp"), torch.device("cpu")) == Offset(0, 0)
+
+
+def test_elsewhere_clocks_are_compared(rank_pool: Any) -> None:
+    """A group that knows of no common host."""
+
+    def body() -> tuple[bool, int]:
+        from dataclasses import replace
+
+        mesh = Mesh(pp=2)
+        offset = clock_offset(replace(mesh.group("pp"), host=None), torch.device("cpu"))
+        return abs(offset.nanoseconds) <= offset.uncertainty, mesh.traffic.snapshot()["pp"]["send"].calls
+
+    assert rank_pool.run(body, ranks=2) == [(True, PINGS)] * 2

@@ -1,0 +1,193 @@
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from plait.comm.collectives import all_reduce
+from plait.comm.handle import Handle
+from plait.comm.last_words import Account, LastWords, Words, ended_by, of_world
+from plait.comm.mesh import Mesh
+from plait.comm.point_to_point import receive
+from plait.errors import CommunicationError
+
+NO_TIME = 0.0
+
+
+def everyone(count: int, store: Any = None) -> list[LastWords]:
+    store = dist.HashStore() if store is None else store
+    return [LastWords(store, rank) for rank in range(count)]
+
+
+def test_words_lead_to_who_said_nothing() -> None:
+    zero, one, two, _ = everyone(4)
+    two.say("1F0 from rank 3", (3,))
+    one.say("0I0 from rank 2", (2,))
+    zero.say("all", (1, 2, 3))
+    account = zero.ask((1,), NO_TIME)
+    assert account.silent == (3,)
+    assert account.said == {1: Words("0I0 from rank 2", (2,)), 2: Words("1F0 from rank 3", (3,))}
+
+
+def test_the_first_words_count() -> None:
+    zero, one = everyone(2)
+    one.say("the first", (0,))
+    one.say("a later one", (0,))
+    assert zero.ask((1,), NO_TIME) == Account({1: Words("the first", (0,))}, ())
+
+
+def test_who_has_asked_leaves_what_came_of_it() -> None:
+    """So that those who notice later need not wait again."""
+    zero, one, _ = everyone(3)
+    one.say("1F0 from rank 2", (2,))
+    assert one.ask((2,), NO_TIME).silent == (2,)
+    before = time.monotonic()
+    account = zero.ask((1,), 60.0)
+    assert time.monotonic() - before < 30
+    assert account == Account({1: Words("1F0 from rank 2", (2,), (2,))}, (2,))
+
+
+def test_it_is_patient_with_those_who_notice_late() -> None:
+    zero, one, _ = everyone(3)
+    timer = threading.Timer(0.1, one.say, ("1F0 from rank 2", (0,)))
+    timer.start()
+    assert zero.ask((1,), 30.0) == Account({1: Words("1F0 from rank 2", (0,))}, ())
+    timer.join()
+
+
+def test_what_another_rank_found_out_counts_where_several_say_nothing() -> None:
+    zero, one, _, _ = everyone(4)
+    one.say("1F0 from rank 3", (3,))
+    one.ask((3,), NO_TIME)
+    assert zero.ask((1, 2, 3), 60.0).silent == (3,), "rank 2 may not have noticed yet"
+
+
+def test_it_is_more_patient_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.comm.last_words._LONGER", 30.0)
+    zero, one, _ = everyone(3)
+    timer = threading.Timer(0.1, one.say, ("all", (0, 2)))
+    timer.start()
+    assert zero.ask((1, 2), NO_TIME).silent == (2,)
+    timer.join()
+
+
+def test_ranks_that_suspect_each_other_end_the_search() -> None:
+    ranks = everyone(3)
+    for words in ranks:
+        words.say("all", tuple({0, 1, 2} - {words.rank}))
+    assert ranks[0].ask((1, 2), NO_TIME).silent == ()
+    assert sorted(ranks[0].ask((1, 2), NO_TIME).said) == [1, 2]
+
+
+def test_words_of_another_mesh_do_not_count() -> None:
+    store = dist.HashStore()
+    everyone(2, store)[1].say("the first mesh", (0,))
+    zero, one = everyone(2, store)
+    assert zero.ask((1,), NO_TIME).silent == (1,)
+    one.say("the second mesh", (0,))
+    assert zero.ask((1,), NO_TIME).said == {1: Words("the second mesh", (0,))}
+
+
+class Gone:
+    """A store whose host has died."""
+
+    def __init__(self) -> None:
+        self.hangs = threading.Event()
+
+    def add(self, key: str, amount: int) -> int:
+        return 1
+
+    def check(self, keys: list[str]) -> bool:
+        raise RuntimeError("connection reset by peer")
+
+    def get(self, key: str) -> bytes:
+        raise RuntimeError("connection reset by peer")
+
+    def set(self, key: str, value: str) -> None:
+        self.hangs.wait(60)
+
+
+def test_a_store_that_is_gone_is_no_error_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("plait.comm.last_words._LONGEST", 0.05)
+    store = Gone()
+    words = LastWords(store, 0)
+    words.say("1F0 from rank 1", (1,))
+    assert words.ask((1,), NO_TIME) == Account({}, (1,))
+    store.hangs.set()
+
+
+def test_ranks_in_words() -> None:
+    assert ended_by([1]) == "rank 1"
+    assert ended_by([1, 3]) == "rank 1 or 3"
+
+
+# ── in the errors of handles ──
+
+
+def body_of_a_chain() -> str:
+    """Rank 2 comes not; rank 1 waits for it, and rank 0 for rank 1."""
+    mesh = Mesh(pp=3, timeout=1.5 if dist.get_rank() == 0 else 0.5)
+    group = mesh.group("pp")
+    all_reduce(torch.ones(1), mesh.group("world")).wait()
+    if mesh.rank == 2:
+        time.sleep(4)
+        return ""
+    handle = receive(torch.ones(2), group, mesh.rank + 1, label=f"{mesh.rank + 1}F0")
+    with pytest.raises(CommunicationError) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def test_an_error_tells_whom_the_peer_waited_for(rank_pool: Any) -> None:
+    zero, one, _ = rank_pool.run(body_of_a_chain, ranks=3)
+    assert one == (
+        "rank 1 waits for 2F0 from rank 2 over pp: no answer within 0.5 s; "
+        "see what that rank is doing, or give the mesh more time."
+    )
+    assert zero.startswith("rank 0 waits for 1F0 from rank 1 over pp: ")
+    assert "; rank 1 waited for 2F0 from rank 2 over pp in vain; " in zero
+    assert "rank 2 " in zero.rpartition("in vain; ")[2]
+
+
+def body_about() -> str:
+    group = Mesh(tp=2, timeout=0.3).group("tp")
+    all_reduce(torch.ones(4), group).wait()
+    if group.index == 1:
+        time.sleep(1)
+        return ""
+    handle = all_reduce(torch.ones(4), group, checked=False).about("gradient of head")
+    with pytest.raises(CommunicationError) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def test_an_error_says_what_the_operation_is_for(rank_pool: Any) -> None:
+    assert rank_pool.run(body_about, ranks=2)[0].startswith(
+        "rank 0 waits for all_reduce over tp with 1 (gradient of head): no answer within 0.3 s"
+    )
+
+
+def test_without_words_an_error_names_the_peer(rank_pool: Any) -> None:
+    def fails() -> None:
+        raise RuntimeError("Connection closed by peer")
+
+    handle: Handle[None] = Handle(fails, lambda: None, "nothing", Mesh().group("tp"), 5)
+    with pytest.raises(CommunicationError, match=r"closed by peer; it ended first, so look for its error\.$"):
+        handle.wait()
+
+
+def test_the_store_of_the_world_is_where_the_default_group_keeps_it(rank_pool: Any) -> None:
+    """What is relied on: a private function of torch gives it, and it is one for all ranks."""
+
+    def body() -> tuple[str, bool]:
+        store = dist.distributed_c10d._get_default_store()
+        store.set(f"here-{dist.get_rank()}", "yes")
+        store.wait(["here-0", "here-1"])
+        return store.get("here-1").decode(), of_world(dist.get_rank()) is not None
+
+    assert rank_pool.run(body, ranks=2) == [("yes", True)] * 2
+    assert of_world(0) is None, "there is no world here"

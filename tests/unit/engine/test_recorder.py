@@ -1,0 +1,114 @@
+"""The recorder of one rank, with a clock that counts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import pytest
+
+from plait.engine.recorder import Recorder
+from plait.pipeline.executor import Executor
+from plait.schedules.lower import lower
+from plait.schedules.policies import forward_only, order_by
+from plait.schedules.program import Finish, Program
+from plait.schedules.shape import Place, Shape, Sharding
+
+SHAPE = Shape((2, 2), {"a": (Place(0, 0),), "b": (Place(0, 1),), "c": (Place(1, 0),)})
+EVERYTHING = Sharding("each use", "each", True)
+
+
+@dataclass
+class Ticking:
+    """One more at each look, and ten more for each instruction that is carried out."""
+
+    now: int
+
+    def stamp(self) -> int:
+        self.now += 1
+        return self.now
+
+    def read(self, stamps: Sequence[int]) -> list[int]:
+        return list(stamps)
+
+
+def program(policy: str, rank: int, shape: Shape = SHAPE) -> Program:
+    return lower(order_by(policy, 2, 1), shape)[rank]
+
+
+def recorded(*programs: Program, fails: bool = False) -> Recorder:
+    """A recorder that has seen programs run; the last one may fail at its end.
+
+    The clock of the n-th step that trains starts at 1000 n.
+    """
+    clocks = [Ticking(0)]
+
+    def start_clock() -> Ticking:
+        clocks.append(Ticking(1000 * len(clocks)))
+        return clocks[-1]
+
+    def handler(instruction: object) -> None:
+        clocks[-1].now += 10
+        if fails and run is programs[-1] and isinstance(instruction, Finish):
+            raise ZeroDivisionError
+
+    recorder = Recorder(start_clock)
+    executor = Executor(dict.fromkeys({type(one) for run in programs for one in run}, handler))
+    executor.watch = recorder.watch
+    for run in programs:
+        with pytest.raises(ZeroDivisionError) if fails and run is programs[-1] else nullcontext():
+            executor.run(run)
+    return recorder
+
+
+def row(recorder: Recorder) -> list[tuple[str, int, int, int | None]]:
+    assert recorder.step is not None
+    return [(str(action), start, end, asked) for action, start, end, asked in recorder.step.row()]
+
+
+def test_computing_is_timed_and_waiting_for_it_is_not() -> None:
+    # receive, take, 1021 0F0 0F0 1042, send, 1053 await 0I0 1064, 1065 0B0 1076, reduce b, 1087 0B0 1098, …
+    assert row(recorded(program("1f1b", 0))) == [("0F0", 1021, 1042, None), ("0B0", 1065, 1098, 1053)]
+
+
+def test_a_backward_that_sends_early_is_two_actions() -> None:
+    # receive, 1011 await 1F0 1022, 1023 1F0 1F0 loss 1054, 1055 seed 1066, 1067 1I0 1I0 1088, send, 1099 …
+    assert row(recorded(program("1f1b", 1))) == [
+        ("1F0", 1023, 1054, 1011),
+        ("1I0", 1055, 1088, None),
+        ("1W0", 1099, 1120, None),
+    ]
+
+
+def test_a_gradient_to_start_from_belongs_to_a_backward_at_once() -> None:
+    alone = lower(order_by("1f1b", 1, 2), Shape((2,), {}))[0]
+    # take, 1011 0F0 0F0 loss 1042, 1043 seed 1054, 1055 0B0 0B0 1076, release, take, 1097 …
+    assert row(recorded(alone)) == [
+        ("0F0", 1011, 1042, None),
+        ("0B0", 1043, 1076, None),
+        ("0F1", 1097, 1128, None),
+        ("0B1", 1129, 1162, None),
+    ]
+
+
+def test_an_action_in_pieces_lasts_from_the_first_to_the_last() -> None:
+    sharded = program("zb-h1", 0, Shape(SHAPE.layers, SHAPE.units, sharding=EVERYTHING))
+    # gather, receive, take, await, gather, 1051 0F0 1062, release, await, 1083 0F0 1094, send, 1105 await …
+    assert row(recorded(sharded)) == [
+        ("0F0", 1051, 1094, None),
+        ("0I0", 1127, 1170, 1105),
+        ("0W0", 1191, 1234, None),
+    ]
+
+
+def test_the_last_training_step_counts() -> None:
+    forwards = lower(forward_only((0, 1), ranks=2, microbatches=1), SHAPE)[0]
+    recorder = recorded(program("1f1b", 0), program("1f1b", 0), forwards)
+    assert row(recorder)[0] == ("0F0", 2021, 2042, None)
+
+
+def test_a_step_that_fails_leaves_the_one_before() -> None:
+    first, second = program("1f1b", 0), program("1f1b", 1)
+    assert row(recorded(first, second, fails=True)) == row(recorded(first))
+    assert recorded(first, fails=True).step is None

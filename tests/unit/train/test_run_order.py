@@ -1,0 +1,99 @@
+"""`parallel.balance` and `parallel.reorder`: what a run does about its order, and keeps of it."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+import plait
+from plait.comm.pool import RankPool
+from plait.engine import Engine, Recording
+from plait.errors import ConfigError
+from plait.simulation.costs import Costs
+from plait.train import order
+from plait.train.config import Config
+from plait.train.loop import train
+from plait.train.progress import Follower
+
+SLOW = Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
+
+
+def make(folder: Path, **parallel: Any) -> Config:
+    """Four steps of a small model over two stages."""
+    return Config.model_validate(
+        {
+            "model": {"layers": 2, "hidden": 16, "heads": 2, "context": 16},
+            "train": {"steps": 4, "batch": 4, "microbatches": 4, "validate_batches": 1},
+            "parallel": {"pp": 2} | parallel,
+            "run": {"dir": folder, "tensorboard": False, "progress": False, "compare": 4},
+        }
+    )
+
+
+def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[Any], bool]:
+    """As a rank: the lines of a run that are shown, the orders of its steps, and whether one rank agrees."""
+    lines: list[str] = []
+    orders: list[Any] = []
+    note, step = Follower.note, Engine.forward_backward
+
+    def forward_backward(self: Engine, *batch: Any) -> Any:
+        if self.plan.pp == 2:
+            orders.append(self.schedule.order)
+        return step(self, *batch)
+
+    measured = Recording.costs if costs is None else lambda _: costs
+    with (
+        patch.object(Follower, "note", lambda self, text: (note(self, text), lines.append(text))),
+        patch.object(Engine, "forward_backward", forward_backward),
+        patch.object(Recording, "costs", measured),
+    ):
+        report = train(config)
+    return lines, orders, report.matches
+
+
+def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_path: Path) -> None:
+    results = rank_pool.run(told, make(tmp_path, reorder=2), SLOW, ranks=2)
+    lines, orders, matches = results[0]
+    assert matches
+    assert orders == results[1][1]
+    assert orders[0] == orders[1] != orders[2] == orders[3]
+    (line,) = [line for line in lines if line.startswith("Order after step 2: auto")]
+    assert "in place of 1f1b" in line
+    kept = json.loads((tmp_path / order.FILE).read_text())
+    assert [tuple(row) for row in kept["order"]] == list(orders[3])
+    assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
+
+
+def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Path) -> None:
+    _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
+    kept = json.loads((tmp_path / order.FILE).read_text())
+    assert kept["policy"] == "zb-h1"
+    assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
+
+
+def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path) -> None:
+    for balance, times in (("counted", 0), ("measured", 2)):
+        calls = rank_pool.run(balanced, make(tmp_path, balance=balance), ranks=2)
+        assert sum(calls) == times
+
+
+def balanced(config: Config) -> int:
+    calls = []
+
+    def balance(model: Any, plan: plait.Plan, *given: Any) -> plait.Plan:
+        calls.append(given)
+        return plait.balance(model, plan, *given)
+
+    with patch.object(order, "balance", balance):
+        assert train(config).matches
+    return len(calls)
+
+
+def test_a_step_that_is_never_made_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"parallel\.reorder = 5 is more than train\.steps = 4") as caught:
+        make(tmp_path, reorder=5)
+    assert "set parallel.reorder to at most 4" in str(caught.value)

@@ -1,0 +1,84 @@
+"""`run.trace`: one step's pictures beside the metrics, and a line about it."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+
+from plait.comm.pool import RankPool
+from plait.errors import ConfigError
+from plait.train.config import Config
+from plait.train.loop import train
+from plait.train.progress import Follower
+from plait.train.settings import load_config
+
+LINE = re.compile(
+    r"Trace of step 2: makespan ([\d,.]+) ms \(([\d,.]+) simulated with its costs\), "
+    r"bubble [\d.]+% \([\d.]+%\), in trace.json, trace.svg, trace.html\."
+)
+
+
+def make(folder: Path, **run: Any) -> Config:
+    """Three steps of a model of one block over two stages, twice."""
+    return Config.model_validate(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "train": {"steps": 3, "batch": 8, "microbatches": 2, "validate_batches": 1},
+            "parallel": {"pp": 2, "dp": 2},
+            "run": {"dir": folder, "tensorboard": False, "progress": False} | run,
+        }
+    )
+
+
+def told(config: Config) -> list[str]:
+    """As a rank: the lines of a run that are shown."""
+    lines: list[str] = []
+    original = Follower.note
+
+    def note(self: Follower, text: str) -> None:
+        original(self, text)
+        lines.append(text)
+
+    with patch.object(Follower, "note", note):
+        train(config)
+    return lines
+
+
+def test_a_step_is_drawn_and_told(rank_pool: RankPool, tmp_path: Path) -> None:
+    lines = rank_pool.run(told, make(tmp_path, trace=2), ranks=4)[0]
+    (line,) = [line for line in lines if line.startswith("Trace")]
+    match = LINE.fullmatch(line)
+    assert match
+    assert lines.index(line) < len(lines) - 2, "when the step is done, not at the end"
+
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    assert trace["otherData"]["schedule"] == "1f1b: 2 ranks, 2 micro-batches; step 2 as it was"
+    actions = [event for event in trace["traceEvents"] if event["ph"] == "X"]
+    assert sorted(action["name"] for action in actions) == sorted(
+        ["0F0", "0F1", "0B0", "0B1", "1F0", "1F1", "1I0", "1I1", "1W0", "1W1"]
+    )
+    length = max(action["ts"] + action["dur"] for action in actions)
+    assert float(match[1].replace(",", "")) == pytest.approx(length / 1e3, abs=0.06)
+    assert "step 2 as it was" in (tmp_path / "trace.svg").read_text()
+    assert "step 2 as it was" in (tmp_path / "trace.html").read_text()
+
+
+def test_nothing_is_recorded_unless_it_is_asked_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    lines = rank_pool.run(told, make(tmp_path), ranks=4)[0]
+    assert not [line for line in lines if line.startswith("Trace")]
+    assert sorted(path.name for path in tmp_path.glob("trace*")) == []
+
+
+def test_the_field() -> None:
+    assert load_config(None, ["--run.trace", "10"]).run.trace == 10
+    assert Config().run.trace == 0
+    told = r"run.trace = 9 is more than train.steps = 3: set run.trace to at most 3\."
+    with pytest.raises(ConfigError, match=told):
+        load_config(None, ["--run.trace", "9", "--train.steps", "3"])
+    with pytest.raises(ConfigError, match=r"run.trace is -1 .*: give a whole number of at least 0"):
+        load_config(None, ["--run.trace", "-1"])
