@@ -33,8 +33,10 @@ MOST_PUBLIC_NAMES = 16
 PUBLIC = [
     "Costs",
     "Mesh",
+    "Microbatches",
     "PlaitError",
     "Plan",
+    "balance",
     "check",
     "cross_entropy",
     "launch",

@@ -16,6 +16,8 @@ if TYPE_CHECKING:
     from plait.composer import parallelize
     from plait.errors import PlaitError
     from plait.footprint.forecast import memory
+    from plait.footprint.timing import balance
+    from plait.pipeline.values import Microbatches
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.search.schedule import schedule
@@ -29,8 +31,10 @@ __version__ = "0.1.0"
 _HOME = {
     "Costs": "plait.simulation.costs",
     "Mesh": "plait.comm.mesh",
+    "Microbatches": "plait.pipeline.values",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
+    "balance": "plait.footprint.timing",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
@@ -44,8 +48,10 @@ _HOME = {
 __all__ = [
     "Costs",
     "Mesh",
+    "Microbatches",
     "PlaitError",
     "Plan",
+    "balance",
     "check",
     "cross_entropy",
     "launch",

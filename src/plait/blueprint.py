@@ -5,7 +5,7 @@ Every rank draws the same one, for the whole model; so does whoever only wants t
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -18,8 +18,9 @@ from plait.pipeline.cost import layer_costs
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import LayerSequence, sequence_of
-from plait.plan import Plan
-from plait.planner import ordered_cut
+from plait.plan import Plan, Recompute
+from plait.planner import LayerCosts, ordered_cut
+from plait.planner.cut import Cut
 from plait.rules import Rule, Rules
 from plait.schedules.schedule import Schedule
 from plait.schedules.shape import Place, Shape, sharding_of
@@ -45,6 +46,8 @@ class Blueprint:
     order: Schedule
     counts: tuple[int, ...]
     """Layers per stage."""
+    recompute: tuple[Recompute, ...]
+    """How much of each layer's activations is made again in its backward."""
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
@@ -73,32 +76,51 @@ class Blueprint:
         return policy_of(self.plan, device)
 
 
-def draw(model: nn.Module, plan: Plan, rules: Rules | None = None) -> Blueprint:
-    """The blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError."""
-    refuse_missing_parts(plan)
+def draw(
+    model: nn.Module,
+    plan: Plan,
+    rules: Rules | None = None,
+    order_of: Callable[..., tuple[Schedule, Cut]] = ordered_cut,
+) -> Blueprint:
+    """The blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
+
+    `order_of` is asked as `ordered_cut` is; who draws many plans gives one that remembers.
+    """
     sequence = sequence_of(model)
+    recompute = recompute_of_layers(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)
     cuts = matched_rules(model, rules, plan, sequence)
     whole_layouts = parameter_layouts(sequence, cuts, plan)
     policy = policy_of(plan, torch.device("meta"))
     arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, policy, plan.shard)
     refuse_narrow_sums(plan, arrangement)
-    order, counts = ordered_cut(
+    order, counts = order_of(
         plan.schedule,
-        layer_costs(sequence.layers),
+        counted_costs(sequence, plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, counts)
+    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, counts, recompute)
 
 
-def refuse_missing_parts(plan: Plan) -> None:
-    """PlanError for what a plan can say and the engine cannot do yet."""
-    if plan.recompute != "none":
-        raise PlanError(f"plan.recompute is {plan.recompute!r}: only 'none' is available yet.")
+def counted_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
+    """What layers cost as long as nobody has measured them."""
+    return LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(ranks)
+
+
+def recompute_of_layers(plan: Plan, layers: int) -> tuple[Recompute, ...]:
+    """How much of each layer's activations is made again. PlanError unless the plan speaks of all layers."""
+    if isinstance(plan.recompute, str):
+        return (plan.recompute,) * layers
+    if len(plan.recompute) != layers:
+        raise PlanError(
+            f"plan.recompute has {len(plan.recompute)} values, but the model has {layers} layers: "
+            "give one value per layer, or one for all."
+        )
+    return plan.recompute
 
 
 def refuse_narrow_sums(plan: Plan, arrangement: Arrangement) -> None:

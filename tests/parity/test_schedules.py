@@ -9,6 +9,7 @@ import pytest
 from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
+from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.plan import Plan
 from plait.search.schedule import NAMES
@@ -21,6 +22,7 @@ FACTORS = {
     "microbatches": (1, 2, 4, 5),
     "strategy": ("none", "optimizer", "gradients", "full"),
     "reduce": ("last", "each"),
+    "recompute": ("none", "selective", "full"),
 }
 """`model`: pp and tp; `data`: dp and replicate."""
 DEEP_CASES = [case for case in USER_CASES if layer_count(case) >= 4]
@@ -32,33 +34,24 @@ def allowed(row: dict[str, Any]) -> bool:
 
 
 def differs(row: dict[str, Any]) -> bool:
-    """Whether another row with fewer settings would not run the same: what is not cut has no strategy."""
+    """Whether another row with fewer settings would not run the same: what is not cut has no strategy.
+
+    What is recomputed does not depend on the number of micro-batches, nor on when gradients are reduced.
+    """
+    if row["recompute"] != "none" and (row["microbatches"], row["reduce"]) != (4, "last"):
+        return False
     if row["data"] != (2, 1):
         return row["strategy"] == "none" and row["reduce"] == "last"
     return row["reduce"] == "last" or row["strategy"] in ("gradients", "full")
 
 
-PRODUCT = [row for row in every_row({**FACTORS, "schedule": NAMES}, allowed) if differs(row)]
-
-
-def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(value).replace(" ", "") for value in row.values())
+EVERYTHING = {**FACTORS, "schedule": NAMES, "recompute": ("none", "full")}
+PRODUCT = [row for row in every_row(EVERYTHING, allowed) if differs(row)]
 
 
 def check(rank_pool: Any, row: dict[str, Any]) -> None:
-    (pp, tp), (dp, replicate) = row["model"], row["data"]
-    plan = Plan(
-        pp=pp,
-        tp=tp,
-        dp=dp,
-        replicate=replicate,
-        schedule=row["schedule"],
-        microbatches=row["microbatches"],
-        strategy=row["strategy"],
-        reduce=row["reduce"],
-        precision="fp64",
-    )
-    family = llama if tp > 1 else gpt2
+    plan = plan_of({name: value for name, value in row.items() if name != "tied"})
+    family = llama if plan.tp > 1 else gpt2
     check_parity(rank_pool, family(layers=3, tied=row["tied"]), plan)
 
 

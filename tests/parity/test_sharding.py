@@ -10,6 +10,7 @@ from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
+from parity.rows import name_of, plan_of
 from plait.plan import Plan
 
 FACTORS = {
@@ -28,25 +29,10 @@ def allowed(row: dict[str, Any]) -> bool:
     return row.get("strategy") != "none" or row.get("offload", "none") == "none"
 
 
-def name_of(row: dict[str, Any]) -> str:
-    return "-".join(str(value).replace(" ", "") for value in row.values())
-
-
 def check(rank_pool: Any, row: dict[str, Any]) -> None:
-    (dp, replicate), (pp, tp) = row["data"], row["model"]
-    plan = Plan(
-        pp=pp,
-        dp=dp,
-        tp=tp,
-        replicate=replicate,
-        strategy=row["strategy"],
-        reduce=row["reduce"],
-        offload=row["offload"],
-        schedule=SCHEDULES[row["reduce"]],
-        microbatches=3,
-        precision="fp64",
-    )
-    case = llama() if tp > 1 else gpt2()
+    of_plan = {name: value for name, value in row.items() if name != "optimizer"}
+    plan = plan_of(of_plan, schedule=SCHEDULES[row["reduce"]], microbatches=3)
+    case = llama() if plan.tp > 1 else gpt2()
     check_parity(rank_pool, case, plan, Recipe(optimizer=row["optimizer"]))
 
 

@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import draw, parameter_holders, refuse_missing_parts, span, unit_users
+from plait.blueprint import draw, parameter_holders, span, unit_users
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
@@ -30,20 +30,16 @@ def linears(count: int) -> nn.Sequential:
     return nn.Sequential(*(nn.Linear(2, 2) for _ in range(count)))
 
 
-@pytest.mark.parametrize(
-    ("plan", "told"),
-    [
-        (Plan(recompute="selective"), "plan.recompute is 'selective': only 'none' is available yet."),
-    ],
-)
-def test_what_is_not_there_yet_is_refused(plan: Plan, told: str) -> None:
+def test_recomputation_is_said_of_all_layers_or_of_each() -> None:
+    assert draw(linears(3), Plan()).recompute == ("none",) * 3
+    assert draw(linears(3), Plan(recompute="full")).recompute == ("full",) * 3
+    each = ("full", "none", "selective")
+    assert draw(linears(3), Plan(recompute=each)).recompute == each
     with pytest.raises(PlanError) as caught:
-        refuse_missing_parts(plan)
-    assert str(caught.value) == told
-
-
-def test_what_is_there_is_not_refused() -> None:
-    refuse_missing_parts(Plan(pp=4, tp=4, dp=4, replicate=2, chunks=2, microbatches=8, schedule="auto"))
+        draw(linears(2), Plan(recompute=each))
+    assert str(caught.value) == (
+        "plan.recompute has 3 values, but the model has 2 layers: give one value per layer, or one for all."
+    )
 
 
 @pytest.mark.parametrize(

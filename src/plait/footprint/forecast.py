@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -16,8 +18,11 @@ from plait.footprint.report import Memory, RankMemory
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.values import Value, map_tensors, signature, split, tensors_of
 from plait.plan import Plan
+from plait.planner import ordered_cut
+from plait.planner.cut import Cut
 from plait.rules import Rules
 from plait.schedules.lower import lower
+from plait.schedules.schedule import Schedule
 from plait.tensor.losses import Loss, cross_entropy
 
 
@@ -54,7 +59,10 @@ def memory(
 
 @dataclass
 class Setting:
-    """All that `memory` is given but the plan. What layers do is found once for all plans that share it."""
+    """All that `memory` is given but the plan.
+
+    What layers do, and the order of a step, are found once for all plans that share them.
+    """
 
     model: nn.Module
     inputs: Value = None
@@ -65,6 +73,7 @@ class Setting:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, Traces] = field(default_factory=dict)
+    order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: ordered_cut)
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Loss):
@@ -85,7 +94,7 @@ class Setting:
 
     def ranks(self, plan: Plan, watcher: Watcher | None = None) -> tuple[RankMemory, ...]:
         """What each rank of `pp` holds; `watcher` is told of each moment of its second step."""
-        drawn = draw(self.model, plan, self.rules)
+        drawn = draw(self.model, plan, self.rules, self.order_of)
         traces = self._traces(drawn)
         return tuple(
             rehearse(drawn, rank, program, traces, self.where, self.moments, watcher)
@@ -120,7 +129,8 @@ class Setting:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
-        key = plan.tp, signature(microbatch), precisions, drawn.shape.sharding.scatters == "each"
+        late = drawn.shape.sharding.scatters == "each"
+        key = plan.tp, signature(microbatch), precisions, late, drawn.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:

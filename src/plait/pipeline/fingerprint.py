@@ -11,6 +11,7 @@ from plait.pipeline.sequence import LayerSequence, bits_of
 from plait.pipeline.values import Value, tensors_of
 from plait.plan import Plan
 from plait.rules import Rule
+from plait.schedules.schedule import Schedule
 
 
 def fingerprint(
@@ -27,6 +28,12 @@ def fingerprint(
     digest.update(str(sequence.users).encode())
     digest.update(str(sorted(rules.items(), key=lambda item: item[0])).encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"
+
+
+def fingerprint_of_order(order: Schedule) -> str:
+    """The actions of all ranks, in order."""
+    rows = "\n".join(" ".join(row) for row in order.order)
+    return hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()
 
 
 def fingerprint_of_tokens(*values: Value) -> str:

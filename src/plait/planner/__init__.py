@@ -6,6 +6,7 @@ schedule; `ordered_cut` chooses the schedule too.
 
 from plait.planner.balance import balance
 from plait.planner.cut import shortest_cut
+from plait.planner.layer_costs import LayerCosts
 from plait.planner.order import ordered_cut
 
-__all__ = ["balance", "ordered_cut", "shortest_cut"]
+__all__ = ["LayerCosts", "balance", "ordered_cut", "shortest_cut"]

@@ -6,12 +6,12 @@ and draining the pipeline. So the even cut is only where the search starts.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 
 from plait.planner.balance import balance
+from plait.planner.layer_costs import LayerCosts
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
-from plait.simulation.costs import Costs
 from plait.simulation.timeline import simulate
 
 MOST_ACTIONS = 1 << 17
@@ -21,14 +21,13 @@ Cut = tuple[int, ...]
 """Layers per stage, first stage first."""
 
 
-def shortest_cut(costs: Sequence[float], schedule: Schedule) -> Cut:
+def shortest_cut(costs: LayerCosts, schedule: Schedule) -> Cut:
     """Layers per stage for which `schedule` has the least simulated makespan, as far as single moves reach.
 
-    `costs` holds one number per layer; its forward, input gradient and weight gradient are taken to cost a
-    third of it each. From the even cut (`balance`), boundaries move by one layer as long as that helps.
+    From the even cut (`balance`), boundaries move by one layer as long as that helps.
     Raises `PlanError` as `balance` does.
     """
-    best = balance(costs, schedule.stages)
+    best = balance(costs.total, schedule.stages)
     split = split_backward(schedule)
     allowed = MOST_ACTIONS // sum(len(actions) for actions in split.actions)
     makespan = makespan_of(best, costs, split)
@@ -68,13 +67,6 @@ def _neighbours(cut: Cut) -> Iterator[Cut]:
                 yield tuple(moved)
 
 
-def makespan_of(cut: Cut, costs: Sequence[float], schedule: Schedule) -> float:
+def makespan_of(cut: Cut, costs: LayerCosts, schedule: Schedule) -> float:
     """How long a step of `schedule` is simulated to take with layers of such costs."""
-    thirds = thirds_of(cut, costs)
-    return simulate(schedule, Costs(F=thirds, I=thirds, W=thirds)).makespan
-
-
-def thirds_of(cut: Cut, costs: Sequence[float]) -> list[float]:
-    """A third of what each stage costs."""
-    stops = [sum(cut[: stage + 1]) for stage in range(len(cut))]
-    return [sum(costs[stop - count : stop]) / 3 for stop, count in zip(stops, cut, strict=True)]
+    return simulate(schedule, costs.of_stages(cut)).makespan

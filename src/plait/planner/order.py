@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
-from plait.errors import PlanError
+from plait.errors import PlanError, ScheduleError
 from plait.planner.balance import balance
-from plait.planner.cut import Cut, makespan_of, shortest_cut, thirds_of
+from plait.planner.cut import Cut, makespan_of, shortest_cut
+from plait.planner.layer_costs import LayerCosts
 from plait.schedules.schedule import Schedule
 from plait.search.auto import chunk_counts
-from plait.search.schedule import AUTO, schedule
-from plait.simulation.costs import Costs
+from plait.search.schedule import AUTO, schedule, usual_chunks
 
 
 def ordered_cut(
     policy: str,
-    costs: Sequence[float],
+    costs: LayerCosts,
     *,
     ranks: int,
     microbatches: int,
@@ -25,22 +23,29 @@ def ordered_cut(
 ) -> tuple[Schedule, Cut]:
     """A schedule of `policy`, and how many layers each of its stages takes; `cut`, if one is given.
 
-    `costs` holds one number per layer; its forward, input gradient and weight gradient are taken to cost a
-    third of it each. A policy with a name is ordered for stages of the same cost. For `auto` the numbers of
+    A policy with a name is ordered for stages of the same cost. For `auto` the numbers of
     chunks that are possible are tried, each with the order found for the stages that the even cut makes;
-    the shortest step wins. Raises ScheduleError and PlanError.
+    the shortest step among those that keep `limit` wins. Raises PlanError, and ScheduleError where none does.
     """
+    layers = len(costs.total)
     if policy != AUTO:
         made = schedule(policy, ranks=ranks, microbatches=microbatches, chunks=chunks, limit=limit)
         if cut is not None:
-            _require_cut(cut, len(costs), made.stages)
+            _require_cut(cut, layers, made.stages)
         return made, cut or shortest_cut(costs, made)
     if cut is not None:
-        chunks = chunks or max(1, len(cut) // ranks)
-        _require_cut(cut, len(costs), ranks * chunks)
-    counts = chunk_counts(ranks, len(costs)) if chunks is None else (chunks,)
-    tried = (_automatic(costs, ranks, microbatches, count, limit, cut) for count in counts)
-    return min(tried, key=lambda one: makespan_of(one[1], costs, one[0]))
+        chunks = chunks or usual_chunks(policy, ranks=ranks, stages=len(cut))
+        _require_cut(cut, layers, ranks * chunks)
+    counts = chunk_counts(ranks, layers) if chunks is None else (chunks,)
+    found, refusals = [], []
+    for count in counts:
+        try:
+            found.append(_automatic(costs, ranks, microbatches, count, limit, cut))
+        except ScheduleError as refusal:
+            refusals.append(refusal)
+    if not found:
+        raise refusals[-1]
+    return min(found, key=lambda one: makespan_of(one[1], costs, one[0]))
 
 
 def _require_cut(cut: Cut, layers: int, stages: int) -> None:
@@ -52,10 +57,8 @@ def _require_cut(cut: Cut, layers: int, stages: int) -> None:
 
 
 def _automatic(
-    costs: Sequence[float], ranks: int, microbatches: int, chunks: int, limit: float | None, cut: Cut | None
+    costs: LayerCosts, ranks: int, microbatches: int, chunks: int, limit: float | None, cut: Cut | None
 ) -> tuple[Schedule, Cut]:
-    even = cut or balance(costs, ranks * chunks)
-    thirds = thirds_of(even, costs)
-    stages = Costs(F=thirds, I=thirds, W=thirds)
+    stages = costs.of_stages(cut or balance(costs.total, ranks * chunks))
     made = schedule(AUTO, ranks=ranks, microbatches=microbatches, chunks=chunks, costs=stages, limit=limit)
     return made, cut or shortest_cut(costs, made)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
@@ -38,16 +38,26 @@ EXACT_SIZE, EXACT_NODES = 160, 20_000
 
 
 def find(
-    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: Sequence[int], measure: Measure
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    limit: float,
+    chunks: Sequence[int],
+    measure: Measure,
+    rank_of: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule with the least `measure` that was found among those in which no rank holds above `limit`.
 
     Its `policy` says where its stages live, or which named policy it is; its `bound` how short a schedule
     could be at best: as short as this one where nothing better exists. The same for the same arguments on
-    every machine. `chunks`: how many stages a rank may have. ScheduleError for a limit below what any
-    schedule needs.
+    every machine. `chunks`: how many stages a rank may have; `rank_of`: where they have to live, if that is
+    not free. ScheduleError for a limit below what any schedule needs, and for places that are neither a loop
+    nor a v.
     """
-    problems = _problems(ranks, microbatches, costs, limit, chunks, measure)
+    layouts = list(_layouts(ranks, costs, chunks))
+    if rank_of is not None:
+        layouts = _in_place(layouts, ranks, rank_of)
+    problems = _problems(ranks, microbatches, costs, limit, layouts, measure)
     found = [_schedule(runner.problem, runner.settled.orders) for runner in race(problems, _effort(problems))]
     found += _fitting_policies(problems, costs, limit)
     best = min(
@@ -65,12 +75,21 @@ def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, in
     return first * timeline.tick, second * timeline.tick, timeline.schedule.stages
 
 
+def _in_place(layouts: Sequence[Layout], ranks: int, rank_of: Sequence[int]) -> list[Layout]:
+    fits = [layout for layout in layouts if layout[0].rank_of(ranks, layout[1]) == tuple(rank_of)]
+    if not fits:
+        raise ScheduleError(
+            f"no order is searched for stages on the ranks {list(rank_of)}: let them go in a loop or a v."
+        )
+    return fits[:1]
+
+
 def _problems(
-    ranks: int, microbatches: int, costs: Costs, limit: float, chunks: Sequence[int], measure: Measure
+    ranks: int, microbatches: int, costs: Costs, limit: float, layouts: Iterable[Layout], measure: Measure
 ) -> list[Problem]:
-    """The pipeline with its stages laid out in every way in which it can be run within the limit."""
+    """The pipeline with its stages laid out in each way in which it can be run within the limit."""
     problems, least = [], Fraction(0)
-    for placement, count in _layouts(ranks, costs, chunks):
+    for placement, count in layouts:
         stages = ranks * count
         holds, ticks = costs.holds_of(ranks, stages), costs.ticks_of(ranks, stages)
         everything = microbatches * sum(map(max, holds.until_input, holds.until_weight))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import get_args
 
@@ -26,6 +27,7 @@ def schedule(
     costs: Costs | None = None,
     limit: float | None = None,
     measure: Measure = "makespan",
+    rank_of: Sequence[int] | None = None,
 ) -> Schedule:
     """The schedule that `policy` makes for a pipeline of `ranks` ranks.
 
@@ -38,6 +40,8 @@ def schedule(
     1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a hop. `limit`: the most that a rank may
     hold, in units of one rank's micro-batch; by default any, but for `auto`. ScheduleError for an unknown
     policy, counts below one, chunks that the policy cannot have, and a limit that it does not keep.
+
+    `rank_of`: of `auto`, where each stage has to live; by default where that is best.
     """
     require_known(policy)
     if measure not in get_args(Measure):
@@ -47,8 +51,10 @@ def schedule(
     if not isinstance(costs, Costs):
         raise ScheduleError(f"costs is {costs!r}: give plait.Costs(F=…, I=…, W=…, comm=…), or None.")
     if policy == AUTO:
+        if rank_of is not None:
+            chunks = len(rank_of) // ranks
         counts = chunk_counts(ranks) if chunks is None else (chunks,)
-        return find(ranks, microbatches, costs, ranks if limit is None else limit, counts, measure)
+        return find(ranks, microbatches, costs, ranks if limit is None else limit, counts, measure, rank_of)
     made = order_by(policy, ranks, microbatches, chunks)
     kind = POLICIES[policy]
     if isinstance(kind, InPattern):
@@ -56,6 +62,12 @@ def schedule(
     if limit is not None:
         check(made, limit, costs.holds(made))
     return made
+
+
+def usual_chunks(policy: str, *, ranks: int, stages: int) -> int:
+    """Stages on each rank where nobody says: the policy's own; of `auto`, as many as make `stages`."""
+    require_known(policy)
+    return max(1, stages // ranks) if policy == AUTO else POLICIES[policy].chunks
 
 
 def require_known(policy: str) -> None:

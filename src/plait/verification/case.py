@@ -66,8 +66,10 @@ def prepared(case: Case) -> Iterator[Ready]:
     """The case as its mode runs it; both sides run while this is entered."""
     model, recipe = case.build(), case.recipe
     seed = recipe.seed
-    for inputs, _ in case.batches:
+    for inputs, targets in case.batches:
         rows_of(inputs)
+        if recipe.mode != "exact":  # that has a loss of its own
+            split(targets, 1, "targets")
     rules = getattr(model, "rules", None) if case.rules is None else case.rules
     if recipe.mode != "exact":
         yield Ready(model, moved(seed), case.loss, case.batches, recipe, rules)

@@ -18,12 +18,13 @@ the gradient, backward. So numbers stay far below 2^53, where float64 stops tell
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -155,10 +156,24 @@ STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class WholeNumbers(TorchFunctionMode):
-    """While it is entered, operations with a stand-in are done by that."""
+    """While it is entered, operations with a stand-in are done by that; so is what a backward makes again."""
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
-        return STAND_INS.get(func, func)(*args, **(kwargs or {}))
+        kwargs = kwargs or {}
+        if func in (torch.autograd.backward, Tensor.backward) and kwargs.get("inputs") is None:
+            return self._backward(*args, **kwargs)
+        return STAND_INS.get(func, func)(*args, **kwargs)
+
+    def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
+        """A backward with the mode on: it is off while it is told of a function, and a backward is one.
+
+        Of the edges of a graph it is not told.
+        """
+        edges = [get_gradient_edge(root) for root in ((roots,) if isinstance(roots, Tensor) else roots)]
+        if "gradient" in options:  # as `Tensor.backward` calls it
+            options["grad_tensors"] = options.pop("gradient")
+        with self:
+            torch.autograd.backward(edges, *gradients, **options)
 
 
 def whole_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:

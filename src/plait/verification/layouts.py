@@ -1,4 +1,4 @@
-"""Every layout, schedule and strategy that a number of ranks allows."""
+"""Every layout, schedule and strategy that a number of ranks allows, with and without recomputation."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from itertools import cycle, product
 from typing import get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
-from plait.plan import Offload, Plan, Reduce, Strategy
-from plait.search.schedule import NAMES
+from plait.plan import Offload, Plan, Recompute, Reduce, Strategy
+from plait.search.schedule import NAMES, usual_chunks
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, Recordings, run_rank
 
@@ -24,10 +24,15 @@ class Refused:
 def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
     """Every plan on `ranks` ranks that cuts a global batch of `rows` rows as finely as `plan` does.
 
-    Every layout with every schedule; and every layout with every way to shard it, each with the next
-    schedule. A rank of dp runs fewer micro-batches where there are more of them. What `plan` says besides is
-    kept; a cut by hand only where it fits.
+    Every layout with every schedule, activations kept and recomputed; and every layout with every way to
+    shard it, each with the next schedule and the next mode of recomputation. A rank of dp runs fewer
+    micro-batches where there are more of them. What `plan` says besides is kept, also what it recomputes, if
+    anything; a cut by hand only where it has a count for each stage.
     """
+    modes = get_args(Recompute) if plan.recompute == "none" else (plan.recompute,)
+    extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
+    # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
+    in_turns = (*modes, modes[-1])
     plans = []
     for pp, dp, tp in _degrees(ranks):
         if rows % dp:
@@ -39,15 +44,18 @@ def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
             tp=tp,
             replicate=plan.replicate if dp % plan.replicate == 0 else 1,
             microbatches=_share(plan.dp * plan.microbatches, dp, rows),
-            layers_per_stage=plan.layers_per_stage if pp == plan.pp else None,
         )
-        plans += [replace(layout, schedule=schedule) for schedule in NAMES]
-        plans += map(_with_schedule, _sharded(layout), cycle(NAMES))
+        plans += [_run_as(layout, *way) for way in product(NAMES, extremes)]
+        plans += map(_run_as, _sharded(layout), cycle(NAMES), cycle(in_turns))
     return tuple(dict.fromkeys(plans))
 
 
-def _with_schedule(plan: Plan, schedule: str) -> Plan:
-    return replace(plan, schedule=schedule)
+def _run_as(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:
+    cut = plan.layers_per_stage
+    if cut is not None:
+        chunks = plan.chunks or usual_chunks(schedule, ranks=plan.pp, stages=len(cut))
+        cut = cut if len(cut) == plan.pp * chunks else None
+    return replace(plan, schedule=schedule, recompute=recompute, layers_per_stage=cut)
 
 
 def _sharded(plan: Plan) -> Iterator[Plan]:

@@ -204,13 +204,17 @@ def finite(value: float) -> float | None:
 
 
 def layout_of(plan: Plan) -> str:
-    """`pp 2 · dp 1 · tp 2`, and how the ranks of dp share what they hold, if they do."""
+    """`pp 2 · dp 1 · tp 2`, how the ranks of dp share what they hold, and what is recomputed, if anything."""
     layout = f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
     if plan.strategy != "none":
         layout += f" · {plan.strategy}" + (" each" if plan.reduce == "each" else "")
-    return layout + (f" · offload {plan.offload}" if plan.offload != "none" else "")
+    if plan.offload != "none":
+        layout += f" · offload {plan.offload}"
+    if not isinstance(plan.recompute, str):
+        return f"{layout} · recompute by layer"
+    return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")
 
 
 def _ranks(first: First) -> str:

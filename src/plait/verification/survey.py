@@ -41,7 +41,7 @@ class Survey:
     def __str__(self) -> str:
         width = max((len(layout_of(plan)) for plan, _ in self.rows), default=0)
         lines = [_row(plan, result, width) for plan, result in self.rows]
-        return "\n".join([self.headline(), "", *dict.fromkeys(lines)])
+        return "\n".join([self.headline(), "", *lines])
 
     def headline(self) -> str:
         """How many are equal, and how closely, in one line."""
@@ -74,10 +74,10 @@ class Survey:
 
 
 def _row(plan: Plan, result: Report | Refused, width: int) -> str:
-    """One plan: layout, schedule, micro-batches, what came of it."""
-    if isinstance(result, Refused):  # the same for each schedule
-        return f"  {layout_of(plan):<{width}}  not possible: {result.reason}"
+    """One plan: layout, what is recomputed, schedule, micro-batches, what came of it."""
     start = f"  {layout_of(plan):<{width}}  {plan.schedule:<{SCHEDULE_WIDTH}}  m {plan.microbatches:<3}"
+    if isinstance(result, Refused):
+        return f"{start} not possible: {result.reason}"
     if result.first is not None:
         place = result.first.difference.place
         return f"{start} DIFFERENT  step {place.step + 1}, {result.what(place)}"

@@ -94,7 +94,7 @@ def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> Report
 
 
 def verify_all(case: Case, plan: Plan, ranks: int, *, threads: int | None = None) -> Survey:
-    """Verify every layout and schedule that `ranks` ranks allow, with the rest of `plan`.
+    """Verify every layout, schedule and way to shard that `ranks` ranks allow, with the rest of `plan`.
 
     What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
     """

@@ -299,8 +299,10 @@ def test_one_rank_against_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
 def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["verify", "--all", "--ranks", "1", "--steps", "1", "--parallel.pp", "2", *TINY]) == 0
     out = capsys.readouterr().out
-    assert out.startswith("EQUAL to one rank: all 9 plans on 1 rank, ")
-    assert [line.split()[8] for line in out.splitlines()[2:]] == list(NAMES)
+    assert out.startswith("EQUAL to one rank: all 18 plans on 1 rank, ")
+    rows = [line.partition("  m ")[0].split() for line in out.splitlines()[2:]]
+    assert [row[-1] for row in rows] == [name for name in NAMES for _ in ("none", "full")]
+    assert ["recompute" in row for row in rows] == [False, True] * len(NAMES)
 
 
 @pytest.mark.usefixtures("alone")

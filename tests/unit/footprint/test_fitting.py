@@ -1,6 +1,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import pytest
 from torch import nn
@@ -9,6 +12,7 @@ import plait
 from plait.footprint.fitting import difference, fitting, nearest
 from plait.footprint.forecast import Setting
 from plait.plan import Plan
+from plait.planner import ordered_cut
 
 ROWS = 8
 
@@ -82,6 +86,21 @@ def test_the_first_that_fits(part: float) -> None:
 def test_a_plan_that_fits_is_the_answer() -> None:
     plan = Plan(dp=2, microbatches=2)
     assert fitting(setting(), plan, 10**9) is plan or fitting(setting(), plan, 10**9) == plan
+
+
+def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
+    orders: list[object] = []
+
+    def order_of(policy: str, *arguments: Any, **options: Any) -> Any:
+        orders.append(options["microbatches"])
+        return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
+
+    given, plan = (
+        replace(setting(), order_of=cache(order_of)),
+        Plan(pp=2, dp=2, schedule="auto", microbatches=4),
+    )
+    assert fitting(given, plan, int(given.forecast(plan).most * 0.5)) is not None
+    assert sorted(orders) in ([4], [4, 8])
 
 
 def test_none_fits() -> None:

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -8,10 +9,12 @@ from torch import nn
 
 import plait
 from plait.errors import ModelError, PlanError
+from plait.footprint import forecast
 from plait.footprint.forecast import Setting
 from plait.footprint.ledger import Category
 from plait.footprint.report import Memory
 from plait.plan import Plan
+from plait.planner import ordered_cut
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64, "context": 16}
 
@@ -164,3 +167,24 @@ def test_plans_share_what_layers_do() -> None:
     assert len(setting.traces) == 1
     setting.forecast(Plan(dp=2, microbatches=4))
     assert len(setting.traces) == 2
+
+
+def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    searches: list[dict[str, Any]] = []
+
+    def search(policy: str, *arguments: Any, **options: Any) -> Any:
+        assert policy == "auto"
+        searches.append(options)
+        return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
+
+    monkeypatch.setattr(forecast, "ordered_cut", search)
+    plan, setting = Plan(pp=2, dp=2, schedule="auto", microbatches=2), Setting(gpt2(), rows=4, device="cpu")
+    for other in ({}, {"strategy": "full"}, {"strategy": "full", "reduce": "each"}, {"precision": "fp64"}):
+        setting.forecast(replace(plan, **other))
+    assert len(searches) == 1
+    for other in ({"microbatches": 4}, {"memory_limit": 1.5}, {"layers_per_stage": (3, 3)}, {"chunks": 1}):
+        setting.forecast(replace(plan, **other))
+        setting.forecast(replace(plan, strategy="optimizer", **other))
+    assert len(searches) == 5
+    Setting(gpt2(), rows=4, device="cpu").forecast(plan)
+    assert len(searches) == 6

@@ -39,7 +39,7 @@ def traced(module: nn.Module, *, learns: bool = True, adds_late: bool = False) -
         parameter.grad = torch.empty_like(parameter)
     given = torch.empty(ROWS, WIDTH, device="meta", requires_grad=learns)
     infos = infer([layer], given, input_gradients=learns)
-    trace, following = trace_layer(Stage(0, [layer], keeper, infos, adds_late), given)
+    trace, following = trace_layer(Stage(0, [layer], keeper, [infos], adds_late), given)
     shapes = [tuple(tensor.shape) for tensor in tensors_of(following)]
     assert shapes == [info.shape for info in infos[0].tensors]
     return trace

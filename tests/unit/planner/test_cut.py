@@ -10,20 +10,15 @@ from hypothesis import strategies as st
 
 from parity.cases import ONE_STAGE
 from plait.errors import PlanError
-from plait.planner import balance, shortest_cut
+from plait.planner import LayerCosts, balance, shortest_cut
 from plait.planner.cut import split_backward
 from plait.schedules.check import check
 from plait.search.schedule import schedule
-from plait.simulation.costs import Costs
 from plait.simulation.timeline import simulate
 
 
 def makespan(costs, cut, order):
-    pieces = [
-        sum(costs[stop - count : stop]) / 3
-        for stop, count in zip(itertools.accumulate(cut), cut, strict=True)
-    ]
-    return simulate(split_backward(order), Costs(F=pieces, I=pieces, W=pieces)).makespan
+    return simulate(split_backward(order), LayerCosts.evenly(costs).of_stages(cut)).makespan
 
 
 def every_cut(layers, stages):
@@ -42,12 +37,12 @@ GPT = [0.0, *(1.3, 2.1) * 8, 4.2]
 def test_a_short_step_moves_the_cut(policy, microbatches, cut):
     order = schedule(policy, ranks=2, microbatches=microbatches)
     assert balance(GPT, 2) == (10, 8)
-    assert shortest_cut(GPT, order) == cut
+    assert shortest_cut(LayerCosts.evenly(GPT), order) == cut
 
 
 def test_many_micro_batches_want_even_stages():
     order = schedule("1f1b", ranks=2, microbatches=64)
-    assert shortest_cut([1.0] * 8, order) == (4, 4)
+    assert shortest_cut(LayerCosts.evenly([1.0] * 8), order) == (4, 4)
 
 
 @given(
@@ -57,14 +52,14 @@ def test_many_micro_batches_want_even_stages():
 )
 def test_two_stages_are_never_worse_than_even(costs, policy, microbatches):
     order = schedule(policy, ranks=2, microbatches=microbatches)
-    found = shortest_cut(costs, order)
+    found = shortest_cut(LayerCosts.evenly(costs), order)
     assert makespan(costs, found, order) <= makespan(costs, balance(costs, 2), order)
 
 
 @given(costs=st.lists(st.integers(1, 9).map(float), min_size=4, max_size=7), microbatches=st.integers(1, 6))
 def test_no_single_move_helps(costs, microbatches):
     order = schedule("1f1b", ranks=3, microbatches=microbatches)
-    found = shortest_cut(costs, order)
+    found = shortest_cut(LayerCosts.evenly(costs), order)
     for cut in every_cut(len(costs), 3):
         if sum(abs(a - b) for a, b in zip(cut, found, strict=True)) == 2 and cut[1] != found[1]:
             assert makespan(costs, cut, order) >= makespan(costs, found, order)
@@ -79,4 +74,4 @@ def test_a_split_schedule_is_legal_and_ends_no_later():
 
 def test_more_stages_than_layers_are_refused():
     with pytest.raises(PlanError, match="3 stages need at least 3 layers"):
-        shortest_cut([1.0, 1.0], schedule("1f1b", ranks=3, microbatches=2))
+        shortest_cut(LayerCosts.evenly([1.0, 1.0]), schedule("1f1b", ranks=3, microbatches=2))

@@ -12,7 +12,7 @@ from plait.schedules.check import check
 from plait.schedules.placement import Placement
 from plait.schedules.policies import POLICIES, InPattern, InTurns, order_by
 from plait.schedules.schedule import Schedule
-from plait.search.schedule import NAMES, schedule
+from plait.search.schedule import NAMES, schedule, usual_chunks
 from plait.simulation.costs import Costs
 from plait.simulation.timeline import simulate
 
@@ -24,6 +24,19 @@ IN_PATTERN = {"zb-v": 4, "v-half": 3, "v-min": 2}
 def test_the_names() -> None:
     assert NAMES == ("gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto")
     assert [name for name, policy in POLICIES.items() if isinstance(policy, InPattern)] == [*IN_PATTERN]
+
+
+@pytest.mark.parametrize("policy", NAMES)
+def test_chunks_where_nobody_says(policy: str) -> None:
+    made = schedule(policy, ranks=2, microbatches=2)
+    if policy != "auto":
+        assert usual_chunks(policy, ranks=2, stages=6) == made.stages // 2
+
+
+def test_auto_has_the_chunks_that_make_the_stages() -> None:
+    assert [usual_chunks("auto", ranks=2, stages=stages) for stages in (1, 2, 3, 6)] == [1, 1, 1, 3]
+    with pytest.raises(ScheduleError, match="there is no schedule policy '1f1a': did you mean 1f1b"):
+        usual_chunks("1f1a", ranks=2, stages=2)
 
 
 @pytest.mark.parametrize("policy", IN_TURNS)

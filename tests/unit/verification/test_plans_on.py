@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import cycle, islice, product
 from math import factorial
 
@@ -12,7 +13,7 @@ from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
 
 from plait.comm.pool import RankPool
-from plait.plan import Plan
+from plait.plan import Plan, Recompute
 from plait.search.schedule import NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
@@ -32,6 +33,9 @@ WAYS_TO_SHARD = [
     )
     for offload in ("none", "parameters", "full")
 ]
+MODES = ("none", "selective", "full")
+IN_TURNS = (*MODES, "full")
+"""Four, so that a mode meets every kind of offload and every schedule."""
 PLANS = st.builds(Plan, dp=st.integers(1, 4), microbatches=st.integers(1, 8))
 
 
@@ -43,8 +47,9 @@ def test_four_ranks_in_their_order() -> None:
     plans = plans_on(4, Plan(microbatches=4), 8)
     assert degrees(plans) == [(4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1)]
     whole = [plan for plan in plans if plan.strategy == "none"]
-    assert [plan.schedule for plan in whole] == list(NAMES) * 6
-    assert len(plans) == 6 * len(NAMES) + len(WAYS_TO_SHARD) * (1 + 1 + 2)
+    ways = [(plan.schedule, plan.recompute) for plan in whole]
+    assert ways == [(name, recompute) for name in NAMES for recompute in ("none", "full")] * 6
+    assert len(plans) == 6 * 2 * len(NAMES) + len(WAYS_TO_SHARD) * (1 + 1 + 2)
 
 
 @given(RANKS, PLANS)
@@ -57,16 +62,33 @@ def test_each_layout_is_sharded_in_every_way(ranks: int, plan: Plan) -> None:
         ]
         assert [(one.replicate, one.strategy, one.reduce, one.offload) for one in own] == expected
         assert [one.schedule for one in own] == list(islice(cycle(NAMES), len(own)))
+        assert [one.recompute for one in own] == list(islice(cycle(IN_TURNS), len(own)))
         assert all(one.shards for one in own)
 
 
+def test_every_strategy_and_every_offload_meet_every_mode() -> None:
+    shards = [one for one in plans_on(2, Plan(), 8) if one.shards]
+    for values in (
+        {(one.strategy, one.recompute) for one in shards},
+        {(one.offload, one.recompute) for one in shards},
+    ):
+        assert len(values) == 3 * len(MODES)
+
+
 def test_a_strategy_of_the_plans_own_is_not_given_twice() -> None:
-    plan = Plan(dp=2, strategy="full", microbatches=4)
+    plan = Plan(dp=2, strategy="full", recompute="full", microbatches=4)
     plans = plans_on(2, plan, 8)
-    assert plan in plans
+    assert replace(plan, schedule="gpipe") in plans  # the tenth way to shard is run so too
     assert len(plans) == len(set(plans))
     shards = [one for one in plans if one.shards]
     assert len(shards) == len(NAMES) + len(WAYS_TO_SHARD) - 1
+
+
+@pytest.mark.parametrize("recompute", ["selective", "full", ("none", "full")], ids=str)
+def test_what_the_plan_recomputes_is_kept(recompute: Recompute | tuple[Recompute, ...]) -> None:
+    plans = plans_on(2, Plan(microbatches=4, recompute=recompute), 8)
+    assert {one.recompute for one in plans} == {recompute}
+    assert len(plans) == 3 * len(NAMES) + len(WAYS_TO_SHARD)
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
@@ -104,12 +126,42 @@ def test_a_plan_is_one_of_those_on_its_own_ranks() -> None:
     assert plan in plans_on(8, plan, 8)
 
 
-def test_a_cut_by_hand_and_replicas_stay_only_where_they_fit() -> None:
-    plan = Plan(pp=2, dp=4, replicate=2, layers_per_stage=(1, 3))
-    for one in plans_on(8, plan, 8):
-        assert one.layers_per_stage == ((1, 3) if one.pp == 2 else None)
+def test_replicas_stay_only_where_they_fit() -> None:
+    for one in plans_on(8, Plan(dp=4, replicate=2), 8):
         if one.strategy == "none":
             assert one.replicate == (2 if one.dp % 2 == 0 else 1)
+
+
+TWO_CHUNKS = ("interleaved", "zb-v", "v-half", "v-min")
+ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+
+
+@pytest.mark.parametrize(
+    ("plan", "kept"),
+    [
+        (
+            Plan(pp=4, layers_per_stage=(1, 3, 2, 2)),
+            [(4, ONE_CHUNK), (2, TWO_CHUNKS), (4, ("auto",)), (2, ("auto",)), (1, ("auto",))],
+        ),
+        (Plan(pp=2, layers_per_stage=(1, 3, 2)), [(1, ("auto",))]),
+        (Plan(pp=2, chunks=2, layers_per_stage=(1, 3, 2, 2)), [(2, NAMES)]),
+    ],
+    ids=["of the policies", "odd", "of the plan"],
+)
+def test_a_cut_by_hand_stays_where_it_has_a_count_for_each_stage(
+    plan: Plan, kept: list[tuple[int, tuple[str, ...]]]
+) -> None:
+    plans = plans_on(4, plan, 8)
+    cut = {(one.pp, one.schedule) for one in plans if one.layers_per_stage is not None}
+    assert cut == {(pp, schedule) for pp, schedules in kept for schedule in schedules}
+    assert {one.layers_per_stage for one in plans} == {plan.layers_per_stage, None}
+
+
+def test_each_cut_by_hand_that_stays_can_be_run() -> None:
+    case = mlp_case(steps=1)
+    plans = [one for one in plans_on(1, Plan(layers_per_stage=(3, 1)), 4) if one.layers_per_stage]
+    assert {one.schedule for one in plans} == {*TWO_CHUNKS, "auto"}
+    assert all(isinstance(outcome, Outcome) for outcome in run_all(case, plans[::2]))
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(6, 3), (5, 1), (8, 2), (1, 1)])

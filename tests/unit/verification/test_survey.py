@@ -57,7 +57,20 @@ def test_what_is_refused_does_not_count(equal: Report) -> None:
     assert survey
     assert survey.reports == (used(equal, 0.1),)
     assert survey.headline().endswith("what rounding explains (1 more are not possible for this model).")
-    assert str(survey).splitlines()[3].endswith(f"tp 1  not possible: {NO.reason}")
+    assert str(survey).splitlines()[3].endswith(f"tp 1  zb-h1        m 4   not possible: {NO.reason}")
+
+
+def test_each_row_names_its_schedule_and_what_is_recomputed(equal: Report) -> None:
+    refused = replace(TWO, recompute="full"), replace(TWO, schedule="v-min", recompute=("none", "full"))
+    rows = ((replace(ONE, recompute="selective"), used(equal, 0.1)), *((plan, NO) for plan in refused))
+    lines = str(Survey(2, rows)).splitlines()[2:]
+    assert [
+        line.split(f" {word}")[0].rstrip() for line, word in zip(lines, ("equal", "not", "not"), strict=True)
+    ] == [
+        "  pp 1 · dp 2 · tp 1 · recompute selective  1f1b         m 2",
+        "  pp 2 · dp 1 · tp 1 · recompute full       zb-h1        m 4",
+        "  pp 2 · dp 1 · tp 1 · recompute by layer   v-min        m 4",
+    ]
 
 
 def test_one_is_different(equal: Report, different: Report) -> None:

@@ -191,6 +191,11 @@ def test_a_place_in_words(place: Place, words: str) -> None:
             Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="parameters"),
             "pp 1 · dp 4 · tp 1 (2 x 2) · full each · offload parameters",
         ),
+        (Plan(pp=2, recompute="full"), "pp 2 · dp 1 · tp 1 · recompute full"),
+        (
+            Plan(dp=2, strategy="full", recompute=("none", "selective")),
+            "pp 1 · dp 2 · tp 1 · full · recompute by layer",
+        ),
     ],
 )
 def test_a_layout_in_words(plan: Plan, words: str) -> None:

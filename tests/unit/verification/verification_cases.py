@@ -94,7 +94,8 @@ def phases_of(outcomes: Sequence[Outcome]) -> set[Phase]:
 
 def label(plan: Plan) -> str:
     """A plan's name among a test's parameters."""
-    return f"pp{plan.pp}-dp{plan.dp}-tp{plan.tp}-{plan.schedule}"
+    recompute = "" if plan.recompute == "none" else f"-{plan.recompute}"
+    return f"pp{plan.pp}-dp{plan.dp}-tp{plan.tp}-{plan.schedule}{recompute}"
 
 
 def run_each(case: Case, plans: Sequence[Plan]) -> list[Outcome | Refused]:

@@ -1,0 +1,169 @@
+"""`balance`: stages cut by what layers really take, measured before training on the ranks that will train."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from statistics import median
+from time import perf_counter
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.blueprint import Blueprint, draw
+from plait.comm.agreement import agree
+from plait.comm.mesh import Mesh
+from plait.comm.news import tell
+from plait.pipeline.boundary import LayerInfo, infer
+from plait.pipeline.loss_end import LossEnd, LossLike
+from plait.pipeline.precision import DTYPES, convert
+from plait.pipeline.sequence import NamedLayer, private_copy
+from plait.pipeline.stage import Gradients, Stage
+from plait.pipeline.values import Value, cut, leaf_of, map_tensors, signature, tensors_of
+from plait.plan import Plan
+from plait.planner import LayerCosts, ordered_cut
+from plait.rules import Rules
+from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
+from plait.weaving import Weaving, build_skeleton
+
+REPEATS = 5
+"""Runs of each layer, of which the median counts; one more goes before them."""
+SPREAD = 0.02
+"""Of the random values of parameters: what a layer takes hardly depends on them."""
+
+
+def balance(
+    model: nn.Module,
+    plan: Plan,
+    mesh: Mesh,
+    inputs: Value,
+    targets: Value,
+    loss: Loss = cross_entropy,
+    *,
+    rules: Rules | None = None,
+) -> Plan:
+    """`plan` with stages cut by what the layers take on this mesh: its `layers_per_stage` says how.
+
+    `inputs` and `targets` are as in `Engine.forward_backward`; their first micro-batch runs through the
+    model, layer by layer, a few times, on every rank at once, with one layer's parameters in memory at a
+    time. What rank 0 measures counts. Communication: what regions sum over `tp`, the batch's shapes (256
+    bytes) and the costs as text over `world`. Raises what `parallelize` would.
+    """
+    mesh.check_plan(plan)
+    drawn = draw(model, plan, rules)
+    batch, parts = cut(inputs, targets, plan.microbatches, (_same, _same))
+    given, wanted = batch[0], parts[0]
+    looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
+    agree(looks, mesh.group("world"), torch.device("cpu") if mesh.group("world").uses_gloo else mesh.device)
+    mine = measured_costs(drawn, mesh, given, wanted, loss)
+    costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
+    _, counts = ordered_cut(
+        plan.schedule,
+        costs.with_messages(plan.pp),
+        ranks=plan.pp,
+        microbatches=plan.microbatches,
+        chunks=plan.chunks,
+        limit=plan.memory_limit,
+    )
+    return replace(plan, layers_per_stage=counts)
+
+
+def measured_costs(drawn: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
+    """Seconds that each layer takes here; the loss belongs to the last. All ranks of `tp` measure at once.
+
+    Communication: what the layers sum over `tp`.
+    """
+    weaving = Weaving(drawn.cuts, mesh.group("tp"))
+    dtype = DTYPES[drawn.plan.precision]
+    value = map_tensors(
+        lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
+    )
+    skeleton = build_skeleton(drawn.sequence, drawn.whole_layouts, weaving, drawn.plan, mesh)
+    infos = infer(skeleton, value, input_gradients=True)
+    wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
+    rows = []
+    for number, layer in enumerate(drawn.sequence.layers):
+        stage = _stage_of(layer, infos[number], drawn, weaving, mesh)
+        ending = None
+        if number == len(infos) - 1:
+            vocabulary = weaving.vocabulary_of(layer)
+            ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+        runs = [_run(stage, value, ending, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
+        rows.append([median(times) for times in zip(*(times for _, times in runs[1:]), strict=True)])
+        value = runs[-1][0]
+    forward, inputs, weights = (tuple(column) for column in zip(*rows, strict=True))
+    return LayerCosts(forward, inputs, weights)
+
+
+def _stage_of(layer: NamedLayer, info: LayerInfo, drawn: Blueprint, weaving: Weaving, mesh: Mesh) -> Stage:
+    """A stage of one layer as this rank of `tp` runs it, on random parameters."""
+    dtype, tensors = DTYPES[drawn.plan.precision], dict[int, Tensor]()
+    names = {id(parameter): name for name, parameter in drawn.sequence.parameters.items()}
+    for parameter in layer.module.parameters():
+        shape = drawn.whole_layouts[names[id(parameter)]].local_shape(mesh.coordinate)
+        like = convert(parameter.detach().new_empty(0, device="meta"), dtype, torch.device("meta"))
+        values = torch.empty(tuple(shape), dtype=like.dtype, device=mesh.device).normal_(std=SPREAD)
+        tensors[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
+    for buffer in layer.module.buffers():
+        real = torch.zeros_like(buffer, device=mesh.device) if buffer.is_meta else buffer
+        tensors[id(buffer)] = convert(real, dtype, mesh.device)
+    keeper = Keeper()
+    (copy,) = weaving.weave(private_copy([layer], tensors), keeper)
+    defer_weight_gradients(copy.module, keeper)
+    for parameter in copy.module.parameters():
+        parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
+    place = drawn.sequence.layers.index(layer)
+    return Stage(0, [copy], keeper, [[info]], recompute=[drawn.recompute[place]])
+
+
+def _run(
+    stage: Stage, given: Value, ending: LossLike | None, targets: Value, clock: Callable[[], float]
+) -> tuple[Value, tuple[float, float, float]]:
+    """What the layer gives, and the seconds of its forward, input gradient and weight gradient."""
+    with torch.enable_grad():
+        stage.feed(0, map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given))
+        start = clock()
+        stage.forward(0, 0)
+        output = stage.take_output(0)
+        if ending is not None:
+            end = LossEnd(ending)
+            end.begin([targets], torch.ones((), dtype=torch.float64, device=next(tensors_of(output)).device))
+            end.compute(0, map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output))
+        forward = clock()
+        seeds: Gradients = [
+            torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_of(output)
+        ]
+        begun = clock()
+        stage.seed(0, seeds if ending is None else end.seed(0))
+        stage.backward_input(0, 0)
+        inputs = clock()
+        stage.backward_weight(0, 0)
+        weights = clock()
+        stage.clear()
+    return map_tensors(Tensor.detach, output), (forward - start, inputs - begun, weights - inputs)
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
+
+
+def _clock(device: torch.device) -> Callable[[], float]:
+    """Seconds, when the device has done all that it was given."""
+
+    def read() -> float:
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        return perf_counter()
+
+    return read
+
+
+def _written(costs: LayerCosts) -> str:
+    return json.dumps([costs.F, costs.I, costs.W])
+
+
+def _read(text: str) -> LayerCosts:
+    forward, inputs, weights = map(tuple, json.loads(text))
+    return LayerCosts(forward, inputs, weights)

@@ -1,0 +1,107 @@
+"""Stages cut by what layers really take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from parity import woven
+from parity.case import Case
+from parity.cases import USER_CASES, gpt2, llama
+from parity.parity import check_parity
+from plait.blueprint import draw
+from plait.footprint.timing import measured_costs
+from plait.plan import Plan
+
+
+class Busy(nn.Module):
+    """A linear that takes its time, and says nothing about it."""
+
+    def __init__(self, rounds: int) -> None:
+        super().__init__()
+        self.rounds = rounds
+        self.linear = nn.Linear(64, 64)
+
+    def forward(self, value: Tensor) -> Tensor:
+        for _ in range(self.rounds):
+            value = self.linear(value).tanh()
+        return value
+
+
+def draw_vectors(rows: int, generator: torch.Generator) -> Any:
+    return torch.randn(rows, 64, generator=generator), torch.randn(rows, 64, generator=generator)
+
+
+def lopsided() -> nn.Sequential:
+    return nn.Sequential(*(Busy(rounds) for rounds in (200, 1, 1, 1, 1, 1)))
+
+
+class SquaredError:
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        return (output - targets).square().sum()
+
+    def weight(self, targets: Tensor) -> Tensor:
+        return torch.tensor(targets.numel())
+
+
+def balanced(plan: Plan) -> tuple[Plan, Plan]:
+    mesh = plait.Mesh(plan)
+    inputs, targets = draw_vectors(plan.microbatches * 32, torch.Generator().manual_seed(mesh.rank))
+    torch.manual_seed(0)
+    model = lopsided()
+    found = plait.balance(model, plan, mesh, inputs, targets, SquaredError())
+    engine = plait.parallelize(model, found, mesh, SquaredError())
+    assert engine.forward_backward(inputs, targets).isfinite()
+    return found, plan
+
+
+@pytest.mark.parametrize("plan", [Plan(pp=2, microbatches=4), Plan(pp=2, microbatches=4, schedule="auto")])
+def test_a_layer_that_takes_long_gets_a_stage_for_itself(rank_pool: Any, plan: Plan) -> None:
+    assert draw(lopsided(), Plan(pp=2, microbatches=4)).counts != (1, 5)
+    (first, _), (second, _) = rank_pool.run(balanced, plan, ranks=2)
+    assert first == second  # although each rank has measured for itself
+    assert first.layers_per_stage is not None
+    assert first.layers_per_stage[0] == 1
+
+
+def costs_in_a_rank(case: Case, plan: Plan) -> Any:
+    mesh = plait.Mesh(plan)
+    drawn = draw(case.build(), plan)
+    ((inputs, targets),) = case.batches(2, 1, torch.float32)
+    return measured_costs(drawn, mesh, inputs, targets, case.loss)
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [Plan(), Plan(tp=2), Plan(tp=2, precision="bf16", recompute="full")],
+    ids=["alone", "cut", "mixed"],
+)
+def test_every_layer_of_every_rank_is_measured(rank_pool: Any, plan: Plan) -> None:
+    case = llama(layers=2)
+    for costs in rank_pool.run(costs_in_a_rank, case, plan, ranks=plan.world):
+        assert len(costs.total) == woven.layer_count(case)
+        assert all(cost > 0 for cost in costs.F)
+
+
+@pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
+def test_users_models_are_measured(case: Case) -> None:
+    drawn = draw(case.build(), Plan())
+    ((inputs, targets),) = case.batches(2, 1, torch.float32)
+    costs = measured_costs(drawn, plait.Mesh(Plan()), inputs, targets, case.loss)
+    assert len(costs.total) == woven.layer_count(case)
+
+
+def test_a_balanced_plan_computes_the_same(rank_pool: Any) -> None:
+    case, plan = gpt2(layers=2), Plan(pp=2, schedule="zb-h1", microbatches=3, precision="fp64")
+    found = rank_pool.run(balanced_case, case, plan, ranks=2)[0]
+    check_parity(rank_pool, case, found)
+
+
+def balanced_case(case: Case, plan: Plan) -> Plan:
+    mesh = plait.Mesh(plan)
+    ((inputs, targets),) = case.batches(woven.global_rows(plan), 1, torch.float64)
+    return plait.balance(case.build(), plan, mesh, inputs, targets, case.loss)
