@@ -73,7 +73,7 @@ class Setting:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, Traces] = field(default_factory=dict)
-    order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: ordered_cut)
+    order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: cache(ordered_cut))
 
     def __post_init__(self) -> None:
         if not isinstance(self.loss, Loss):

@@ -58,11 +58,7 @@ def train(config: Config) -> Report:
         plan = balanced(config, plan, mesh, data)
         memory = _forecast(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        write_order(trainer.engine, config.run.dir, mesh)
-        for line in introduce(config, mesh, data, trainer.parameters):
-            follower.note(line)
-        if memory is not None:
-            follower.note(summary(memory))
+        _begin(config, trainer, mesh, data, memory, follower)
         meter = Meter(config, mesh, data.vocab)
         first: list[LossAndNorm] = []
         validation_loss = None
@@ -105,6 +101,17 @@ def train(config: Config) -> Report:
         metrics=config.run.dir / "metrics.jsonl",
         comparison=comparison,
     )
+
+
+def _begin(
+    config: Config, trainer: Trainer, mesh: Mesh, data: Data, memory: Memory | None, follower: Follower
+) -> None:
+    """What is told, and kept, before the first step."""
+    write_order(trainer.engine, config.run.dir, mesh)
+    for line in introduce(config, mesh, data, trainer.parameters):
+        follower.note(line)
+    if memory is not None:
+        follower.note(summary(memory))
 
 
 def _metrics(config: Config, mesh: Mesh) -> Metrics:

@@ -182,7 +182,7 @@ def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
     for other in ({}, {"strategy": "full"}, {"strategy": "full", "reduce": "each"}, {"precision": "fp64"}):
         setting.forecast(replace(plan, **other))
     assert len(searches) == 1
-    for other in ({"microbatches": 4}, {"memory_limit": 1.5}, {"layers_per_stage": (3, 3)}, {"chunks": 1}):
+    for other in ({"microbatches": 4}, {"memory_limit": 2}, {"layers_per_stage": (3, 3)}, {"chunks": 1}):
         setting.forecast(replace(plan, **other))
         setting.forecast(replace(plan, strategy="optimizer", **other))
     assert len(searches) == 5
