@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from contextlib import ExitStack
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor, nn
 
+import plait
 from parity import woven
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.parity import check_parity
+from plait.comm import arithmetic, reductions
 from plait.plan import Plan, Recompute
 
 
@@ -63,3 +69,50 @@ def test_eight_ranks(rank_pool: Any) -> None:
         precision="fp64",
     )
     check_parity(rank_pool, llama(layers=2), plan)
+
+
+class WholeBlock(nn.Module):
+    """Attention and MLP of a block as one layer: what tp sums behind the first is made again."""
+
+    def __init__(self, block: nn.Module) -> None:
+        super().__init__()
+        self.attention, self.mlp = block.attention, block.mlp
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.mlp(self.attention(value))
+
+
+def gradients_of_whole_blocks(recompute: Recompute, by_backend: bool) -> list[dict[str, Tensor]]:
+    """Of two steps. `by_backend`: sums are made as they are on a GPU, or between hosts."""
+    plan = Plan(tp=2, microbatches=2, recompute=recompute, precision="fp64")
+    model = plait.models.llama(layers=2, hidden=32, heads=4, vocab=64, context=16, tied=False)
+    layers = {name: child for name, child in model.named_children() if name != "blocks"}
+    blocks = {f"block{number}": WholeBlock(block) for number, block in enumerate(model.blocks)}
+    first, *rest = layers.items()
+    whole = nn.Sequential(OrderedDict([first, *blocks.items(), *rest]))
+    rules = {path.replace("blocks.*.", "block*."): rule for path, rule in model.rules.items()}
+    tokens = torch.arange(4 * 17).view(4, 17) % 64
+    found = []
+    with ExitStack() as patches:
+        if by_backend:
+            patches.enter_context(patch.object(reductions, "sharers", lambda *_: None))
+            patches.enter_context(patch.object(arithmetic, "way_to_all_reduce", lambda *_: "backend"))
+        engine = plait.parallelize(whole, plan, plait.Mesh(plan), plait.cross_entropy, rules=rules)
+        for _ in range(2):
+            for parameter in engine.parameters():
+                parameter.grad = None
+            engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
+            found.append({name: piece.grad.clone() for name, piece in engine.named_parameters()})
+    return found
+
+
+@pytest.mark.parametrize("by_backend", [False, True])
+def test_sums_over_tp_inside_a_layer_are_not_taken_twice(rank_pool: Any, by_backend: bool) -> None:
+    runs = [
+        rank_pool.run(gradients_of_whole_blocks, recompute, by_backend, ranks=2)
+        for recompute in ("none", "selective", "full")
+    ]
+    for first, *others in zip(*runs, strict=True):
+        for other in others:
+            for step, again in zip(first, other, strict=True):
+                assert all(torch.equal(step[name], again[name]) for name in step)

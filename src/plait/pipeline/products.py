@@ -134,6 +134,8 @@ def _is_product(operation: Any) -> bool:
 
 def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
     """The tensors that an operation writes to."""
+    if operation.namespace == "c10d":  # collectives write to what they are given, and do not say so
+        yield from tensors_of(args)
     schema = operation._schema
     if schema.is_mutable:
         for position, argument in enumerate(schema.arguments):
