@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -21,10 +22,12 @@ class Contestant:
 
     name: str
     ranks: int
+    batches: int = 1
+    """That it trains on in a step: more than one if its processes know nothing of each other."""
     seconds: list[float] = field(default_factory=list)
-    """Of each step, of the rank that took longest."""
+    """For a batch in each step, of the rank that took longest."""
     processor: list[float] = field(default_factory=list)
-    """User and system time of each step, all ranks together."""
+    """User and system time for a batch in each step, all ranks together."""
     losses: list[float] = field(default_factory=list)
     seen: list[list[Any]] = field(default_factory=list)
     """Of each watched step: what was recorded."""
@@ -45,6 +48,7 @@ class Contestant:
         return self
 
     def __exit__(self, *error: object) -> None:
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             if error[0] is not None:
                 process.kill()
@@ -54,22 +58,30 @@ class Contestant:
         self._folder.cleanup()
 
     def stand(self) -> None:
-        """Wait until it is ready to take a step."""
+        """Wait until it is ready to take a step, and stop it until then."""
         self._heard()
+        self._signal(signal.SIGSTOP)
 
     def step(self, order: str = "step") -> None:
         """Let it take a step; `watch`, and tell what its ranks did when."""
+        self._signal(signal.SIGCONT)
         for process in self._processes:
             assert process.stdin is not None
             process.stdin.write(order + "\n")
             process.stdin.flush()
         words = self._heard()
+        self._signal(signal.SIGSTOP)
         self.losses.append(next(word["loss"] for word in words if word["loss"] is not None))
         if order == "watch":
             self.seen.append(words[0]["seen"])
         else:
-            self.seconds.append(max(word["seconds"] for word in words))
-            self.processor.append(sum(word["processor"] for word in words))
+            self.seconds.append(max(word["seconds"] for word in words) / self.batches)
+            self.processor.append(sum(word["processor"] for word in words) / self.batches)
+
+    def _signal(self, number: signal.Signals) -> None:
+        """Stop its processes or let them go on: idle threads of backends wake a hundred times a second each."""
+        for process in self._processes:
+            process.send_signal(number)
 
     def _heard(self) -> list[dict[str, Any]]:
         """A line of each rank."""

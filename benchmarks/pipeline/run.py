@@ -20,7 +20,7 @@ from tables import between, print_table, processor, speed, timelines
 from timeline import median_of
 
 POLICIES = ["gpipe", "1f1b", "zb-h1", "zb-h2", "zb-v", "auto"]
-TWO = ["plain", *(f"torch-{name}" for name in PEERS), *(f"plait-{name}" for name in POLICIES)]
+TWO = ["plain", "plain-twice", *(f"torch-{name}" for name in PEERS), *(f"plait-{name}" for name in POLICIES)]
 WATCHED = ["plait-1f1b", "plait-zb-h2", "plait-zb-v", "plait-auto"]
 FOUR = {
     "plait-gpipe": "torch-GPipe",
@@ -38,7 +38,8 @@ def gathered(names: Sequence[str], ranks: int) -> Iterator[list[Contestant]]:
     with ExitStack() as stack:
         contestants = []
         for name in names:
-            one = stack.enter_context(Contestant(name, 1 if name == "plain" else ranks))
+            batches = ranks if name == "plain-twice" else 1
+            one = stack.enter_context(Contestant(name, 1 if name == "plain" else ranks, batches))
             one.stand()
             contestants.append(one)
             print(f"{name} on {one.ranks} is ready", file=sys.stderr)

@@ -20,6 +20,7 @@ def measured_cut(schedule: str, ranks: int, microbatches: int = MICROBATCHES) ->
     plan = plait.Plan(pp=ranks, microbatches=microbatches, schedule=schedule)
     mesh = plait.Mesh(plan, device="cpu")
     found = plait.balance(build(), plan, mesh, *batch(0, microbatches)).layers_per_stage
+    mesh.close()
     assert found is not None
     return found
 
