@@ -79,7 +79,7 @@ class Contestant:
             self.processor.append(sum(word["processor"] for word in words) / self.batches)
 
     def _signal(self, number: signal.Signals) -> None:
-        """Stop its processes or let them go on: idle threads of backends wake a hundred times a second each."""
+        """Stop its processes or let them go on: threads of idle backends wake a hundred times a second."""
         for process in self._processes:
             process.send_signal(number)
 

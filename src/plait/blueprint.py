@@ -5,7 +5,7 @@ Every rank draws the same one, for the whole model; so does whoever only wants t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -64,6 +64,11 @@ class Blueprint:
     def holders(self) -> Holders:
         """The ranks of `pp` that hold each parameter."""
         return parameter_holders(self.sequence, self.shape.units, self.order.rank_of)
+
+    def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
+        """Those of `stages` whose layers use a unit, in order."""
+        users = {place.stage for place in self.shape.units[unit]}
+        return tuple(sorted(users.intersection(stages)))
 
     @property
     def in_half(self) -> bool:

@@ -9,6 +9,7 @@ mesh  ─ groups ─────────────────────
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from itertools import chain
 
 from torch import Tensor, nn
 
@@ -76,7 +77,7 @@ def parallelize(
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
     steps = Steps(drawn.order, drawn.shape, mesh.index("pp"))
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
-    units = build_units(drawn, spans.values(), mesh, source)
+    units = build_units(drawn, spans, mesh, source)
     weaving = Weaving(drawn.cuts, mesh.group("tp"))
     stages = build_stages(drawn, spans, units, weaving, mesh, source)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
@@ -122,9 +123,9 @@ def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
     return LossEnd(loss_of_pieces(loss, vocabulary), spends=True)
 
 
-def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, source: Source) -> dict[str, Unit]:
+def build_units(drawn: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: Source) -> dict[str, Unit]:
     """The units of this rank's layers, filled with initial values. All ranks go through all units."""
-    sequence, plan = drawn.sequence, drawn.plan
+    plan = drawn.plan
 
     def value_of(name: str) -> Tensor:
         whole, layout = source.read(name), drawn.whole_layouts[name]
@@ -138,12 +139,11 @@ def build_units(drawn: Blueprint, spans: Iterable[range], mesh: Mesh, source: So
         rest=reduction_groups(drawn.holders, drawn.layouts, mesh, "replicate" if plan.shards else "dp"),
         value_of=value_of,
     )
-    mine = {layer for layers in spans for layer in layers}
-    used = {sequence.unit_of(name) for name, users in sequence.users.items() if mine.intersection(users)}
     units = {}
     for unit, kinds in drawn.arrangement.items():
-        if unit in used:
-            units[unit] = maker.make(unit, kinds)
+        stages = drawn.stages_with(unit, spans)
+        if stages:
+            units[unit] = maker.make(unit, kinds, stages)
         else:
             for name in (slot.name for slots in kinds.values() for slot in slots.places):
                 source.skip(name)
@@ -160,29 +160,29 @@ def build_stages(
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
     sequence, plan = drawn.sequence, drawn.plan
-    real: dict[int, Tensor] = {}
-    for unit in units.values():
-        for name, parameter in unit.parameters.items():
-            real[id(sequence.parameters[name])] = parameter
-    mine = [sequence.layers[layer] for layers in spans.values() for layer in layers]
-    real |= read_buffers(sequence, mine, source, plan, mesh)
+    mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
+    buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     keeper, adds_late = Keeper(), sharding_of(plan).scatters == "each"
-    # One copy of all of this rank's layers, so that what they share stays shared.
-    copies = iter(weaving.weave(private_copy(mine, real), keeper))
-    stages = {
-        number: Stage(
-            number,
-            [next(copies) for _ in layers],
-            keeper,
-            adds_late=adds_late,
-            recompute=[drawn.recompute[layer] for layer in layers],
-        )
-        for number, layers in spans.items()
-    }
-    for stage in stages.values():
-        for layer in stage.layers:
+    stages = {}
+    for number, layers in mine.items():
+        # One copy of a stage's layers, so that what they share stays shared.
+        real = buffers | parameters_of(number, units.values(), sequence)
+        copies = weaving.weave(private_copy(layers, real), keeper)
+        for layer in copies:
             defer_weight_gradients(layer.module, keeper)
+        recompute = [drawn.recompute[layer] for layer in spans[number]]
+        stages[number] = Stage(number, copies, keeper, adds_late=adds_late, recompute=recompute)
     return stages
+
+
+def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:
+    """What a stage's layers use, by the `id` of the model's parameters."""
+    return {
+        id(sequence.parameters[name]): parameter
+        for unit in units
+        if stage in unit.stages
+        for name, parameter in unit.parameters_of(stage).items()
+    }
 
 
 def read_buffers(

@@ -55,4 +55,4 @@ def test_schedules_of_users_models(rank_pool, name):
 
 @pytest.mark.parametrize("layout", [(2, 1, 5), (4, 1, 4), (2, 2, 3)], ids=str)
 def test_schedules_in_a_v(rank_pool, layout):
-    check(rank_pool, gpt2(layers=3, tied=False), layout, IN_A_V)
+    check(rank_pool, gpt2(layers=3, tied=True), layout, IN_A_V)

@@ -54,6 +54,8 @@ SIX = {
 OTHERS = {
     "alone": make(),
     "zb-h2": make(pp=4, schedule="zb-h2"),
+    "tied-in-a-v": make(pp=2, schedule="zb-v"),
+    "tied-in-a-v-each": make(pp=2, dp=2, schedule="zb-v", strategy="full", reduce="each"),
     "gpipe": make(pp=2, schedule="gpipe"),
     "tp": make(tp=2, dp=2, strategy="full", reduce="each"),
     "hybrid": make(dp=4, replicate=2, strategy="gradients"),

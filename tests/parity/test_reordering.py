@@ -43,7 +43,7 @@ def three_steps(case: Case, plan: Plan, reorders: bool) -> Any:
 @pytest.mark.parametrize("name", PLANS)
 def test_steps_in_another_order_give_the_same_bits(rank_pool: Any, name: str) -> None:
     plan = PLANS[name]
-    case = gpt2(layers=2, tied=False)
+    case = gpt2(layers=2)
     runs = [rank_pool.run(three_steps, case, plan, reorders, ranks=plan.world) for reorders in (False, True)]
     for (losses, values, _, rank_of), (others, found, _, same) in zip(*runs, strict=True):
         assert losses == others

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -21,8 +22,9 @@ PROMPT = torch.arange(3)[None]
 
 def everything(plan: Plan) -> dict[str, Any]:
     """Losses, tokens and final parameters of a rank."""
-    # A gradient that is tied across stages is summed over all ranks at once, or over `shard` first.
-    case = gpt2(layers=2, hidden=32, tied=plan.pp == 1)
+    # A gradient that is tied across ranks of `pp` is summed over all at once, or over `shard` first.
+    in_a_v = len(plan.layers_per_stage or ()) > plan.pp
+    case = gpt2(layers=2, hidden=32, tied=plan.pp == 1 or in_a_v)
     engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
     optimizer = torch.optim.AdamW(engine.parameter_groups(0.1), lr=0.01, fused=True)
     told: dict[str, Any] = {"losses": [], "evaluated": [], "layouts": dict(engine.layouts)}
@@ -64,21 +66,8 @@ def test_the_same_bits(rank_pool: Any, pp: int, tp: int) -> None:
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), strategy
 
 
-@pytest.mark.parametrize("reduce", ["last", "each"])
-def test_schedules_give_the_same_bits(rank_pool: Any, reduce: Any) -> None:
-    plans = [
-        Plan(
-            pp=2,
-            dp=2,
-            microbatches=3,
-            strategy="full",
-            reduce=reduce,
-            schedule=schedule,
-            layers_per_stage=(3, 3),
-        )
-        for schedule in ("gpipe", "1f1b", "zb-h1", "zb-h2")
-    ]
-    first, *others = (rank_pool.run(everything, plan, ranks=4) for plan in plans)
+def check_bits(rank_pool: Any, plans: Sequence[Plan]) -> None:
+    first, *others = (rank_pool.run(everything, plan, ranks=plan.world) for plan in plans)
     for ranks in others:
         for told, wanted in zip(ranks, first, strict=True):
             assert told["losses"] == wanted["losses"]
@@ -86,3 +75,15 @@ def test_schedules_give_the_same_bits(rank_pool: Any, reduce: Any) -> None:
                 torch.equal(told["parameters"][name], wanted["parameters"][name])
                 for name in wanted["parameters"]
             )
+
+
+@pytest.mark.parametrize("reduce", ["last", "each"])
+def test_schedules_give_the_same_bits(rank_pool: Any, reduce: Any) -> None:
+    plan = Plan(pp=2, dp=2, microbatches=3, strategy="full", reduce=reduce, layers_per_stage=(3, 3))
+    check_bits(rank_pool, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
+
+
+@pytest.mark.parametrize("settings", [{}, {"strategy": "full"}, {"strategy": "gradients", "reduce": "each"}])
+def test_what_both_ends_of_a_v_use_gets_the_same_bits(rank_pool: Any, settings: dict[str, Any]) -> None:
+    plan = Plan(pp=2, dp=2, microbatches=3, schedule="zb-v", layers_per_stage=(2, 1, 1, 2), **settings)
+    check_bits(rank_pool, [replace(plan, schedule=name) for name in ("zb-v", "v-half", "v-min")])

@@ -39,7 +39,7 @@ def rehearse(
     ledger = Ledger()
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
-    units = UnitAccount(ledger, buffers_of(drawn, layers, device), moments)
+    units = UnitAccount(ledger, buffers_of(drawn, spans, device), moments)
     ledger.hold("buffers", [Block(_buffer_bytes(drawn, layers), Category.PARAMETERS)])
     handlers = [_nothing(), units.handlers()]
     if traces is not None:

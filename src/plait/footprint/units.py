@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,6 +32,8 @@ class BufferSizes:
     kind: Kind
     slots: Slots
     policy: Policy
+    stages: int
+    """Of the rank, that use it: each adds to a gradient of its own."""
     sums: bool
     """Whether gradients are summed besides, over ranks that hold the same parameters, or pieces."""
 
@@ -62,8 +64,8 @@ class BufferSizes:
 
     @property
     def gradient(self) -> int:
-        """What layers add to."""
-        return self.slots.size * self.kind.gradient.itemsize if self.kind.trains else 0
+        """What layers add to, all stages together."""
+        return self.stages * self.slots.size * self.kind.gradient.itemsize if self.kind.trains else 0
 
     @property
     def keeps_gradient(self) -> bool:
@@ -129,17 +131,20 @@ class BufferSizes:
         return alike and not self.policy.offloads_gradients
 
 
-def buffers_of(drawn: Blueprint, layers: Iterable[int], device: torch.device) -> dict[str, list[BufferSizes]]:
-    """Of each unit that these layers use, on a rank that computes on `device`."""
-    sequence, mine, policy = drawn.sequence, set(layers), drawn.policy_on(device)
+def buffers_of(
+    drawn: Blueprint, stages: Collection[int], device: torch.device
+) -> dict[str, list[BufferSizes]]:
+    """Of each unit that these stages use, on a rank that has them and computes on `device`."""
+    sequence, policy = drawn.sequence, drawn.policy_on(device)
     alike = drawn.plan.replicate if drawn.plan.shards else drawn.plan.dp
     buffers: dict[str, list[BufferSizes]] = {}
-    for name, users in sequence.users.items():
+    for name in sequence.users:
         unit = sequence.unit_of(name)
-        if unit not in buffers and mine.intersection(users):
+        users = len(drawn.stages_with(unit, stages))
+        if unit not in buffers and users:
             tied = len(drawn.holders[name]) > 1
             buffers[unit] = [
-                BufferSizes(kind, slots, policy, sums=alike > 1 or tied or kind.copies > 1)
+                BufferSizes(kind, slots, policy, users, sums=alike > 1 or tied or kind.copies > 1)
                 for kind, slots in drawn.arrangement[unit].items()
             ]
     return buffers

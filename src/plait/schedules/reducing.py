@@ -5,8 +5,10 @@
 
 A scatter sums over `shard` and leaves each rank its piece; a reduction sums what is then left to sum, over
 `replicate` and over ranks that hold the same parameter elsewhere. One scatter is under way while the next
-layer runs, so at most two layers' whole gradients are there at once. Units that several ranks of the `pp`
-axis hold are reduced at the end, in one order for all ranks, so no two ranks wait for each other crosswise.
+layer runs, so at most two layers' whole gradients are there at once. A unit that several stages of the rank
+use is reduced after the last micro-batch in any case: in which order they come to it depends on the schedule.
+Units that several ranks of the `pp` axis hold are reduced at the end, in one order for all ranks, so no two
+ranks wait for each other crosswise.
 """
 
 from __future__ import annotations
@@ -110,13 +112,15 @@ def _ends(
 ) -> dict[int, list[tuple[str, bool]]]:
     """By position, the units to which then all has been added, by one micro-batch or (True) by all."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
+    stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):
         if isinstance(instruction, RunLayer) and instruction.action.kind in (Kind.W, Kind.B):
             for unit in units.get(Place(instruction.action.stage, instruction.layer), ()):
                 last[unit][instruction.action.microbatch] = position
+                stages[unit].add(instruction.action.stage)
     ends: dict[int, list[tuple[str, bool]]] = defaultdict(list)
     for unit, positions in last.items():
         final = max(positions.values())
-        for position in sorted(set(positions.values())) if each else [final]:
+        for position in sorted(set(positions.values())) if each and len(stages[unit]) == 1 else [final]:
             ends[position].append((unit, position == final))
     return ends

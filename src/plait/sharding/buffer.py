@@ -9,6 +9,9 @@
 One collective moves all of it and nothing is copied. Where a strategy does not keep the whole tensors, their
 storage is empty between uses and filled again in place, so what autograd has saved stays valid. Where it
 does keep them a piece is a part of the whole, and where nothing is cut it is the whole.
+
+Where several stages of this rank use the same parameters, as the two ends of a model in a v do, each adds to
+a gradient of its own, and these are added up in the order of the stages: in any schedule the same sums.
 """
 
 from __future__ import annotations
@@ -23,6 +26,16 @@ from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.sharding.arranging import Kind
 from plait.sharding.slots import Slots
+
+
+@dataclass(eq=False)
+class Twin:
+    """The parameters of a flat buffer for one more stage: the same memory, with a gradient of their own."""
+
+    parameters: dict[str, nn.Parameter]
+    gradient: Tensor
+    gradients: Mapping[str, Tensor]
+    """Views of `gradient`, one a parameter."""
 
 
 @dataclass(eq=False)
@@ -53,6 +66,8 @@ class FlatBuffer:
     """Views of `piece_gradient`, one a piece."""
     keeps_whole: bool
     keeps_gradient: bool
+    twins: tuple[Twin, ...] = ()
+    """For each stage of this rank that uses it, but the first; none where it is frozen."""
     visits: bool = False
     """Whether the piece, which lies on the CPU, comes to the device between steps, for the optimizer."""
     visitor: Tensor | None = None
@@ -78,6 +93,17 @@ class FlatBuffer:
         """This rank's part of `gradient`, while that is there."""
         assert self.gradient is not None
         return self._own_part(self.gradient)
+
+    @property
+    def whole_gradients(self) -> list[Tensor]:
+        """What layers add to: one for each stage of this rank, while they are there."""
+        return [] if self.gradient is None else [self.gradient, *(twin.gradient for twin in self.twins)]
+
+    def add_up_stages(self) -> None:
+        """All that layers have added is in `gradient` from now on."""
+        for twin in self.twins:
+            assert self.gradient is not None
+            self.gradient.add_(twin.gradient)
 
     def place_in(self, name: str, flat: Tensor) -> Tensor:
         """The part of a flat piece that belongs to a parameter."""
@@ -172,10 +198,14 @@ class FlatBuffer:
                 carried = torch.zeros_like(self.piece_gradient)
             self.place_in(name, carried).copy_(grad)
         self.piece_gradient.zero_()
-        if self.keeps_gradient and self.gradient is not self.piece_gradient:
-            self.gradient.zero_()
+        for gradient in self.whole_gradients:
+            if self.keeps_gradient and gradient is not self.piece_gradient:
+                gradient.zero_()
         for name, parameter in self.parameters.items():
             parameter.grad = self.gradients[name]
+        for twin in self.twins:
+            for name, parameter in twin.parameters.items():
+                parameter.grad = twin.gradients[name]
         return carried
 
     def finish_gradients(self, carried: Tensor | None, scale: float) -> None:
@@ -191,11 +221,9 @@ class FlatBuffer:
             self.piece_gradient.div_(scale)
         if carried is not None:
             self.piece_gradient.add_(carried)
-        if self.has_pieces:
-            for parameter in self.parameters.values():
-                parameter.grad = None
-            for name, piece in self.pieces.items():
-                piece.grad = self.piece_gradients[name]
+        self._detach_gradients()
+        for name, piece in self.pieces.items():
+            piece.grad = self.piece_gradients[name]
 
     def restore_gradients(self, carried: Tensor | None) -> None:
         """Undo a step that failed: the gradients are what `attach_gradients` found and gave as `carried`.
@@ -203,11 +231,16 @@ class FlatBuffer:
         They no longer lie in the flat gradient, to which a reduction that is under way may still write.
         """
         assert self.piece_gradient is not None
-        for parameter in self.parameters.values():
-            parameter.grad = None
+        self._detach_gradients()
         for name in self.piece_gradients:
             piece = self.pieces[name]
             piece.grad = None if carried is None else self.place_in(name, carried)
+
+    def _detach_gradients(self) -> None:
+        """What layers use has none between steps."""
+        for parameters in (self.parameters, *(twin.parameters for twin in self.twins)):
+            for parameter in parameters.values():
+                parameter.grad = None
 
 
 def make_room(flat: Tensor) -> None:

@@ -78,20 +78,20 @@ class Reducer:
     def open(self, name: str) -> None:
         """Make a unit's whole gradient, of zeros."""
         for buffer in self.units[name].trainable:
-            assert buffer.gradient is not None
-            make_room(buffer.gradient)
-            buffer.gradient.zero_()
+            for gradient in buffer.whole_gradients:
+                make_room(gradient)
+                gradient.zero_()
 
     def scatter(self, name: str) -> None:
         """Start the sums over `shard` of a unit's whole gradient."""
-        self._scattered[name] = [
-            (buffer, _scatter(buffer).about(_gradient_of(name))) for buffer in self.units[name].trainable
-        ]
+        self._scattered[name] = []
+        for buffer in self.units[name].trainable:
+            buffer.add_up_stages()
+            self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
 
     def collect(self, name: str) -> None:
         """Add this rank's pieces of these sums to what it has, and let go of what is not kept."""
         for buffer, handle in self._scattered.pop(name):
-            assert buffer.gradient is not None
             assert buffer.piece_gradient is not None
             summed = handle.wait()
             if not buffer.reduces_in_place:
@@ -105,6 +105,8 @@ class Reducer:
     def reduce(self, name: str) -> None:
         """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
         for buffer in self.units[name].trainable:
+            if buffer.shard is None:  # else they were, before the sum over `shard`
+                buffer.add_up_stages()
             if buffer.group is not None and buffer.group.size > 1:
                 self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
 
@@ -142,9 +144,9 @@ def _gradient_of(unit: str) -> str:
 
 
 def _release(buffer: FlatBuffer) -> None:
-    assert buffer.gradient is not None
-    if not buffer.keeps_gradient:
-        give_room_back(buffer.gradient)
+    for gradient in buffer.whole_gradients:
+        if not buffer.keeps_gradient:
+            give_room_back(gradient)
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:

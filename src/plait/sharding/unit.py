@@ -12,7 +12,7 @@ from plait.comm.group import Group
 from plait.comm.shared import shared_zeros
 from plait.layout import Layout
 from plait.sharding.arranging import Kind
-from plait.sharding.buffer import FlatBuffer, give_room_back
+from plait.sharding.buffer import FlatBuffer, Twin, give_room_back
 from plait.sharding.policy import Policy
 from plait.sharding.slots import Slot, Slots
 
@@ -23,6 +23,30 @@ class Unit:
 
     name: str
     buffers: tuple[FlatBuffer, ...]
+    stages: tuple[int, ...] = (0,)
+    """Those of this rank that use it, in order."""
+
+    def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
+        """What the layers of one stage use, by full name in the model."""
+        return {
+            name: parameter
+            for buffer, twin in self._in(stage)
+            for name, parameter in (twin or buffer).parameters.items()
+        }
+
+    def gradients_of(self, stage: int) -> dict[tuple[str, int], Tensor]:
+        """What the backward of a stage adds to, by full name in the model and the first stage to do so."""
+        return {
+            (name, stage if twin else self.stages[0]): view
+            for buffer, twin in self._in(stage)
+            for name, view in (twin or buffer).gradients.items()
+        }
+
+    def _in(self, stage: int) -> list[tuple[FlatBuffer, Twin | None]]:
+        """The buffers, with their twins where this stage has them."""
+        turn = self.stages.index(stage)
+        own = [buffer.twins[turn - 1] if turn and buffer.twins else None for buffer in self.buffers]
+        return list(zip(self.buffers, own, strict=True))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
@@ -33,11 +57,6 @@ class Unit:
     def pieces(self) -> dict[str, nn.Parameter]:
         """What the optimizer updates, by full name in the model."""
         return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
-
-    @property
-    def gradients(self) -> dict[str, Tensor]:
-        """What the backward adds to, by full name in the model."""
-        return {name: view for buffer in self.buffers for name, view in buffer.gradients.items()}
 
     @property
     def trainable(self) -> tuple[FlatBuffer, ...]:
@@ -60,23 +79,20 @@ class Maker:
     value_of: Callable[[str], Tensor]
     """What this rank's layers hold of a parameter at first."""
 
-    def make(self, name: str, kinds: Mapping[Kind, Slots]) -> Unit:
-        """A unit with real parameters, filled."""
-        return Unit(name, tuple(self._buffer(kind, slots) for kind, slots in kinds.items()))
+    def make(self, name: str, kinds: Mapping[Kind, Slots], stages: tuple[int, ...] = (0,)) -> Unit:
+        """A unit with real parameters, filled. `stages` are those of this rank that use it, in order."""
+        buffers = (self._buffer(kind, slots, len(stages) - 1) for kind, slots in kinds.items())
+        return Unit(name, tuple(buffers), stages)
 
-    def _buffer(self, kind: Kind, slots: Slots) -> FlatBuffer:
+    def _buffer(self, kind: Kind, slots: Slots, twins: int) -> FlatBuffer:
         slots = replace(slots, places=tuple(self._here(slot) for slot in slots.places))
         policy = self.policy
         group = self.rest.get(slots.places[0].name) if kind.trains else None
         shard = self.shard if kind.cut else None
         whole = torch.zeros(slots.size, dtype=kind.dtype, device=policy.device)
         gradient = self._whole_gradient(kind, slots, shard or group) if kind.trains else None
-        parameters = {slot.name: _parameter(slot.view_of(whole), trains=kind.trains) for slot in slots.places}
-        gradients = {}
-        if gradient is not None:
-            gradients = {slot.name: slot.view_of(gradient) for slot in slots.places}
-            for parameter in parameters.values():
-                parameter.grad_dtype = kind.gradient
+        parameters = _parameters(slots, whole, kind)
+        gradients = {} if gradient is None else _views(slots, gradient)
         buffer = FlatBuffer(
             kind=kind,
             slots=slots,
@@ -91,6 +107,7 @@ class Maker:
             gradients=gradients,
             piece_gradient=gradient,
             piece_gradients=gradients,
+            twins=tuple(self._twin(kind, slots, whole) for _ in range(twins) if kind.trains),
             visits=kind.trains and policy.offloads_parameters and not policy.offloads_gradients,
             keeps_whole=not kind.cut or policy.keeps_parameters,
             keeps_gradient=not kind.cut or policy.keeps_gradients,
@@ -107,6 +124,10 @@ class Maker:
         if kind.cut and not self.policy.keeps_gradients:
             return torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
         return shared_zeros(slots.size, kind.gradient, self.policy.device, group)
+
+    def _twin(self, kind: Kind, slots: Slots, whole: Tensor) -> Twin:
+        gradient = torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
+        return Twin(_parameters(slots, whole, kind), gradient, _views(slots, gradient))
 
     def _cut(self, buffer: FlatBuffer) -> None:
         """Give the optimizer tensors of its own, where they are not what layers use."""
@@ -155,15 +176,27 @@ class Maker:
                 else:
                     buffer.parameters[slot.name].copy_(value)
                 del value  # before the next is read
-        for flat, kept in ((buffer.whole, buffer.keeps_whole), (buffer.gradient, buffer.keeps_gradient)):
-            if flat is not None and not kept:
-                give_room_back(flat)
+        gone = [] if buffer.keeps_whole else [buffer.whole]
+        for flat in (*gone, *([] if buffer.keeps_gradient else buffer.whole_gradients)):
+            give_room_back(flat)
         buffer.return_to_device()
 
     def _interval(self, slot: Slot) -> range:
         """The elements of a parameter, as this rank's layers have it, that its piece is made of."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
+
+
+def _parameters(slots: Slots, whole: Tensor, kind: Kind) -> dict[str, nn.Parameter]:
+    parameters = {name: _parameter(view, trains=kind.trains) for name, view in _views(slots, whole).items()}
+    if kind.trains:
+        for parameter in parameters.values():
+            parameter.grad_dtype = kind.gradient
+    return parameters
+
+
+def _views(slots: Slots, flat: Tensor) -> dict[str, Tensor]:
+    return {slot.name: slot.view_of(flat) for slot in slots.places}
 
 
 def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:

@@ -14,6 +14,8 @@ from torch import Tensor
 
 from plait.verification.recording import NOTHING, Bound, difference, peak
 
+Sum = tuple[str, int]
+"""A parameter's name, and the first of the rank's stages that add to this gradient of it."""
 Use = tuple[int, int]
 """Layer of the model, micro-batch of the global batch."""
 
@@ -46,13 +48,13 @@ class Due:
 class Ledger:
     """The gradients that a rank's parameters should have, as contributions come in."""
 
-    gradients: Mapping[str, Tensor]
-    """What each parameter's gradients are added to."""
+    gradients: Mapping[Sum, Tensor]
+    """What is added to."""
     epsilon: float
-    settled: dict[str, tuple[Tensor, Bound]] = field(default_factory=dict)
-    """Per parameter: what is surely in its gradient."""
-    open: dict[str, dict[Use, Contribution]] = field(default_factory=dict)
-    """Per parameter: uses whose `I` is done and whose `W` may be to come."""
+    settled: dict[Sum, tuple[Tensor, Bound]] = field(default_factory=dict)
+    """What is surely in it."""
+    open: dict[Sum, dict[Use, Contribution]] = field(default_factory=dict)
+    """Uses whose `I` is done and whose `W` may be to come."""
 
     def begin(self) -> None:
         """A step starts from zero."""
@@ -60,66 +62,66 @@ class Ledger:
         self.open.clear()
 
     def after_input(
-        self, name: str, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
+        self, which: Sum, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
     ) -> Due | None:
         """After `I`: the gradient, if it holds the contribution already. `whole`: `W` was done as well."""
-        own = self.open.setdefault(name, {})
+        own = self.open.setdefault(which, {})
         own[use] = Contribution(contribution, bound)
         if whole:
             return None
-        waiting, added = self._due(name, []), self._due(name, [use])
+        waiting, added = self._due(which, []), self._due(which, [use])
         if added.holds and not waiting.holds:
-            return self._settle(name, [use], added)
+            return self._settle(which, [use], added)
         if not waiting.holds:
             own[use] = Contribution(contribution, bound, begun=True)
         return None
 
-    def after_weight(self, name: str, use: Use) -> Due | None:
+    def after_weight(self, which: Sum, use: Use) -> Due | None:
         """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
-        own = self.open.get(name, {})
+        own = self.open.get(which, {})
         if use not in own:
             if any(other.begun for other in own.values()):
                 return None
-            due = self._due(name, [])  # I added it already, and W adds nothing again
+            due = self._due(which, [])  # I added it already, and W adds nothing again
             return None if due.holds else due
-        uses, due = [use], self._due(name, [use])
+        uses, due = [use], self._due(which, [use])
         if not due.holds and any(other.begun for key, other in own.items() if key != use):
-            uses, due = list(own), self._due(name, list(own))
+            uses, due = list(own), self._due(which, list(own))
             if not due.holds:
                 return None
-        return self._settle(name, uses, due)
+        return self._settle(which, uses, due)
 
-    def left(self, names: Iterable[str]) -> Iterator[tuple[str, Use, Due]]:
+    def left(self, sums: Iterable[Sum]) -> Iterator[tuple[Sum, Use, Due]]:
         """When all is done: the gradients that never were what they should be, with the first open use."""
-        for name in names:
-            own = self.open.get(name)
+        for which in sums:
+            own = self.open.get(which)
             if own:
-                yield name, next(iter(own)), self._due(name, own)
-                del self.open[name]
+                yield which, next(iter(own)), self._due(which, own)
+                del self.open[which]
 
-    def close(self, names: Iterable[str]) -> None:
+    def close(self, sums: Iterable[Sum]) -> None:
         """What was added to these is given away: they start from zero again. What is open is to come."""
-        for name in names:
-            self.settled.pop(name, None)
+        for which in sums:
+            self.settled.pop(which, None)
 
-    def accept(self, name: str) -> None:
+    def accept(self, which: Sum) -> None:
         """A gradient that was wrong, and was reported, is the new start."""
-        due = self._due(name, [])
-        self.settled[name] = due.actual.detach().clone(), due.bound
+        due = self._due(which, [])
+        self.settled[which] = due.actual.detach().clone(), due.bound
 
-    def _due(self, name: str, uses: Iterable[Use]) -> Due:
-        actual = self.gradients[name]
-        before = self.settled.get(name)
+    def _due(self, which: Sum, uses: Iterable[Use]) -> Due:
+        actual = self.gradients[which]
+        before = self.settled.get(which)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NOTHING)
         for use in uses:
-            value, bound = self.open[name][use].value, self.open[name][use].bound
+            value, bound = self.open[which][use].value, self.open[which][use].bound
             total = total + value
             size = max(size, bound.size, peak(total))
             allowed += bound.allowed + self.epsilon * size
         return Due(actual, total, Bound(size, allowed))
 
-    def _settle(self, name: str, uses: Iterable[Use], due: Due) -> Due:
-        self.settled[name] = due.expected, due.bound
+    def _settle(self, which: Sum, uses: Iterable[Use], due: Due) -> Due:
+        self.settled[which] = due.expected, due.bound
         for use in uses:
-            del self.open[name][use]
+            del self.open[which][use]
         return due

@@ -28,7 +28,7 @@ from plait.schedules.program import (
 )
 from plait.sharding.holding import copies_over_tp
 from plait.verification.difference import Findings, Origin, origin_of
-from plait.verification.ledger import Due, Ledger, Use
+from plait.verification.ledger import Due, Ledger, Sum, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
 
@@ -47,20 +47,20 @@ class Observer:
         self.findings = findings
         self.isolate = isolate
         self.step = 0
-        units = parts.reducer.units.values()
-        gradients = {name: view for unit in units for name, view in unit.gradients.items()}
         self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
+        gradients: dict[Sum, Tensor] = {}
+        self.uses: dict[tuple[int, int], list[Sum]] = {}
+        """By stage and layer, what its backward adds to."""
+        for stage in parts.worker.stages.values():
+            units = [unit for unit in parts.reducer.units.values() if stage.number in unit.stages]
+            sums = {which[0]: which for unit in units for which in unit.gradients_of(stage.number)}
+            names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
+            for unit in units:
+                gradients |= unit.gradients_of(stage.number)
+            for number, layer in enumerate(stage.layers):
+                trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
+                self.uses[stage.number, number] = [sums[name] for name in trained if self._is_local(name)]
         self.ledger = Ledger(gradients, 8 * epsilon)
-        names = {id(parameter): name for unit in units for name, parameter in unit.parameters.items()}
-        self.uses = {
-            (stage.number, number): [
-                names[id(p)]
-                for p in layer.module.parameters()
-                if p.requires_grad and self._is_local(names[id(p)])
-            ]
-            for stage in parts.worker.stages.values()
-            for number, layer in enumerate(stage.layers)
-        }
 
     def begin(self, step: int) -> None:
         """The step that comes next."""
@@ -89,9 +89,10 @@ class Observer:
                 self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
             case ScatterGradient(unit):
                 names = parts.reducer.units[unit].parameters
+                sums = [which for which in self.ledger.gradients if which[0] in names]
                 if not self.adds_late:  # else what was added is certain, and the rest is still to come
-                    self._left(names)
-                self.ledger.close(names)
+                    self._left(sums)
+                self.ledger.close(sums)
             case Finish():
                 self._left(self.ledger.gradients)
             case _:
@@ -150,25 +151,26 @@ class Observer:
         use = layer, self._global(action)
         if action.kind in (Kind.I, Kind.B):
             self._gradient(Phase.INPUT_GRADIENT, action, layer - 1, layer)
-            for name in self.uses[action.stage, number]:
-                found = self._contribution(name, use)
+            for which in self.uses[action.stage, number]:
+                found = self._contribution(which[0], use)
                 if found is not None:
                     late = action.kind is Kind.B or self.adds_late
-                    due = self.ledger.after_input(name, use, *found, whole=late)
+                    due = self.ledger.after_input(which, use, *found, whole=late)
                     if due is not None:
-                        self._weight_gradient(name, use, due)
+                        self._weight_gradient(which, use, due)
         if action.kind in (Kind.W, Kind.B):
-            for name in self.uses[action.stage, number]:
-                due = self.ledger.after_weight(name, use)
+            for which in self.uses[action.stage, number]:
+                due = self.ledger.after_weight(which, use)
                 if due is not None:
-                    self._weight_gradient(name, use, due)
+                    self._weight_gradient(which, use, due)
 
-    def _left(self, names: Iterable[str]) -> None:
-        """Of these parameters, the weight gradients that never were certain."""
-        for name, use, due in list(self.ledger.left(names)):
-            self._weight_gradient(name, use, due)
+    def _left(self, sums: Iterable[Sum]) -> None:
+        """Of these, the weight gradients that never were certain."""
+        for which, use, due in list(self.ledger.left(sums)):
+            self._weight_gradient(which, use, due)
 
-    def _weight_gradient(self, name: str, use: Use, due: Due) -> None:
+    def _weight_gradient(self, which: Sum, use: Use, due: Due) -> None:
+        name, _ = which
         place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
         origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
 
@@ -195,7 +197,7 @@ class Observer:
             if self.isolate:
                 due.actual.copy_(due.expected)
             else:
-                self.ledger.accept(name)
+                self.ledger.accept(which)
 
     def _contribution(self, name: str, use: Use) -> tuple[Tensor, Bound] | None:
         """This rank's piece of what a use adds, from the recording."""

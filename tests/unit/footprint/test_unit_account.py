@@ -38,7 +38,7 @@ class Account:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
         self.ledger = Ledger()
         drawn = draw(model, Plan(dp=N, **plan))
-        self.account = UnitAccount(self.ledger, buffers_of(drawn, range(2), device), moments)
+        self.account = UnitAccount(self.ledger, buffers_of(drawn, [0], device), moments)
 
     def after(self, *instructions: type) -> Moment:
         """What is held when these were carried out for the first layer."""
@@ -148,12 +148,20 @@ def test_where_layers_run_on_the_cpu_what_is_offloaded_counts_like_all_else() ->
     assert (moment.total, moment.host) == (4 * 2 * P / N, 0)
 
 
+def test_each_stage_of_a_rank_adds_to_a_gradient_of_its_own() -> None:
+    tied = nn.Linear(WIDTH, WIDTH, device="meta")
+    model = nn.Sequential(tied, *(nn.Linear(1, 1, device="meta") for _ in range(2)), tied)
+    drawn = draw(model, Plan(pp=2, microbatches=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 1)))
+    sizes = [sum(one.gradient for one in unit) for unit in buffers_of(drawn, [0, 3], DEVICE).values()]
+    assert sizes == [2 * WIDTH * WIDTH * 4, 2 * WIDTH * 4]
+
+
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta").requires_grad_(False))
     for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
         drawn = draw(model, Plan(dp=N, strategy=strategy))
         ledger = Ledger()
-        account = UnitAccount(ledger, buffers_of(drawn, range(1), DEVICE), 2)
+        account = UnitAccount(ledger, buffers_of(drawn, [0], DEVICE), 2)
         for kind in (OpenGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.moment(Finish()).total == parameters * P

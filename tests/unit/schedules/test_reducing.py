@@ -132,6 +132,16 @@ def test_ranks_reduce_what_they_share_in_one_order() -> None:
     ]
 
 
+def test_what_two_stages_of_a_rank_use_is_scattered_at_the_end() -> None:
+    """By themselves its micro-batches would be added up in the order in which the stages come to them."""
+    rows = "0F0 3F0 3B0 0B0 0F1 3F1 3B1 0B1", "1F0 2F0 2B0 1B0 1F1 2F1 2B1 1B1"
+    in_a_v = written(rows, rank_of=[0, 1, 1, 0], microbatches=2)
+    units = {"tied": (Place(0, 0), Place(3, 0)), "own": (Place(0, 0),)}
+    program = lower(in_a_v, Shape((1, 1, 1, 1), units, sharding=EACH))[0]
+    assert [one.unit for one in program if isinstance(one, OpenGradient)] == ["tied", "own", "own"]
+    assert [one.unit for one in program if isinstance(one, ScatterGradient)] == ["own", "tied", "own"]
+
+
 def followed(program: Program, shape: Shape) -> Gradients:
     """What has become of all gradients at the end. On the way nothing is added where it would be lost."""
     gradients = Gradients(shape)
@@ -167,11 +177,12 @@ def test_what_is_added_is_scattered_once_and_reduced_at_the_end(made: Schedule, 
 @BRIEF
 @given(legal_schedules(), st.data())
 def test_a_scatter_carries_all_microbatches_or_one(made: Schedule, data: st.DataObject) -> None:
-    """Of units of one layer: of others a scatter may carry a part of the next micro-batch."""
+    """One, of units of one layer: of others a scatter may carry a part of the next micro-batch."""
     shape = data.draw(shapes(made.stages, SCATTERED))
-    for program in lower(made, shape):
+    for rank, program in enumerate(lower(made, shape)):
         for unit, scatters in followed(program, shape).scatters.items():
-            each = shape.sharding.scatters == "each"
+            users = {place.stage for place in shape.units[unit] if made.rank_of[place.stage] == rank}
+            each = shape.sharding.scatters == "each" and len(users) == 1
             assert len(scatters) == (made.microbatches if each else 1)
             if len(shape.units[unit]) == 1:
                 assert [len(sums) for sums in scatters] == (

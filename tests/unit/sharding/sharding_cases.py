@@ -45,8 +45,10 @@ class Drawn:
     arrangement: Arrangement
     layouts: Mapping[str, Layout]
 
-    def make(self, at: Mapping[str, int], shard_group: Group, rest: Group) -> dict[str, Unit]:
-        """The units of the rank at a coordinate."""
+    def make(
+        self, at: Mapping[str, int], shard_group: Group, rest: Group, stages: tuple[int, ...] = (0,)
+    ) -> dict[str, Unit]:
+        """The units of the rank at a coordinate, all of whose `stages` use them."""
         parameters = dict(self.model.named_parameters())
 
         def value_of(name: str) -> Tensor:
@@ -60,12 +62,12 @@ class Drawn:
             rest=dict.fromkeys(parameters, rest),
             value_of=value_of,
         )
-        return {name: maker.make(name, kinds) for name, kinds in self.arrangement.items()}
+        return {name: maker.make(name, kinds, stages) for name, kinds in self.arrangement.items()}
 
-    def make_alone(self, index: int = 0, tp: int = 0) -> dict[str, Unit]:
+    def make_alone(self, index: int = 0, tp: int = 0, stages: tuple[int, ...] = (0,)) -> dict[str, Unit]:
         """Those of one rank, without the others."""
         at = {"replicate": 0, "shard": index, "tp": tp}
-        return self.make(at, group_of(index, self.plan.shard), group_of(name="rest"))
+        return self.make(at, group_of(index, self.plan.shard), group_of(name="rest"), stages)
 
     def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
         """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""

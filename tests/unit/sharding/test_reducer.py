@@ -38,7 +38,7 @@ def pattern(shape: torch.Size) -> Tensor:
 
 
 def add_to(unit: Unit, value: float) -> None:
-    for gradient in unit.gradients.values():
+    for gradient in unit.gradients_of(0).values():
         gradient += value * pattern(gradient.shape)
 
 
@@ -120,6 +120,29 @@ def test_after_an_exception_nothing_is_carried_into_the_next_step() -> None:
     reducer.drop()
     run_step(reducer, Plan(), [2.0])
     assert values_of(reducer) == {2.0}
+
+
+ORDERS = ([0, 3, 3, 0], [3, 0, 0, 3])
+"""In which stages come to add: stage 0 2²⁴ and then −2²⁴, stage 3 twice 1."""
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=str)
+def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
+    """In float32 2²⁴ + 1 is 2²⁴: in one sum both 1 would be lost, or one of them."""
+    units = drawn(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3))
+    (unit,), reducer = units.values(), Reducer(units)
+    assert set(unit.parameters_of(0).values()).isdisjoint(unit.parameters_of(3).values())
+    reducer.begin()
+    values = {0: iter([2.0**24, -(2.0**24)]), 3: iter([1.0, 1.0])}
+    for stage in order:
+        value = next(values[stage])
+        for parameter in unit.parameters_of(stage).values():
+            assert parameter.grad is not None
+            parameter.grad += value
+    reducer.reduce("0")
+    reducer.finish()
+    assert {value for one in gradients_of(reducer).values() for value in one.flatten().tolist()} == {2.0}
+    assert all(parameter.grad is None for parameter in unit.parameters_of(3).values())
 
 
 def reducer_on(mesh: Mesh, plan: Plan, *, messages: bool = False) -> Reducer:

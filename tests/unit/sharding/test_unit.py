@@ -129,7 +129,7 @@ def test_what_is_frozen_has_no_gradient() -> None:
     unit = unit_of(layer, index=1, dp=2, strategy="full")
     weight, bias = unit.buffers
     assert unit.trainable == (weight,)
-    assert unit.gradients.keys() == {"0.weight"}
+    assert unit.gradients_of(0).keys() == {("0.weight", 0)}
     assert (bias.gradient, bias.piece_gradient, bias.group) == (None, None, None)
     assert bias.attach_gradients() is None
     assert bias.current_gradients(unit.pieces) == []

@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.verification.ledger import Due, Ledger, Use
 from plait.verification.recording import Bound
 
-NAME = "weight"
+NAME = ("weight", 0)
 LAYER = 2
 
 
@@ -243,7 +243,7 @@ def test_what_is_left_is_told_once(books: Books) -> None:
 
 def test_others_stay_when_some_are_scattered() -> None:
     one, other = (torch.zeros(3, 2, dtype=torch.float64) for _ in range(2))
-    ledger = Ledger({"one": one, "other": other}, 8 * 2.0**-52)
+    ledger = Ledger({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
     for number in (0, 1):
         use = (LAYER, number)
         for name, gradient in ledger.gradients.items():
@@ -252,13 +252,13 @@ def test_others_stay_when_some_are_scattered() -> None:
             due = ledger.after_weight(name, use)
             assert due is not None
             assert due.holds
-        ledger.close(["one"])
+        ledger.close([("one", 0)])
         one.zero_()
 
 
 def test_only_of_what_is_asked_for_something_is_left(books: Books) -> None:
     books.input(0)
-    assert list(books.ledger.left(["another"])) == []
+    assert list(books.ledger.left([("weight", 1)])) == []
     assert books.left() == [((LAYER, 0), False)]
 
 
