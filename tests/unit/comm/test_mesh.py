@@ -141,7 +141,7 @@ def test_axes_with_the_same_ranks_share_their_connections(rank_pool):
         counted = {axis: sum(count.calls for count in counts[axis].values()) for axis in counts}
         return len({id(group.process_group) for group in groups}), sent, counted
 
-    once = dict.fromkeys(("pp", "model", "world"), 1)
+    once = {axis: 1 for axis in ("pp", "model", "world")}
     assert rank_pool.run(body, 4, ranks=4) == [(1, [4.0] * 3, once)] * 4
     also = {"pp": 1, "shard": 1, "dp": 1, "model": 1, "world": 1}
     assert rank_pool.run(body, 2, ranks=4) == [(3, [2.0, 2.0, 2.0, 2.0, 4.0], also)] * 4
