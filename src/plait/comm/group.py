@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import MutableMapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch.distributed as dist
@@ -57,10 +57,6 @@ class Group:
         """This rank's global number."""
         return self.ranks[self.index]
 
-    def along(self, axis: str) -> Group:
-        """The same ranks as the group along another axis: on the same connections, counted by itself."""
-        return replace(self, name=axis, shared=WeakTensorKeyDictionary())
-
     @cached_property
     def uses_gloo(self) -> bool:
         """Whether tensors on the CPU can travel, over Gloo."""
@@ -78,8 +74,7 @@ class Group:
         """The lines to its other ranks. All ranks ask for them at the same operation; none waits."""
         assert self.host is not None
         assert self.process_group is not None
-        label = f"{self.process_group.group_name}/{self.name}"  # one process group may serve several axes
-        return self.host.lines(self.ranks, self.index, label, self.timeout)
+        return self.host.lines(self.ranks, self.index, self.process_group.group_name, self.timeout)
 
     @cached_property
     def scratch(self) -> Scratch:

@@ -71,7 +71,12 @@ class Mesh:
         self._made: list[dist.ProcessGroup] = []
         self._words = of_world(self.rank) if joined else None
         self._host = introduce(self._everyone()) if joined else None
-        self._groups = self._make_axes()
+        # All ranks make all groups in this order, each with a process group of its own, so that the traffic
+        # of one axis never waits behind that of another.
+        self._groups = {
+            axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
+            for axis in (*coordinates.AXES, *coordinates.COMBINED)
+        }
         along_pp = coordinates.groups_along("pp", self.sizes)
         self._pipeline_groups = (self._make_groups(along_pp, "pp"), self._make_groups(along_pp, "pp"))
         if self.device.type == "cuda" and _uses_nccl(joined):
@@ -167,23 +172,6 @@ class Mesh:
         """All ranks, over the process group that is there before any of the mesh's."""
         ranks = tuple(range(self.world))
         return Group("world", ranks, self.rank, dist.group.WORLD, self.traffic, self.timeout)
-
-    def _make_axes(self) -> dict[str, Group]:
-        """The groups along all axes; all ranks make them in one order.
-
-        Axes whose ranks differ have connections of their own, so that the traffic of one never waits behind
-        that of another. Where they are the same (`pp`, `model` and `world` without dp and tp) these share
-        them: connections, the threads that poll them and NCCL's buffers cost, and the ranks of one group call
-        its collectives in one order, whatever the axis is named.
-        """
-        made: dict[tuple[tuple[int, ...], ...], Group] = {}
-        found = {}
-        for axis in (*coordinates.AXES, *coordinates.COMBINED):
-            groups = tuple(coordinates.groups_along(axis, self.sizes))
-            if groups not in made:
-                made[groups] = self._make_groups(groups, axis)
-            found[axis] = made[groups].along(axis)
-        return found
 
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         """As `_make_group`, for groups that cover the world."""

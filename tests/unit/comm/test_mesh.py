@@ -131,22 +131,6 @@ def test_a_mesh_of_eight(rank_pool):
     assert all(result["distinct"] for result in results)
 
 
-def test_axes_with_the_same_ranks_share_their_connections(rank_pool):
-    def body(pp: int):
-        mesh = Mesh(pp=pp, dp=4 // pp)
-        axes = (*coordinates.AXES, *coordinates.COMBINED)
-        groups = [mesh.group(axis) for axis in axes if mesh.size(axis) > 1]
-        sent = [all_reduce(torch.ones(1), group).wait().item() for group in groups]
-        counts = mesh.traffic.snapshot()
-        counted = {axis: sum(count.calls for count in counts[axis].values()) for axis in counts}
-        return len({id(group.process_group) for group in groups}), sent, counted
-
-    once = {axis: 1 for axis in ("pp", "model", "world")}
-    assert rank_pool.run(body, 4, ranks=4) == [(1, [4.0] * 3, once)] * 4
-    also = {"pp": 1, "shard": 1, "dp": 1, "model": 1, "world": 1}
-    assert rank_pool.run(body, 2, ranks=4) == [(3, [2.0, 2.0, 2.0, 2.0, 4.0], also)] * 4
-
-
 def test_new_groups_are_disjoint_and_keep_their_order(rank_pool):
     def body():
         mesh = Mesh(pp=4)
