@@ -71,8 +71,9 @@ class Mesh:
         self._made: list[dist.ProcessGroup] = []
         self._words = of_world(self.rank) if joined else None
         self._host = introduce(self._everyone()) if joined else None
-        # All ranks make all groups in this order, each with a process group of its own, so that the traffic
-        # of one axis never waits behind that of another.
+        # All ranks make all groups in this order, each with a process group of its own, also where two axes
+        # have the same ranks: so that the traffic of one axis never waits behind that of another, and that
+        # what a step that failed has left under way on one meets nothing on another.
         self._groups = {
             axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
             for axis in (*coordinates.AXES, *coordinates.COMBINED)
