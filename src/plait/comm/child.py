@@ -14,6 +14,7 @@ import socket
 import sys
 import threading
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -69,7 +70,9 @@ def serve(connection: Connection) -> None:
         report = _run(jobs.get())
         sys.stdout.flush()
         sys.stderr.flush()
-        connection.send_bytes(pickle.dumps(report))
+        told = pickle.dumps(report)
+        with suppress(OSError):  # the parent is gone: `_listen` ends this process
+            connection.send_bytes(told)
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
