@@ -5,10 +5,10 @@
 
 A scatter sums over `shard` and leaves each rank its piece; a reduction sums what is then left to sum, over
 `replicate` and over ranks that hold the same parameter elsewhere. One scatter is under way while the next
-layer runs, so at most two layers' whole gradients are there at once. A unit that several stages of the rank
-use is reduced after the last micro-batch in any case: in which order they come to it depends on the schedule.
-Units that several ranks of the `pp` axis hold are reduced at the end, in one order for all ranks, so no two
-ranks wait for each other crosswise.
+layer runs, so at most two layers' whole gradients are there at once, and those of units that several stages
+of the rank use: these are reduced after the last micro-batch in any case, because the order in which
+micro-batches come to them depends on the schedule. Units that several ranks of the `pp` axis hold are reduced
+at the end, in one order for all ranks, so no two ranks wait for each other crosswise.
 """
 
 from __future__ import annotations

@@ -11,7 +11,8 @@ storage is empty between uses and filled again in place, so what autograd has sa
 does keep them a piece is a part of the whole, and where nothing is cut it is the whole.
 
 Where several stages of this rank use the same parameters, as the two ends of a model in a v do, each adds to
-a gradient of its own, and these are added up in the order of the stages: in any schedule the same sums.
+a gradient of its own, and these are added up in the order of the stages: the same sums in any schedule of
+one cut into stages.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ class FlatBuffer:
     data, use them on another stage, or for other heads. None: they are frozen, or nobody else has them."""
     whole: Tensor
     parameters: dict[str, nn.Parameter]
-    """What layers use, by full name: views of `whole`."""
+    """What layers use (of several stages: those of the first), by full name: views of `whole`."""
     piece: Tensor
     """On the device where it lies while a step runs."""
     pieces: dict[str, nn.Parameter]
@@ -100,7 +101,7 @@ class FlatBuffer:
         return [] if self.gradient is None else [self.gradient, *(twin.gradient for twin in self.twins)]
 
     def add_up_stages(self) -> None:
-        """All that layers have added is in `gradient` from now on."""
+        """Once a step, when nothing is left to add: then all that layers have added is in `gradient`."""
         for twin in self.twins:
             assert self.gradient is not None
             self.gradient.add_(twin.gradient)
@@ -180,6 +181,13 @@ class FlatBuffer:
                     f"the data of {name} was replaced, which the layers would not see: "
                     "write to it in place, with copy_()."
                 )
+
+    def lead_twins(self) -> None:
+        """Before a step: where somebody gave a parameter another memory, all stages use that."""
+        for twin in self.twins:
+            for name, parameter in twin.parameters.items():
+                if parameter.data_ptr() != self.parameters[name].data_ptr():
+                    parameter.data = self.parameters[name].data
 
     def attach_gradients(self) -> Tensor | None:
         """Make every parameter's `.grad` a view of the flat gradient, before a step adds to it.

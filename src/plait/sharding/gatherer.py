@@ -45,6 +45,7 @@ class Gatherer:
         self._stale = []
         for buffer in self._buffers():
             buffer.refuse_other_data()
+            buffer.lead_twins()
             buffer.leave_device()
 
     def finish(self) -> None:

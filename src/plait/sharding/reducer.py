@@ -105,7 +105,7 @@ class Reducer:
     def reduce(self, name: str) -> None:
         """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
         for buffer in self.units[name].trainable:
-            if buffer.shard is None:  # else they were, before the sum over `shard`
+            if buffer.shard is None:  # else `scatter` has added them up
                 buffer.add_up_stages()
             if buffer.group is not None and buffer.group.size > 1:
                 self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
@@ -144,8 +144,8 @@ def _gradient_of(unit: str) -> str:
 
 
 def _release(buffer: FlatBuffer) -> None:
-    for gradient in buffer.whole_gradients:
-        if not buffer.keeps_gradient:
+    if not buffer.keeps_gradient:
+        for gradient in buffer.whole_gradients:
             give_room_back(gradient)
 
 

@@ -23,14 +23,14 @@ class Unit:
 
     name: str
     buffers: tuple[FlatBuffer, ...]
-    stages: tuple[int, ...] = (0,)
+    stages: tuple[int, ...]
     """Those of this rank that use it, in order."""
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
         """What the layers of one stage use, by full name in the model."""
         return {
             name: parameter
-            for buffer, twin in self._in(stage)
+            for buffer, twin in self._by_stage(stage)
             for name, parameter in (twin or buffer).parameters.items()
         }
 
@@ -38,19 +38,19 @@ class Unit:
         """What the backward of a stage adds to, by full name in the model and the first stage to do so."""
         return {
             (name, stage if twin else self.stages[0]): view
-            for buffer, twin in self._in(stage)
+            for buffer, twin in self._by_stage(stage)
             for name, view in (twin or buffer).gradients.items()
         }
 
-    def _in(self, stage: int) -> list[tuple[FlatBuffer, Twin | None]]:
+    def _by_stage(self, stage: int) -> list[tuple[FlatBuffer, Twin | None]]:
         """The buffers, with their twins where this stage has them."""
-        turn = self.stages.index(stage)
-        own = [buffer.twins[turn - 1] if turn and buffer.twins else None for buffer in self.buffers]
+        place = self.stages.index(stage)
+        own = [buffer.twins[place - 1] if place and buffer.twins else None for buffer in self.buffers]
         return list(zip(self.buffers, own, strict=True))
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What layers use, by full name in the model."""
+        """What layers use, those of the first stage, by full name in the model."""
         return {name: parameter for buffer in self.buffers for name, parameter in buffer.parameters.items()}
 
     @property
@@ -79,7 +79,7 @@ class Maker:
     value_of: Callable[[str], Tensor]
     """What this rank's layers hold of a parameter at first."""
 
-    def make(self, name: str, kinds: Mapping[Kind, Slots], stages: tuple[int, ...] = (0,)) -> Unit:
+    def make(self, name: str, kinds: Mapping[Kind, Slots], stages: tuple[int, ...]) -> Unit:
         """A unit with real parameters, filled. `stages` are those of this rank that use it, in order."""
         buffers = (self._buffer(kind, slots, len(stages) - 1) for kind, slots in kinds.items())
         return Unit(name, tuple(buffers), stages)

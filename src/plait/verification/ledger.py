@@ -14,7 +14,7 @@ from torch import Tensor
 
 from plait.verification.recording import NOTHING, Bound, difference, peak
 
-Sum = tuple[str, int]
+SumKey = tuple[str, int]
 """A parameter's name, and the first of the rank's stages that add to this gradient of it."""
 Use = tuple[int, int]
 """Layer of the model, micro-batch of the global batch."""
@@ -48,12 +48,12 @@ class Due:
 class Ledger:
     """The gradients that a rank's parameters should have, as contributions come in."""
 
-    gradients: Mapping[Sum, Tensor]
+    gradients: Mapping[SumKey, Tensor]
     """What is added to."""
     epsilon: float
-    settled: dict[Sum, tuple[Tensor, Bound]] = field(default_factory=dict)
+    settled: dict[SumKey, tuple[Tensor, Bound]] = field(default_factory=dict)
     """What is surely in it."""
-    open: dict[Sum, dict[Use, Contribution]] = field(default_factory=dict)
+    open: dict[SumKey, dict[Use, Contribution]] = field(default_factory=dict)
     """Uses whose `I` is done and whose `W` may be to come."""
 
     def begin(self) -> None:
@@ -62,7 +62,7 @@ class Ledger:
         self.open.clear()
 
     def after_input(
-        self, which: Sum, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
+        self, which: SumKey, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
     ) -> Due | None:
         """After `I`: the gradient, if it holds the contribution already. `whole`: `W` was done as well."""
         own = self.open.setdefault(which, {})
@@ -76,7 +76,7 @@ class Ledger:
             own[use] = Contribution(contribution, bound, begun=True)
         return None
 
-    def after_weight(self, which: Sum, use: Use) -> Due | None:
+    def after_weight(self, which: SumKey, use: Use) -> Due | None:
         """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
         own = self.open.get(which, {})
         if use not in own:
@@ -91,7 +91,7 @@ class Ledger:
                 return None
         return self._settle(which, uses, due)
 
-    def left(self, sums: Iterable[Sum]) -> Iterator[tuple[Sum, Use, Due]]:
+    def left(self, sums: Iterable[SumKey]) -> Iterator[tuple[SumKey, Use, Due]]:
         """When all is done: the gradients that never were what they should be, with the first open use."""
         for which in sums:
             own = self.open.get(which)
@@ -99,17 +99,17 @@ class Ledger:
                 yield which, next(iter(own)), self._due(which, own)
                 del self.open[which]
 
-    def close(self, sums: Iterable[Sum]) -> None:
+    def close(self, sums: Iterable[SumKey]) -> None:
         """What was added to these is given away: they start from zero again. What is open is to come."""
         for which in sums:
             self.settled.pop(which, None)
 
-    def accept(self, which: Sum) -> None:
+    def accept(self, which: SumKey) -> None:
         """A gradient that was wrong, and was reported, is the new start."""
         due = self._due(which, [])
         self.settled[which] = due.actual.detach().clone(), due.bound
 
-    def _due(self, which: Sum, uses: Iterable[Use]) -> Due:
+    def _due(self, which: SumKey, uses: Iterable[Use]) -> Due:
         actual = self.gradients[which]
         before = self.settled.get(which)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NOTHING)
@@ -120,7 +120,7 @@ class Ledger:
             allowed += bound.allowed + self.epsilon * size
         return Due(actual, total, Bound(size, allowed))
 
-    def _settle(self, which: Sum, uses: Iterable[Use], due: Due) -> Due:
+    def _settle(self, which: SumKey, uses: Iterable[Use], due: Due) -> Due:
         self.settled[which] = due.expected, due.bound
         for use in uses:
             del self.open[which][use]

@@ -28,7 +28,7 @@ from plait.schedules.program import (
 )
 from plait.sharding.holding import copies_over_tp
 from plait.verification.difference import Findings, Origin, origin_of
-from plait.verification.ledger import Due, Ledger, Sum, Use
+from plait.verification.ledger import Due, Ledger, SumKey, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
 
@@ -48,8 +48,8 @@ class Observer:
         self.isolate = isolate
         self.step = 0
         self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
-        gradients: dict[Sum, Tensor] = {}
-        self.uses: dict[tuple[int, int], list[Sum]] = {}
+        gradients: dict[SumKey, Tensor] = {}
+        self.uses: dict[tuple[int, int], list[SumKey]] = {}
         """By stage and layer, what its backward adds to."""
         for stage in parts.worker.stages.values():
             units = [unit for unit in parts.reducer.units.values() if stage.number in unit.stages]
@@ -164,12 +164,12 @@ class Observer:
                 if due is not None:
                     self._weight_gradient(which, use, due)
 
-    def _left(self, sums: Iterable[Sum]) -> None:
+    def _left(self, sums: Iterable[SumKey]) -> None:
         """Of these, the weight gradients that never were certain."""
         for which, use, due in list(self.ledger.left(sums)):
             self._weight_gradient(which, use, due)
 
-    def _weight_gradient(self, which: Sum, use: Use, due: Due) -> None:
+    def _weight_gradient(self, which: SumKey, use: Use, due: Due) -> None:
         name, _ = which
         place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
         origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)

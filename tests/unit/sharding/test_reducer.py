@@ -12,6 +12,7 @@ from plait.comm.traffic import Count
 from plait.layout import assemble
 from plait.plan import Plan
 from plait.schedules.program import AwaitScatter, Finish, OpenGradient, ReduceGradient, ScatterGradient
+from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit
 
@@ -143,6 +144,15 @@ def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
     reducer.finish()
     assert {value for one in gradients_of(reducer).values() for value in one.flatten().tolist()} == {2.0}
     assert all(parameter.grad is None for parameter in unit.parameters_of(3).values())
+
+
+def test_all_stages_use_what_was_put_in_a_parameters_place() -> None:
+    (unit,) = drawn(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3)).values()
+    for parameter in unit.pieces.values():
+        parameter.data = parameter.data + 1
+    Gatherer({"0": unit}).begin()
+    for name, parameter in unit.parameters_of(3).items():
+        assert parameter.data_ptr() == unit.pieces[name].data_ptr()
 
 
 def reducer_on(mesh: Mesh, plan: Plan, *, messages: bool = False) -> Reducer:
@@ -295,4 +305,4 @@ def test_frozen_parameters_take_no_part() -> None:
     run_step(Reducer({"0": unit}), Plan(), [1.0])
     assert unit.pieces["0.bias"].grad is None
     assert unit.pieces["0.weight"].grad is not None
-    assert only_buffer(Unit("trains", unit.trainable)).parameters.keys() == {"0.weight"}
+    assert only_buffer(Unit("trains", unit.trainable, (0,))).parameters.keys() == {"0.weight"}
