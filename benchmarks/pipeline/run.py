@@ -1,8 +1,8 @@
 """How fast is plait's pipeline beside PyTorch's? Prints the tables of README.md.
 
-All contestants live at the same time, in processes of their own, and take a step in turn (A B C A B C …):
-the others are stopped while one works, so that a change in the machine's speed meets all. A ratio is taken inside a
-turn; the median over turns counts.
+All contestants live at the same time, in processes of their own, and take a step in turn (A B C A B C …): the
+others are stopped while one works, so that a change in the machine's speed meets all. A ratio is taken inside
+a turn; the median over turns counts.
 """
 
 from __future__ import annotations
