@@ -12,6 +12,7 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
 from plait.pipeline.cost import layer_costs
@@ -27,8 +28,9 @@ from plait.schedules.shape import Place, Shape, sharding_of
 from plait.sharding.arranging import Arrangement, arrange, piece_layouts
 from plait.sharding.holding import Holders
 from plait.sharding.policy import Policy
+from plait.tensor.sequence import Passage, passages, summed_over_tp
 from plait.tensor.weave import layouts_of, rules_of_modules
-from plait.weaving import named
+from plait.weaving import Weaving, named
 
 
 @dataclass(frozen=True)
@@ -41,6 +43,10 @@ class Blueprint:
     """The rule of each module that is cut over `tp`."""
     whole_layouts: Mapping[str, Layout]
     """Which piece of each parameter the layers of a rank use."""
+    summed: Mapping[str, int]
+    """Over how many neighbours along `tp` the gradient of each parameter is summed."""
+    passages: tuple[Passage, ...]
+    """How the sequence flows through each layer."""
     arrangement: Arrangement
     """The buffers of each unit."""
     order: Schedule
@@ -76,6 +82,12 @@ class Blueprint:
         kinds = (kind for unit in self.arrangement.values() for kind in unit)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
+    def weaving(self, group: Group) -> Weaving:
+        """The rules, to be applied to layers as a rank of `tp` holds them."""
+        paths = (layer.path for layer in self.sequence.layers)
+        passages = dict(zip(paths, self.passages, strict=True))
+        return Weaving(self.cuts, passages, self.plan.sequence_parallel == "regather", group)
+
     def policy_on(self, device: torch.device) -> Policy:
         """How a rank that computes on `device` keeps parameters and gradients."""
         return policy_of(self.plan, device)
@@ -95,9 +107,10 @@ def draw(
     recompute = recompute_of_layers(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)
     cuts = matched_rules(model, rules, plan, sequence)
-    whole_layouts = parameter_layouts(sequence, cuts, plan)
+    whole_layouts, summed = parameter_layouts(sequence, cuts, plan)
+    flow = passages(named(sequence.layers), cuts)
     policy = policy_of(plan, torch.device("meta"))
-    arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, policy, plan.shard)
+    arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, summed, policy, plan.shard)
     refuse_narrow_sums(plan, arrangement)
     order, counts = order_of(
         plan.schedule,
@@ -108,7 +121,7 @@ def draw(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    return Blueprint(plan, sequence, cuts, whole_layouts, arrangement, order, counts, recompute)
+    return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, arrangement, order, counts, recompute)
 
 
 def counted_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
@@ -171,14 +184,30 @@ def matched_rules(
             f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
             "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
         )
-    return rules_of_modules(chosen, named(sequence.layers))
+    matched = rules_of_modules(chosen, named(sequence.layers))
+    if not plan.cuts_sequence:
+        return {path: rule for path, rule in matched.items() if rule.kind != "sequence"}
+    if all(rule.kind != "sequence" for rule in matched.values()):
+        raise PlanError(
+            f"plan.sequence_parallel is {plan.sequence_parallel!r}, but no layer has the rule sequence: give "
+            "it to layers that work on each position by itself outside of their regions, or choose 'none'."
+        )
+    return matched
 
 
-def parameter_layouts(sequence: LayerSequence, cuts: Mapping[str, Rule], plan: Plan) -> dict[str, Layout]:
-    """Which piece of each parameter the layers of a rank of its stage use."""
+def parameter_layouts(
+    sequence: LayerSequence, cuts: Mapping[str, Rule], plan: Plan
+) -> tuple[dict[str, Layout], dict[str, int]]:
+    """Which piece of each parameter the layers of a rank of its stage use; see `summed_over_tp`, too."""
     inside = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
-    layouts = layouts_of(named(sequence.layers), cuts, inside)
-    return {name: layouts[id(parameter)] for name, parameter in sequence.parameters.items()}
+    layers = named(sequence.layers)
+    layouts = layouts_of(layers, cuts, inside)
+    summed = summed_over_tp(layers, cuts, layouts)
+    names = {name: id(parameter) for name, parameter in sequence.parameters.items()}
+    return (
+        {name: layouts[parameter] for name, parameter in names.items()},
+        {name: summed[parameter] for name, parameter in names.items()},
+    )
 
 
 def policy_of(plan: Plan, device: torch.device) -> Policy:

@@ -40,7 +40,7 @@ from plait.sharding.unit import Maker, Unit
 from plait.tensor.cutting import is_cut
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.vocabulary import Vocabulary
-from plait.weaving import Weaving, build_skeleton, named, prover
+from plait.weaving import Prove, Weaving, build_skeleton, named, prover
 
 
 def parallelize(
@@ -67,18 +67,14 @@ def parallelize(
     before anything runs, and CommunicationError when the ranks were given different models, plans or values.
     """
     mesh.check_plan(plan)
-    if not isinstance(loss, Loss):
-        raise PlanError(
-            f"the loss is {loss!r}: give an object with total(output, targets), a sum, and weight(targets), "
-            "what it is divided by, such as plait.cross_entropy."
-        )
+    require_loss(loss)
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
     steps = Steps(drawn.order, drawn.shape, mesh.index("pp"))
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
     units = build_units(drawn, spans, mesh, source)
-    weaving = Weaving(drawn.cuts, mesh.group("tp"))
+    weaving = drawn.weaving(mesh.group("tp"))
     stages = build_stages(drawn, spans, units, weaving, mesh, source)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
@@ -90,8 +86,10 @@ def parallelize(
         counts=drawn.counts,
         layouts=drawn.layouts,
         whole_layouts=drawn.whole_layouts,
+        summed=drawn.summed,
+        passages=drawn.passages,
         skeleton=next(skeletons),
-        prove=prover(sequence, drawn.whole_layouts, next(skeletons), ends_inside=vocabulary is not None),
+        prove=proof(drawn, next(skeletons), ends_inside=vocabulary is not None),
         steps=steps,
         worker=worker,
         gatherer=Gatherer(units),
@@ -104,6 +102,15 @@ def parallelize(
     return Engine(parts)
 
 
+def require_loss(loss: object) -> None:
+    """PlanError for what is no loss."""
+    if not isinstance(loss, Loss):
+        raise PlanError(
+            f"the loss is {loss!r}: give an object with total(output, targets), a sum, and weight(targets), "
+            "what it is divided by, such as plait.cross_entropy."
+        )
+
+
 def agreed_source(
     drawn: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> Source:
@@ -114,6 +121,12 @@ def agreed_source(
     for told in (fingerprint(sequence, drawn.plan, drawn.counts, drawn.cuts, seed), start):
         agree(told, world, mesh.device)
     return FromRankZero(own, world, mesh.device) if broadcast else own
+
+
+def proof(drawn: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
+    """What proves that the rules fit the model; see `prover`."""
+    layouts, summed = drawn.whole_layouts, drawn.summed
+    return prover(drawn.sequence, layouts, summed, skeleton, drawn.passages, ends_inside=ends_inside)
 
 
 def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
@@ -136,7 +149,7 @@ def build_units(drawn: Blueprint, spans: Mapping[int, range], mesh: Mesh, source
         layouts=drawn.layouts,
         coordinate=mesh.coordinate,
         shard=mesh.group("shard"),
-        rest=reduction_groups(drawn.holders, drawn.layouts, mesh, "replicate" if plan.shards else "dp"),
+        rest=reduction_groups(drawn.holders, drawn.summed, mesh, "replicate" if plan.shards else "dp"),
         value_of=value_of,
     )
     units = {}

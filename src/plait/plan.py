@@ -12,8 +12,14 @@ Reduce = Literal["last", "each"]
 Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "parameters", "full"]
+SequenceParallel = Literal["none", "keep", "regather"]
 
-_CHOICES = {"strategy": Strategy, "reduce": Reduce, "offload": Offload}
+_CHOICES = {
+    "strategy": Strategy,
+    "reduce": Reduce,
+    "offload": Offload,
+    "sequence_parallel": SequenceParallel,
+}
 _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_precision")
 
 
@@ -40,6 +46,12 @@ class Plan:
     cheap (`selective`: products of matrices and attention stay), or everything (`full`). A tuple says it of
     each layer of the model.
 
+    `sequence_parallel` says what the ranks of `tp` do with what is outside of their regions (norms, dropouts,
+    residual connections): all do it for the whole sequence (`none`), or each for a piece of it, so that all
+    activations are cut (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). What enters a region is
+    gathered then; it is kept for weight gradients (`keep`), or gathered again for them (`regather`: less
+    memory, two more all-gathers a transformer block).
+
     `schedule` is the name of a policy, or `auto`: the shortest step in which no rank holds more than
     `memory_limit`, by default what 1f1b holds. `memory_limit` counts in activations of one micro-batch on one
     rank; a policy with a name is refused where it needs more. `chunks` is the number of stages on each rank,
@@ -63,6 +75,7 @@ class Plan:
     strategy: Strategy = "none"
     reduce: Reduce = "last"
     recompute: Recompute | tuple[Recompute, ...] = "none"
+    sequence_parallel: SequenceParallel = "none"
     precision: Precision | None = None
     master_precision: Precision | None = None
     gradient_precision: Precision | None = None
@@ -130,6 +143,11 @@ class Plan:
     def shards(self) -> bool:
         """Whether the optimizer updates pieces, or offloaded copies, of what layers use."""
         return self.strategy != "none" and (self.shard > 1 or self.offload != "none")
+
+    @property
+    def cuts_sequence(self) -> bool:
+        """Whether layers run on pieces of the sequence."""
+        return self.tp > 1 and self.sequence_parallel != "none"
 
     @property
     def has_master(self) -> bool:

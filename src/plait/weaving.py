@@ -3,22 +3,27 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from functools import partial
 
-from torch import nn
+from torch import Tensor, nn
 
+from plait.autograd.conjugate import to_pieces, to_whole
 from plait.autograd.deferred import Keeper
+from plait.autograd.pieces import Length
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
 from plait.pipeline.boundary import infer
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.sequence import LayerSequence, NamedLayer, on_meta, private_copy
-from plait.pipeline.values import Value, tensors_of
+from plait.pipeline.values import Value, map_tensors, tensors_of
 from plait.plan import Plan
 from plait.rules import Rule
+from plait.tensor.border import Border, SequenceBorder, WholeBorder
 from plait.tensor.cutting import is_cut
-from plait.tensor.regions import prove_layer
+from plait.tensor.regions import Claims, prove_layer
+from plait.tensor.sequence import Passage
 from plait.tensor.vocabulary import Vocabulary
 from plait.tensor.weave import cut_classes, weave
 
@@ -33,14 +38,61 @@ class Weaving:
     """The rules of the modules that are cut over `tp`, applied to layers."""
 
     cuts: Mapping[str, Rule]
+    passages: Mapping[str, Passage]
+    """How the sequence flows through each layer."""
+    regathers: bool
+    """Whether what enters a region in pieces is gathered again for weight gradients."""
     group: Group
+    length: Length = field(default_factory=Length)
 
     def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
-        """The layers, private copies on this rank's pieces, with their matched modules made parallel."""
+        """The layers, private copies on this rank's pieces, with their matched modules made parallel.
+
+        `keeper` may do weight work while the gradient of what enters a region is summed.
+        """
         if self.group.size == 1:
             return list(layers)
-        woven = weave(named(layers), self.cuts, self.group, keeper)
-        return [NamedLayer(layer.path, module) for layer, module in zip(layers, woven, strict=True)]
+        borders = [self._border(self.passages[layer.path], keeper) for layer in layers]
+        woven = weave(named(layers), self.cuts, self.group, borders, keeper)
+        return [
+            replace(self._with_turns(layer), module=module)
+            for layer, module in zip(layers, woven, strict=True)
+        ]
+
+    def _border(self, passage: Passage, keeper: Keeper | None) -> Border:
+        meanwhile = None if keeper is None else keeper.meanwhile
+        if passage.begins is None:
+            return WholeBorder(self.group, meanwhile)
+        sources = keeper.sources if keeper is not None and self.regathers else None
+        return SequenceBorder(self.group, passage.begins, self.length, meanwhile, sources)
+
+    def _with_turns(self, layer: NamedLayer) -> NamedLayer:
+        """The layer, and before and behind it what makes pieces of a whole sequence, or joins them."""
+        passage = self.passages[layer.path]
+        return replace(
+            layer,
+            enter=partial(self._turn, passage.comes, passage.begins),
+            leave=partial(self._turn, passage.ends, passage.leaves),
+            length=self.length,
+        )
+
+    def _turn(self, now: int | None, then: int | None, value: Value) -> Value:
+        """A value whose first tensor is a piece along dim `now` (None: whole), with one along `then`."""
+        if now == then:
+            return value
+        rest = iter(range(len(list(tensors_of(value)))))
+
+        def turn(tensor: Tensor) -> Tensor:
+            if next(rest):
+                return tensor
+            if now is not None:
+                tensor = to_whole(tensor, self.group, now, self.length.whole)
+            if then is None:
+                return tensor
+            self.length.whole = tensor.shape[then]
+            return to_pieces(tensor, self.group, then)
+
+        return map_tensors(turn, value)
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
         """What the model's logits are pieces of, if they are."""
@@ -66,7 +118,9 @@ Prove = Callable[[Value], None]
 def prover(
     sequence: LayerSequence,
     layouts: Mapping[str, Layout],
+    summed: Mapping[str, int],
     skeleton: Sequence[NamedLayer],
+    passages: Sequence[Passage],
     *,
     ends_inside: bool,
 ) -> Prove | None:
@@ -78,25 +132,29 @@ def prover(
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
     if not cut:
         return None
-    names_cut, names_frozen = [], []
+    in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
+    claims: list[Claims] = []
     for layer, twin in zip(sequence.layers, skeleton, strict=True):
         parameters = dict(layer.module.named_parameters(remove_duplicate=False))
-        names_cut.append({name for name, one in parameters.items() if id(one) in cut})
-        names_frozen.append({name for name, one in parameters.items() if not one.requires_grad})
         for parameter in twin.module.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
+        passage = passages[len(claims)]
+        names_cut = {name for name, one in parameters.items() if id(one) in cut}
+        claims.append(
+            Claims(
+                cut=names_cut,
+                frozen={name for name, one in parameters.items() if not one.requires_grad} - names_cut,
+                summed={name for name, one in parameters.items() if id(one) in in_sum},
+                begins_in_pieces=passage.comes is not None,
+                ends_in_pieces=passage.leaves is not None,
+                ends_inside=ends_inside and twin is skeleton[-1],
+            )
+        )
 
     def inspect(number: int, given: Value, output: Value) -> None:
         layer = skeleton[number]
-        prove_layer(
-            layer.path,
-            tensors_of(given),
-            tensors_of(output),
-            dict(layer.module.named_parameters(remove_duplicate=False)),
-            names_cut[number],
-            frozen=names_frozen[number] - names_cut[number],
-            ends_inside=ends_inside and layer is skeleton[-1],
-        )
+        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+        prove_layer(layer.path, tensors_of(given), tensors_of(output), parameters, claims[number])
 
     def prove(microbatch: Value) -> None:
         infer(skeleton, microbatch, input_gradients=True, inspect=inspect)

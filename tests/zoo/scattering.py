@@ -180,7 +180,7 @@ def copies_of_pieces_not_summed() -> Any:
 def pieces_summed_over_shard() -> Any:
     """Pieces are summed over the ranks that hold other ones."""
 
-    def groups(holders: Any, layouts: Any, mesh: Any, axis: str) -> dict[str, Any]:
+    def groups(holders: Any, summed: Any, mesh: Any, axis: str) -> dict[str, Any]:
         return dict.fromkeys(holders, mesh.group("shard"))
 
     return patch.object(composer, "reduction_groups", groups)

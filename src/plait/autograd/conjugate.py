@@ -1,14 +1,18 @@
 """Differentiable collectives, in conjugate pairs: what one does forward, its partner does backward.
 
-    forward                              backward
-    copy     nothing                     sum of the gradients          (all-reduce)
-    reduce   sum of the pieces           nothing                       (all-reduce)
-    gather   pieces, one after another   this rank's piece             (all-gather)
-    split    this rank's piece           gradients one after another   (all-gather)
+    forward                                   backward
+    copy          nothing                     sum of the gradients          (all-reduce)
+    reduce        sum of the pieces           nothing                       (all-reduce)
+    gather        pieces, one after another   this rank's piece             (all-gather)
+    split         this rank's piece           gradients one after another   (all-gather)
+    gather_in     pieces, one after another   this rank's piece of a sum    (all-gather, reduce-scatter)
+    scatter_out   this rank's piece of a sum  gradients one after another   (reduce-scatter, all-gather)
 
 The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
-`copy … reduce` or `split … gather` all ranks of the group hold the same; inside, each holds its own. On the
-meta device nothing is communicated; a group of one rank has nothing to do.
+`copy … reduce` or `split … gather` all ranks of the group hold the same; inside, each holds its own. What
+`gather_in … scatter_out` stand in is cut between the ranks, by sequence say (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2); `to_pieces` and `to_whole` lead there and back, and do what `split` and
+`gather` do. On the meta device nothing is communicated; a group of one rank has nothing to do.
 
 In a guarded group (see `Mesh`) the ranks first compare what enters such a pair, at `copy` and at `split`,
 also where no gradient is wanted: one more exchange of 256 bytes, forward, and a CommunicationError on every
@@ -24,15 +28,15 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
 from plait.comm.bits import require_same_bits
-from plait.comm.collectives import all_gather, all_reduce
+from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.errors import ModelError
-from plait.layout import divide
 
 Meanwhile = Callable[[], None]
 """What is done while a reduction is under way."""
-Conjugate = Literal["copy", "reduce", "gather", "split"]
+Conjugate = Literal["copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"]
 _MARK = "plait.autograd.conjugate"
 _ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
 
@@ -71,6 +75,42 @@ def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     if group.size == 1:
         return tensor
     return _marked("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+
+
+def gather_in(piece: Tensor, group: Group, dim: int, size: int, meanwhile: Meanwhile | None = None) -> Tensor:
+    """The ranks' pieces of `dim` as each rank's own: `size` in all, and the gradient is summed and cut again.
+
+    `meanwhile` runs in the backward while the sum is under way. Communication: one all-gather; backward, one
+    reduce-scatter.
+    """
+    if group.size == 1:
+        return piece
+    return _marked("gather_in", _GatherIn.apply(piece, group, dim, size, meanwhile))  # type: ignore[no-untyped-call]
+
+
+def scatter_out(tensor: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece of `dim` of the sum of the ranks' tensors.
+
+    Communication: one reduce-scatter; backward, one all-gather.
+    """
+    if group.size == 1:
+        return tensor
+    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+
+
+def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
+    """This rank's piece of `dim`, for what works on pieces outside of regions. As `split`."""
+    _require_whole(whole, group)
+    if group.size == 1:
+        return whole
+    return _marked("to_pieces", _Split.apply(whole, group, dim))  # type: ignore[no-untyped-call]
+
+
+def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
+    """The ranks' pieces of `dim`, one after another, for what works on the whole. As `gather`."""
+    if group.size == 1:
+        return piece
+    return _marked("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
 
 
 def conjugate_of(node: Node) -> Conjugate | None:
@@ -136,40 +176,50 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
         ctx.group, ctx.dim = group, dim
-        return _whole(tensor, group, dim, size)
+        return start_whole(tensor, group, dim, size)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         _refuse_create_graph()
-        return _piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
+        return own_piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
 
 
 class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
-        return _piece(tensor, group, dim).contiguous()
+        return own_piece(tensor, group, dim).contiguous()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         _refuse_create_graph()
-        return _whole(gradient, ctx.group, ctx.dim, ctx.size), None, None
+        return start_whole(gradient, ctx.group, ctx.dim, ctx.size)(), None, None
 
 
-def _piece(whole: Tensor, group: Group, dim: int) -> Tensor:
-    own = divide(whole.shape[dim], group.size)[group.index]
-    return whole.narrow(dim, own.start, len(own))
+class _GatherIn(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, piece: Tensor, group: Group, dim: int, size: int, meanwhile: Meanwhile | None
+    ) -> Tensor:
+        ctx.group, ctx.dim, ctx.meanwhile = group, dim, meanwhile
+        return start_whole(piece, group, dim, size)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        _refuse_create_graph()
+        under_way = start_piece_of_sum(gradient, ctx.group, ctx.dim)
+        if ctx.meanwhile is not None and not gradient.is_meta:
+            ctx.meanwhile()
+        return under_way(), None, None, None, None
 
 
-def _whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    cuts = divide(size, group.size)
-    if piece.is_meta:
-        return piece.new_empty(*piece.shape[: dim % piece.dim()], size, *piece.shape[dim % piece.dim() + 1 :])
-    front = piece.movedim(dim, 0)
-    if len(front) < len(cuts[0]):
-        front = torch.cat([front, front.new_zeros(len(cuts[0]) - len(front), *front.shape[1:])])
-    whole = all_gather(front, group, checked=False).wait()
-    if len(whole) > size:
-        pieces = whole.view(group.size, *front.shape)
-        whole = torch.cat([one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)])
-    return whole.movedim(0, dim).contiguous()
+class _ScatterOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
+        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
+        return start_piece_of_sum(tensor, group, dim)()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        _refuse_create_graph()
+        return start_whole(gradient, ctx.group, ctx.dim, ctx.size)(), None, None

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.autograd.regather import Gather, Sources
 from plait.errors import ModelError
 
 WeightWork = Callable[[], object]
@@ -36,6 +37,8 @@ class Keeper:
     spends: bool = False
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """By the id of a weight, what its gradients are added to while its `.grad` is set aside."""
+    sources: Sources = field(default_factory=Sources)
+    """What linears read that is gathered again for their weight work."""
 
     def keep(self, work: WeightWork) -> None:
         """Add one piece of weight work."""
@@ -177,7 +180,8 @@ class _Linear(torch.autograd.Function):
     def forward(
         ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper, transposed: bool
     ) -> Tensor:
-        ctx.save_for_backward(input if weight.requires_grad else None)
+        piece, ctx.gather = keeper.sources.of(input) or (input, None)
+        ctx.save_for_backward(piece if weight.requires_grad else None)
         ctx.weight, ctx.keeper, ctx.transposed, ctx.ran = weight, keeper, transposed, False
         shape = (*input.shape[:-1], _rows_out(weight, transposed).shape[0])
         return input.new_empty_strided(shape, (0,) * len(shape))  # one number: `linear` brings the memory
@@ -189,10 +193,10 @@ class _Linear(torch.autograd.Function):
         weight, keeper, transposed = ctx.weight, ctx.keeper, ctx.transposed
         rows = gradient.reshape(-1, gradient.shape[-1])  # a copy, where heads were apart: once for all uses
         if saved is not None:
-            input = saved.detach()  # cut off, so that waiting for W does not hold the layer's graph
+            read = _what_was_read(saved, ctx.gather, keeper)
 
             def work() -> None:
-                total = _rows_out(keeper.buffer_of(weight), transposed)
+                total, input = _rows_out(keeper.buffer_of(weight), transposed), read()
                 _add_product(total, rows.t(), input.reshape(-1, input.shape[-1]))
 
             keeper.keep(work)
@@ -204,6 +208,17 @@ class _Linear(torch.autograd.Function):
             None,
             None,
         )
+
+
+def _what_was_read(saved: Tensor, gather: Gather | None, keeper: Keeper) -> Callable[[], Tensor]:
+    """Gives what a linear read, of which it has saved all, or the piece that it was gathered of."""
+    if gather is None:
+        whole = saved.detach()  # cut off, so that waiting for W does not hold the layer's graph
+        return lambda: whole
+    regathered = keeper.sources.again(saved, gather)
+    if keeper.spends:  # then the product for the input's gradient comes between
+        regathered.start()
+    return regathered.whole
 
 
 def _product_of_rows(rows: Tensor, matrix: Tensor, shape: torch.Size) -> Tensor:

@@ -16,6 +16,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
+from plait.tensor.sequence import Passage
 from plait.tensor.vocabulary import Vocabulary
 
 
@@ -32,6 +33,10 @@ class Parts:
     """Of what the optimizer updates of every parameter of the model, by name."""
     whole_layouts: Mapping[str, Layout]
     """Of what layers use."""
+    summed: Mapping[str, int]
+    """Over how many neighbours along `tp` the gradient of each parameter is summed."""
+    passages: Sequence[Passage]
+    """How the sequence flows through each layer of the model."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
     prove: Callable[[Value], None] | None

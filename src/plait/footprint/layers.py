@@ -42,7 +42,7 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
     Without `targets` they are taken to be a class for each row of the output.
     """
     keeper = Keeper()
-    weaving = Weaving(drawn.cuts, Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
+    weaving = drawn.weaving(Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
     layers = _skeleton(drawn, weaving, keeper)
     given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)

@@ -75,7 +75,7 @@ def measured_costs(drawn: Blueprint, mesh: Mesh, given: Value, targets: Value, l
 
     Communication: what the layers sum over `tp`.
     """
-    weaving = Weaving(drawn.cuts, mesh.group("tp"))
+    weaving = drawn.weaving(mesh.group("tp"))
     dtype = DTYPES[drawn.plan.precision]
     value = map_tensors(
         lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given

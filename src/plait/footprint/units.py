@@ -144,7 +144,7 @@ def buffers_of(
         if unit not in buffers and users:
             tied = len(drawn.holders[name]) > 1
             buffers[unit] = [
-                BufferSizes(kind, slots, policy, users, sums=alike > 1 or tied or kind.copies > 1)
+                BufferSizes(kind, slots, policy, users, sums=alike > 1 or tied or kind.summands > 1)
                 for kind, slots in drawn.arrangement[unit].items()
             ]
     return buffers

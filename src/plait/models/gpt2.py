@@ -16,18 +16,21 @@ from torch.nn import functional
 
 from plait.models.building import SPREAD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
-from plait.rules import Rules, column, entrance, row, vocabulary
+from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
 RULES: Rules = {
     "embedding.token": vocabulary,
+    "blocks.*.attention": sequence,
     "blocks.*.attention.norm": entrance,
     "blocks.*.attention.query": column.by("heads"),
     "blocks.*.attention.key": column.by("heads"),
     "blocks.*.attention.value": column.by("heads"),
     "blocks.*.attention.output": row.by("heads"),
+    "blocks.*.mlp": sequence,
     "blocks.*.mlp.norm": entrance,
     "blocks.*.mlp.up": column,
     "blocks.*.mlp.down": row,
+    "head": sequence,
     "head.norm": entrance,
     "head.output": vocabulary,
 }

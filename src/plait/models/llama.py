@@ -19,22 +19,25 @@ from plait.errors import ModelError
 from plait.models.building import SPREAD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
 from plait.models.rotary import rotary_angles, rotate
-from plait.rules import Rules, column, entrance, row, vocabulary
+from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 from plait.sizes import usual_inner
 
 EPSILON = 1e-5
 """Of the norms, as in Llama 2."""
 RULES: Rules = {
     "embedding.token": vocabulary,
+    "blocks.*.attention": sequence,
     "blocks.*.attention.norm": entrance,
     "blocks.*.attention.query": column.by("heads"),
     "blocks.*.attention.key": column.by("kv_heads", repeated=True),
     "blocks.*.attention.value": column.by("kv_heads", repeated=True),
     "blocks.*.attention.output": row.by("heads"),
+    "blocks.*.mlp": sequence,
     "blocks.*.mlp.norm": entrance,
     "blocks.*.mlp.gate": column,
     "blocks.*.mlp.up": column,
     "blocks.*.mlp.down": row,
+    "head": sequence,
     "head.norm": entrance,
     "head.output": vocabulary,
 }
@@ -144,7 +147,7 @@ class Attention(nn.Module):
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        angles = rotary_angles(x.shape[1], self.head_size, self.rope_base, query)
+        angles = rotary_angles(query.shape[2], self.head_size, self.rope_base, query)
         mixed = functional.scaled_dot_product_attention(
             rotate(query, *angles),
             rotate(key, *angles),

@@ -13,7 +13,7 @@ from math import prod
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from plait.errors import ModelError, PlaitError
 from plait.pipeline.sequence import NamedLayer
@@ -43,6 +43,8 @@ class LayerInfo:
 
     writes_input: bool
     output: Value
+    length: int = 0
+    """Of the sequence that the layer is given a piece of, if it is."""
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:
@@ -95,6 +97,7 @@ def infer(
     infos = []
     twins = False
     for number, layer in enumerate(layers):
+        length = layer.length.whole
         output, writes_input = _run(layer, value, circumstances)
         if inspect is not None:
             inspect(number, value, output)
@@ -103,7 +106,7 @@ def infer(
                 f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
                 "what one sees of the other's change would depend on the cut, so clone one of them."
             )
-        infos.append(LayerInfo(writes_input, map_tensors(_info_of, output)))
+        infos.append(LayerInfo(writes_input, map_tensors(_info_of, output), length))
         given = [id(tensor) for tensor in tensors_of(output)]
         twins = len(set(given)) < len(given)
         value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
@@ -118,13 +121,13 @@ def _run(layer: NamedLayer, value: Value, circumstances: str) -> tuple[Value, bo
     """The layer's output, and whether it writes to its input (autograd refuses that on a leaf)."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
-        output = _on_meta(layer.module, value)
+        output = _on_meta(layer, value)
         written = versions != [tensor._version for tensor in tensors_of(value)]
     except PlaitError:
         raise
     except Exception as error:
         try:
-            output, written = _on_meta(layer.module, map_tensors(torch.clone, value)), True
+            output, written = _on_meta(layer, map_tensors(torch.clone, value)), True
         except Exception:
             raise ModelError(
                 f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
@@ -136,10 +139,10 @@ def _run(layer: NamedLayer, value: Value, circumstances: str) -> tuple[Value, bo
     return output, written
 
 
-def _on_meta(module: nn.Module, value: Value) -> Any:
+def _on_meta(layer: NamedLayer, value: Value) -> Any:
     # Tensors that a layer makes without naming a device land on meta as well.
     with torch.device("meta"), torch.enable_grad():
-        return module(value)
+        return layer.run(value)
 
 
 def _described(value: Value) -> str:

@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.pieces import Length
 from plait.errors import ModelError
 from plait.pipeline.precision import convert
+from plait.pipeline.values import Value
 from plait.rules import join
+
+Convert = Callable[[Value], Value]
+
+
+def _as_it_is(value: Value) -> Value:
+    return value
 
 
 @dataclass(frozen=True)
@@ -20,6 +28,16 @@ class NamedLayer:
 
     path: str
     module: nn.Module
+    enter: Convert = _as_it_is
+    """What is done to a value before the module gets it."""
+    leave: Convert = _as_it_is
+    """What is done to what the module gives."""
+    length: Length = field(default_factory=Length)
+    """Of the sequence, where values are pieces of it; said by whoever runs the layer."""
+
+    def run(self, value: Value) -> Value:
+        """What the layer makes of a value."""
+        return self.leave(self.module(self.enter(value)))
 
 
 @dataclass(frozen=True)
@@ -85,7 +103,7 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     """
     memo: dict[int, object] = dict(tensors)
     copies = copy.deepcopy([layer.module for layer in layers], memo)
-    return [NamedLayer(layer.path, module) for layer, module in zip(layers, copies, strict=True)]
+    return [replace(layer, module=module) for layer, module in zip(layers, copies, strict=True)]
 
 
 def on_meta(

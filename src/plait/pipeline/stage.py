@@ -81,9 +81,7 @@ class Stage:
         value = self.values.pop(microbatch)
         info = self.infos[microbatch][layer]
         with self._named(microbatch, layer):
-            output = self._recomputations[layer](
-                partial(_run, self.layers[layer].module, info.writes_input), value
-            )
+            output = self._recomputations[layer](partial(_run, self.layers[layer], info), value)
             info.check(output, self.layers[layer].path)
         if torch.is_grad_enabled():
             self.runs[microbatch, layer] = Run(list(tensors_of(value)), list(tensors_of(output)))
@@ -138,9 +136,11 @@ class Stage:
         return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
 
 
-def _run(module: nn.Module, writes_input: bool, value: Value) -> Value:
+def _run(layer: NamedLayer, info: LayerInfo, value: Value) -> Value:
     """What a layer gives; a layer that writes to its input writes to a copy."""
-    return _not_lent(module, module(map_tensors(torch.clone, value) if writes_input else value))
+    layer.length.whole = info.length
+    given = map_tensors(torch.clone, value) if info.writes_input else value
+    return _not_lent(layer.module, layer.run(given))
 
 
 def _not_lent(module: nn.Module, output: Value) -> Value:

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from plait.layout import Flat, Layout
-from plait.sharding.holding import copies_over_tp
 from plait.sharding.policy import Policy
 from plait.sharding.slots import Slots, place
 
@@ -32,8 +31,8 @@ class Kind:
     trains: bool
     cut: bool
     """Whether the optimizer updates a piece of it, or an offloaded copy."""
-    copies: int
-    """How many neighbours along `tp` hold the same piece of what is cut there."""
+    summands: int
+    """How many neighbours along `tp` hold the same, and each a summand of its gradient."""
 
 
 Arrangement = Mapping[str, Mapping[Kind, Slots]]
@@ -44,17 +43,19 @@ def arrange(
     units: Mapping[str, Sequence[str]],
     parameters: Mapping[str, nn.Parameter],
     layouts: Mapping[str, Layout],
+    summed: Mapping[str, int],
     policy: Policy,
     ranks: int,
 ) -> Arrangement:
     """The buffers of `units` (names of parameters), cut between `ranks`; `layouts` are those over `tp`.
 
-    Places are those of the first rank along `tp`, which has the largest pieces; so they are the same for all.
+    `summed` says of each parameter how many neighbours along `tp` have a summand of its gradient each. Places
+    are those of the first rank along `tp`, which has the largest pieces; so they are the same for all.
     """
     return {
         unit: {
             kind: place({name: _largest(layouts[name]) for name in members}, ranks if kind.cut else 1)
-            for kind, members in _kinds(names, parameters, layouts, policy).items()
+            for kind, members in _kinds(names, parameters, summed, policy).items()
         }
         for unit, names in units.items()
     }
@@ -74,7 +75,7 @@ def piece_layouts(arrangement: Arrangement, layouts: Mapping[str, Layout]) -> di
 def _kinds(
     names: Sequence[str],
     parameters: Mapping[str, nn.Parameter],
-    layouts: Mapping[str, Layout],
+    summed: Mapping[str, int],
     policy: Policy,
 ) -> dict[Kind, list[str]]:
     kinds: dict[Kind, list[str]] = {}
@@ -88,7 +89,7 @@ def _kinds(
             trains=parameter.requires_grad,
             # What is frozen is cut only where parameters are: there is nothing else of it.
             cut=policy.cuts and (parameter.requires_grad or not policy.keeps_parameters),
-            copies=copies_over_tp(layouts[name]),
+            summands=summed[name],
         )
         kinds.setdefault(kind, []).append(name)
     return kinds

@@ -1,7 +1,8 @@
 """Who holds a parameter: the ranks over which its gradient is summed, and the rank that it counts for.
 
 A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
-piece of its own, a piece that neighbours hold too, or all of a parameter. Along `dp` all hold the same.
+piece of its own, a piece that neighbours hold too, or all of a parameter, whose gradient each of them has, or
+each a summand of. Along `dp` all hold the same.
 """
 
 from __future__ import annotations
@@ -10,25 +11,24 @@ from collections.abc import Iterable, Mapping, Sequence
 
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
-from plait.layout import Flat, Layout, Shard
+from plait.layout import Flat, Layout
 
 Holders = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
 
 
 def reduction_groups(
-    holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh, axis: str = "dp"
+    holders: Holders, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
 ) -> dict[str, Group]:
     """For each parameter of this rank, the ranks over which its gradient is summed, once.
 
     The ranks of `axis` (`dp`, or `replicate` for what is cut over `shard`); for a parameter tied across
-    stages also those of each rank of `pp` that holds it, and for one whose piece several ranks of `tp` hold
-    also those. What is whole has the same gradient along `tp`.
+    stages also those of each rank of `pp` that holds it; and along `tp` as many neighbours as `summed` says.
     """
     groups: dict[str, Group] = {}
     made: dict[tuple[tuple[int, ...], int], Group | None] = {}
     for name, stages in holders.items():
-        copies = copies_over_tp(layouts[name])
+        copies = summed[name]
         tied = len(stages) > 1
         key = (stages if tied else (), copies)
         if key == ((), 1):
@@ -63,12 +63,6 @@ def ranks_holding(
         for fixed in apart
         for first in range(0, mesh.size("tp"), copies)
     ]
-
-
-def copies_over_tp(layout: Layout) -> int:
-    """How many ranks of `tp` hold the same piece of a parameter that is cut; 1 where it is not."""
-    placement = layout.placements[layout.axes.index("tp")]
-    return placement.copies if isinstance(placement, Shard) else 1
 
 
 def counted_parameters(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:

@@ -14,11 +14,12 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.conjugate import Meanwhile, copy, gather, reduce, split
+from plait.autograd.conjugate import gather, split
 from plait.autograd.deferred import Keeper, linear
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
+from plait.tensor.border import Border, WholeBorder
 from plait.tensor.cutting import AXIS, EVENLY, Cut, column_layouts, piece_of, row_layouts
 
 
@@ -28,6 +29,8 @@ class _PieceOfLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     group: Group
+    border: Border
+    """Of the region that it stands in."""
     layouts: dict[str, Layout]
 
     @classmethod
@@ -81,15 +84,15 @@ class ColumnParallelLinear(_PieceOfLinear):
                 f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
                 f"or tp to {cut.parts}."
             )
+        self.border = WholeBorder(group)
         self.enters = True
-        """Whether the input is copied here; else an entrance before did it, for several linears at once."""
+        """Whether the input enters here; else an entrance before did it, for several linears at once."""
         self.keeper: Keeper | None = None
-        self.meanwhile: Meanwhile | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
-        entered = copy(input, self.group, self.meanwhile) if self.enters else input
+        entered = self.border.enter(input) if self.enters else input
         output = linear(entered, self.weight, self.bias, self.keeper)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
@@ -124,13 +127,14 @@ class RowParallelLinear(_PieceOfLinear):
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
+        self.border = WholeBorder(group)
         self.keeper: Keeper | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
-        output = reduce(linear(piece, self.weight, None, self.keeper), self.group)
+        output = self.border.leave(linear(piece, self.weight, None, self.keeper))
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:

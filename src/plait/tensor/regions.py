@@ -3,30 +3,37 @@
 Every value of the graph is given a state, from the leaves on:
 
     an input of the layer          whole      the same on every rank, and so is its gradient
+    one that comes in pieces       piece      this rank's positions of a sequence, and so is its gradient
     a parameter cut over `tp`      inside     this rank's own, or with this rank's part of the gradient
+    one whose gradient is summed   summed     whole, with this rank's part of the gradient
     any other parameter            neutral    whole as well, as long as nothing else is done with it
     the same, frozen               constant   no matter where it is used
 
     operation                      reads                       gives
     copy, split                    whole, neutral, constant    inside
     reduce, gather                 inside                      whole
+    gather_in                      piece                       inside
+    scatter_out                    inside                      piece
+    to_pieces, to_whole            whole, or a piece           a piece, or whole
     any other                      neutral                     neutral
                                    whole, or both of these     whole
-                                   inside                      inside
-                                   inside and another          refused: a gradient would be one rank's part,
+                                   piece, or it and summed     piece
+                                   inside, or it and summed    inside
+                                   any others together         refused: a gradient would be one rank's part,
                                                                or be summed once too often
 
 What needs no gradient is not in the graph: whole numbers, masks, what is detached; so the caller has every
 parameter and input of floating-point numbers ask for one. A layer that passes gives each its whole gradient,
 if what is done inside a region is done to each part (head, feature) by itself: a norm over all features of a
-cut value is not seen. What an operation hides from autograd (the inside of a reentrant checkpoint) is taken
-as one.
+cut value is not seen, nor is what mixes the positions of a sequence that is in pieces. What an operation
+hides from autograd (the inside of a reentrant checkpoint) is taken as one.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from enum import Enum
 
 from torch import Tensor
@@ -42,12 +49,33 @@ class State(Enum):
     NEUTRAL = "neutral"
     WHOLE = "whole"
     INSIDE = "inside"
+    PIECE = "piece"
+    SUMMED = "summed"
     CONSTANT = "constant"
 
 
 ANY = frozenset(State)
 ONLY_INSIDE = frozenset({State.INSIDE})
 ONLY_NEUTRAL = frozenset({State.NEUTRAL})
+ONLY_PIECE = frozenset({State.PIECE})
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What the rules say about a layer. Parameters go by their names in the model or in the layer."""
+
+    cut: Collection[str] = ()
+    """Those that the layout shards over `tp`."""
+    frozen: Collection[str] = ()
+    """Of whole parameters those whose gradient nobody wants."""
+    summed: Collection[str] = ()
+    """Of whole parameters those whose gradient is summed over `tp`."""
+    begins_in_pieces: bool = False
+    """Whether the first tensor comes as this rank's piece of a sequence."""
+    ends_in_pieces: bool = False
+    """Whether the first tensor leaves as one."""
+    ends_inside: bool = False
+    """Whether the output has to be this rank's own, as logits cut by vocabulary are."""
 
 
 def prove_layer(
@@ -55,39 +83,39 @@ def prove_layer(
     inputs: Iterable[Tensor],
     outputs: Iterable[Tensor],
     parameters: Mapping[str, Tensor],
-    cut: Collection[str],
-    *,
-    frozen: Collection[str] = (),
-    ends_inside: bool,
+    claims: Claims,
 ) -> None:
     """Follow a layer's autograd graph from `outputs` back to `inputs` and `parameters`.
 
     `inputs` are the leaves that the layer at `path` was given, `outputs` the tensors that it gave, with
-    gradients enabled; on the meta device nothing is computed or sent. `parameters` go by their names in the
-    model or in the layer; `cut` holds the names of those that the layout shards over `tp`, `frozen` of whole
-    parameters whose gradient nobody wants. `ends_inside`:
-    the output has to be this rank's piece, as logits cut by vocabulary are. The graph stays as it is.
+    gradients enabled; on the meta device nothing is computed or sent. The graph stays as it is.
 
     ModelError for the first operation at which a gradient would be wrong: the layer, the parameter and the
     rule to change.
     """
     held = list(inputs)
     leaves = {id(tensor): State.WHOLE for tensor in held}
+    if claims.begins_in_pieces and held:
+        leaves[id(held[0])] = State.PIECE
     names = {id(tensor): "the layer's input" for tensor in held}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name.removeprefix(f"{path}."))
-        if name in cut:
+        if name in claims.cut:
             leaves[id(parameter)] = State.INSIDE
-        elif name in frozen:
+        elif name in claims.frozen:
             leaves[id(parameter)] = State.CONSTANT
-    ends = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
+        elif name in claims.summed:
+            leaves[id(parameter)] = State.SUMMED
+    given = list(outputs)
+    ends = [get_gradient_edge(output).node for output in given if output.requires_grad]
     proof = _Proof(path, leaves, names)
     for node in _in_order(ends):
         proof.step(node)
-    if ends_inside:
+    if claims.ends_inside:
         proof.end_inside(ends)
     else:
-        proof.end(ends)
+        in_pieces = ends[:1] if claims.ends_in_pieces and given[0].requires_grad else []
+        proof.end(ends[len(in_pieces) :], in_pieces)
 
 
 def _read(node: Node) -> list[Node]:
@@ -143,25 +171,42 @@ class _Proof:
             return
         read = {self.states[before] for before in _read(node)} - {State.CONSTANT}
         conjugate = conjugate_of(node)
-        if conjugate in ("copy", "split"):
-            if State.INSIDE in read:
-                raise self._enters_again(node)
-            self.states[node] = State.INSIDE
-        elif conjugate in ("reduce", "gather"):
+        self.states[node] = (
+            self._other(node, read) if conjugate is None else self._turn(node, read, conjugate)
+        )
+
+    def _turn(self, node: Node, read: set[State], conjugate: Conjugate) -> State:
+        """What a collective gives."""
+        if conjugate in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
                 raise self._reads_whole(node, conjugate)
-            self.states[node] = State.WHOLE
-        elif State.INSIDE in read and State.WHOLE in read:
-            raise self._meets_whole(node)
-        elif State.INSIDE in read and State.NEUTRAL in read:
-            raise self._whole_parameter(node)
-        else:
-            order = (State.INSIDE, State.WHOLE, State.NEUTRAL)
-            self.states[node] = next((state for state in order if state in read), State.CONSTANT)
+            return State.PIECE if conjugate == "scatter_out" else State.WHOLE
+        if State.INSIDE in read:
+            raise self._enters_again(node)
+        if (State.PIECE in read) != (conjugate in ("gather_in", "to_whole")) or State.SUMMED in read:
+            raise self._other_pieces(node)
+        return {"to_whole": State.WHOLE, "to_pieces": State.PIECE}.get(conjugate, State.INSIDE)
 
-    def end(self, ends: Iterable[Node]) -> None:
-        """ModelError if one of these, the layer's outputs, is inside a region."""
-        for node in ends:
+    def _other(self, node: Node, read: set[State]) -> State:
+        """What any other operation gives."""
+        if State.INSIDE in read and read & {State.WHOLE, State.PIECE}:
+            raise self._meets_whole(node)
+        if read & {State.INSIDE, State.PIECE} and State.NEUTRAL in read:
+            raise self._whole_parameter(node)
+        if State.WHOLE in read and read & {State.PIECE, State.SUMMED}:
+            raise self._other_pieces(node)
+        order = (State.INSIDE, State.PIECE, State.WHOLE, State.SUMMED, State.NEUTRAL)
+        return next((state for state in order if state in read), State.CONSTANT)
+
+    def end(self, whole: Iterable[Node], in_pieces: Iterable[Node] = ()) -> None:
+        """ModelError if one of these, the layer's outputs, is inside a region, or in pieces or not."""
+        self._end(whole, State.PIECE)
+        self._end(in_pieces, State.WHOLE)
+
+    def _end(self, nodes: Iterable[Node], wrong: State) -> None:
+        for node in nodes:
+            if self.states[node] is wrong:
+                raise self._other_pieces(node)
             if self.states[node] is not State.INSIDE:
                 continue
             name = self._nearest([node], ONLY_INSIDE)
@@ -196,8 +241,16 @@ class _Proof:
             "whole: give the linear that reads it the rule row and no entrance, or leave one of the two uncut"
         )
 
+    def _other_pieces(self, node: Node) -> ModelError:
+        origin = self._origin([node])
+        return self._error(
+            f"what is whole on every rank and what is in pieces of the sequence meet at {_operation(node)} "
+            f"({origin}): let the layer work on each position by itself outside of its regions, or take "
+            "the rule sequence off it"
+        )
+
     def _reads_whole(self, node: Node, conjugate: Conjugate) -> ModelError:
-        done = "sums" if conjugate == "reduce" else "gathers"
+        done = "gathers" if conjugate == "gather" else "sums"
         return self._error(
             f"a module {done} over tp what is whole on every rank already ({self._origin(_read(node))}): "
             "give the linear whose output it reads the rule column, or leave it uncut"
@@ -205,7 +258,7 @@ class _Proof:
 
     def _meets_whole(self, node: Node) -> ModelError:
         inside = self._read_in(node, State.INSIDE)
-        origin = self._origin(self._read_in(node, State.WHOLE))
+        origin = self._origin(self._read_in(node, State.WHOLE) + self._read_in(node, State.PIECE))
         own = [before for before in inside if self._is_parameter(before)]
         name = self._nearest(own or inside, ONLY_INSIDE)
         if own:
@@ -267,7 +320,7 @@ class _Proof:
     def _says(self, leaf: Tensor) -> int:
         """How much a leaf's name tells. A weight says more than the bias of the same linear, which stands one
         step (a transposition) nearer, and each more than an input."""
-        return -1 if self.leaves.get(id(leaf)) is State.WHOLE else leaf.dim()
+        return -1 if self.leaves.get(id(leaf)) in (State.WHOLE, State.PIECE) else leaf.dim()
 
     def _name(self, leaf: Tensor) -> str:
         return self.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that is no parameter")

@@ -12,12 +12,12 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from plait.autograd.conjugate import Meanwhile, copy
 from plait.autograd.deferred import Keeper
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
+from plait.tensor.border import Border
 from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -75,30 +75,33 @@ def weave(
     layers: Layers,
     matched: Mapping[str, Rule],
     group: Group,
+    borders: Sequence[Border],
     keeper: Keeper | None = None,
 ) -> list[nn.Module]:
     """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
 
-    The layers are altered, and one that is itself matched is replaced. Weight work is left with `keeper`,
-    which may do it while the gradient of a region's input is summed.
+    `borders` are those of each layer's regions. The layers are altered, and one that is itself matched is
+    replaced. Weight work is left with `keeper`.
     """
-    meanwhile = None if keeper is None else keeper.meanwhile
     twins: dict[int, nn.Module] = {}  # what stands in several places is made parallel once
     woven = []
-    for path, layer in layers:
+    for (path, layer), border in zip(layers, borders, strict=True):
         rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
+        rules = {name: rule for name, rule in rules.items() if rule.kind != "sequence"}
         enters = all(rule.kind != "entrance" for rule in rules.values())
         for name, rule in rules.items():
             module, full = layer.get_submodule(name), join(path, name)
             holder = layer.get_submodule(name.rpartition(".")[0])
             if id(module) not in twins and rule.kind == "entrance":
-                module.register_forward_hook(partial(_enter, group, meanwhile, full))
+                module.register_forward_hook(partial(_enter, border, full))
                 twins[id(module)] = module
             elif id(module) not in twins:
                 twin = _twin(module, rule, group, _cut(full, rule, holder), full)
                 twin.keeper = keeper
+                if not isinstance(twin, VocabParallelEmbedding):
+                    twin.border = border
                 if isinstance(twin, ColumnParallelLinear):
-                    twin.enters, twin.meanwhile = enters, meanwhile
+                    twin.enters = enters
                 twins[id(module)] = twins[id(twin)] = twin
             if name:
                 setattr(holder, name.rpartition(".")[2], twins[id(module)])
@@ -116,15 +119,13 @@ def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> in
     return None
 
 
-def _enter(
-    group: Group, meanwhile: Meanwhile | None, path: str, module: nn.Module, given: object, output: object
-) -> Tensor:
+def _enter(border: Border, path: str, module: nn.Module, given: object, output: object) -> Tensor:
     if not isinstance(output, Tensor):
         raise ModelError(
             f"{path} has the rule entrance, but gave a {type(output).__name__}: give that rule to a module "
             "whose output is one tensor."
         )
-    return copy(output, group, meanwhile)
+    return border.enter(output)
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -159,7 +160,7 @@ def _layouts(
     path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
 ) -> dict[str, Layout]:
     """Of the parameters of a module that a rule cuts."""
-    if rule.kind == "entrance":
+    if rule.kind in ("entrance", "sequence"):
         return {}
     cut = _cut(path, rule, parent)
     if isinstance(module, nn.Embedding):

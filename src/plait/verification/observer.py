@@ -26,7 +26,6 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.sharding.holding import copies_over_tp
 from plait.verification.difference import Findings, Origin, origin_of
 from plait.verification.ledger import Due, Ledger, SumKey, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
@@ -142,7 +141,8 @@ class Observer:
         for number, tensor in enumerate(self.parts.worker.stages[action.stage].gradients[action.microbatch]):
             key = Key("gradient", source, str(number))
             if tensor is None and key in recorded:
-                tensor = torch.zeros_like(recorded[key])  # no gradient flows where the reference has one
+                # No gradient flows where the reference has one.
+                tensor = torch.zeros_like(self._of_this_rank(recorded[key], recorded[key], key)[0])
             if tensor is not None:
                 self._compare(phase, action, place, key, tensor)
 
@@ -214,14 +214,14 @@ class Observer:
 
     def _is_local(self, name: str) -> bool:
         """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
-        return copies_over_tp(self.parts.whole_layouts[name]) == 1
+        return self.parts.summed[name] == 1
 
     def _compare(self, phase: Phase, action: Action, layer: int | None, key: Key, actual: Tensor) -> None:
         number = self._global(action)
         moment = Moment(self.step, number)
         whole = self.recording.values[moment].get(key)
         expected, start = self._of_this_rank(whole, actual, key)
-        origin = Origin((*[0] * (actual.dim() - 1), start) if actual.dim() else ())
+        origin = Origin(start)
 
         def alternatives() -> Named:
             for other in range(self.recording.microbatches(self.step)):
@@ -243,16 +243,33 @@ class Observer:
         if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved what it gave
 
-    def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, int]:
-        """What stands in the place of `actual`: nothing recorded means zeros; logits may be cut by class."""
+    def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, tuple[int, ...]]:
+        """What stands in the place of `actual`, and where that begins in the whole tensor.
+
+        Nothing recorded means zeros; logits may be cut by class, what flows by sequence.
+        """
+        nowhere = (0,) * actual.dim()
         if whole is None:
-            return torch.zeros_like(actual), 0
-        vocabulary = self.parts.vocabulary
-        if vocabulary is not None and key.layer == sum(self.parts.counts) - 1 and key.kind != "total":
-            # Not the vocabulary's own range: that is the engine's, and may be what is wrong.
-            own = divide(vocabulary.classes, vocabulary.group.size)[vocabulary.group.index]
-            return whole[..., own.start : own.stop], own.start
-        return whole, 0
+            return torch.zeros_like(actual), nowhere
+        dim = self._cut_dim(key)
+        if dim is None:
+            return whole, nowhere
+        # Not the engine's own range: that may be what is wrong.
+        mesh = self.parts.mesh
+        own = divide(whole.shape[dim], mesh.size("tp"))[mesh.index("tp")]
+        begin = [0] * whole.dim()
+        begin[dim] = own.start
+        return whole.narrow(dim, own.start, len(own)), tuple(begin)
+
+    def _cut_dim(self, key: Key) -> int | None:
+        """Along which dim the ranks of `tp` have pieces of a recorded tensor."""
+        if key.kind == "total":
+            return None
+        if self.parts.vocabulary is not None and key.layer == sum(self.parts.counts) - 1:
+            return -1
+        if key.layer < 0 or key.name != "0":
+            return None
+        return self.parts.passages[key.layer].leaves
 
     def _layer(self, stage: int) -> int:
         """The number of the first layer of a stage in the model."""

@@ -88,7 +88,9 @@ def drawn(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Drawn:
         child: [f"{child}.{name}" for name, _ in module.named_parameters()]
         for child, module in model.named_children()
     }
-    arrangement = arrange(units, parameters, whole, policy_of(plan, CPU), plan.shard)
+    arrangement = arrange(
+        units, parameters, whole, dict.fromkeys(parameters, 1), policy_of(plan, CPU), plan.shard
+    )
     return Drawn(model, plan, whole, arrangement, piece_layouts(arrangement, whole))
 
 

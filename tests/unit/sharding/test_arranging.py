@@ -100,9 +100,16 @@ def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
         "weight": Layout((8, 4), axes, {"tp": Shard(0, copies=2)}),
         "bias": Layout((8,), axes, {"tp": Shard(0)}),
     }
-    arrangement = arrange({"0": list(layouts)}, dict(model.named_parameters()), layouts, Policy(CPU), 1)
+    arrangement = arrange(
+        {"0": list(layouts)},
+        dict(model.named_parameters()),
+        layouts,
+        {"weight": 2, "bias": 1},
+        Policy(CPU),
+        1,
+    )
     assert {
-        names: kind.copies for kind, names in zip(arrangement["0"], members(arrangement), strict=True)
+        names: kind.summands for kind, names in zip(arrangement["0"], members(arrangement), strict=True)
     } == {
         ("weight",): 2,
         ("bias",): 1,

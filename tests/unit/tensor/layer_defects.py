@@ -14,6 +14,7 @@ from plait.autograd import conjugate
 from plait.autograd.conjugate import reduce
 from plait.autograd.deferred import embedding, linear
 from plait.comm import Group, Handle, all_gather, all_reduce
+from plait.tensor import border as border_module
 from plait.tensor import embedding as embedding_module
 from plait.tensor import linear as linear_module
 from plait.tensor.embedding import VocabParallelEmbedding
@@ -45,7 +46,7 @@ def reduction_scaled_backward() -> Iterator[None]:
         return output * group.size - (output * (group.size - 1)).detach()
 
     with (
-        patch.object(linear_module, "reduce", reduce_scaled),
+        patch.object(border_module, "reduce", reduce_scaled),
         patch.object(embedding_module, "reduce", reduce_scaled),
     ):
         yield
@@ -57,7 +58,7 @@ def reduction_summed_again_backward() -> Iterator[None]:
         return conjugate.copy(reduce(tensor, group), group).clone()  # which may be written to
 
     with (
-        patch.object(linear_module, "reduce", reduce_twice),
+        patch.object(border_module, "reduce", reduce_twice),
         patch.object(embedding_module, "reduce", reduce_twice),
     ):
         yield
@@ -65,7 +66,7 @@ def reduction_summed_again_backward() -> Iterator[None]:
 
 @contextmanager
 def input_gradient_not_summed() -> Iterator[None]:
-    with patch.object(linear_module, "copy", lambda tensor, group, meanwhile=None: tensor):
+    with patch.object(border_module, "copy", lambda tensor, group, meanwhile=None: tensor):
         yield
 
 

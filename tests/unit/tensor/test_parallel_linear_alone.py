@@ -17,6 +17,7 @@ from plait.autograd.deferred import Keeper
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble
+from plait.tensor.border import WholeBorder
 from plait.tensor.cutting import Cut
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -194,7 +195,7 @@ def test_weight_work_fills_the_time_of_the_input_gradients_sum(rank_pool):
             layer, diary = cut_block(full_block(), group), Diary()
             defer(layer)
             layer[0].keeper = layer[2].keeper = diary
-            layer[0].meanwhile = diary.meanwhile
+            layer[0].border = WholeBorder(group, diary.meanwhile)
             given = draw(5, WIDTH).requires_grad_()
             output = layer(given)
             with pytest.MonkeyPatch.context() as patched:

@@ -16,7 +16,7 @@ from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.tensor.regions import prove_layer
+from plait.tensor.regions import Claims, prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, HEADS, VOCAB = 8, 4, 10
@@ -97,7 +97,7 @@ def prove(layer: Layer, *inputs: Tensor, ends_inside: bool = False, path: str = 
     outputs = given if isinstance(given, tuple) else (given,)
     parameters = {f"{path}.{name}": parameter for name, parameter in layer.named_parameters()}
     cut = {f"{path}.{name}" for name in layer.cut}
-    prove_layer(path, inputs, outputs, parameters, cut, ends_inside=ends_inside)
+    prove_layer(path, inputs, outputs, parameters, Claims(cut=cut, ends_inside=ends_inside))
 
 
 def refused(layer: Layer, *inputs: Tensor) -> str:
@@ -199,7 +199,7 @@ def test_a_cut_parameter_is_known_by_each_of_its_names() -> None:
     names = {"table": weight, "head.table": weight}
     for cut in names:
         with pytest.raises(ModelError, match=r"^layer: table is cut over tp but reads a value"):
-            prove_layer("layer", [x], [x @ weight], names, {cut}, ends_inside=True)
+            prove_layer("layer", [x], [x @ weight], names, Claims(cut={cut}, ends_inside=True))
 
 
 def test_a_deep_graph_with_shared_parts() -> None:
@@ -245,7 +245,7 @@ def test_a_layer_of_which_nothing_is_cut_passes(
     layer, given = module(), input()
     output = layer(given)
     outputs: Iterable[Tensor] = output if isinstance(output, tuple) else (output,)
-    prove_layer("0", [given], outputs, dict(layer.named_parameters()), set(), ends_inside=False)
+    prove_layer("0", [given], outputs, dict(layer.named_parameters()), Claims())
 
 
 def test_a_forgotten_entrance() -> None:
@@ -409,7 +409,7 @@ def test_a_frozen_parameter_may_be_used_inside() -> None:
     x = hidden()
     parameters = dict(layer.named_parameters())
     cut = {"up.weight", "up.bias", "down.weight"}
-    prove_layer("0", [x], [layer(x)], parameters, cut, frozen={"scale.weight"}, ends_inside=False)
+    prove_layer("0", [x], [layer(x)], parameters, Claims(cut=cut, frozen={"scale.weight"}))
 
 
 def test_a_model_that_ends_inside_has_to() -> None:

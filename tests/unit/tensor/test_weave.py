@@ -18,6 +18,7 @@ from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout, Shard, assemble, shard
 from plait.rules import Rules, column, entrance, row, vocabulary
+from plait.tensor.border import WholeBorder
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.weave import cut_classes, layouts_of, rules_of_modules, weave
@@ -52,6 +53,14 @@ def lonely(size: int, index: int = 0) -> Group:
     return Group("tp", tuple(range(size)), index, None, Traffic(), 1.0)
 
 
+def woven(
+    layers: list[tuple[str, nn.Module]], matched: Rules, group: Group, keeper: Keeper | None = None
+) -> list[nn.Module]:
+    """Woven with all that is outside of regions whole."""
+    border = WholeBorder(group, None if keeper is None else keeper.meanwhile)
+    return weave(layers, matched, group, [border] * len(layers), keeper)
+
+
 def seeded(*layers: nn.Module) -> list[tuple[str, nn.Module]]:
     """Layers in double precision with their paths, the same on every rank."""
     numbers: dict[int, int] = {}
@@ -75,7 +84,7 @@ def cut(
             memo[id(parameter)] = nn.Parameter(piece, parameter.requires_grad)
     copies = copy.deepcopy([layer for _, layer in layers], memo)
     named = [(path, layer) for (path, _), layer in zip(layers, copies, strict=True)]
-    return weave(named, matched, group, keeper)
+    return woven(named, matched, group, keeper)
 
 
 class TestLayouts:
@@ -197,46 +206,46 @@ class TestWeave:
         layer.up.weight.requires_grad_(False)
         held = dict(layer.named_parameters())
         keeper = Keeper()
-        (woven,) = weave([("0", layer)], rules_of_modules(ENTERED, [("0", layer)]), lonely(2), keeper)
-        assert woven is layer
+        (made,) = woven([("0", layer)], rules_of_modules(ENTERED, [("0", layer)]), lonely(2), keeper)
+        assert made is layer
         assert [type(part) for part in (layer.norm, layer.gate, layer.up, layer.down)] == [
             nn.LayerNorm,
             ColumnParallelLinear,
             ColumnParallelLinear,
             RowParallelLinear,
         ]
-        assert all(held[name] is parameter for name, parameter in woven.named_parameters())
+        assert all(held[name] is parameter for name, parameter in made.named_parameters())
         assert (layer.up.weight.requires_grad, layer.gate.weight.requires_grad) == (False, True)
-        assert not any(module.training for module in woven.modules())
+        assert not any(module.training for module in made.modules())
         assert all(part.keeper is keeper for part in (layer.gate, layer.up, layer.down))
-        assert list(woven.state_dict()) == list(Gated().state_dict())
+        assert list(made.state_dict()) == list(Gated().state_dict())
 
     @pytest.mark.parametrize("training", [True, False])
     def test_mode_and_padding_of_a_table(self, training: bool) -> None:
         layer = nn.Embedding(7, 4, padding_idx=-1).train(training)
-        (woven,) = weave([("0", layer)], {"0": vocabulary}, lonely(2))
-        assert type(woven) is VocabParallelEmbedding
-        assert (woven.padding_idx, woven.training) == (6, training)
-        assert woven.weight is layer.weight
+        (made,) = woven([("0", layer)], {"0": vocabulary}, lonely(2))
+        assert type(made) is VocabParallelEmbedding
+        assert (made.padding_idx, made.training) == (6, training)
+        assert made.weight is layer.weight
 
     @pytest.mark.parametrize("keeper", [None, Keeper()], ids=["plain", "deferred"])
     def test_columns_enter_by_themselves_where_no_entrance_is(self, keeper: Keeper | None) -> None:
         meanwhile = None if keeper is None else keeper.meanwhile
         for rules, enters in ((COLUMNS, True), (ENTERED, False)):
             layer = Gated()
-            weave([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2), keeper)
-            assert (layer.gate.enters, layer.gate.meanwhile) == (enters, meanwhile)
+            woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2), keeper)
+            assert (layer.gate.enters, layer.gate.border.meanwhile) == (enters, meanwhile)
 
     def test_options_of_a_rule_reach_the_module(self) -> None:
         layer = Gated()
         rules = {"0.up": replace(column, gather_output=True), "0.down": replace(row, input_is_parallel=False)}
-        weave([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2))
+        woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2))
         assert (layer.up.gather_output, layer.down.input_is_parallel) == (True, False)
 
     def test_a_layer_that_stands_twice_is_woven_once(self) -> None:
         layer = Gated()
         layers = [("0", layer), ("1", layer)]
-        one, two = weave(layers, rules_of_modules(ENTERED, layers), lonely(2))
+        one, two = woven(layers, rules_of_modules(ENTERED, layers), lonely(2))
         assert one is two is layer
         assert type(layer.up) is ColumnParallelLinear
         assert len(layer.norm._forward_hooks) == 1
@@ -245,7 +254,7 @@ class TestWeave:
         one, two = Gated(), Gated()
         two.norm, two.up, two.again = one.norm, one.up, one.gate
         layers = [("0", one), ("1", two)]
-        weave(layers, rules_of_modules({**ENTERED, "1.again": column}, layers), lonely(2))
+        woven(layers, rules_of_modules({**ENTERED, "1.again": column}, layers), lonely(2))
         assert type(one.up) is ColumnParallelLinear
         assert two.up is one.up
         assert two.again is one.gate
@@ -256,27 +265,27 @@ class TestWeave:
         layer = nn.Module()
         layer.one = layer.two = nn.Linear(4, 4)
         layers = [("0", layer)]
-        weave(layers, rules_of_modules({"0.*": column}, layers), lonely(2))
+        woven(layers, rules_of_modules({"0.*": column}, layers), lonely(2))
         assert type(layer.one) is ColumnParallelLinear
         assert layer.two is layer.one
 
     def test_a_layer_that_is_itself_matched_is_replaced_wherever_it_stands(self) -> None:
         linear = nn.Linear(4, 4)
         layers = [("0", linear), ("1", nn.Tanh()), ("2", linear)]
-        woven = weave(layers, rules_of_modules({"0": column, "2": column}, layers), lonely(2))
-        assert type(woven[0]) is ColumnParallelLinear
-        assert woven[0] is woven[2]
-        assert woven[1] is layers[1][1]
+        made = woven(layers, rules_of_modules({"0": column, "2": column}, layers), lonely(2))
+        assert type(made[0]) is ColumnParallelLinear
+        assert made[0] is made[2]
+        assert made[1] is layers[1][1]
 
     def test_children_of_a_sequence_are_replaced_in_their_order(self) -> None:
         layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         layers = [("", layer)]
-        weave(layers, rules_of_modules({"0": column, "2": row}, layers), lonely(2))
+        woven(layers, rules_of_modules({"0": column, "2": row}, layers), lonely(2))
         assert [type(child) for child in layer] == [ColumnParallelLinear, nn.Tanh, RowParallelLinear]
 
     def test_an_entrance_gives_one_tensor(self) -> None:
         layer = nn.LSTM(4, 4)
-        weave([("0", layer)], {"0": entrance}, lonely(2))
+        woven([("0", layer)], {"0": entrance}, lonely(2))
         with pytest.raises(ModelError, match=r"^0 has the rule entrance, but gave a tuple: "):
             layer(torch.ones(3, 4))
 
@@ -284,7 +293,7 @@ class TestWeave:
         layers = [("0", Gated(heads=1))]
         rule = replace(column.by("heads", repeated=True), gather_output=True)
         with pytest.raises(PlanError, match=r"^0\.up with a weight of shape \[12, 8\] gives the same"):
-            weave(layers, rules_of_modules({"0.up": rule}, layers), lonely(2))
+            woven(layers, rules_of_modules({"0.up": rule}, layers), lonely(2))
 
 
 def sharing() -> list[tuple[str, nn.Module]]:

@@ -1,0 +1,77 @@
+"""What a linear read, gathered again for its weight gradient from this rank's piece: less is kept till then.
+
+forward    piece ─ all-gather → whole → linear         the linear keeps the piece
+W          piece ─ all-gather → whole → weight work    once for all linears that read the same
+"""
+
+from __future__ import annotations
+
+from collections.abc import MutableMapping
+from dataclasses import dataclass, field
+from weakref import WeakValueDictionary
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+from plait.autograd.pieces import UnderWay, start_whole
+from plait.comm.group import Group
+
+
+@dataclass(frozen=True)
+class Gather:
+    """How pieces become a whole: see `start_whole`."""
+
+    group: Group
+    dim: int
+    size: int
+
+    def start(self, piece: Tensor) -> UnderWay:
+        """Start the all-gather."""
+        return start_whole(piece, self.group, self.dim, self.size)
+
+
+class Regathered:
+    """A whole tensor that is made of a piece when it is asked for, once."""
+
+    def __init__(self, piece: Tensor, gather: Gather) -> None:
+        self._piece = piece
+        self._gather = gather
+        self._under_way: UnderWay | None = None
+        self._whole: Tensor | None = None
+
+    def start(self) -> None:
+        """Start to gather, for who has something else to do meanwhile."""
+        if self._under_way is None:
+            self._under_way = self._gather.start(self._piece)
+
+    def whole(self) -> Tensor:
+        """The whole tensor, which lives as long as this object. Communication: one all-gather, once."""
+        if self._whole is None:
+            self.start()
+            assert self._under_way is not None
+            self._whole = self._under_way()
+        return self._whole
+
+
+@dataclass
+class Sources:
+    """Of which pieces the tensors were gathered that linears read, and what is gathered again."""
+
+    _pieces: MutableMapping[Tensor, tuple[Tensor, Gather]] = field(default_factory=WeakTensorKeyDictionary)
+    _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
+
+    def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
+        """`whole` was gathered of `piece`, and need not be kept for weight work."""
+        self._pieces[whole] = piece, gather
+
+    def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
+        """The piece that a tensor was gathered of, if it need not be kept."""
+        return self._pieces.get(whole)
+
+    def again(self, piece: Tensor, gather: Gather) -> Regathered:
+        """What becomes whole of `piece`: the same for all who ask as long as one of them keeps it."""
+        key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
+        found = self._regathered.get(key)
+        if found is None:
+            found = self._regathered[key] = Regathered(piece.detach(), gather)
+        return found

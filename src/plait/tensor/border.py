@@ -1,0 +1,75 @@
+"""The border of a region: how a value comes to be each rank's own, and how the ranks' own become one again.
+
+                                    enter                       leave
+    what is outside is whole        copy                        reduce
+    what is outside is in pieces    gather_in (all-gather)      scatter_out (reduce-scatter)
+
+See `plait.autograd.conjugate`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+from torch import Tensor
+
+from plait.autograd.conjugate import Meanwhile, copy, gather_in, reduce, scatter_out
+from plait.autograd.pieces import Length
+from plait.autograd.regather import Gather, Sources
+from plait.comm.group import Group
+
+
+class Border(Protocol):
+    """What stands between a region and the rest of its layer."""
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """What every linear of the region reads, on every rank."""
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """What the rest of the layer sees of the sum of the ranks' tensors. `tensor` may be written to."""
+
+
+@dataclass(frozen=True)
+class WholeBorder:
+    """Outside every rank has the same. Communication: one all-reduce to leave, one backward to enter."""
+
+    group: Group
+    meanwhile: Meanwhile | None = None
+    """Done while a gradient is summed."""
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """The same values."""
+        return copy(tensor, self.group, self.meanwhile)
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """The sum, in the memory of `tensor`."""
+        return reduce(tensor, self.group)
+
+
+@dataclass(frozen=True)
+class SequenceBorder:
+    """Outside each rank has a piece of the sequence.
+
+    Communication: one all-gather to enter, one reduce-scatter to leave; backward the other way round.
+    """
+
+    group: Group
+    dim: int
+    """Of the sequence."""
+    length: Length
+    meanwhile: Meanwhile | None = None
+    """Done while a gradient is summed."""
+    sources: Sources | None = None
+    """Where it is noted that what enters is to be gathered again for weight gradients; None: it is kept."""
+
+    def enter(self, tensor: Tensor) -> Tensor:
+        """The whole sequence."""
+        whole = gather_in(tensor, self.group, self.dim, self.length.whole, self.meanwhile)
+        if self.sources is not None and whole is not tensor:
+            self.sources.add(whole, tensor, Gather(self.group, self.dim, self.length.whole))
+        return whole
+
+    def leave(self, tensor: Tensor) -> Tensor:
+        """This rank's piece of the sum."""
+        return scatter_out(tensor, self.group, self.dim)

@@ -1,0 +1,110 @@
+"""Sequence parallelism as the rules say it: which layers run on pieces of the sequence, and what follows.
+
+A layer with the rule `sequence` is given this rank's piece and gives one, but for one whose region never ends
+(a head: column linears and no row linear), which gives the whole sequence. Any other layer is given the whole
+sequence and gives it. Between the two kinds the sequence is split where it is made and gathered where it is
+read, so that pieces cross the boundary.
+
+Parameters that such a layer has whole see one piece each rank: their gradients are summed over `tp`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import nn
+
+from plait.errors import PlanError
+from plait.layout import Layout, Shard
+from plait.rules import Rule, join
+from plait.tensor.cutting import AXIS
+
+Layers = Sequence[tuple[str, nn.Module]]
+"""The layers of a model with their paths."""
+
+
+@dataclass(frozen=True)
+class Passage:
+    """Along which dim the first tensor is a piece that flows through a layer; None: it is whole."""
+
+    comes: int | None = None
+    """As it comes from the layer before."""
+    begins: int | None = None
+    """As the layer takes it."""
+    ends: int | None = None
+    """As the layer makes it."""
+    leaves: int | None = None
+    """As the next layer gets it."""
+
+
+def passages(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Passage, ...]:
+    """The passage of each layer. PlanError for a rule `sequence` that does not fit."""
+    begins = [_dim(matched.get(path)) for path, _ in layers]
+    found: list[Passage] = []
+    comes = None
+    for number, (path, module) in enumerate(layers):
+        own = begins[number]
+        ends = own if own is not None and _ends_in_pieces(path, module, matched) else None
+        follows = begins[number + 1] if number + 1 < len(layers) else None
+        leaves = ends if follows is None and number + 1 < len(layers) else follows
+        found.append(Passage(comes, own, ends, leaves))
+        comes = leaves
+    strangers = {path for path, rule in matched.items() if rule.kind == "sequence"} - {p for p, _ in layers}
+    if strangers:
+        path = min(strangers)
+        raise PlanError(
+            f"{path} has the rule sequence, but is no layer of the model: give it to a whole layer, that is, "
+            f"to one of {', '.join(name or 'the model' for name, _ in layers[:3])} …"
+        )
+    return tuple(found)
+
+
+def summed_over_tp(
+    layers: Layers, matched: Mapping[str, Rule], layouts: Mapping[int, Layout]
+) -> dict[int, int]:
+    """By the `id` of each parameter how many neighbours along `tp` have a summand of its gradient each.
+
+    Those that hold the same piece of it; and all ranks, where it is whole and its layer runs on pieces of the
+    sequence. PlanError for one that is whole in such a layer and in another one.
+    """
+    found: dict[int, tuple[str, int]] = {}
+    for path, layer in layers:
+        on_pieces = _dim(matched.get(path)) is not None
+        for name, parameter in layer.named_parameters():
+            layout, full = layouts[id(parameter)], join(path, name)
+            tp = layout.axes.index(AXIS)
+            placement = layout.placements[tp]
+            ranks = layout.degrees[tp] if on_pieces else 1
+            if isinstance(placement, Shard):
+                ranks = placement.copies
+            first, known = found.setdefault(id(parameter), (full, ranks))
+            if known != ranks:
+                raise PlanError(
+                    f"{first} and {full} are one parameter, whole on every rank of tp, but only one of its "
+                    "layers has the rule sequence: give it to both, or to neither."
+                )
+    return {parameter: ranks for parameter, (_, ranks) in found.items()}
+
+
+def _dim(rule: Rule | None) -> int | None:
+    """Along which dim a layer with this rule takes pieces."""
+    if rule is None or rule.kind != "sequence":
+        return None
+    return 1 if rule.dim is None else rule.dim
+
+
+def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
+    """Whether what leaves the last region of a layer that takes pieces is in pieces again."""
+    kinds = set()
+    for name, module in layer.named_modules(remove_duplicate=False):
+        full = join(path, name)
+        rule = matched.get(full)
+        if rule is not None and rule.kind == "vocabulary" and isinstance(module, nn.Embedding):
+            raise PlanError(
+                f"{full} is an embedding cut by vocabulary, whose ranks all look up the same tokens, but its "
+                "layer has the rule sequence: take that rule off this layer."
+            )
+        if rule is not None:
+            kinds.add(rule.kind)
+    return "row" in kinds or not kinds & {"column", "vocabulary"}
