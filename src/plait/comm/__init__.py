@@ -1,4 +1,4 @@
-"""How ranks talk: mesh, groups, collectives, messages, traffic; nothing else touches `torch.distributed`."""
+"""How ranks talk: mesh, groups, collectives, messages, traffic; the way to `torch.distributed`."""
 
 from plait.comm.collectives import (
     all_gather,

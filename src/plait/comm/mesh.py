@@ -5,10 +5,13 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 from datetime import timedelta
+from functools import cached_property
+from itertools import product
 from math import prod
 
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import coordinates
 from plait.comm.group import Group
@@ -127,6 +130,36 @@ class Mesh:
             )
         return self._make_group(groups, name)
 
+    def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
+        """Those of `axes` with more than one rank, as torch's tools know them; else at this rank's place.
+
+        In this order and under these names, over the groups of this mesh; where no axis has more ranks, this
+        rank alone, under the name of the last. Nothing is sent. What torch's tools then send is no traffic of
+        this mesh. Raises `MeshError` without an initialised world, and for unknown axes.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise MeshError(
+                "torch's tools need an initialised world, be it of one rank: use plait.launch or torchrun."
+            )
+        sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}
+        if not sizes:
+            own, alone = self._own_process_group, [dist.get_rank()]
+            return DeviceMesh.from_group([own], self.device.type, alone, mesh_dim_names=(axes[-1],))
+        groups = [group for axis in sizes if (group := self.group(axis).process_group) is not None]
+        places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
+        ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+    @cached_property
+    def _own_process_group(self) -> dist.ProcessGroup:
+        """Of this rank alone; no other takes part in making it."""
+        made: dist.ProcessGroup | None = dist.group.WORLD
+        if dist.get_world_size() > 1:
+            made = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="alone")
+            self._made.append(made)
+        assert made is not None
+        return made
+
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
         name = self._difference(plan)
@@ -146,6 +179,10 @@ class Mesh:
         for process_group in self._made:
             dist.destroy_process_group(process_group)
         self._made.clear()
+
+    def __deepcopy__(self, memo: object) -> Mesh:
+        """A module that is copied goes on communicating with the same ranks."""
+        return self
 
     def __repr__(self) -> str:
         sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())

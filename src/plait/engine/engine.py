@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,9 @@ from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.replicas import check_replicas, held_by
 from plait.simulation.costs import Costs
 from plait.tensor.sampling import next_token, padded, require_prompt
+
+if TYPE_CHECKING:
+    from plait.checkpoint.dtensor import DTensor
 
 
 class Engine:
@@ -165,6 +168,20 @@ class Engine:
         """This rank's parameters."""
         for _, parameter in self.named_parameters():
             yield parameter
+
+    def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
+        """This rank's parameters as torch's own tools see them, without gradients, one after another.
+
+        Each is a `DTensor` over the axes `replicate`, `shard`, `tp` of this rank's stage that have more than
+        one rank. It shares the parameter's memory, but where a `DTensor` cannot say what this rank has: then
+        the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`). So
+        all of them go through all names. Communication: one all-gather, over `shard` or `tp`, for each axis
+        of a parameter that is gathered.
+        """
+        from plait.checkpoint.dtensor import as_dtensor  # its 500 modules are for those who ask
+
+        for name, piece in self.named_parameters():
+            yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
         """Two groups for an optimizer: matrices and tables decay; vectors (biases, norm scales) do not."""

@@ -11,10 +11,12 @@ Axes that shard the same dim are nested, the outermost first:
     shard 0     rows 0, 1   row 2    row 3
     shard 1     row 4       row 5    row 6
 
-`shard` and `assemble` are inverses, and `reshape` carries a layout over to another shape. Nothing here
-communicates: these are for the edges (initial values, checkpoints, comparison), where pieces are at hand.
+`shard` and `assemble` are inverses, and `reshape` carries a layout over to another shape. `moves` says how
+to come from one layout to another, which `plait.tensor.redistribute` does. Nothing here communicates: these
+are for the edges (initial values, checkpoints, comparison), where pieces are at hand.
 """
 
+from plait.layout.moving import Move, moves
 from plait.layout.pieces import assemble, shard
 from plait.layout.placing import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 from plait.layout.reshaping import reshape
@@ -24,12 +26,14 @@ __all__ = [
     "Coordinate",
     "Flat",
     "Layout",
+    "Move",
     "Partial",
     "Placement",
     "Replicate",
     "Shard",
     "assemble",
     "divide",
+    "moves",
     "reshape",
     "shard",
 ]

@@ -4,6 +4,7 @@ The layers work by themselves, over a group of a mesh, and so does the loss on l
 them in the place of a model's own modules, as `plait.rules` says; `regions` proves that the rules fit.
 """
 
+from plait.autograd.redistribution import redistribute
 from plait.tensor.cutting import UNEVENLY, Cut
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -20,4 +21,5 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "redistribute",
 ]

@@ -1,0 +1,254 @@
+"""A tensor from one layout to another, with its gradient: any sequence of collectives along any axes.
+
+`conjugate` is for the inside of layers, one axis and one known pair at a time. This is for what lies on other
+layouts: layers of your own, and the edges.
+
+    along an axis            forward               the gradient comes, goes    backward
+    Replicate → Shard        this rank's piece     Shard → Replicate           all-gather
+    Shard → Replicate        all-gather            Replicate → Shard           this rank's piece
+    Partial → Replicate      all-reduce            Replicate → Replicate       nothing
+    Partial → Shard          reduce-scatter        Shard → Replicate           all-gather
+    Shard → another Shard    all-to-all            Shard → another Shard       all-to-all
+    Replicate → Partial      first rank: all of it Replicate → Replicate       nothing
+    Shard → Partial          zeros around it       Replicate → Shard           this rank's piece
+
+    with `own`               forward               the gradient comes, goes    backward
+    Replicate → Replicate    nothing               Partial → Replicate         all-reduce
+    Shard → Replicate        all-gather            Partial → Shard             reduce-scatter
+    Partial → Replicate      all-reduce            Partial → Replicate         all-reduce
+
+`Flat` goes as `Shard` does, but to another cut through `Replicate`. The gradient of a piece is the piece of
+the gradient, and each summand has the gradient of the sum, as for JAX's global arrays and for `DTensor`.
+What is replicated has one value, and one gradient that every rank has, if all do the same with it. Where each
+rank along an axis does something of its own with it, as between `copy` and `reduce`, their gradients are
+summands of that one: the axis is named in `own` (`Partial` in `to_local(grad_placements=…)` of a `DTensor`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from plait.autograd.conjugate import copy, reduce
+from plait.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
+from plait.comm.coordinates import axes_of
+from plait.comm.group import Group
+from plait.comm.mesh import Mesh
+from plait.errors import LayoutError
+from plait.layout import Box, Coordinate, Layout, Move, Partial, Replicate, Shard, moves
+
+_REGION_AXIS = "tp"
+
+
+def redistribute(
+    tensor: Tensor, source: Layout, target: Layout, mesh: Mesh, *, own: Collection[str] = ()
+) -> Tensor:
+    """This rank's piece under `target` of what `tensor` is its piece of under `source`.
+
+    Every rank of `mesh` along the axes of the layouts calls it, with its own piece. `own` names axes along
+    which each rank goes on with a replicated result as its own: see the module for what that means to the
+    gradient, which is taken once only. What changes is new memory; what does not may be `tensor` itself.
+    Communication: `plait.layout.moves(source, target)`, and as the table says for the gradient. Pieces of
+    unequal sizes travel padded to the largest. Raises `LayoutError` for layouts of other shapes or axes, for
+    axes that the mesh has not, or has with other degrees, and for a tensor of another shape than its piece.
+    """
+    where = _place(tensor, source, target, mesh)
+    gradient = _gradient_layout(target, own)
+    there, back = moves(source, target), moves(gradient, _gradient_layout(source))
+    if not there and not back:
+        return tensor
+    if not tensor.is_meta:
+        return _apply(tensor, there, back, mesh, where)
+    # Nothing is sent, but the proof of the rules has to see where a region begins and ends.
+    enters, leaves = _crossing(source, gradient, target)
+    entered = copy(tensor, mesh.group(_REGION_AXIS)) if enters else tensor
+    result = _apply(entered, there, back, mesh, where)
+    return reduce(result, mesh.group(_REGION_AXIS)) if leaves else result
+
+
+def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
+    """Of the gradient of what lies as `layout` says; see the module."""
+    for axis in own:
+        if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
+            raise LayoutError(
+                f"own names axis {axis!r}, along which {layout} does not replicate: only what ranks hold "
+                "alike can be taken as each one's own, so leave it out."
+            )
+    placements = {
+        axis: Partial() if axis in own else Replicate() if isinstance(placement, Partial) else placement
+        for axis, placement in zip(layout.axes, layout.placements, strict=True)
+    }
+    return Layout(layout.shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+
+
+def _place(tensor: Tensor, source: Layout, target: Layout, mesh: Mesh) -> Coordinate:
+    """Where this rank is in the layouts. `LayoutError` where they, the mesh and the tensor do not fit."""
+    moves(source, target)
+    plain = [part for axis in source.axes for part in axes_of(axis)]
+    sizes = {axis: mesh.size(axis) for axis in source.axes}
+    if len(set(plain)) < len(plain) or tuple(sizes.values()) != source.degrees:
+        raise LayoutError(
+            f"{source} does not fit {mesh}: give each axis as many ranks as the mesh has along it, and none "
+            "twice (dp is replicate and shard)."
+        )
+    where = tuple(mesh.index(axis) for axis in source.axes)
+    if tuple(tensor.shape) != source.local_shape(where):
+        raise LayoutError(
+            f"a tensor of shape {list(tensor.shape)} is not what rank {mesh.rank} holds under {source}: give "
+            f"its piece, {list(source.local_shape(where))}."
+        )
+    return where
+
+
+def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, bool]:
+    """Whether a whole value becomes each rank's own along `tp`, and the other way round."""
+    if _REGION_AXIS not in source.axes or source.degrees[source.axes.index(_REGION_AXIS)] == 1:
+        return False, False
+    place = source.axes.index(_REGION_AXIS)
+    was_whole = isinstance(source.placements[place], Replicate)
+    is_whole = all(isinstance(one.placements[place], Replicate) for one in (target, gradient))
+    return was_whole and not is_whole, is_whole and not was_whole
+
+
+def _apply(
+    tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: Mesh, where: Coordinate
+) -> Tensor:
+    result: Tensor = _Redistribution.apply(tensor, there, back, mesh, where)  # type: ignore[no-untyped-call]
+    return result
+
+
+class _Redistribution(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: Mesh, where: Coordinate
+    ) -> Tensor:
+        ctx.back, ctx.mesh, ctx.where = back, mesh, where
+        return _carry_out(there, tensor, mesh, where) if there else tensor.view_as(tensor)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
+        return _carry_out(ctx.back, gradient, ctx.mesh, ctx.where), None, None, None, None
+
+
+def _carry_out(path: Sequence[Move], tensor: Tensor, mesh: Mesh, where: Coordinate) -> Tensor:
+    for move in path:
+        if tensor.is_meta:
+            tensor = tensor.new_empty(move.target.local_shape(where))
+        else:
+            tensor = _STEPS[move.by](tensor, move, mesh.group(move.axis), where)
+    return tensor
+
+
+def _cut(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    return _part(tensor, move.source, move.target, where).clone(memory_format=torch.contiguous_format)
+
+
+def _summand(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    result = tensor.new_zeros(move.target.local_shape(where))
+    if move.source.owner(where)[move.source.axes.index(move.axis)] == group.index:
+        _part(result, move.target, move.source, where).copy_(tensor)
+    return result
+
+
+def _all_gather(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    source, peers = move.source, _peers(move, where)
+    shapes = [source.local_shape(peer) for peer in peers]
+    largest = max(map(_elements, shapes))
+    everyone = all_gather(_padded([tensor], largest), group, checked=False).wait()
+    result = tensor.new_empty(move.target.local_shape(where))
+    for peer, shape, piece in zip(peers, shapes, everyone.view(group.size, largest), strict=True):
+        if _counts(peer, move):
+            into = _part(result, move.target, source, peer)
+            into.copy_(piece[: _elements(shape)].view(shape))
+    return result
+
+
+def _all_reduce(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    out = torch.empty_like(tensor, memory_format=torch.contiguous_format)
+    return all_reduce(tensor, group, out=out, checked=False).wait()
+
+
+def _reduce_scatter(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    parts = [_part(tensor, move.source, move.target, peer) for peer in _peers(move, where)]
+    largest = max(part.numel() for part in parts)
+    total = reduce_scatter(_padded(parts, largest), group, checked=False).wait()
+    mine = parts[group.index]
+    return total[: mine.numel()].view(mine.shape)
+
+
+def _all_to_all(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
+    peers = _peers(move, where)
+    held, wanted = ([layout.region(peer) for peer in peers] for layout in (move.source, move.target))
+    mine, next_mine = held[group.index], wanted[group.index]
+    largest = max(_elements(_common(one, other).sizes) for one in held for other in wanted)
+    parts = [tensor[_inside(_common(mine, other), mine)] for other in wanted]
+    arrived = all_to_all(_padded(parts, largest), group, checked=False).wait()
+    result = tensor.new_empty(next_mine.sizes)
+    for peer, region, piece in zip(peers, held, arrived.view(group.size, largest), strict=True):
+        box = _common(region, next_mine)
+        if _counts(peer, move):
+            result[_inside(box, next_mine)] = piece[: _elements(box.sizes)].view(box.sizes)
+    return result
+
+
+_STEPS = {
+    "cut": _cut,
+    "summand": _summand,
+    "all_gather": _all_gather,
+    "all_reduce": _all_reduce,
+    "reduce_scatter": _reduce_scatter,
+    "all_to_all": _all_to_all,
+}
+
+
+def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Tensor:
+    """The piece under `inner` as a view of the one under `outer`, which holds it."""
+    around, interval = outer.region(where), inner.interval(where)
+    if interval is None or outer.interval(where) is not None:
+        return whole[_inside(inner.region(where), around)] if interval is None else whole
+    return whole.reshape(-1)[interval.start : interval.stop].view(inner.local_shape(where))
+
+
+def _inside(box: Box, around: Box) -> tuple[slice, ...]:
+    """The index that takes `box` out of a tensor that holds `around`."""
+    starts = (offset - first for offset, first in zip(box.offsets, around.offsets, strict=True))
+    return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
+
+
+def _common(one: Box, other: Box) -> Box:
+    """Where two boxes overlap; of size 0 along dims in which they do not."""
+    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
+    ranges = [range(max(a, b), min(a + m, b + n)) for a, m, b, n in pairs]
+    return Box(tuple(each.start for each in ranges), tuple(map(len, ranges)))
+
+
+def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
+    """The coordinates along the axis of a move, in order."""
+    place = move.source.axes.index(move.axis)
+    return [(*where[:place], index, *where[place + 1 :]) for index in range(move.source.degrees[place])]
+
+
+def _counts(peer: Coordinate, move: Move) -> bool:
+    """Whether a rank holds its piece as the first along the axis of a move."""
+    place = move.source.axes.index(move.axis)
+    placement = move.source.placements[place]
+    return not isinstance(placement, Shard) or peer[place] % placement.copies == 0
+
+
+def _padded(parts: Sequence[Tensor], largest: int) -> Tensor:
+    """The parts one after another, each in a place of `largest` elements: `[parts * largest]`."""
+    if len(parts) == 1 and parts[0].numel() == largest:
+        return parts[0].reshape(-1)
+    result = parts[0].new_zeros(len(parts), largest)
+    for place, part in zip(result, parts, strict=True):
+        place[: part.numel()] = part.reshape(-1)
+    return result.view(-1)
+
+
+def _elements(shape: Sequence[int]) -> int:
+    return torch.Size(shape).numel()
