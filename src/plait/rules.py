@@ -5,6 +5,7 @@
         "blocks.*.attention.norm": entrance,                    what it gives is read by the linears below
         "blocks.*.attention.query": column.by("heads"),         output features, whole heads to a rank
         "blocks.*.attention.output": row.by("heads"),           input features; its result is summed
+        "blocks.*.attention.dropout": piece.along(1),           draws for this rank's heads
     }
 
 A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match
@@ -32,13 +33,15 @@ class Rule:
     `entrance`: its output enters a region, that is, the linears of the layer that are cut by `column` read
     it; the gradient that comes back is summed over `tp`, once. `column`: a linear whose output features are
     cut. `row`: a linear whose input features are cut; its result is summed over `tp`. `vocabulary`: an
-    embedding, or the linear at the model's end, whose rows are cut, evenly or not.
+    embedding, or the linear at the model's end, whose rows are cut, evenly or not. `piece`: a dropout in a
+    region, which draws for this rank's piece of a dim, all pieces being equal: features that `column` cut, or
+    heads, but not those that ranks hold repeatedly.
 
     Layers without an entrance copy the input of each of their column linears by itself: right, but with as
     many sums.
     """
 
-    kind: Literal["entrance", "column", "row", "vocabulary"]
+    kind: Literal["entrance", "column", "row", "vocabulary", "piece"]
     parts: str | None = None
     """The attribute of the module that holds this one which says of how many equal parts the cut dim is made,
     such as heads; a part is never cut. None: of single features."""
@@ -48,6 +51,9 @@ class Rule:
     """Of a column or a vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
     """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
+
+    dim: int = -1
+    """Of a piece: the dim that is cut."""
 
     def __post_init__(self) -> None:
         fitting = _FIELDS.get(self.kind)
@@ -60,9 +66,19 @@ class Rule:
                     f"there: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
                 )
 
+        if self.dim == 0 or not isinstance(self.dim, int):
+            raise PlanError(
+                f"a rule piece has dim = {self.dim!r}: give a dim of the tensor, but not 0, its rows, which "
+                "tp never cuts."
+            )
+
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""
         return replace(self, parts=parts, repeated=repeated)
+
+    def along(self, dim: int) -> Rule:
+        """The same rule for a tensor whose dim `dim` is cut: -1 for features, 1 for `[rows, heads, ...]`."""
+        return replace(self, dim=dim)
 
 
 Rules = Mapping[str, Rule]
@@ -72,6 +88,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "column": ("parts", "repeated", "gather_output"),
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
+    "piece": ("dim",),
 }
 """Of each kind of rule, what more it can say."""
 
@@ -79,6 +96,7 @@ entrance = Rule("entrance")
 column = Rule("column")
 row = Rule("row")
 vocabulary = Rule("vocabulary")
+piece = Rule("piece")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
@@ -91,7 +109,8 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row or vocabulary of plait.rules."
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary or piece of "
+                "plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:

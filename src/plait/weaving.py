@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from torch import nn
 
 from plait.autograd.deferred import Keeper
+from plait.autograd.dropout import Dropout, names_of
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
@@ -59,6 +60,10 @@ def build_skeleton(
     return weaving.weave(private_copy(sequence.layers, empty))
 
 
+def _draws_for_pieces(layer: nn.Module) -> bool:
+    return any(isinstance(module, Dropout) and module.in_region for module in layer.modules())
+
+
 Prove = Callable[[Value], None]
 """Given a micro-batch, raises ModelError where the rules do not fit the model."""
 
@@ -76,7 +81,7 @@ def prover(
     altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
     """
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    if not cut:
+    if not cut and not any(_draws_for_pieces(layer.module) for layer in skeleton):
         return None
     names_cut, names_frozen = [], []
     for layer, twin in zip(sequence.layers, skeleton, strict=True):
@@ -95,6 +100,7 @@ def prover(
             dict(layer.module.named_parameters(remove_duplicate=False)),
             names_cut[number],
             frozen=names_frozen[number] - names_cut[number],
+            dropouts=names_of(layer.module),
             ends_inside=ends_inside and layer is skeleton[-1],
         )
 

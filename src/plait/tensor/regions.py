@@ -16,6 +16,8 @@ Every value of the graph is given a state, from the leaves on:
                                    inside and another          refused: a gradient would be one rank's part,
                                                                or be summed once too often
 
+A dropout draws for its rank's piece inside, and for the whole elsewhere.
+
 What needs no gradient is not in the graph: whole numbers, masks, what is detached; so the caller has every
 parameter and input of floating-point numbers ask for one. A layer that passes gives each its whole gradient,
 if what is done inside a region is done to each part (head, feature) by itself: a norm over all features of a
@@ -33,6 +35,7 @@ from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from plait.autograd.conjugate import Conjugate, conjugate_of
+from plait.autograd.dropout import dropout_of
 from plait.errors import ModelError
 
 
@@ -58,6 +61,7 @@ def prove_layer(
     cut: Collection[str],
     *,
     frozen: Collection[str] = (),
+    dropouts: Mapping[int, str] | None = None,
     ends_inside: bool,
 ) -> None:
     """Follow a layer's autograd graph from `outputs` back to `inputs` and `parameters`.
@@ -65,8 +69,9 @@ def prove_layer(
     `inputs` are the leaves that the layer at `path` was given, `outputs` the tensors that it gave, with
     gradients enabled; on the meta device nothing is computed or sent. `parameters` go by their names in the
     model or in the layer; `cut` holds the names of those that the layout shards over `tp`, `frozen` of whole
-    parameters whose gradient nobody wants. `ends_inside`:
-    the output has to be this rank's piece, as logits cut by vocabulary are. The graph stays as it is.
+    parameters whose gradient nobody wants, `dropouts` the names of those in the layer, by `id`.
+    `ends_inside`: the output has to be this rank's piece, as logits cut by vocabulary are. The graph stays
+    as it is.
 
     ModelError for the first operation at which a gradient would be wrong: the layer, the parameter and the
     rule to change.
@@ -81,7 +86,7 @@ def prove_layer(
         elif name in frozen:
             leaves[id(parameter)] = State.CONSTANT
     ends = [get_gradient_edge(output).node for output in outputs if output.requires_grad]
-    proof = _Proof(path, leaves, names)
+    proof = _Proof(path, leaves, names, dropouts or {})
     for node in _in_order(ends):
         proof.step(node)
     if ends_inside:
@@ -130,8 +135,10 @@ def _in_order(ends: Iterable[Node]) -> Iterator[Node]:
 class _Proof:
     """The states found so far, and the sentences for what cannot be given one."""
 
-    def __init__(self, path: str, leaves: Mapping[int, State], names: Mapping[int, str]) -> None:
-        self.path, self.leaves, self.names = path, leaves, names
+    def __init__(
+        self, path: str, leaves: Mapping[int, State], names: Mapping[int, str], dropouts: Mapping[int, str]
+    ) -> None:
+        self.path, self.leaves, self.names, self.dropouts = path, leaves, names, dropouts
         # By node: torch keeps one Python object a node only while somebody holds it.
         self.states: dict[Node, State] = {}
 
@@ -158,6 +165,26 @@ class _Proof:
         else:
             order = (State.INSIDE, State.WHOLE, State.NEUTRAL)
             self.states[node] = next((state for state in order if state in read), State.CONSTANT)
+        self._draws_for_it(node)
+
+    def _draws_for_it(self, node: Node) -> None:
+        """ModelError where a dropout draws for another piece than it is given."""
+        dropout = dropout_of(node)
+        if dropout is None:
+            return
+        inside = self.states[node] is State.INSIDE
+        name = f"the dropout {self.dropouts.get(id(dropout), '')}".strip()
+        if inside and not dropout.in_region:
+            raise self._error(
+                f"{name} stands inside a region, where each rank has another part, but would draw the same "
+                "for all: give it the rule piece.along(d), d being the dim that is cut (-1 for features, 1 "
+                "for heads in [rows, heads, ...])"
+            )
+        if not inside and dropout.in_region:
+            raise self._error(
+                f"{name} has the rule piece, but what it is given is whole on every rank, and each would "
+                "drop other elements of it: take the rule away"
+            )
 
     def end(self, ends: Iterable[Node]) -> None:
         """ModelError if one of these, the layer's outputs, is inside a region."""

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from plait.autograd.conjugate import Meanwhile, copy
 from plait.autograd.deferred import Keeper
+from plait.autograd.dropout import Dropout, draw_for_piece
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
@@ -28,8 +29,11 @@ CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
+    "piece": (Dropout, nn.Dropout),
 }
-"""What each rule can cut. Subclasses compute something of their own."""
+"""What each rule can cut, or draws for what is cut. Subclasses compute something of their own."""
+WITHOUT_LAYOUT = ("entrance", "piece")
+"""Rules of modules whose parameters stay whole."""
 
 
 def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
@@ -39,12 +43,12 @@ def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     for path, rule in matched.items():
         kind = type(modules[path])
         if kind not in CUTTABLE.get(rule.kind, (kind,)):
-            cuttable = " or ".join(f"nn.{one.__name__}" for one in CUTTABLE[rule.kind])
+            cuttable = " or ".join(_public_name(one) for one in CUTTABLE[rule.kind])
             raise PlanError(
-                f"the rule {rule.kind} cuts {cuttable}, but {path} is a {kind.__name__}: "
+                f"the rule {rule.kind} is for {cuttable}, but {path} is a {kind.__name__}: "
                 "name another module, or leave it whole."
             )
-        if rule.kind in CUTTABLE and _is_altered(modules[path]):
+        if rule.kind in CUTTABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
             raise PlanError(
                 f"{path} has hooks, or a forward of its own, which a parallel module in its place would not "
                 "have: take them off, or leave it whole."
@@ -94,6 +98,9 @@ def weave(
             if id(module) not in twins and rule.kind == "entrance":
                 module.register_forward_hook(partial(_enter, group, meanwhile, full))
                 twins[id(module)] = module
+            elif id(module) not in twins and isinstance(module, Dropout):
+                draw_for_piece(module, rule.dim, group.index, group.size)
+                twins[id(module)] = module
             elif id(module) not in twins:
                 twin = _twin(module, rule, group, _cut(full, rule, holder), full)
                 twin.keeper = keeper
@@ -125,6 +132,10 @@ def _enter(
             "whose output is one tensor."
         )
     return copy(output, group, meanwhile)
+
+
+def _public_name(kind: type[nn.Module]) -> str:
+    return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -159,7 +170,7 @@ def _layouts(
     path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
 ) -> dict[str, Layout]:
     """Of the parameters of a module that a rule cuts."""
-    if rule.kind == "entrance":
+    if rule.kind in WITHOUT_LAYOUT:
         return {}
     cut = _cut(path, rule, parent)
     if isinstance(module, nn.Embedding):
