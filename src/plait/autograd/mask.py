@@ -50,14 +50,14 @@ def keep_mask(
     dims = _joined(_dims(shape, spans))
     keep = torch.empty(prod(shape), dtype=torch.bool, device=device)
     if p >= 1.0:
-        return keep.fill_(False).view(*shape)
+        return keep.fill_(False).view(tuple(shape))
     block = BLOCK.get(device.type, BLOCK_ON_ACCELERATORS)
     # On meta one block shows what memory it takes.
     for first in range(0, min(len(keep), block) if keep.is_meta else len(keep), block):
         part = keep[first : first + block]
         drawn = _mixed(_indexes(first, len(part), dims, device), key)
         torch.ge(drawn, int(p * 2**64) - 2**63, out=part)
-    return keep.view(*shape)
+    return keep.view(tuple(shape))
 
 
 def _dims(shape: Sequence[int], spans: Mapping[int, Span]) -> list[_Dim]:
