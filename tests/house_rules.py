@@ -65,6 +65,7 @@ FROZEN_VALUES = {
     ("rules.py", "row"): "likewise",
     ("rules.py", "vocabulary"): "likewise",
     ("rules.py", "sequence"): "likewise",
+    ("rules.py", "piece"): "likewise",
 }
 """Lower-case names of values at module level that cannot change."""
 IMMUTABLE_MAKERS = {"TypeVar", "ParamSpec", "NewType", "frozenset", "tuple"}

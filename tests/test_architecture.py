@@ -32,6 +32,7 @@ from house_rules import (
 MOST_PUBLIC_NAMES = 16
 PUBLIC = [
     "Costs",
+    "Dropout",
     "Mesh",
     "Microbatches",
     "PlaitError",

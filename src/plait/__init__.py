@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from plait import models
+    from plait.autograd.dropout import Dropout
     from plait.comm.launch import launch
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
@@ -30,6 +31,7 @@ __version__ = "0.1.0"
 
 _HOME = {
     "Costs": "plait.simulation.costs",
+    "Dropout": "plait.autograd.dropout",
     "Mesh": "plait.comm.mesh",
     "Microbatches": "plait.pipeline.values",
     "Plan": "plait.plan",
@@ -47,6 +49,7 @@ _HOME = {
 
 __all__ = [
     "Costs",
+    "Dropout",
     "Mesh",
     "Microbatches",
     "PlaitError",

@@ -14,6 +14,7 @@ from itertools import chain
 from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.dropout import Draws
 from plait.blueprint import Blueprint, draw, span
 from plait.comm.agreement import agree
 from plait.comm.mesh import Mesh
@@ -71,11 +72,11 @@ def parallelize(
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
-    steps = Steps(drawn.order, drawn.shape, mesh.index("pp"))
+    steps, draws = Steps(drawn.order, drawn.shape, mesh.index("pp")), Draws(seed)
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
     units = build_units(drawn, spans, mesh, source)
     weaving = drawn.weaving(mesh.group("tp"))
-    stages = build_stages(drawn, spans, units, weaving, mesh, source)
+    stages = build_stages(drawn, spans, units, weaving, mesh, source, draws)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
@@ -94,6 +95,7 @@ def parallelize(
         worker=worker,
         gatherer=Gatherer(units),
         reducer=Reducer(units),
+        draws=draws,
         counted=counted_parameters(drawn.holders, drawn.layouts, mesh),
         vocabulary=vocabulary,
         in_half=drawn.in_half,
@@ -170,6 +172,7 @@ def build_stages(
     weaving: Weaving,
     mesh: Mesh,
     source: Source,
+    draws: Draws,
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
     sequence, plan = drawn.sequence, drawn.plan
@@ -183,8 +186,9 @@ def build_stages(
         copies = weaving.weave(private_copy(layers, real), keeper)
         for layer in copies:
             defer_weight_gradients(layer.module, keeper)
+        draws.give_to(layer.module for layer in copies)
         recompute = [drawn.recompute[layer] for layer in spans[number]]
-        stages[number] = Stage(number, copies, keeper, adds_late=adds_late, recompute=recompute)
+        stages[number] = Stage(number, copies, keeper, adds_late=adds_late, recompute=recompute, draws=draws)
     return stages
 
 

@@ -6,6 +6,7 @@
         "blocks.*.attention.query": column.by("heads"),         output features, whole heads to a rank
         "blocks.*.attention.output": row.by("heads"),           input features; its result is summed
         "blocks.*.attention": sequence,                         the rest may run on pieces of the sequence
+        "blocks.*.attention.dropout": piece.along(1),           draws for this rank's heads
     }
 
 A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match
@@ -33,15 +34,17 @@ class Rule:
     `entrance`: its output enters a region, that is, the linears of the layer that are cut by `column` read
     it; the gradient that comes back is summed over `tp`, once. `column`: a linear whose output features are
     cut. `row`: a linear whose input features are cut; its result is summed over `tp`. `vocabulary`: an
-    embedding, or the linear at the model's end, whose rows are cut, evenly or not. `sequence`: a layer of the
-    model whose work outside of regions (norms, dropouts, residual connections) is done for each position of
-    the sequence by itself; with `Plan.sequence_parallel` each rank does it for a piece of the sequence.
+    embedding, or the linear at the model's end, whose rows are cut, evenly or not. `piece`: a dropout in a
+    region, which draws for this rank's piece of a dim, all pieces being equal: features that `column` cut, or
+    heads, but not those that ranks hold repeatedly. `sequence`: a layer of the model whose work outside of
+    regions (norms, dropouts, residual connections) is done for each position of the sequence by itself; with
+    `Plan.sequence_parallel` each rank does it for a piece of the sequence.
 
     Layers without an entrance copy the input of each of their column linears by itself: right, but with as
     many sums.
     """
 
-    kind: Literal["entrance", "column", "row", "vocabulary", "sequence"]
+    kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence"]
     parts: str | None = None
     """The attribute of the module that holds this one which says of how many equal parts the cut dim is made,
     such as heads; a part is never cut. None: of single features."""
@@ -51,9 +54,10 @@ class Rule:
     """Of a column or a vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
     """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
-    dim: int | None = None
-    """Of a sequence: which dim of the first tensor that the layer is given, and gives; None: 1, for
-    `[batch, length, hidden]`. Other tensors stay whole."""
+    dim: int = -1
+    """Of a piece: the dim that is cut, -1 for features, 1 for heads in `[rows, heads, ...]`. Of a sequence:
+    that of the first tensor that the layer is given, and gives, 1 for `[batch, length, hidden]`; other tensors
+    stay whole."""
 
     def __post_init__(self) -> None:
         fitting = _FIELDS.get(self.kind)
@@ -65,6 +69,13 @@ class Rule:
                     f"a rule {self.kind} has {one.name} = {getattr(self, one.name)!r}, which says nothing "
                     f"there: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
                 )
+        if not isinstance(self.dim, int) or (self.kind == "piece" and self.dim == 0):
+            raise PlanError(
+                f"a rule {self.kind} has dim = {self.dim!r}: give a dim of the tensor, but not 0, its rows, "
+                "which tp never cuts."
+            )
+        if self.kind == "sequence" and self.dim < 0:
+            raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""
@@ -83,6 +94,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
     "sequence": ("dim",),
+    "piece": ("dim",),
 }
 """Of each kind of rule, what more it can say."""
 
@@ -90,7 +102,8 @@ entrance = Rule("entrance")
 column = Rule("column")
 row = Rule("row")
 vocabulary = Rule("vocabulary")
-sequence = Rule("sequence")
+sequence = Rule("sequence", dim=1)
+piece = Rule("piece")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
@@ -103,8 +116,8 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     for pattern, rule in rules.items():
         if not isinstance(rule, Rule):
             raise PlanError(
-                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary or sequence of "
-                "plait.rules."
+                f"the rule {pattern!r} is {rule!r}: give entrance, column, row, vocabulary, piece or "
+                "sequence of plait.rules."
             )
         matched = [name for name in names if _fits(pattern, name)]
         if not matched:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from plait.autograd.conjugate import to_pieces, to_whole
 from plait.autograd.deferred import Keeper
+from plait.autograd.dropout import Dropout, names_of
 from plait.autograd.pieces import Length
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
@@ -111,6 +112,10 @@ def build_skeleton(
     return weaving.weave(private_copy(sequence.layers, empty))
 
 
+def _draws_for_pieces(layer: nn.Module) -> bool:
+    return any(isinstance(module, Dropout) and module.in_region for module in layer.modules())
+
+
 Prove = Callable[[Value], None]
 """Given a micro-batch, raises ModelError where the rules do not fit the model."""
 
@@ -130,7 +135,7 @@ def prover(
     altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
     """
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    if not cut:
+    if not cut and not any(_draws_for_pieces(layer.module) for layer in skeleton):
         return None
     in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
     claims: list[Claims] = []
@@ -147,6 +152,7 @@ def prover(
                 summed={name for name, one in parameters.items() if id(one) in in_sum},
                 begins_in_pieces=passage.comes is not None,
                 ends_in_pieces=passage.leaves is not None,
+                dropouts=names_of(twin.module),
                 ends_inside=ends_inside and twin is skeleton[-1],
             )
         )

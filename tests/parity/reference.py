@@ -8,7 +8,8 @@ optimizer would then not decay it).
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -43,6 +44,13 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
 def train(case: Case, rows: int, recipe: Recipe, dtype: torch.dtype) -> Outcome:
     """Carry out `recipe` on global batches of `rows` rows."""
     model = materialise(case.build(), dtype)
+    return train_model(case, model, model, rows, recipe, dtype)
+
+
+def train_model(
+    case: Case, model: nn.Module, run: Callable[[Any], Any], rows: int, recipe: Recipe, dtype: torch.dtype
+) -> Outcome:
+    """The same for a model that has values; `run` says what it gives."""
     trainable = [parameter for parameter in model.parameters() if parameter.requires_grad]
     for parameter in trainable:
         parameter.grad = torch.zeros_like(parameter)
@@ -56,7 +64,7 @@ def train(case: Case, rows: int, recipe: Recipe, dtype: torch.dtype) -> Outcome:
     for step in range(recipe.steps):
         for _ in range(recipe.calls):
             inputs, targets = next(batches)
-            loss = case.mean(model(inputs), targets)
+            loss = case.mean(run(inputs), targets)
             loss.backward()  # type: ignore[no-untyped-call]
             outcome.losses.append(loss.item())
         if step == 0:

@@ -12,7 +12,8 @@ import torch
 
 import plait
 from parity.case import Batch, Case
-from parity.cases import USER_CASES
+from parity.cases import USER_CASES, with_values
+from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
 from plait.footprint.forecast import Setting
 from plait.footprint.report import RankMemory
@@ -159,6 +160,13 @@ def test_other_configurations(rank_pool: Any, name: str) -> None:
 
 def test_another_model_and_optimizer(rank_pool: Any) -> None:
     check(rank_pool, LLAMA, make(pp=2, dp=2, strategy="optimizer", schedule="zb-h1"), momentum=True)
+
+
+@pytest.mark.parametrize("settings", [{}, {"tp": 2, "recompute": "selective"}, {"pp": 2}], ids=str)
+def test_dropout(rank_pool: Any, settings: dict[str, Any]) -> None:
+    """Its masks, and what it takes to make them."""
+    case = Case("dropping", with_values(partial(dropping, hidden=64, vocab=VOCAB)), draw)
+    check(rank_pool, case, make(**settings))
 
 
 @pytest.mark.parametrize(

@@ -6,6 +6,7 @@ from plait.errors import ModelError
 from plait.verification.recipe import Recipe
 from zoo.backward import BACKWARD
 from zoo.cases import TWO_COPIES
+from zoo.dropping import DROPPING
 from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
@@ -17,7 +18,18 @@ from zoo.sharding import SHARDING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
 
-ROWS = (*FORWARD, *LOSSES, *BACKWARD, *WEIGHTS, *REDUCTIONS, *UPDATES, *FOUR, *SHARDING, *SCATTERING)
+ROWS = (
+    *FORWARD,
+    *LOSSES,
+    *BACKWARD,
+    *WEIGHTS,
+    *REDUCTIONS,
+    *UPDATES,
+    *FOUR,
+    *SHARDING,
+    *SCATTERING,
+    *DROPPING,
+)
 EXACT = Recipe(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
 SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP)

@@ -54,8 +54,8 @@ class Engine:
         shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to those
         that are there; `zero_grad` starts anew. An exception leaves them as they were.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
-        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, one
-        reduction per unit, the loss over `world`.
+        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp` (and the rows
+        of `Microbatches` for a model with dropout), one reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
         self._runner.scale.begin(anew=self._parts.reducer.starts_anew)
@@ -66,6 +66,7 @@ class Engine:
                 self._runner.steps.train, inputs, targets, input_gradients=input_gradients
             )
         self._runner.scale.end()
+        self.passes += 1
         return loss
 
     def evaluate(self, inputs: Value, targets: Value) -> Tensor:
@@ -278,6 +279,18 @@ class Engine:
         units, counted = self._parts.reducer.units.values(), self._parts.counted
         group = self.mesh.group("world" if self.plan.shards else "model")
         return start_norm(units, counted, group, self.mesh.device, norm_type)
+
+    @property
+    def passes(self) -> int:
+        """How often `forward_backward` has run: dropout draws anew each time.
+
+        Set it, on all ranks, to go on as another run would.
+        """
+        return self._parts.draws.step
+
+    @passes.setter
+    def passes(self, count: int) -> None:
+        self._parts.draws.step = count
 
     @property
     def loss_scale(self) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
+from plait.autograd.dropout import Draws
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
 from plait.pipeline.sequence import NamedLayer
@@ -45,6 +46,8 @@ class Parts:
     worker: Worker
     gatherer: Gatherer
     reducer: Reducer
+    draws: Draws
+    """What the dropouts of this rank draw by."""
     counted: Collection[str]
     """The parameters whose gradients count as this rank's in a norm over the model."""
     vocabulary: Vocabulary | None

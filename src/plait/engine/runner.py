@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
+from itertools import accumulate, pairwise
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.dropout import names_of
 from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
 from plait.engine.parts import Parts
@@ -19,7 +21,7 @@ from plait.pipeline.fingerprint import fingerprint_of_tokens
 from plait.pipeline.loss_scale import loss_scale
 from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
-from plait.pipeline.values import Microbatches, Value, cut, signature, signatures
+from plait.pipeline.values import Microbatches, Value, cut, signature, signatures, tensors_of
 from plait.schedules.program import Program
 
 REMEMBERED_SHAPES = 256
@@ -38,6 +40,7 @@ class Runner:
         self.scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
         self.given_cut = False
         """Whether the latest batch came as `Microbatches`."""
+        self._drops = any(names_of(layer.module) for layer in parts.skeleton)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -61,6 +64,8 @@ class Runner:
         looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
+        if self._drops and torch.is_grad_enabled():
+            self.parts.draws.rows = self._rows(batch)
         weights = [self.parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
@@ -72,6 +77,20 @@ class Runner:
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / weight
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
+
+    def _rows(self, batch: Sequence[Value]) -> list[range]:
+        """Which rows of the global batch each micro-batch has, by the first of its tensors.
+
+        Communication: of `Microbatches`, whose rows ranks may differ in, one all-reduce over `dp`.
+        """
+        counts = [next((len(one) if one.dim() else 1 for one in tensors_of(value)), 1) for value in batch]
+        group, before = self.mesh.group("dp"), self.mesh.index("dp") * sum(counts)
+        if self.given_cut and group.size > 1:
+            shares = torch.zeros(group.size, dtype=torch.int64, device=self.mesh.device)
+            shares[self.mesh.index("dp")] = sum(counts)
+            every = all_reduce(shares, group, checked=False).about("the batch's rows").wait()
+            before = int(every[: self.mesh.index("dp")].sum())
+        return [range(*ends) for ends in pairwise(accumulate(counts, initial=before))]
 
     def microbatch_losses(self) -> Tensor:
         """The mean loss of each of the last micro-batches, `[microbatches]`. Communication: one broadcast."""

@@ -5,8 +5,9 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Iterable, Mapping, Sequence
 
-from torch import Tensor
+from torch import Tensor, nn
 
+from plait.autograd.dropout import Dropout
 from plait.pipeline.sequence import LayerSequence, bits_of
 from plait.pipeline.values import Value, tensors_of
 from plait.plan import Plan
@@ -25,6 +26,9 @@ def fingerprint(
             digest.update(f"{layer.path} {type(layer.module).__name__} {name} {kind}".encode())
         for name, buffer in layer.module.named_buffers():
             digest.update(f"{layer.path} {name} {buffer.shape} {buffer.dtype}".encode())
+        for name, module in layer.module.named_modules():
+            if isinstance(module, Dropout | nn.Dropout):
+                digest.update(f"{layer.path} {name} {module.p} {module.training}".encode())
     digest.update(str(sequence.users).encode())
     digest.update(str(sorted(rules.items(), key=lambda item: item[0])).encode())
     return f"parallelize(model {digest.hexdigest()}, seed {seed}, layers per stage {tuple(counts)}, {plan})"

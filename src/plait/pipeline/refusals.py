@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
+from plait.autograd.dropout import stands_in_for
 from plait.errors import ModelError
 from plait.pipeline.sequence import LayerSequence
 from plait.rules import join
@@ -34,7 +35,7 @@ def _reason(module: nn.Module) -> str | None:
     if module.training and _drop_probability(module):
         return (
             f"drops with p = {_drop_probability(module)}: its random numbers would depend on the layout, "
-            "so set p to 0 or call eval() on it"
+            "so set p to 0, and use plait.Dropout, or call eval() on it"
         )
     if module.training and isinstance(module, BATCH_NORMS):
         return (
@@ -62,7 +63,7 @@ def _reason(module: nn.Module) -> str | None:
 
 
 def _drop_probability(module: nn.Module) -> float:
-    if isinstance(module, DROPPING):
+    if isinstance(module, DROPPING) and not stands_in_for(module):
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return float(module.dropout)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.dropout import stand_in, stands_in_for
 from plait.autograd.pieces import Length
 from plait.errors import ModelError
 from plait.pipeline.precision import convert
@@ -99,9 +100,13 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     """The same layers on other tensors; those given by the user are never altered.
 
     `tensors` holds, by the `id` of each parameter and buffer, what stands in its place in the copy. What
-    several of `layers` share, their copies share.
+    several of `layers` share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
     """
     memo: dict[int, object] = dict(tensors)
+    for layer in layers:
+        for module in layer.module.modules():
+            if stands_in_for(module):
+                memo[id(module)] = stand_in(module)
     copies = copy.deepcopy([layer.module for layer in layers], memo)
     return [replace(layer, module=module) for layer, module in zip(layers, copies, strict=True)]
 

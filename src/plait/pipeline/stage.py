@@ -11,8 +11,8 @@ layer's input (a leaf), its output (the root of a small graph) and, between `I` 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
+from plait.autograd.dropout import Draws, names_of
 from plait.errors import ModelError
 from plait.pipeline.boundary import LayerInfo
 from plait.pipeline.recompute import Recomputation
@@ -54,6 +55,8 @@ class Stage:
     """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
     recompute: Sequence[Recompute] = ()
     """How much of each layer's activations is made again in its backward; nothing, if it does not say."""
+    draws: Draws | None = None
+    """What dropouts in the layers draw by."""
     input_gradients: bool = False
     """Whether a stage fed by the batch collects the gradient of its floating-point input."""
 
@@ -67,6 +70,7 @@ class Stage:
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
         self._recomputations = [Recomputation(mode, self.keeper) for mode in modes]
+        self._dropouts = [names_of(layer.module) for layer in self.layers]
 
     def feed(self, microbatch: int, value: Value) -> None:
         """Give the first layer's input. The tensors are leaves already (see `leaf_of`)."""
@@ -81,7 +85,8 @@ class Stage:
         value = self.values.pop(microbatch)
         info = self.infos[microbatch][layer]
         with self._named(microbatch, layer):
-            output = self._recomputations[layer](partial(_run, self.layers[layer], info), value)
+            run = partial(_run, self.layers[layer], info, partial(self._drawing, microbatch, layer))
+            output = self._recomputations[layer](run, value)
             info.check(output, self.layers[layer].path)
         if torch.is_grad_enabled():
             self.runs[microbatch, layer] = Run(list(tensors_of(value)), list(tensors_of(output)))
@@ -132,15 +137,24 @@ class Stage:
         for held in (self.values, self.gradients, self.runs):
             held.clear()
 
+    def _drawing(self, microbatch: int, layer: int) -> AbstractContextManager[None]:
+        """Around each run of a layer, the second as the first."""
+        if self.draws is None or not self._dropouts[layer]:
+            return nullcontext()
+        return self.draws.at(microbatch, self.layers[layer].path, self._dropouts[layer])
+
     def _named(self, microbatch: int, layer: int) -> Any:
         return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
 
 
-def _run(layer: NamedLayer, info: LayerInfo, value: Value) -> Value:
+def _run(
+    layer: NamedLayer, info: LayerInfo, drawing: Callable[[], AbstractContextManager[None]], value: Value
+) -> Value:
     """What a layer gives; a layer that writes to its input writes to a copy."""
     layer.length.whole = info.length
     given = map_tensors(torch.clone, value) if info.writes_input else value
-    return _not_lent(layer.module, layer.run(given))
+    with drawing():
+        return _not_lent(layer.module, layer.run(given))
 
 
 def _not_lent(module: nn.Module, output: Value) -> Value:

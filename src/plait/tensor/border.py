@@ -15,9 +15,12 @@ from typing import Protocol
 from torch import Tensor
 
 from plait.autograd.conjugate import Meanwhile, copy, gather_in, reduce, scatter_out
+from plait.autograd.mask import Span
 from plait.autograd.pieces import Length
 from plait.autograd.regather import Gather, Sources
 from plait.comm.group import Group
+from plait.errors import ModelError
+from plait.layout import divide
 
 
 class Border(Protocol):
@@ -73,3 +76,14 @@ class SequenceBorder:
     def leave(self, tensor: Tensor) -> Tensor:
         """This rank's piece of the sum."""
         return scatter_out(tensor, self.group, self.dim)
+
+    def piece(self, size: int) -> Span:
+        """Which piece of the sequence this rank has. ModelError where that has not `size` positions."""
+        own = divide(self.length.whole, self.group.size)[self.group.index]
+        if len(own) != size:
+            raise ModelError(
+                f"a dropout was given a tensor whose dim {self.dim} has {size} elements, where this rank has "
+                f"{len(own)} of the {self.length.whole} positions of the sequence: let it drop before the "
+                "dims are changed, or take the rule sequence off its layer."
+            )
+        return Span(own.start, self.length.whole)

@@ -22,6 +22,8 @@ Every value of the graph is given a state, from the leaves on:
                                    any others together         refused: a gradient would be one rank's part,
                                                                or be summed once too often
 
+A dropout draws for its rank's piece inside, and for the whole elsewhere.
+
 What needs no gradient is not in the graph: whole numbers, masks, what is detached; so the caller has every
 parameter and input of floating-point numbers ask for one. A layer that passes gives each its whole gradient,
 if what is done inside a region is done to each part (head, feature) by itself: a norm over all features of a
@@ -33,13 +35,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import Enum
 
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
 from plait.autograd.conjugate import Conjugate, conjugate_of
+from plait.autograd.dropout import Dropout, dropout_of
 from plait.errors import ModelError
 
 
@@ -74,6 +77,8 @@ class Claims:
     """Whether the first tensor comes as this rank's piece of a sequence."""
     ends_in_pieces: bool = False
     """Whether the first tensor leaves as one."""
+    dropouts: Mapping[int, str] = field(default_factory=dict)
+    """The names in the layer of its dropouts, by their `id`."""
     ends_inside: bool = False
     """Whether the output has to be this rank's own, as logits cut by vocabulary are."""
 
@@ -108,7 +113,7 @@ def prove_layer(
             leaves[id(parameter)] = State.SUMMED
     given = list(outputs)
     ends = [get_gradient_edge(output).node for output in given if output.requires_grad]
-    proof = _Proof(path, leaves, names)
+    proof = _Proof(path, leaves, names, claims.dropouts)
     for node in _in_order(ends):
         proof.step(node)
     if claims.ends_inside:
@@ -158,8 +163,10 @@ def _in_order(ends: Iterable[Node]) -> Iterator[Node]:
 class _Proof:
     """The states found so far, and the sentences for what cannot be given one."""
 
-    def __init__(self, path: str, leaves: Mapping[int, State], names: Mapping[int, str]) -> None:
-        self.path, self.leaves, self.names = path, leaves, names
+    def __init__(
+        self, path: str, leaves: Mapping[int, State], names: Mapping[int, str], dropouts: Mapping[int, str]
+    ) -> None:
+        self.path, self.leaves, self.names, self.dropouts = path, leaves, names, dropouts
         # By node: torch keeps one Python object a node only while somebody holds it.
         self.states: dict[Node, State] = {}
 
@@ -174,6 +181,27 @@ class _Proof:
         self.states[node] = (
             self._other(node, read) if conjugate is None else self._turn(node, read, conjugate)
         )
+        dropout = dropout_of(node)
+        if dropout is not None:
+            self._draws_for_it(node, dropout)
+
+    def _draws_for_it(self, node: Node, dropout: Dropout) -> None:
+        """ModelError where a dropout draws for another piece than it is given."""
+        if dropout.in_pieces and self.states[node] is not State.PIECE:
+            raise self._other_pieces(node)
+        inside = self.states[node] is State.INSIDE
+        name = f"the dropout {self.dropouts.get(id(dropout), '')}".strip()
+        if inside and not dropout.in_region:
+            raise self._error(
+                f"{name} stands inside a region, where each rank has another part, but would draw the same "
+                "for all: give it the rule piece.along(d), d being the dim that is cut (-1 for features, 1 "
+                "for heads in [rows, heads, ...])"
+            )
+        if not inside and dropout.in_region:
+            raise self._error(
+                f"{name} has the rule piece, but what it is given is whole on every rank, and each would "
+                "drop other elements of it: take the rule away"
+            )
 
     def _turn(self, node: Node, read: set[State], conjugate: Conjugate) -> State:
         """What a collective gives."""

@@ -89,9 +89,7 @@ def summed_over_tp(
 
 def _dim(rule: Rule | None) -> int | None:
     """Along which dim a layer with this rule takes pieces."""
-    if rule is None or rule.kind != "sequence":
-        return None
-    return 1 if rule.dim is None else rule.dim
+    return rule.dim if rule is not None and rule.kind == "sequence" else None
 
 
 def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:

@@ -13,11 +13,12 @@ from typing import cast
 from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper
+from plait.autograd.dropout import Dropout, draw_for_piece, draw_for_sequence
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
-from plait.tensor.border import Border
+from plait.tensor.border import Border, SequenceBorder
 from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -28,8 +29,11 @@ CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
+    "piece": (Dropout, nn.Dropout),
 }
-"""What each rule can cut. Subclasses compute something of their own."""
+"""What each rule can cut, or draws for what is cut. Subclasses compute something of their own."""
+WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
+"""Rules of modules whose parameters stay whole."""
 
 
 def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
@@ -39,12 +43,12 @@ def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     for path, rule in matched.items():
         kind = type(modules[path])
         if kind not in CUTTABLE.get(rule.kind, (kind,)):
-            cuttable = " or ".join(f"nn.{one.__name__}" for one in CUTTABLE[rule.kind])
+            cuttable = " or ".join(_public_name(one) for one in CUTTABLE[rule.kind])
             raise PlanError(
-                f"the rule {rule.kind} cuts {cuttable}, but {path} is a {kind.__name__}: "
+                f"the rule {rule.kind} is for {cuttable}, but {path} is a {kind.__name__}: "
                 "name another module, or leave it whole."
             )
-        if rule.kind in CUTTABLE and _is_altered(modules[path]):
+        if rule.kind in CUTTABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
             raise PlanError(
                 f"{path} has hooks, or a forward of its own, which a parallel module in its place would not "
                 "have: take them off, or leave it whole."
@@ -95,6 +99,9 @@ def weave(
             if id(module) not in twins and rule.kind == "entrance":
                 module.register_forward_hook(partial(_enter, border, full))
                 twins[id(module)] = module
+            elif id(module) not in twins and isinstance(module, Dropout):
+                draw_for_piece(module, rule.dim, group.index, group.size)
+                twins[id(module)] = module
             elif id(module) not in twins:
                 twin = _twin(module, rule, group, _cut(full, rule, holder), full)
                 twin.keeper = keeper
@@ -106,6 +113,8 @@ def weave(
             if name:
                 setattr(holder, name.rpartition(".")[2], twins[id(module)])
         woven.append(twins.get(id(layer), layer))
+        if isinstance(border, SequenceBorder):
+            _draw_for_sequence(layer, border)
     return woven
 
 
@@ -119,6 +128,13 @@ def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> in
     return None
 
 
+def _draw_for_sequence(layer: nn.Module, border: SequenceBorder) -> None:
+    """Let the dropouts outside of regions draw for this rank's piece."""
+    for module in layer.modules():
+        if isinstance(module, Dropout) and not module.in_region:
+            draw_for_sequence(module, border.dim, border.piece)
+
+
 def _enter(border: Border, path: str, module: nn.Module, given: object, output: object) -> Tensor:
     if not isinstance(output, Tensor):
         raise ModelError(
@@ -126,6 +142,10 @@ def _enter(border: Border, path: str, module: nn.Module, given: object, output: 
             "whose output is one tensor."
         )
     return border.enter(output)
+
+
+def _public_name(kind: type[nn.Module]) -> str:
+    return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
 def _is_altered(module: nn.Module) -> bool:
@@ -160,7 +180,7 @@ def _layouts(
     path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
 ) -> dict[str, Layout]:
     """Of the parameters of a module that a rule cuts."""
-    if rule.kind in ("entrance", "sequence"):
+    if rule.kind in WITHOUT_LAYOUT:
         return {}
     cut = _cut(path, rule, parent)
     if isinstance(module, nn.Embedding):

@@ -12,10 +12,12 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor, nn
 
+from plait.autograd.dropout import Draws, names_of
 from plait.errors import ModelError, PlaitError
 from plait.models.initial import initial_value
 from plait.pipeline.modes import evaluating
@@ -51,6 +53,8 @@ class Reference:
         self.noise = noise
         self.clip = clip
         self.parameters, self.layers, self.uses = materialise(sequence, recipe.seed, change, dtype, device)
+        self.draws = Draws(recipe.seed)
+        self.draws.give_to(layer.module for layer in self.layers)
         with torch.no_grad():
             for parameter in self.parameters.values():
                 parameter.copy_(noise.shake(parameter))
@@ -80,22 +84,24 @@ class Reference:
     def _step(
         self, step: int, inputs: Value, targets: Value, microbatches: int
     ) -> Iterator[tuple[Moment, Records]]:
+        self.draws.step = step
         whole = self._mean(inputs, targets)
         parts = split(targets, microbatches, "targets")
+        given = split(inputs, microbatches, "inputs")
+        rows = [len(next(tensors_of(one))) for one in given]
+        self.draws.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
         for parameter in self.trainable.values():
             parameter.grad = torch.zeros_like(parameter)
         totals = []
-        for number, (given, wanted) in enumerate(
-            zip(split(inputs, microbatches, "inputs"), parts, strict=True)
-        ):
-            records = self._microbatch(given, wanted, weight)
+        for number, (part, wanted) in enumerate(zip(given, parts, strict=True)):
+            records = self._microbatch(number, part, wanted, weight)
             totals.append(records[Key("total")].double())
             yield Moment(step, number), records
         records = {Key("mean"): torch.stack(totals).sum() / weight, Key("whole"): whole}
         yield Moment(step, WHOLE), records | self._update()
 
-    def _microbatch(self, inputs: Value, targets: Value, weight: Tensor) -> Records:
+    def _microbatch(self, microbatch: int, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -121,7 +127,7 @@ class Reference:
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
             with telling(layer.path or "the model"), drawing_nothing(layer.path):
-                output = layer.module(value)
+                output = self._run(layer, microbatch, value)
             value = boundary(output, number)
         with telling("the loss"):
             total = self.loss.total(value, targets)
@@ -137,6 +143,10 @@ class Reference:
                     self.trainable[name].grad.add_(contribution)  # type: ignore[union-attr]
                     alias.grad = None
         return records
+
+    def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
+        with self.draws.at(microbatch, layer.path, names_of(layer.module)):
+            return layer.module(value)
 
     def _update(self) -> Records:
         """Norm, clipping and the step of the optimizer."""
@@ -171,11 +181,12 @@ class Reference:
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """The loss of a batch that nobody cuts."""
         value = map_tensors(torch.clone, inputs)
+        self.draws.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
         with torch.no_grad():
             for layer in self.layers:
                 with telling(layer.path or "the model"):
-                    value = map_tensors(torch.clone, layer.module(value))
+                    value = map_tensors(torch.clone, self._run(layer, 0, value))
             with telling("the loss"):
                 total = self.loss.total(value, targets)
             for buffer, before in buffers:

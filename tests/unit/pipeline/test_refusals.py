@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
+import plait
 from plait.errors import ModelError
 from plait.pipeline.refusals import refuse_layout_dependence
 from plait.pipeline.sequence import sequence_of
 
 
 def test_refuses_randomness_with_its_path() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Dropout(0.1)}))
-    with pytest.raises(ModelError, match=r"^1\.inner \(Dropout\) drops with p = 0\.1: "):
+    model = nn.Sequential(nn.Linear(2, 2), nn.ModuleDict({"inner": nn.Dropout1d(0.1)}))
+    with pytest.raises(ModelError, match=r"^1\.inner \(Dropout1d\) drops with p = 0\.1: "):
         refuse_layout_dependence(sequence_of(model))
 
 
@@ -24,7 +26,24 @@ def test_refuses_dropout_inside_a_module_of_torch(layer: nn.Module) -> None:
         refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
 
 
-@pytest.mark.parametrize("layer", [nn.Dropout(0.0), nn.Dropout(0.5).eval(), nn.AlphaDropout(0.0)])
+def test_allows_dropout_that_is_replaced() -> None:
+    refuse_layout_dependence(sequence_of(nn.Sequential(nn.Dropout(0.5), plait.Dropout(0.5))))
+
+
+class Scaled(nn.Dropout):
+    def forward(self, input: Tensor) -> Tensor:
+        return super().forward(input) * 2
+
+
+def test_refuses_a_dropout_that_computes_something_of_its_own() -> None:
+    altered = nn.Dropout(0.5)
+    setattr(altered, "forward", torch.relu)  # noqa: B010
+    for layer in (Scaled(0.5), altered):
+        with pytest.raises(ModelError, match=r"drops with p = 0\.5"):
+            refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
+
+
+@pytest.mark.parametrize("layer", [nn.Dropout1d(0.0), nn.Dropout1d(0.5).eval(), nn.AlphaDropout(0.0)])
 def test_allows_dropout_that_does_nothing(layer: nn.Module) -> None:
     refuse_layout_dependence(sequence_of(nn.Sequential(layer)))
 

@@ -165,10 +165,14 @@ class TestWhatARuleCanCut:
     @pytest.mark.parametrize(
         ("module", "rule", "reason"),
         [
-            (Scaled(4, 4), column, "the rule column cuts nn.Linear, but 0 is a Scaled"),
-            (nn.LayerNorm(4), row, "the rule row cuts nn.Linear, but 0 is a LayerNorm"),
-            (nn.Embedding(4, 4), column, "the rule column cuts nn.Linear, but 0 is a Embedding"),
-            (nn.Conv1d(4, 4, 1), vocabulary, "vocabulary cuts nn.Linear or nn.Embedding, but 0 is a Conv1d"),
+            (Scaled(4, 4), column, "the rule column is for nn.Linear, but 0 is a Scaled"),
+            (nn.LayerNorm(4), row, "the rule row is for nn.Linear, but 0 is a LayerNorm"),
+            (nn.Embedding(4, 4), column, "the rule column is for nn.Linear, but 0 is a Embedding"),
+            (
+                nn.Conv1d(4, 4, 1),
+                vocabulary,
+                "vocabulary is for nn.Linear or nn.Embedding, but 0 is a Conv1d",
+            ),
             (parametrizations.weight_norm(nn.Linear(4, 4)), column, "0 is a ParametrizedLinear"),
         ],
     )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,7 +16,8 @@ from torch.utils.checkpoint import checkpoint
 from verification_cases import CLASSES, case_of, label, mlp_case, rows_and_classes, verify_here
 
 from parity.case import Case as ParityCase
-from parity.cases import USER_CASES, gpt2, llama
+from parity.cases import USER_CASES, gpt2, llama, with_values
+from parity.dropping import DROPPING, dropping
 from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.errors import ModelError, PlanError
@@ -367,3 +370,10 @@ WITH_STAND_INS = (
 def test_users_models_bit_by_bit(name: str) -> None:
     (case,) = (case for case in USER_CASES if case.name == name)
     assert verify_here(case_of(case, mode="exact", steps=1))
+
+
+def test_dropout_by_halves_bit_by_bit_and_no_other() -> None:
+    halves, tenths = (replace(DROPPING, build=with_values(partial(dropping, p))) for p in (0.5, 0.1))
+    assert verify_here(case_of(halves, mode="exact", steps=1))
+    with pytest.raises(ModelError, match="exact mode needs multiples"):
+        verify_here(case_of(tenths, mode="exact", steps=1))

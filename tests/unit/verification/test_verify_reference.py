@@ -199,8 +199,8 @@ def test_the_model_given_is_not_altered() -> None:
 
 
 def test_a_layer_that_draws_is_refused() -> None:
-    model = nn.Sequential(nn.Linear(8, 8), nn.Dropout(0.5), nn.Linear(8, 5))
-    case = Case("dropout", lambda: model, CASES["in_place"].draw)
+    model = nn.Sequential(nn.Linear(8, 8), nn.AlphaDropout(0.5), nn.Linear(8, 5))
+    case = Case("dropping", lambda: model, CASES["in_place"].draw)
     with pytest.raises(ModelError, match="1 draws random numbers, which depend on the layout"):
         list(reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), MICROBATCHES))
     model[1].p = 0.0

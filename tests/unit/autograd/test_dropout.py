@@ -1,0 +1,208 @@
+"""`plait.Dropout` by itself: what it computes, what it saves, and what it draws by."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import plait
+from plait.autograd.dropout import (
+    Draws,
+    Dropout,
+    draw_for_piece,
+    dropout_of,
+    key_of,
+    names_of,
+    stand_in,
+    stands_in_for,
+)
+from plait.autograd.mask import keep_mask
+from plait.errors import ModelError
+
+FIRST_KEY = -8675667782052486675
+
+
+def mask_of(module: Dropout, *shape: int) -> Tensor:
+    result: Tensor = module(torch.ones(shape)) != 0
+    return result
+
+
+def test_it_computes_what_dropout_does() -> None:
+    module = Dropout(0.25)
+    given = torch.randn(50, 40, dtype=torch.float64, requires_grad=True)
+    output = module(given)
+    kept = output != 0
+    assert torch.equal(output, torch.where(kept, given * (1 / 0.75), 0.0))
+    assert 0.7 < kept.double().mean() < 0.8
+    seed = torch.randn_like(output)
+    (gradient,) = torch.autograd.grad(output, given, seed)
+    assert torch.equal(gradient, torch.where(kept, seed * (1 / 0.75), 0.0))
+
+
+def test_what_is_dropped_is_zero_whatever_it_was() -> None:
+    given = torch.tensor([float("nan"), float("inf"), -1.0] * 20, requires_grad=True)
+    output = Dropout(1.0)(given)
+    assert torch.equal(output, torch.zeros(60))
+    output.sum().backward()
+    assert torch.equal(given.grad, torch.zeros(60))
+
+
+@pytest.mark.parametrize("module", [Dropout(0.0), Dropout(0.5).eval()], ids=["p = 0", "eval"])
+def test_it_is_the_identity(module: Dropout) -> None:
+    given = torch.randn(3)
+    assert module(given) is given
+
+
+def test_in_plain_pytorch_it_follows_the_generator_of_torch() -> None:
+    module = Dropout()
+    torch.manual_seed(3)
+    first, second = mask_of(module, 100), mask_of(module, 100)
+    assert not torch.equal(first, second)
+    torch.manual_seed(3)
+    assert torch.equal(mask_of(module, 100), first)
+
+
+def test_on_meta_it_draws_nothing() -> None:
+    before = torch.get_rng_state()
+    assert Dropout()(torch.empty(3, 4, device="meta")).shape == (3, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_its_second_derivative_is_right() -> None:
+    given = torch.randn(100, dtype=torch.float64, requires_grad=True)
+    output = Dropout(0.5)(given) ** 3
+    (gradient,) = torch.autograd.grad(output.sum(), given, create_graph=True)
+    (second,) = torch.autograd.grad(gradient.sum(), given)
+    kept = output.detach() != 0
+    assert torch.allclose(second, torch.where(kept, 6 * given * 8, 0.0))
+
+
+def test_it_saves_one_byte_an_element() -> None:
+    saved: list[Tensor] = []
+
+    def see(tensor: Tensor) -> Tensor:
+        saved.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(see, lambda tensor: tensor):
+        Dropout(0.5)(torch.randn(5, 6, requires_grad=True))
+    assert [(tensor.dtype, tensor.shape) for tensor in saved] == [(torch.bool, (5, 6))]
+
+
+@pytest.mark.parametrize("p", [-0.1, 1.1, float("nan")])
+def test_a_p_that_is_no_probability_is_refused(p: float) -> None:
+    with pytest.raises(ModelError, match="give a probability, from 0 to 1"):
+        Dropout(p)
+
+
+def given_draws(module: nn.Module, **changes: Any) -> Draws:
+    draws = Draws(**{"seed": 7, "step": 5, "rows": [range(4), range(4, 6)]} | changes)
+    draws.give_to([module])
+    return draws
+
+
+def drawn(draws: Draws, module: Dropout, microbatch: int, *shape: int, path: str = "a.b") -> Tensor:
+    with draws.at(microbatch, path, names_of(module)):
+        return mask_of(module, *shape)
+
+
+def test_a_micro_batch_draws_its_rows() -> None:
+    module = Dropout(0.5)
+    draws = given_draws(module)
+    whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 30), 0.5, {}, torch.device("cpu"))
+    assert torch.equal(drawn(draws, module, 0, 4, 30), whole[:4])
+    assert torch.equal(drawn(draws, module, 1, 2, 30), whole[4:])
+    assert torch.equal(drawn(draws, module, 1, 2, 5, 6), whole[4:].view(2, 5, 6))
+    assert torch.equal(drawn(draws, module, 1, 10, 6), whole[4:].view(10, 6))
+
+
+def test_a_piece_of_a_region_draws_its_part() -> None:
+    whole, module = Dropout(0.5), Dropout(0.5)
+    draws, _ = given_draws(whole), draw_for_piece(module, -1, 1, 3)
+    draws.give_to([module])
+    assert module.in_region
+    expected = drawn(draws, whole, 1, 2, 7, 12)[..., 4:8]
+    assert torch.equal(drawn(draws, module, 1, 2, 7, 4), expected)
+
+
+@pytest.mark.parametrize("other", [{"seed": 8}, {"step": 6}])
+def test_another_seed_or_step_draws_anew(other: dict[str, int]) -> None:
+    module = Dropout(0.5)
+    first = drawn(given_draws(module), module, 0, 4, 50)
+    assert not torch.equal(drawn(given_draws(module, **other), module, 0, 4, 50), first)
+
+
+def test_another_place_draws_anew_and_so_does_a_second_call() -> None:
+    module = Dropout(0.5)
+    draws = given_draws(module)
+    with draws.at(0, "a", names_of(module)):
+        first, second = mask_of(module, 4, 50), mask_of(module, 4, 50)
+    assert not torch.equal(first, second)
+    assert torch.equal(drawn(draws, module, 0, 4, 50, path="a"), first)
+    assert not torch.equal(drawn(draws, module, 0, 4, 50, path="b"), first)
+
+
+def test_keys_never_change() -> None:
+    assert key_of(0, 0, "layer.drop", 0) == FIRST_KEY
+
+
+@pytest.mark.parametrize("shape", [(3, 2), (), (0, 4)])
+def test_other_rows_are_refused(shape: tuple[int, ...]) -> None:
+    module = Dropout(0.5)
+    draws = given_draws(module)
+    if shape[:1] == (0,):
+        assert drawn(draws, module, 0, *shape).shape == shape
+    else:
+        with pytest.raises(ModelError, match=r"the dropout a\.b was given a tensor of shape .* 4 rows"):
+            drawn(draws, module, 0, *shape)
+
+
+def test_outside_of_its_layer_it_is_refused() -> None:
+    module = Dropout(0.5)
+    given_draws(module)
+    with pytest.raises(ModelError, match="runs outside of its layer's forward"):
+        mask_of(module, 4)
+
+
+def test_it_stands_in_for_plain_dropout_only() -> None:
+    class Scaled(nn.Dropout):
+        pass
+
+    altered = nn.Dropout()
+    setattr(altered, "forward", torch.relu)  # noqa: B010
+    assert stands_in_for(nn.Dropout())
+    assert not any(map(stands_in_for, (Scaled(), altered, nn.Dropout1d(), nn.Linear(2, 2), Dropout())))
+
+
+def test_a_stand_in_keeps_mode_and_hooks() -> None:
+    plain = nn.Dropout(0.3, inplace=True).eval()
+    seen: list[object] = []
+    plain.register_forward_hook(lambda *_: seen.append(1))
+    twin = stand_in(plain)
+    assert (type(twin), twin.p, twin.training, twin.draws, twin.pieces) == (Dropout, 0.3, False, None, {})
+    twin(torch.ones(2))
+    assert seen == [1]
+    given = torch.ones(50)
+    twin.train()(given)
+    assert torch.equal(given, torch.ones(50))
+    assert repr(twin) == "Dropout(p=0.3)"
+
+
+def test_on_meta_its_node_is_marked() -> None:
+    module = Dropout(0.5)
+    given = torch.empty(3, device="meta", requires_grad=True)
+    output = module(given)
+    assert dropout_of(output.grad_fn) is module
+    assert dropout_of((output * 2).grad_fn) is None
+    assert dropout_of(module.eval()(given * 2).grad_fn) is None
+
+
+def test_it_can_be_copied_and_is_public() -> None:
+    module = Dropout(0.5)
+    draw_for_piece(module, 1, 0, 2)
+    assert copy.deepcopy(module).pieces[1](3) == module.pieces[1](3)
+    assert plait.Dropout is Dropout

@@ -1,0 +1,151 @@
+"""Masks of dropout: the same wherever they are made, and as random as they should be."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+
+from plait.autograd.mask import BLOCK, Span, keep_mask
+from plait.errors import ModelError
+
+CPU = torch.device("cpu")
+MANY = 200_000
+KEY = 0x0123456789ABCDEF
+GOLDEN = [
+    "110101110011101001101101",
+    "001110010011111000101110",
+    "110011001011011001101010",
+    "011101101101000101011100",
+]
+"""Of `KEY`, 4 × 24 with p = 0.5."""
+
+
+def kept(key: int, *shape: int, p: float = 0.5, spans: dict[int, Span] | None = None) -> Tensor:
+    return keep_mask(key, shape, p, spans or {}, CPU)
+
+
+def correlation(one: Tensor, other: Tensor) -> float:
+    """Of two masks, times the root of their size: normal, of spread 1, where they are independent."""
+    stacked = torch.stack([one.flatten(), other.flatten()]).double()
+    return float(torch.corrcoef(stacked)[0, 1]) * one.numel() ** 0.5
+
+
+def test_a_small_mask_never_changes() -> None:
+    """Runs are resumed by it: whoever changes the generator changes every run."""
+    rows = ["".join("01"[bit] for bit in row) for row in kept(KEY, 4, 24, p=0.5).int().tolist()]
+    assert rows == GOLDEN
+
+
+def test_the_generator_is_the_one_described() -> None:
+    """In numpy, whose whole numbers have no sign."""
+    with np.errstate(over="ignore"):
+        index = np.arange(1000, dtype=np.uint64)
+        bits = index * np.uint64(0x9E3779B97F4A7C15) + np.uint64(KEY)
+        bits = (bits ^ (bits >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+        bits ^= np.uint64(KEY)
+        bits = (bits ^ (bits >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+        bits ^= bits >> np.uint64(31)
+    for p in (0.1, 0.5, 0.9):
+        # Dropped are the lowest of all numbers of 64 bits, as they are ordered with a sign.
+        expected = bits.astype(np.int64) >= int(p * 2**64) - 2**63
+        assert kept(KEY, 1000, p=p).tolist() == expected.tolist()
+
+
+@st.composite
+def pieces(draw: st.DrawFn) -> tuple[list[int], list[tuple[int, int]]]:
+    """A shape, and a piece of each of its dims."""
+    shape = draw(st.lists(st.integers(1, 6), min_size=1, max_size=4))
+    ends = [sorted(draw(st.tuples(st.integers(0, size), st.integers(0, size)))) for size in shape]
+    return shape, [(start, stop) for start, stop in ends]
+
+
+@given(pieces(), st.integers(-(2**63), 2**63 - 1), st.sampled_from([0.1, 0.5, 0.9]))
+def test_a_piece_is_a_piece_of_the_whole(
+    cut: tuple[list[int], list[tuple[int, int]]], key: int, p: float
+) -> None:
+    shape, ends = cut
+    whole = kept(key, *shape, p=p)
+    sizes = [stop - start for start, stop in ends]
+    spans = {
+        dim if dim % 2 else dim - len(shape): Span(start, size)
+        for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
+    }
+    expected = whole[tuple(slice(start, stop) for start, stop in ends)]
+    assert torch.equal(kept(key, *sizes, p=p, spans=spans), expected)
+
+
+@pytest.mark.parametrize("shape", [(3, BLOCK["cpu"] + 5), (BLOCK["cpu"] // 4, 3, 10)])
+def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
+    whole = kept(KEY, *shape)
+    half = shape[-1] // 2
+    spans = {len(shape) - 1: Span(half, shape[-1])}
+    assert torch.equal(kept(KEY, *shape[:-1], shape[-1] - half, spans=spans), whole[..., half:])
+    assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: Span(2, 0)}), whole[2:3])
+
+
+@pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
+def test_as_many_are_dropped_as_should_be(p: float) -> None:
+    dropped = MANY - int(kept(KEY, MANY, p=p).sum())
+    assert abs(dropped - p * MANY) < 5 * (p * (1 - p) * MANY) ** 0.5
+
+
+def test_extremes() -> None:
+    assert kept(KEY, 1000, p=0.0).all()
+    assert not kept(KEY, 1000, p=1.0).any()
+    assert not kept(KEY, 1000, p=1.0 - 2**-53).any()
+    assert kept(KEY, 1000, p=5e-324).all()
+    assert kept(KEY, 0, 3).shape == (0, 3)
+    assert kept(KEY).shape == ()
+
+
+def test_neighbours_rows_and_keys_are_independent() -> None:
+    whole = kept(KEY, 400, 500)
+    assert abs(correlation(whole[:-1], whole[1:])) < 5
+    assert abs(correlation(whole[:, :-1], whole[:, 1:])) < 5
+    for other in (KEY + 1, ~KEY, KEY ^ (1 << 62), -KEY):
+        assert abs(correlation(whole, kept(other, 400, 500))) < 5
+
+
+def test_bytes_of_a_mask_are_uniform() -> None:
+    """Eight neighbours take all 256 patterns equally often: chi² with 255 degrees of freedom."""
+    patterns = (kept(KEY, MANY, 8).int() * (2 ** torch.arange(8))).sum(1)
+    counts = torch.bincount(patterns, minlength=256).double()
+    expected = MANY / 256
+    assert 150 < float(((counts - expected) ** 2 / expected).sum()) < 380
+
+
+def test_no_key_walks_along_anothers_numbers() -> None:
+    """The numbers of key + k · golden are those of key, k places on, but for the second use of the key."""
+    golden = 0x9E3779B97F4A7C15 - 2**64
+    shifted = kept((KEY + golden + 2**63) % 2**64 - 2**63, MANY - 1)
+    assert abs(correlation(shifted, kept(KEY, MANY)[1:])) < 5
+
+
+def test_on_meta_nothing_is_computed() -> None:
+    mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: Span(1, 2**21)}, torch.device("meta"))
+    assert (mask.shape, mask.dtype, mask.is_meta) == ((2**20, 2**20), torch.bool, True)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_makes_the_same() -> None:
+    shape, spans = (7, 3, 2**16), {0: Span(3, 0), 2: Span(5, 2**17)}
+    for key in (KEY, -KEY, 0):
+        on_gpu = keep_mask(key, shape, 0.3, spans, torch.device("cuda"))
+        assert torch.equal(on_gpu.cpu(), keep_mask(key, shape, 0.3, spans, CPU))
+
+
+@pytest.mark.parametrize(
+    ("spans", "told"),
+    [
+        ({2: Span(0, 4)}, "a piece of its dim 2, which it does not have"),
+        ({1: Span(0, 6), -1: Span(0, 6)}, "two pieces of one dim, among the dims 1, -1"),
+        ({1: Span(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
+    ],
+)
+def test_a_piece_that_cannot_be_is_refused(spans: dict[int, Span], told: str) -> None:
+    with pytest.raises(ModelError, match=told):
+        kept(KEY, 2, 3, spans=spans)

@@ -1,0 +1,135 @@
+"""The rule `piece`: what it says, what it is for, and the proof that a dropout stands where it should."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.dropout import Dropout
+from plait.comm import Group, Mesh, Traffic
+from plait.composer import parallelize
+from plait.errors import ModelError, PlanError
+from plait.footprint.forecast import memory
+from plait.layout import Layout
+from plait.plan import Plan
+from plait.rules import Rule, Rules, column, entrance, match, piece, row
+from plait.tensor.border import WholeBorder
+from plait.tensor.losses import cross_entropy
+from plait.tensor.weave import layouts_of, rules_of_modules, weave
+
+WIDTH = 8
+
+
+class Block(nn.Module):
+    def __init__(self, kind: Any = nn.Dropout) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, 2 * WIDTH), nn.Linear(2 * WIDTH, WIDTH)
+        self.drop, self.after = kind(0.5), kind(0.5)
+
+    def forward(self, value: Tensor) -> Tensor:
+        result: Tensor = value + self.after(self.down(self.drop(torch.tanh(self.up(self.norm(value))))))
+        return result
+
+
+REGION: Rules = {"*.norm": entrance, "*.up": column, "*.down": row}
+RULES: Rules = {**REGION, "*.drop": piece}
+
+
+def test_it_says_which_dim_is_cut() -> None:
+    assert (piece.dim, piece.along(1)) == (-1, Rule("piece", dim=1))
+    assert match({"drop": piece.along(2)}, ["drop"]) == {"drop": piece.along(2)}
+
+
+@pytest.mark.parametrize("dim", [0, 1.5, None])
+def test_rows_are_never_cut(dim: Any) -> None:
+    with pytest.raises(PlanError, match="give a dim of the tensor, but not 0, its rows"):
+        piece.along(dim)
+
+
+def test_other_rules_have_no_dim() -> None:
+    with pytest.raises(PlanError, match="a rule column has dim = 1, which says nothing there"):
+        column.along(1)
+
+
+@pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Dropout1d()])
+def test_it_is_for_dropout_only(layer: nn.Module) -> None:
+    with pytest.raises(PlanError, match=r"the rule piece is for plait\.Dropout or nn\.Dropout, but 0 is a"):
+        rules_of_modules({"0": piece}, [("0", layer)])
+    with pytest.raises(PlanError, match=r"the rule row is for nn\.Linear, but 0 is a Dropout"):
+        rules_of_modules({"0": row}, [("0", nn.Dropout())])
+
+
+def test_parameters_beside_it_stay_as_they_are() -> None:
+    linear, axes = nn.Linear(2, 2), {"replicate": 1, "shard": 1, "tp": 2}
+    matched = rules_of_modules({"1": piece}, [("0", linear), ("1", nn.Dropout())])
+    layouts = layouts_of([("0", linear), ("1", nn.Dropout())], matched, axes)
+    assert layouts[id(linear.weight)] == Layout((2, 2), axes)
+
+
+def test_a_rank_draws_for_its_piece() -> None:
+    inner, outer = Dropout(), Dropout()
+    layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
+    group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
+    weave(layers, {"0.inner": piece.along(2)}, group, [WholeBorder(group)])
+    assert (inner.in_region, inner.pieces[2](5)) == (True, (5, 15))
+    assert (outer.in_region, outer.pieces) == (False, {})
+
+
+def refused(rules: Rules, kind: Any = nn.Dropout) -> str:
+    """What a rank of two says to the first step."""
+    plan = Plan(tp=2)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(kind), nn.Linear(WIDTH, 3))
+    engine = parallelize(model, plan, Mesh(plan), cross_entropy, rules=rules)
+    with pytest.raises(ModelError) as caught:
+        engine.forward_backward(torch.ones(2, WIDTH), torch.zeros(2, dtype=torch.int64))
+    return str(caught.value)
+
+
+MISSING = (
+    "0: the dropout drop stands inside a region, where each rank has another part, but would draw the same "
+    "for all: give it the rule piece.along(d), d being the dim that is cut (-1 for features, 1 for heads in "
+    "[rows, heads, ...])."
+)
+TOO_MUCH = (
+    "0: the dropout after has the rule piece, but what it is given is whole on every rank, and each would "
+    "drop other elements of it: take the rule away."
+)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [(REGION, MISSING), ({**RULES, "*.after": piece}, TOO_MUCH), ({"0.after": piece}, TOO_MUCH)],
+    ids=["missing", "outside", "no region at all"],
+)
+def test_a_dropout_in_the_wrong_place_is_refused(rank_pool: Any, rules: Rules, told: str) -> None:
+    for kind in (nn.Dropout, Dropout):
+        assert rank_pool.run(refused, rules, kind, ranks=2) == [told, told]
+
+
+def test_where_nothing_is_dropped_no_rule_is_asked_for(rank_pool: Any) -> None:
+    assert rank_pool.run(runs_in_evaluation_mode, ranks=2) == [True, True]
+
+
+def runs_in_evaluation_mode() -> bool:
+    plan = Plan(tp=2)
+    with torch.device("meta"):
+        model = nn.Sequential(Block(), nn.Linear(WIDTH, 3)).eval()
+    engine = parallelize(model, plan, Mesh(plan), cross_entropy, rules=REGION)
+    return bool(engine.forward_backward(torch.ones(2, WIDTH), torch.zeros(2, dtype=torch.int64)) > 0)
+
+
+def test_memory_counts_masks_of_pieces() -> None:
+    """Four rows: a byte for each of 16 features, or 8 of them, and of 8 outside."""
+    given, targets = torch.empty(4, WIDTH), torch.empty(4, dtype=torch.int64)
+    peaks = {}
+    for tp in (1, 2):
+        for p in (0.5, 0.0):
+            model = nn.Sequential(Block(lambda _, p=p: nn.Dropout(p)), nn.Linear(WIDTH, 3))
+            peaks[tp, p] = memory(model, Plan(tp=tp), given, targets, rules=RULES, device="cpu").peak
+    assert peaks[1, 0.5] - peaks[1, 0.0] >= 4 * 16 + 4 * 8
+    assert peaks[2, 0.5] - peaks[2, 0.0] >= 4 * 8 + 4 * 8

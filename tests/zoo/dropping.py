@@ -1,0 +1,84 @@
+"""Mistakes of dropout: masks that are not those of the single device."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest.mock import patch
+
+from parity.dropping import DROPPING as MODEL
+from plait.autograd.dropout import draw_for_piece
+from plait.engine import Engine
+from plait.engine.runner import Runner
+from plait.plan import Plan
+from plait.tensor import weave
+from plait.verification.place import Phase
+from zoo.row import TWO_STEPS, Named, Row
+
+
+def rows_counted_from_each_ranks_first() -> Any:
+    """Every data-parallel rank draws for the first rows of the batch."""
+    original = Runner._rows
+
+    def rows(self: Runner, batch: Any) -> list[range]:
+        found = original(self, batch)
+        return [range(one.start - found[0].start, one.stop - found[0].start) for one in found]
+
+    return patch.object(Runner, "_rows", rows)
+
+
+def every_micro_batch_the_first() -> Any:
+    """Micro-batches drop alike."""
+    original = Runner._rows
+
+    def rows(self: Runner, batch: Any) -> list[range]:
+        return original(self, batch)[:1] * len(batch)
+
+    return patch.object(Runner, "_rows", rows)
+
+
+def first_heads_on_every_rank() -> Any:
+    """Every rank of tp draws for the first piece."""
+
+    def first(module: Any, dim: int, index: int, count: int) -> None:
+        draw_for_piece(module, dim, 0, count)
+
+    return patch.object(weave, "draw_for_piece", first)
+
+
+def the_same_in_every_step() -> Any:
+    """Steps are not counted."""
+    return patch.object(Engine, "passes", property(lambda _: 0, lambda _, count: None))
+
+
+TWO_COPIES = Plan(dp=2, microbatches=2)
+TWO_PIECES = Plan(tp=2, microbatches=2)
+EMBEDDED = "1"
+"""The layer that is a dropout itself."""
+
+DROPPING = (
+    Row(
+        defect=rows_counted_from_each_ranks_first,
+        model=MODEL,
+        plan=TWO_COPIES,
+        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=2, ranks=(1,)),
+    ),
+    Row(
+        defect=every_micro_batch_the_first,
+        model=MODEL,
+        plan=Plan(pp=2, microbatches=2),
+        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=1, ranks=(0,)),
+    ),
+    Row(
+        defect=first_heads_on_every_rank,
+        model=MODEL,
+        plan=TWO_PIECES,
+        named=Named(phase=Phase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
+    ),
+    Row(
+        defect=the_same_in_every_step,
+        model=MODEL,
+        plan=Plan(pp=2, microbatches=2),
+        recipe=TWO_STEPS,
+        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=0, step=1, ranks=(0,)),
+    ),
+)
