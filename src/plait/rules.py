@@ -44,6 +44,9 @@ class Rule:
     such as heads; a part is never cut. None: of single features."""
     repeated: bool = False
     """Of a column: whether there may be fewer parts than ranks, so that neighbours hold the same part."""
+    blocks: int = 1
+    """Of a column: of how many equal blocks, one after another, its features are made, each of which is cut:
+    3 for query, key and value in one linear. `parts` are those of one block."""
     gather_output: bool = False
     """Of a column or a vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
@@ -59,17 +62,26 @@ class Rule:
                     f"a rule {self.kind} has {one.name} = {getattr(self, one.name)!r}, which says nothing "
                     f"there: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
                 )
+        if self.blocks > 1 and self.gather_output:
+            raise PlanError(
+                f"a rule {self.kind} has gather_output and blocks = {self.blocks}, whose pieces do not stand "
+                "in a row: leave one of them out."
+            )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""
         return replace(self, parts=parts, repeated=repeated)
+
+    def joined(self, blocks: int) -> Rule:
+        """The same rule for a linear that is `blocks` linears in one, their features one after another."""
+        return replace(self, blocks=blocks)
 
 
 Rules = Mapping[str, Rule]
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "entrance": (),
-    "column": ("parts", "repeated", "gather_output"),
+    "column": ("parts", "repeated", "blocks", "gather_output"),
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
 }

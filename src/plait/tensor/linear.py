@@ -83,6 +83,8 @@ class ColumnParallelLinear(_PieceOfLinear):
             )
         self.enters = True
         """Whether the input is copied here; else an entrance before did it, for several linears at once."""
+        self.transposed = False
+        """Whether the weight is `[in, out]`."""
         self.keeper: Keeper | None = None
         self.meanwhile: Meanwhile | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
@@ -90,7 +92,7 @@ class ColumnParallelLinear(_PieceOfLinear):
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
         entered = copy(input, self.group, self.meanwhile) if self.enters else input
-        output = linear(entered, self.weight, self.bias, self.keeper)
+        output = linear(entered, self.weight, self.bias, self.keeper, transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -124,13 +126,16 @@ class RowParallelLinear(_PieceOfLinear):
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
+        self.transposed = False
+        """Whether the weight is `[in, out]`."""
         self.keeper: Keeper | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
-        output = reduce(linear(piece, self.weight, None, self.keeper), self.group)
+        product = linear(piece, self.weight, None, self.keeper, transposed=self.transposed)
+        output = reduce(product, self.group)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:
