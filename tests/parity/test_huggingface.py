@@ -16,6 +16,17 @@ from parity.norm import assert_close, assert_equal
 from parity.parity import check_parity
 from plait.comm.pool import RankPool
 from plait.plan import Plan
+from plait.verification.case import Case
+from plait.verification.rank import run_rank
+from plait.verification.recipe import Recipe
+from plait.verification.verify import report_on
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pool: RankPool) -> RankPool:
+    """Ranks that have transformers."""
+    rank_pool.run(cases.load, ranks=8, timeout=600.0)
+    return rank_pool
 
 
 def step(model: nn.Module, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -60,15 +71,53 @@ FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox")
 
 @pytest.mark.parametrize("plan", WOVEN)
 @pytest.mark.parametrize("name", FAMILIES)
-def test_woven_runs_equal_one_rank(rank_pool: RankPool, name: str, plan: str) -> None:
-    check_parity(rank_pool, cases.case(name), WOVEN[plan])
+def test_woven_runs_equal_one_rank(ranks: RankPool, name: str, plan: str) -> None:
+    check_parity(ranks, cases.case(name), WOVEN[plan])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_heads_of_keys_and_values_are_repeated(rank_pool: RankPool, name: str) -> None:
-    check_parity(rank_pool, cases.case(name), Plan(tp=4, microbatches=2, precision="fp64"))
+def test_heads_of_keys_and_values_are_repeated(ranks: RankPool, name: str) -> None:
+    check_parity(ranks, cases.case(name), Plan(tp=4, microbatches=2, precision="fp64"))
 
 
 @pytest.mark.parametrize("name", sorted(set(cases.MODELS) - set(FAMILIES)))
-def test_what_configurations_change_is_woven_too(rank_pool: RankPool, name: str) -> None:
-    check_parity(rank_pool, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
+def test_what_configurations_change_is_woven_too(ranks: RankPool, name: str) -> None:
+    check_parity(ranks, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
+
+
+VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify_says_equal(ranks: RankPool, name: str) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
+    model = plait.models.from_huggingface(cases.MODELS[name]())
+    case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, Recipe())
+    report = report_on(case, VERIFIED, ranks.run(run_rank, case, VERIFIED, ranks=4))
+    assert report, report
+
+
+def evaluated(
+    name: str, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """On a rank: the mean loss, and how a prompt goes on."""
+    model = plait.models.from_huggingface(cases.drawn(cases.MODELS[name]))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    loss = engine.evaluate(inputs, targets)
+    return float(loss), engine.generate(inputs[:, :3], 5, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_losses_and_likeliest_tokens_are_those_of_the_model(ranks: RankPool, name: str) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(2, torch.Generator().manual_seed(3))
+    plan = Plan(pp=2, tp=2, microbatches=2, precision="fp64")
+    answers = ranks.run(evaluated, name, plan, inputs, targets, ranks=4)
+    model = cases.drawn(cases.MODELS[name]).eval()
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        tokens = inputs[:, :3]
+        for _ in range(5):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    for found, continued in answers:
+        assert_close(found, float(loss), 1e-12, "the loss")
+        assert torch.equal(continued, tokens)
