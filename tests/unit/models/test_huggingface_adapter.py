@@ -17,7 +17,9 @@ from plait.errors import ModelError
 from plait.models.huggingface.parts import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.values import places_of
+from plait.pipeline.cost import layer_costs
 from plait.pipeline.sequence import bits_of, sequence_of
+from plait.train.flops import flops_per_token
 from plait.weaving import named
 
 
@@ -137,3 +139,12 @@ def test_memory_is_predicted() -> None:
     whole, cut = (plait.memory(model, plan, rows=4) for plan in plans)
     assert whole.has_activations
     assert whole.peak > cut.peak > whole.peak / 2
+
+
+def test_operations_are_counted_as_for_plaits_own_model() -> None:
+    sizes = {"layers": 2, "hidden": 24, "context": 8}
+    theirs = plait.models.from_huggingface(cases.gpt2())
+    ours = plait.models.gpt2(**sizes, heads=4, vocab=cases.GPT2_VOCAB)
+    assert flops_per_token(theirs, **sizes) == flops_per_token(ours, **sizes)
+    costs, own = layer_costs(sequence_of(theirs).layers), layer_costs(sequence_of(ours).layers)
+    assert costs[1:] == own[1:]
