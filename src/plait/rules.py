@@ -50,14 +50,17 @@ class Rule:
     such as heads; a part is never cut. None: of single features."""
     repeated: bool = False
     """Of a column: whether there may be fewer parts than ranks, so that neighbours hold the same part."""
+    blocks: int = 1
+    """Of a column: of how many equal blocks, one after another, its features are made, each of which is cut:
+    3 for query, key and value in one linear. `parts` are those of one block."""
     gather_output: bool = False
     """Of a column or a vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
     """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
     dim: int = -1
     """Of a piece: the dim that is cut, -1 for features, 1 for heads in `[rows, heads, ...]`. Of a sequence:
-    that of the first tensor that the layer is given, and gives, 1 for `[batch, length, hidden]`; other tensors
-    stay whole."""
+    that of the first tensor that the layer is given, and gives, 1 for `[batch, length, hidden]`; other
+    tensors stay whole."""
 
     def __post_init__(self) -> None:
         fitting = _FIELDS.get(self.kind)
@@ -76,6 +79,11 @@ class Rule:
             )
         if self.kind == "sequence" and self.dim < 0:
             raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
+        if self.blocks > 1 and self.gather_output:
+            raise PlanError(
+                f"a rule {self.kind} has gather_output and blocks = {self.blocks}, whose pieces do not stand "
+                "in a row: leave one of them out."
+            )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
         """The same rule for features that belong together in `parts`; see the fields."""
@@ -85,12 +93,16 @@ class Rule:
         """The same rule for a dim; see the field."""
         return replace(self, dim=dim)
 
+    def joined(self, blocks: int) -> Rule:
+        """The same rule for a linear that is `blocks` linears in one, their features one after another."""
+        return replace(self, blocks=blocks)
+
 
 Rules = Mapping[str, Rule]
 
 _FIELDS: Mapping[str, tuple[str, ...]] = {
     "entrance": (),
-    "column": ("parts", "repeated", "gather_output"),
+    "column": ("parts", "repeated", "blocks", "gather_output"),
     "row": ("parts", "input_is_parallel"),
     "vocabulary": ("gather_output",),
     "sequence": ("dim",),

@@ -2,6 +2,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from dataclasses import replace
 from itertools import product
 from math import prod
 from typing import Any
@@ -21,7 +22,7 @@ DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.uint8
 
 @st.composite
 def layouts(draw: st.DrawFn, partial: bool = True, sizes: tuple[int, ...] = tuple(range(8))) -> Layout:
-    """Up to 3 dims over up to 3 axes of 1 to 4 ranks: empty dims, more ranks than rows, and copies too."""
+    """Up to 3 dims over up to 3 axes of 1 to 4 ranks: empty dims, more ranks than rows, copies, blocks."""
     shape = draw(st.lists(st.sampled_from(sizes), max_size=3))
     degrees = draw(st.lists(st.integers(1, 4), max_size=3))
     axes = dict(zip(("replicate", "shard", "tp"), degrees, strict=False))
@@ -35,7 +36,19 @@ def layouts(draw: st.DrawFn, partial: bool = True, sizes: tuple[int, ...] = tupl
         shards = st.builds(Shard, st.integers(-len(shape), len(shape) - 1), copies)
         return st.one_of(*kinds, shards, shards)
 
-    return Layout(shape, axes, {axis: draw(placements(degree)) for axis, degree in axes.items()})
+    chosen = {axis: draw(placements(degree)) for axis, degree in axes.items()}
+    dims = [placement.dim % len(shape) for placement in chosen.values() if isinstance(placement, Shard)]
+    for axis, placement in chosen.items():
+        if (
+            isinstance(placement, Shard)
+            and dims.count(placement.dim % len(shape)) == 1
+            and draw(st.booleans())
+        ):
+            size = shape[placement.dim]
+            divisors = [n for n in range(2, 7) if size % n == 0] or [1]
+            chosen[axis] = replace(placement, blocks=draw(st.sampled_from(divisors)))
+            break
+    return Layout(shape, axes, chosen)
 
 
 def filled(shape: tuple[int, ...], dtype: torch.dtype = torch.int64) -> Tensor:
@@ -131,20 +144,33 @@ class TestLayout:
         held = [(box.offsets[0], box.sizes[0]) for box in map(layout.box, layout.coordinates())]
         assert held == [(0, 3), (3, 2)] * 2 + [(5, 3), (8, 2)] * 2
 
+    def test_each_of_several_blocks_is_cut(self) -> None:
+        layout = Layout((2, 12), {"tp": 4}, {"tp": Shard(-1, copies=2, blocks=3)})
+        assert str(layout) == "Layout((2, 12), tp=4: Shard(1, copies=2, blocks=3))"
+        held = [shard(torch.arange(24).view(2, 12), layout, (tp,))[0].tolist() for tp in range(4)]
+        assert held == [[0, 1, 4, 5, 8, 9]] * 2 + [[2, 3, 6, 7, 10, 11]] * 2
+        assert layout.boxes((3,)) == tuple(Box((0, start), (2, 2)) for start in (2, 6, 10))
+        assert layout.sizes((3,)) == layout.local_shape((3,)) == (2, 6)
+        assert layout.blocked_dim == 1
+        for ask in (layout.box, layout.region):
+            with pytest.raises(LayoutError, match="is no box but 3: take the boxes"):
+                ask((3,))
+
     @given(layouts())
     def test_owners_tile_the_global_tensor(self, layout: Layout) -> None:
         hits = torch.zeros(layout.shape, dtype=torch.int64)
         for owner in {layout.owner(c) for c in layout.coordinates()}:
             assert layout.owner(owner) == owner
-            hits[layout.box(owner).slices] += 1
+            for box in layout.boxes(owner):
+                hits[box.slices] += 1
         assert torch.equal(hits, torch.ones_like(hits))
 
     @given(layouts())
     def test_the_owner_is_the_first_with_the_same_box(self, layout: Layout) -> None:
         for coordinate in layout.coordinates():
-            box = layout.box(coordinate)
-            if prod(box.sizes):
-                first = next(c for c in layout.coordinates() if layout.box(c) == box)
+            boxes = layout.boxes(coordinate)
+            if prod(layout.sizes(coordinate)):
+                first = next(c for c in layout.coordinates() if layout.boxes(c) == boxes)
                 assert layout.owner(coordinate) == first
 
     @given(layouts())
@@ -153,7 +179,7 @@ class TestLayout:
             replicas = layout.replicas(coordinate)
             assert coordinate in replicas
             assert all(layout.replicas(r) == replicas for r in replicas)
-            assert {layout.box(r) for r in replicas} == {layout.box(coordinate)}
+            assert {layout.boxes(r) for r in replicas} == {layout.boxes(coordinate)}
 
     @pytest.mark.parametrize(
         ("arguments", "message"),
@@ -171,6 +197,19 @@ class TestLayout:
             ),
             (((4,), {"tp": 2}, {"tp": Shard(0, 0)}), "cannot hold 0 copies"),
             (((4,), {"tp": 2}, {"tp": Shard(0, -1)}), "cannot hold -1 copies"),
+            (
+                ((4,), {"tp": 2}, {"tp": Shard(0, 1, 3)}),
+                r"3 equal blocks of dim 0 .* 4 rows: give a divisor of 4",
+            ),
+            (((4,), {"tp": 2}, {"tp": Shard(0, 1, 0)}), "0 equal blocks"),
+            (
+                ((4,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Shard(0, 1, 2)}),
+                "the blocks of a dim by several axes",
+            ),
+            (
+                ((4, 4), {"shard": 2, "tp": 2}, {"shard": Shard(0, 1, 2), "tp": Shard(1, 1, 2)}),
+                "has blocks in several dims",
+            ),
         ],
     )
     def test_refuses_contradictions(self, arguments: Any, message: str) -> None:
@@ -302,6 +341,12 @@ class TestReshape:
         layout = Layout((12,), {"shard": 2, "tp": 6}, {"shard": Shard(0), "tp": Shard(0, copies=2)})
         assert reshape(layout, (2, 6)).placements == (Shard(0), Shard(1, copies=2))
 
+    def test_blocks_stay_with_their_dim(self) -> None:
+        layout = Layout((4, 6, 5), {"tp": 2}, {"tp": Shard(1, blocks=3)})
+        assert reshape(layout, (2, 2, 6, 5)).placements == (Shard(2, blocks=3),)
+        with pytest.raises(LayoutError, match="while a dim of several blocks is cut"):
+            reshape(layout, (4, 3, 2, 5))
+
     def test_other_placements_stay(self) -> None:
         layout = Layout((6, 2), {"replicate": 2, "tp": 2}, {"tp": Partial()})
         assert reshape(layout, (3, 4)).placements == (Replicate(), Partial())
@@ -342,6 +387,7 @@ class TestReshape:
 
     @given(layouts(partial=False, sizes=(2, 3, 4, 6)), st.data())
     def test_refuses_only_where_no_layout_would_do(self, layout: Layout, data: st.DataObject) -> None:
+        assume(layout.blocked_dim is None)  # blocks may turn into a dim, which `reshape` does not look for
         shape = data.draw(st.sampled_from([f for f in factorings(prod(layout.shape)) if 1 not in f]))
         numbers = torch.arange(prod(shape))
         held = list(cut(numbers.reshape(layout.shape), layout).values())

@@ -101,3 +101,8 @@ def test_by_keeps_everything_else() -> None:
     assert rule.by("heads", repeated=True) == Rule("column", "heads", True, gather_output=True)
     assert rule.by("heads") == Rule("column", "heads", gather_output=True)
     assert rule == Rule("column", gather_output=True)
+    assert Rule("column").by("heads").joined(3) == Rule("column", "heads", blocks=3)
+    with pytest.raises(PlanError, match="gather_output and blocks = 3, whose pieces do not stand in a row"):
+        rule.joined(3)
+    with pytest.raises(PlanError, match="a rule row has blocks = 3, which says nothing there"):
+        Rule("row").joined(3)

@@ -217,8 +217,8 @@ def last_class_ignored() -> Any:
     """The head leaves out the last row of the last rank."""
     original = parallel.linear
 
-    def linear(*arguments: Any) -> Tensor:
-        output = original(*arguments)
+    def linear(*arguments: Any, **options: Any) -> Tensor:
+        output = original(*arguments, **options)
         kept = torch.ones_like(output[0, 0])
         kept[-1] = 0
         return output * kept

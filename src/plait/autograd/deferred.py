@@ -99,7 +99,7 @@ def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
             _bind(module, partial(_run_linear, module, keeper))
         elif type(module) is nn.Embedding and _is_plain(module):
             _bind(module, partial(_run_embedding, module, keeper))
-        elif _is_transposed_linear(module):
+        elif is_transposed_linear(module):
             _bind(module, partial(_run_transposed, module, keeper))
 
 
@@ -107,7 +107,7 @@ TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
 """Module and name of the class. It is known by these, so that its package need not be there."""
 
 
-def _is_transposed_linear(module: nn.Module) -> bool:
+def is_transposed_linear(module: nn.Module) -> bool:
     """Whether `module` is a `Conv1D`, with `weight: [in, out]` and `bias: [out]`."""
     if (type(module).__module__, type(module).__qualname__) != TRANSPOSED_LINEAR:
         return False

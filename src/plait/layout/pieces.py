@@ -22,7 +22,7 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
             f"a tensor of shape {tuple(tensor.shape)} cannot be cut by {layout}: shapes must agree."
         )
     coordinate = layout.coordinate(where)
-    piece = tensor.detach()[layout.region(coordinate).slices].clone(memory_format=torch.contiguous_format)
+    piece = _held(tensor.detach(), layout, coordinate).clone(memory_format=torch.contiguous_format)
     interval = layout.interval(coordinate)
     if interval is not None:
         kept = piece.view(-1)[interval.start : interval.stop]
@@ -57,8 +57,26 @@ def assemble(
                     "differ: find where they drifted apart, or take the first with check_replicas=False."
                 )
         else:
-            _put(piece, whole[layout.region(coordinate).slices], layout, coordinate)
+            region = _held(whole, layout, coordinate)
+            _put(piece, region, layout, coordinate)
+            _return(region, whole, layout, coordinate)
     return whole
+
+
+def _held(whole: Tensor, layout: Layout, coordinate: Coordinate) -> Tensor:
+    """What the shards leave at a coordinate: a view, or a copy where it is joined of several blocks."""
+    boxes = layout.boxes(coordinate)
+    if len(boxes) == 1:
+        return whole[boxes[0].slices]
+    return torch.cat([whole[box.slices] for box in boxes], dim=layout.blocked_dim or 0)
+
+
+def _return(held: Tensor, whole: Tensor, layout: Layout, coordinate: Coordinate) -> None:
+    """Write what `_held` gave back, where it was a copy."""
+    boxes = layout.boxes(coordinate)
+    if len(boxes) > 1:
+        for box, part in zip(boxes, held.chunk(len(boxes), dim=layout.blocked_dim or 0), strict=True):
+            whole[box.slices] = part
 
 
 def _put(piece: Tensor, region: Tensor, layout: Layout, coordinate: Coordinate) -> None:

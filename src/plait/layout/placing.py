@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise, product
 from math import prod
 
@@ -22,14 +22,19 @@ class Shard:
     """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end).
 
     With `copies` more than one, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies
-    ranks 0 and 1 hold the first half, 2 and 3 the second.
+    ranks 0 and 1 hold the first half, 2 and 3 the second. With `blocks` more than one, the dim is that many
+    equal blocks, one after another, and each rank holds a piece of every block, joined: of 2 ranks with 3
+    blocks of 4 rows rank 0 holds rows 0, 1, 4, 5, 8 and 9.
     """
 
     dim: int
     copies: int = 1
+    blocks: int = 1
 
     def __repr__(self) -> str:
-        return f"Shard({self.dim}{f', copies={self.copies}' if self.copies > 1 else ''})"
+        copies = f", copies={self.copies}" if self.copies > 1 else ""
+        blocks = f", blocks={self.blocks}" if self.blocks > 1 else ""
+        return f"Shard({self.dim}{copies}{blocks})"
 
 
 @dataclass(frozen=True)
@@ -98,8 +103,8 @@ class Layout:
     ) -> None:
         """Lay `shape` over `axes` (name to number of ranks); an axis without a placement replicates.
 
-        Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis, a missing dim, or
-        copies that do not divide the ranks.
+        Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis, a missing dim,
+        copies that do not divide the ranks, or blocks that do not divide the dim or are cut by several axes.
         """
         shape, placements = tuple(shape), placements or {}
         if any(size < 0 for size in shape):
@@ -124,7 +129,8 @@ class Layout:
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))
         object.__setattr__(self, "placements", chosen)
-        largest = prod(self.region([0] * len(self.axes)).sizes)
+        self._refuse_nested_blocks()
+        largest = prod(self.sizes([0] * len(self.axes)))
         for axis, placement in zip(self.axes, chosen, strict=True):
             if isinstance(placement, Flat) and placement.bounds[-1] < largest:
                 raise LayoutError(
@@ -154,12 +160,13 @@ class Layout:
     def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
         """The piece of the global tensor that the rank at this coordinate holds; it may be empty.
 
-        Raises `LayoutError` where it is no box: a flat interval that begins or ends inside a row.
+        Raises `LayoutError` where it is no box: a flat interval that begins or ends inside a row, or pieces
+        of several blocks.
         """
         region, interval = self.region(where), self.interval(where)
         if interval is None or len(interval) == prod(region.sizes):
             return region
-        rows = _rows(region, interval)
+        rows = _rows(region.sizes, interval)
         if rows is None:
             raise LayoutError(
                 f"elements {interval.start} to {interval.stop} of {self} at {where} are no box: "
@@ -172,28 +179,68 @@ class Layout:
         """The elements of the region, in row-major order, that a `Flat` axis leaves; None without one."""
         for index, _, placement in self._along(where):
             if isinstance(placement, Flat):
-                elements = range(prod(self.region(where).sizes))
+                elements = range(prod(self.sizes(where)))
                 cut = elements[placement.bounds[index] : placement.bounds[index + 1]]
                 return range(cut.start, cut.stop)
         return None
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """The box that the shards leave at this coordinate, before any flat cut."""
+        """The box that the shards leave at this coordinate, before any flat cut.
+
+        Raises `LayoutError` where it is no box: pieces of several blocks.
+        """
+        boxes = self.boxes(where)
+        if len(boxes) > 1:
+            raise LayoutError(
+                f"what the shards of {self} leave at {where} is no box but {len(boxes)}: take the boxes."
+            )
+        return boxes[0]
+
+    def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
+        """What the shards leave at this coordinate, before any flat cut: one box, or one of each block.
+
+        Joined along `blocked_dim` they are what the rank holds. They are equally large.
+        """
         pieces = [range(size) for size in self.shape]
+        blocks, stride = 1, 0
         for index, degree, placement in self._along(where):
             if isinstance(placement, Shard):
                 piece = pieces[placement.dim]
-                cut = divide(len(piece), degree // placement.copies)[index // placement.copies]
+                size = len(piece) // placement.blocks
+                cut = divide(size, degree // placement.copies)[index // placement.copies]
                 pieces[placement.dim] = range(piece.start + cut.start, piece.start + cut.stop)
-        return Box(tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces))
+                if placement.blocks > 1:
+                    blocks, stride = placement.blocks, size
+        offsets, sizes = tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces)
+        return tuple(
+            Box(
+                tuple(
+                    offset + block * stride * (dim == self.blocked_dim) for dim, offset in enumerate(offsets)
+                ),
+                sizes,
+            )
+            for block in range(blocks)
+        )
+
+    @property
+    def blocked_dim(self) -> int | None:
+        """The dim that is made of blocks, each of which is cut; None without one."""
+        blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.blocks > 1)
+        return next(blocked, None)
+
+    def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
+        """The shape of what the shards leave at this coordinate, before any flat cut."""
+        boxes = self.boxes(where)
+        many = len(boxes)
+        return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(boxes[0].sizes))
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
         """The shape of the piece at this coordinate."""
-        region, interval = self.region(where), self.interval(where)
-        if interval is None or len(interval) == prod(region.sizes):
-            return region.sizes
-        rows = _rows(region, interval)
-        return (len(interval),) if rows is None else (len(rows), *region.sizes[1:])
+        sizes, interval = self.sizes(where), self.interval(where)
+        if interval is None or len(interval) == prod(sizes):
+            return sizes
+        rows = _rows(sizes, interval)
+        return (len(interval),) if rows is None else (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
         """The coordinates whose piece must equal this one's, itself included; not those of other summands."""
@@ -208,15 +255,24 @@ class Layout:
         along = self._along(where)
         return tuple(0 if isinstance(p, Partial) else _same_piece(i, n, p)[0] for i, n, p in along)
 
+    def _refuse_nested_blocks(self) -> None:
+        shards = [p for p in self.placements if isinstance(p, Shard)]
+        blocked = [p for p in shards if p.blocks > 1]
+        if len(blocked) > 1 or (blocked and sum(p.dim == blocked[0].dim for p in shards) > 1):
+            raise LayoutError(
+                f"{self} cuts the blocks of a dim by several axes, or has blocks in several dims: give "
+                "blocks to one axis, which cuts its dim alone."
+            )
+
     def _along(self, where: Sequence[int] | Mapping[str, int]) -> list[tuple[int, int, Placement]]:
         """Index, number of ranks and placement, axis by axis."""
         return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
 
 
-def _rows(region: Box, interval: range) -> range | None:
-    """The rows of a region that an interval of its elements is made of, if it is."""
-    row = prod(region.sizes[1:])
-    if not region.sizes or row == 0 or interval.start % row or interval.stop % row:
+def _rows(sizes: tuple[int, ...], interval: range) -> range | None:
+    """The rows of a tensor of these sizes that an interval of its elements is made of, if it is."""
+    row = prod(sizes[1:])
+    if not sizes or row == 0 or interval.start % row or interval.stop % row:
         return None
     return range(interval.start // row, interval.stop // row)
 
@@ -251,4 +307,10 @@ def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...
             f"axis {axis!r} has {degree} ranks, which cannot hold {placement.copies} copies of each piece: "
             f"give a divisor of {degree}."
         )
-    return Shard(placement.dim % len(shape), placement.copies)
+    size = shape[placement.dim]
+    if placement.blocks < 1 or size % placement.blocks:
+        raise LayoutError(
+            f"axis {axis!r} cuts each of {placement.blocks} equal blocks of dim {placement.dim} of shape "
+            f"{shape}, which has {size} rows: give a divisor of {size}."
+        )
+    return replace(placement, dim=placement.dim % len(shape))

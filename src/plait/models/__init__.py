@@ -1,6 +1,7 @@
-"""Plain single-device models, as sequences of layers on the meta device."""
+"""Plain single-device models as sequences of layers: on the meta device, or around those of Hugging Face."""
 
 from plait.models.gpt2 import gpt2
+from plait.models.huggingface import from_huggingface
 from plait.models.llama import llama
 
-__all__ = ["gpt2", "llama"]
+__all__ = ["from_huggingface", "gpt2", "llama"]

@@ -28,8 +28,15 @@ class Normal:
     spread: float
 
 
-Initial = Normal
-"""How a parameter starts. (One kind so far; others stand beside it.)"""
+@dataclass(frozen=True)
+class Constant:
+    """Everywhere the same."""
+
+    value: float
+
+
+Initial = Normal | Constant
+"""How a parameter starts."""
 
 
 def normal_values(name: str, seed: int, start: int, stop: int, spread: float) -> Tensor:
@@ -61,8 +68,11 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
         return current.detach()
     rules: dict[str, Initial] = getattr(layer, "initial_values", dict)()
     full_name = f"{path}.{name}" if path else name
-    if name in rules:
-        values = normal_values(full_name, seed, 0, current.numel(), rules[name].spread)
+    rule = rules.get(name)
+    if isinstance(rule, Constant):
+        return torch.full(current.shape, rule.value, dtype=current.dtype, device="cpu")
+    if rule is not None:
+        values = normal_values(full_name, seed, 0, current.numel(), rule.spread)
         return values.to(current.dtype).view(current.shape)
     if not hasattr(owner, "reset_parameters"):
         raise ModelError(

@@ -118,7 +118,7 @@ class Maker:
 
     def _here(self, slot: Slot) -> Slot:
         """The place of a parameter with the shape that this rank of `tp` has of it."""
-        return replace(slot, shape=torch.Size(self.layouts[slot.name].region(self.coordinate).sizes))
+        return replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
 
     def _whole_gradient(self, kind: Kind, slots: Slots, group: Group | None) -> Tensor:
         if kind.cut and not self.policy.keeps_gradients:

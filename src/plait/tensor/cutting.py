@@ -22,33 +22,45 @@ class Cut:
 
     Into equal pieces, unless `uneven`: then the first ranks may hold one row more. `parts`: the dim is made
     of that many equal parts (heads), none of which is divided. `repeated`: there may be fewer parts than
-    ranks; neighbouring ranks then hold the same part.
+    ranks; neighbouring ranks then hold the same part. `blocks`: the dim is that many equal blocks, each of
+    which is cut so; `parts` are those of one block.
     """
 
     parts: int | None = None
     repeated: bool = False
     uneven: bool = False
+    blocks: int = 1
 
 
 EVENLY = Cut()
 UNEVENLY = Cut(uneven=True)
 
 
-def column_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -> dict[str, Layout]:
-    """Of a linear whose output features are cut: weight `[outputs, inputs]` and bias `[outputs]` by dim 0."""
-    shape = (outputs, inputs)
-    shard = {AXIS: Shard(0, _copies(outputs, shape, cut, axes[AXIS], path))}
-    return {"weight": Layout(shape, axes, shard), "bias": Layout((outputs,), axes, shard)}
+def column_layouts(
+    outputs: int, inputs: int, cut: Cut, axes: Axes, path: str, *, transposed: bool = False
+) -> dict[str, Layout]:
+    """Of a linear whose output features are cut: weight `[outputs, inputs]` and bias `[outputs]` by dim 0.
+
+    `transposed`: the weight is `[inputs, outputs]`, and cut by dim 1.
+    """
+    shape = (inputs, outputs) if transposed else (outputs, inputs)
+    bias = Shard(0, _copies(outputs, shape, cut, axes[AXIS], path), cut.blocks)
+    weight = replace(bias, dim=1 if transposed else 0)
+    return {"weight": Layout(shape, axes, {AXIS: weight}), "bias": Layout((outputs,), axes, {AXIS: bias})}
 
 
-def row_layouts(outputs: int, inputs: int, cut: Cut, axes: Axes, path: str) -> dict[str, Layout]:
+def row_layouts(
+    outputs: int, inputs: int, cut: Cut, axes: Axes, path: str, *, transposed: bool = False
+) -> dict[str, Layout]:
     """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole.
 
-    Never `repeated`: the sum over the ranks would count a part once for each rank that holds it.
+    `transposed`: the weight is `[inputs, outputs]`, and cut by dim 0. Never `repeated`: the sum over the
+    ranks would count a part once for each rank that holds it.
     """
-    shape = (outputs, inputs)
-    shard = {AXIS: Shard(1, _copies(inputs, shape, replace(cut, repeated=False), axes[AXIS], path))}
-    return {"weight": Layout(shape, axes, shard), "bias": Layout((outputs,), axes)}
+    shape = (inputs, outputs) if transposed else (outputs, inputs)
+    copies = _copies(inputs, shape, replace(cut, repeated=False), axes[AXIS], path)
+    weight = {AXIS: Shard(0 if transposed else 1, copies)}
+    return {"weight": Layout(shape, axes, weight), "bias": Layout((outputs,), axes)}
 
 
 def is_cut(layout: Layout) -> bool:
@@ -66,8 +78,13 @@ def _copies(features: int, shape: tuple[int, int], cut: Cut, ranks: int, path: s
     """How many ranks hold the same piece; PlanError where `features` cannot be cut so."""
     if cut.uneven and features >= ranks:
         return 1
-    parts = features if cut.parts is None else cut.parts
     refused = f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}:"
+    if cut.blocks < 1 or features % cut.blocks:
+        raise PlanError(
+            f"{refused} its {features} features are not {cut.blocks} equal blocks: mend their number."
+        )
+    features //= cut.blocks
+    parts = features if cut.parts is None else cut.parts
     if parts < 1 or features % parts:
         raise PlanError(
             f"{refused} its {features} features are not {parts} equal parts (heads); name an attribute that "

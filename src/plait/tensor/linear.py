@@ -87,13 +87,15 @@ class ColumnParallelLinear(_PieceOfLinear):
         self.border = WholeBorder(group)
         self.enters = True
         """Whether the input enters here; else an entrance before did it, for several linears at once."""
+        self.transposed = False
+        """Whether the weight is `[in, out]`."""
         self.keeper: Keeper | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
         entered = self.border.enter(input) if self.enters else input
-        output = linear(entered, self.weight, self.bias, self.keeper)
+        output = linear(entered, self.weight, self.bias, self.keeper, transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -128,13 +130,16 @@ class RowParallelLinear(_PieceOfLinear):
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
         self.border = WholeBorder(group)
+        self.transposed = False
+        """Whether the weight is `[in, out]`."""
         self.keeper: Keeper | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
-        output = self.border.leave(linear(piece, self.weight, None, self.keeper))
+        product = linear(piece, self.weight, None, self.keeper, transposed=self.transposed)
+        output = self.border.leave(product)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:

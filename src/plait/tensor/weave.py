@@ -6,20 +6,21 @@ layers ─ rules → rules_of_modules → layouts_of → (tensors are made) → 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from operator import attrgetter
 from typing import cast
 
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper
+from plait.autograd.deferred import Keeper, is_transposed_linear
 from plait.autograd.dropout import Dropout, draw_for_piece, draw_for_sequence
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.border import Border, SequenceBorder
-from plait.tensor.cutting import EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
+from plait.tensor.cutting import AXIS, EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
@@ -31,7 +32,8 @@ CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "vocabulary": (nn.Linear, nn.Embedding),
     "piece": (Dropout, nn.Dropout),
 }
-"""What each rule can cut, or draws for what is cut. Subclasses compute something of their own."""
+"""What each rule can cut, or draws for what is cut; column and row also `Conv1D` of transformers. Subclasses
+compute something of their own."""
 WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
 """Rules of modules whose parameters stay whole."""
 
@@ -42,7 +44,7 @@ def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     matched = match(rules, modules)
     for path, rule in matched.items():
         kind = type(modules[path])
-        if kind not in CUTTABLE.get(rule.kind, (kind,)):
+        if not _is_cuttable(modules[path], rule):
             cuttable = " or ".join(_public_name(one) for one in CUTTABLE[rule.kind])
             raise PlanError(
                 f"the rule {rule.kind} is for {cuttable}, but {path} is a {kind.__name__}: "
@@ -148,6 +150,11 @@ def _public_name(kind: type[nn.Module]) -> str:
     return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
+def _is_cuttable(module: nn.Module, rule: Rule) -> bool:
+    transposed = rule.kind in ("column", "row") and is_transposed_linear(module)
+    return transposed or rule.kind not in CUTTABLE or type(module) in CUTTABLE[rule.kind]
+
+
 def _is_altered(module: nn.Module) -> bool:
     """Whether calling it does more than its class says. Hooks can be read from private attributes only."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
@@ -163,8 +170,7 @@ def _twin(
         table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
         table.weight = cast(nn.Parameter, module.weight)
         return table.train(module.training)
-    assert isinstance(module, nn.Linear)
-    sizes = module.in_features, module.out_features
+    sizes = _features(module)
     twin: ColumnParallelLinear | RowParallelLinear
     if rule.kind == "row":
         piece = rule.input_is_parallel
@@ -172,7 +178,11 @@ def _twin(
     else:
         whole = rule.gather_output
         twin = ColumnParallelLinear(*sizes, group, gather_output=whole, cut=cut, path=path, device="meta")
-    twin.weight, twin.bias = cast(nn.Parameter, module.weight), module.bias
+    twin.weight, twin.bias = cast(nn.Parameter, module.weight), cast(nn.Parameter | None, module.bias)
+    if is_transposed_linear(module):
+        layouts = row_layouts if rule.kind == "row" else column_layouts
+        twin.transposed = True
+        twin.layouts = layouts(sizes[1], sizes[0], cut, {AXIS: group.size}, path, transposed=True)
     return twin.train(module.training)
 
 
@@ -185,18 +195,25 @@ def _layouts(
     cut = _cut(path, rule, parent)
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, cut, axes, path)
-    assert isinstance(module, nn.Linear)
+    inputs, outputs = _features(module)
     layouts = row_layouts if rule.kind == "row" else column_layouts
-    return layouts(module.out_features, module.in_features, cut, axes, path)
+    return layouts(outputs, inputs, cut, axes, path, transposed=is_transposed_linear(module))
+
+
+def _features(module: nn.Module) -> tuple[int, int]:
+    """Of a whole linear: how many it reads and gives. Its parameters may be pieces already."""
+    if isinstance(module, nn.Linear):
+        return module.in_features, module.out_features
+    return cast(int, module.nx), cast(int, module.nf)
 
 
 def _cut(path: str, rule: Rule, parent: nn.Module | None) -> Cut:
     if rule.kind == "vocabulary":
         return UNEVENLY
     if rule.parts is None:
-        return EVENLY
+        return replace(EVENLY, blocks=rule.blocks)
     try:
-        return Cut(int(attrgetter(rule.parts)(parent)), rule.repeated)
+        return Cut(int(attrgetter(rule.parts)(parent)), rule.repeated, blocks=rule.blocks)
     except (AttributeError, TypeError, ValueError):
         raise PlanError(
             f"the rule of {path} cuts by {rule.parts!r}, but the module that holds it has no number of that "

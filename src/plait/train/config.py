@@ -31,11 +31,12 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
-        _check_family(self.model)
-        _check_heads(self.model)
+        if self.model.folder is None:
+            _check_family(self.model)
+            _check_heads(self.model)
+            _check_tensor_parallel(self.model, self.parallel.tp)
         _check_batch(self.train, self.parallel.dp)
         _check_parallel(self.parallel)
-        _check_tensor_parallel(self.model, self.parallel.tp)
         _check_steps(self)
         return self
 

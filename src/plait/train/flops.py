@@ -30,10 +30,16 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
     """Count the operations that training `model` on one token asks for, forward and backward.
 
-    Its matrix products are its `nn.Linear`s, a tied head's too; looking up an embedding costs nothing. Scores
-    and mix of attention cost the same whether or not heads share keys and values.
+    Its matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
+    nothing. Scores and mix of attention cost the same whether or not heads share keys and values.
     """
-    weights = sum(linear.weight.numel() for linear in model.modules() if isinstance(linear, nn.Linear))
+    weights = sum(
+        parameter.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    )
     return 6 * weights + 12 * layers * hidden * context
 
 

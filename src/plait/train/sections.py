@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.plan import Offload, Precision, Recompute, Reduce, Strategy
+from plait.train.folder import OWN, complete
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -23,7 +24,12 @@ class Section(BaseModel):
 class ModelConfig(Section):
     """The model, built as a sequence of layers."""
 
-    name: Literal["gpt2", "llama"] = Field(default="gpt2", description="architecture")
+    name: str = Field(
+        default="gpt2",
+        min_length=1,
+        description="gpt2, llama, or a folder with the config.json of a Hugging Face model, whose weights "
+        "are read if it holds any",
+    )
     layers: Count = Field(default=4, description="transformer blocks")
     hidden: Count = Field(default=128, description="width of the residual stream, a multiple of heads")
     heads: Count = Field(default=4, description="attention heads of each block")
@@ -41,6 +47,17 @@ class ModelConfig(Section):
     )
     context: Count = Field(default=128, description="tokens in a sequence")
     tied: bool = Field(default=True, description="whether the head shares the embedding's weight")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _sized(cls, given: object) -> object:
+        name = given.get("name", OWN[0]) if isinstance(given, dict) else OWN[0]
+        return given if name in OWN or not isinstance(name, str) else complete(given)
+
+    @property
+    def folder(self) -> Path | None:
+        """Where the model lies, if it is one of Hugging Face."""
+        return None if self.name in OWN else Path(self.name).expanduser()
 
 
 class DataConfig(Section):

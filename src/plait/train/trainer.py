@@ -19,7 +19,7 @@ from plait.tensor.losses import cross_entropy
 from plait.train.batches import rows_of
 from plait.train.config import Config
 from plait.train.data import Data
-from plait.train.model import build_model
+from plait.train.model import build_model, weights_of
 from plait.train.optimizer import adamw
 from plait.train.rate import learning_rate
 from plait.train.tokenizer import printable
@@ -32,7 +32,8 @@ class Trainer:
         settings = config.train
         model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed)
+        values = weights_of(config.model, model)
+        self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
         self.optimizer = adamw(groups, settings)
         self._settings = settings

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -30,18 +31,33 @@ class Origin:
     """Per dim; none: at 0."""
     flat: tuple[tuple[int, ...], int] | None = None
     """For an interval of a box's elements: the sizes of the box that begins at `offsets`, and the first."""
+    joined: tuple[int, int, int] | None = None
+    """For pieces of several blocks: the dim they are joined along, how much of it is of one block, and how
+    far the next block is in the global tensor."""
 
     def places(self, indices: Tensor) -> Tensor:
         """Indices `[n, dims]` of elements of this rank's tensor as those in the global one."""
         if self.flat is not None:
             sizes, first = self.flat
-            indices = torch.stack(torch.unravel_index(indices[:, 0] + first, sizes), 1)
+            row = indices.new_tensor([prod(sizes[dim + 1 :]) for dim in range(indices.shape[1])])
+            start = indices @ row if indices.shape[1] > 1 else indices[:, 0]
+            indices = torch.stack(torch.unravel_index(start + first, sizes), 1)
+        if self.joined is not None:
+            dim, piece, stride = self.joined
+            indices = indices.clone()
+            indices[:, dim] = indices[:, dim] // piece * stride + indices[:, dim] % piece
         return indices + torch.tensor(self.offsets or 0, device=indices.device)
 
 
 def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
     """Where the piece at a coordinate begins."""
-    region, interval = layout.region(coordinate), layout.interval(coordinate)
+    boxes, interval = layout.boxes(coordinate), layout.interval(coordinate)
+    if len(boxes) > 1:
+        dim = layout.blocked_dim or 0
+        stride = boxes[1].offsets[dim] - boxes[0].offsets[dim]
+        flat = None if interval is None else (layout.sizes(coordinate), interval.start)
+        return Origin(boxes[0].offsets, flat, (dim, boxes[0].sizes[dim], stride))
+    (region,) = boxes
     if interval is None or len(layout.local_shape(coordinate)) == len(region.sizes) > 1:
         return Origin(layout.box(coordinate).offsets)
     return Origin(region.offsets, (region.sizes or (1,), interval.start))

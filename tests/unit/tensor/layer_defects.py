@@ -72,8 +72,8 @@ def input_gradient_not_summed() -> Iterator[None]:
 
 @contextmanager
 def weight_without_gradient() -> Iterator[None]:
-    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any) -> Tensor:
-        return linear(input, weight.detach(), bias, keeper)
+    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any, **options: Any) -> Tensor:
+        return linear(input, weight.detach(), bias, keeper, **options)
 
     with patch.object(linear_module, "linear", detached):
         yield
@@ -81,8 +81,8 @@ def weight_without_gradient() -> Iterator[None]:
 
 @contextmanager
 def bias_without_gradient() -> Iterator[None]:
-    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any) -> Tensor:
-        return linear(input, weight, None if bias is None else bias.detach(), keeper)
+    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any, **options: Any) -> Tensor:
+        return linear(input, weight, None if bias is None else bias.detach(), keeper, **options)
 
     with patch.object(linear_module, "linear", detached):
         yield

@@ -34,6 +34,31 @@ def test_a_row_is_cut_by_its_inputs_and_its_bias_is_whole() -> None:
     }
 
 
+def test_a_transposed_weight_is_cut_by_its_other_dim() -> None:
+    assert column_layouts(8, 6, EVENLY, AXES, "up", transposed=True) == {
+        "weight": Layout((6, 8), AXES, {"tp": Shard(1)}),
+        "bias": Layout((8,), AXES, {"tp": Shard(0)}),
+    }
+    assert row_layouts(6, 8, EVENLY, AXES, "down", transposed=True) == {
+        "weight": Layout((8, 6), AXES, {"tp": Shard(0)}),
+        "bias": Layout((6,), AXES),
+    }
+
+
+def test_each_block_of_several_linears_in_one_is_cut() -> None:
+    cut = Cut(parts=4, blocks=3)
+    assert column_layouts(24, 6, cut, AXES, "attn", transposed=True) == {
+        "weight": Layout((6, 24), AXES, {"tp": Shard(1, blocks=3)}),
+        "bias": Layout((24,), AXES, {"tp": Shard(0, blocks=3)}),
+    }
+    for features, reason in (
+        (25, "25 features are not 3 equal blocks"),
+        (18, "6 features are not 4 equal parts"),
+    ):
+        with pytest.raises(PlanError, match=reason):
+            column_layouts(features, 6, cut, AXES, "attn")
+
+
 @pytest.mark.parametrize(
     ("features", "ranks", "cut", "copies"),
     [

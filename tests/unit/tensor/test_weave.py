@@ -13,6 +13,7 @@ from parallel_cases import assert_close, draw
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
+from parity.layers import Conv1D
 from plait.autograd.deferred import Keeper
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
@@ -300,6 +301,29 @@ class TestWeave:
             woven(layers, rules_of_modules({"0.up": rule}, layers), lonely(2))
 
 
+class Joined(nn.Module):
+    """A region whose linears have transposed weights, the first of them three linears in one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = 2
+        self.norm = nn.LayerNorm(WIDTH)
+        self.three = Conv1D(3 * 12, WIDTH)
+        self.down = Conv1D(WIDTH, 12)
+
+    def forward(self, given: Tensor) -> Tensor:
+        one, two, three = self.three(self.norm(given)).chunk(3, dim=-1)
+        output: Tensor = given + self.down(torch.tanh(one) * two + three)
+        return output
+
+
+JOINED: Rules = {"*.norm": entrance, "*.three": column.by("heads").joined(3), "*.down": row.by("heads")}
+
+
+def transposed() -> list[tuple[str, nn.Module]]:
+    return seeded(Joined(), Joined())
+
+
 def sharing() -> list[tuple[str, nn.Module]]:
     """Two layers with a linear in common."""
     one, two = Gated(), Gated()
@@ -314,10 +338,10 @@ def run(one: nn.Module, two: nn.Module) -> tuple[Tensor, Tensor | None]:
     return output.detach(), leaf.grad
 
 
-def woven_on_a_rank(rules: Rules, keeps: bool, spends: bool) -> Any:
+def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     """Results, gradients of the pieces, how much work was left after the backward, and the traffic."""
     mesh, keeper = Mesh(tp=2), Keeper()
-    woven = nn.ModuleList(cut(sharing(), rules, mesh.group("tp"), keeper if keeps else None))
+    woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), keeper if keeps else None))
     for parameter in woven.parameters():
         parameter.grad = torch.zeros_like(parameter)
     with keeper.spending() if spends else nullcontext():
@@ -328,18 +352,22 @@ def woven_on_a_rank(rules: Rules, keeps: bool, spends: bool) -> Any:
     return results, gradients, left, mesh.traffic.snapshot()
 
 
-@pytest.mark.parametrize(("keeps", "spends", "left"), [(False, False, 0), (True, False, 6), (True, True, 0)])
-@pytest.mark.parametrize(("rules", "sums"), [(COLUMNS, 6), (ENTERED, 4)], ids=["columns", "entrance"])
-def test_woven_layers_equal_plain_ones(rank_pool, rules, sums, keeps, spends, left):
-    layers = sharing()
+@pytest.mark.parametrize(("keeps", "spends"), [(False, False), (True, False), (True, True)])
+@pytest.mark.parametrize(
+    ("make", "rules", "sums", "linears"),
+    [(sharing, COLUMNS, 6, 6), (sharing, ENTERED, 4, 6), (transposed, JOINED, 4, 4)],
+    ids=["columns", "entrance", "transposed"],
+)
+def test_woven_layers_equal_plain_ones(rank_pool, make, rules, sums, linears, keeps, spends):
+    layers = make()
     layouts = layouts_of(layers, rules_of_modules(rules, layers), {"tp": 2})
     plain = nn.ModuleList(layer for _, layer in layers)
     expected = run(*plain)
-    answers = rank_pool.run(woven_on_a_rank, rules, keeps, spends, ranks=2)
+    answers = rank_pool.run(woven_on_a_rank, make, rules, keeps, spends, ranks=2)
     for results, _, kept, traffic in answers:
         for got, wanted in zip(results, expected, strict=True):
             assert_close(got, wanted, "output or gradient of the input")
-        assert kept == left
+        assert kept == (linears if keeps and not spends else 0)
         assert traffic == {"tp": {"all_reduce": Count(sums, sums * 5 * WIDTH * 8)}}
     for name, parameter in plain.named_parameters():
         pieces = [gradients[name] for _, gradients, _, _ in answers]
@@ -347,7 +375,9 @@ def test_woven_layers_equal_plain_ones(rank_pool, rules, sums, keeps, spends, le
 
 
 def test_work_that_is_done_early_gives_the_same_bits(rank_pool):
-    early, late = (rank_pool.run(woven_on_a_rank, ENTERED, True, spends, ranks=2) for spends in (True, False))
+    early, late = (
+        rank_pool.run(woven_on_a_rank, sharing, ENTERED, True, spends, ranks=2) for spends in (True, False)
+    )
     for (_, ours, *_), (_, theirs, *_) in zip(early, late, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)
 

@@ -123,7 +123,11 @@ WRONG_OPTIONS = [
         "--train.precision fp8",
         'train.precision is "fp8" (from the command line): give one of fp64, fp32, bf16, fp16.',
     ),
-    ("--model.name bert", 'model.name is "bert" (from the command line): give one of gpt2, llama.'),
+    (
+        "--model.name bert",
+        "model.name = 'bert' is neither gpt2 nor llama nor a folder with a config.json: give one of these.",
+    ),
+    ("--model.name 3.5", "model.name = '3.5' is neither gpt2 nor llama nor a folder"),
     ("--data.source=", 'data.source is "" (from the command line): give text, not empty.'),
     ("--model.vocab 1", "give a whole number of at least 2 or none."),
     (

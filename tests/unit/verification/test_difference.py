@@ -75,9 +75,10 @@ def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
 AXES = {"shard": 3, "tp": 2}
 
 
-def flat(shape: tuple[int, ...], *bounds: int, rows_over_tp: bool = False) -> Layout:
-    """Cut between three ranks of `shard` at these elements; over `tp` by rows, or not at all."""
-    return Layout(shape, AXES, {"shard": Flat(bounds)} | ({"tp": Shard(0)} if rows_over_tp else {}))
+def flat(shape: tuple[int, ...], *bounds: int, rows_over_tp: bool = False, blocks: int = 1) -> Layout:
+    """Cut between three ranks of `shard` at these elements; over `tp` by rows, of `blocks`, or not."""
+    over_tp = {"tp": Shard(0, blocks=blocks)} if rows_over_tp else {}
+    return Layout(shape, AXES, {"shard": Flat(bounds)} | over_tp)
 
 
 @pytest.mark.parametrize(
@@ -102,10 +103,13 @@ def test_each_element_of_a_piece_has_its_place_in_the_global_tensor(
     sizes: list[int], rows_over_tp: bool, data: st.DataObject
 ) -> None:
     shape = tuple(sizes)
+    blocks = data.draw(st.sampled_from([n for n in range(1, 6) if sizes and sizes[0] % n == 0] or [1]))
     numbers = torch.arange(math.prod(shape)).view(shape)
     cuts = st.integers(0, numbers.numel())
     one, two = sorted(data.draw(st.tuples(cuts, cuts)))
-    layout = flat(shape, 0, one, two, numbers.numel(), rows_over_tp=rows_over_tp and bool(shape))
+    layout = flat(
+        shape, 0, one, two, numbers.numel(), rows_over_tp=rows_over_tp and bool(shape), blocks=blocks
+    )
     for coordinate in layout.coordinates():
         piece = shard(numbers, layout, coordinate)
         where = dict(zip(layout.axes, coordinate, strict=True))

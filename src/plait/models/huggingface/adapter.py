@@ -1,0 +1,57 @@
+"""From a model of transformers to a sequence of layers: the family's own way, and the names of both sides."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from plait.errors import ModelError
+from plait.models.huggingface import gpt2, gpt_neox, llama
+
+FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
+    "GPT2LMHeadModel": gpt2.adapt,
+    "GPTNeoXForCausalLM": gpt_neox.adapt,
+    "LlamaForCausalLM": llama.adapt,
+    "MistralForCausalLM": llama.adapt,
+    "Qwen2ForCausalLM": llama.adapt,
+}
+"""The classes of transformers that are known, by name: their package need not be there."""
+
+
+def from_huggingface(model: nn.Module) -> nn.Sequential:
+    """`model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
+
+    Tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`. The layers hold the modules of
+    `model` itself, which stays as it is; a model on the meta device gets values by name and seed, as
+    transformers would draw them. The sequence has `context` and `rules`, as plait's own models have, and
+    `huggingface_names`: by each name of its `state_dict()` the one in that of `model`. ModelError for a class
+    that is not known here, and for settings that plait does not compute.
+    """
+    kind = type(model)
+    known = FAMILIES if kind.__module__.startswith("transformers.") else {}
+    if kind.__name__ not in known:
+        raise ModelError(
+            f"{kind.__module__}.{kind.__qualname__} is no model that plait can adapt: give an unmodified "
+            f"{', '.join(FAMILIES)} of transformers, or write an nn.Sequential of its layers."
+        )
+    sequence = known[kind.__name__](model)
+    sequence.huggingface_names = _names(sequence, model)  # type: ignore[assignment]
+    return sequence
+
+
+def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
+    """Of what both have, the name in `model` by that in `sequence`, also where one tensor has several."""
+    theirs: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        theirs.setdefault(id(parameter), []).append(name)
+    return {
+        name: next(other for other in theirs[id(parameter)] if _end(other) == _end(name))
+        for name, parameter in sequence.named_parameters(remove_duplicate=False)
+    }
+
+
+def _end(name: str) -> list[str]:
+    """Module and attribute, which are called alike on both sides."""
+    return name.split(".")[-2:]

@@ -1,0 +1,133 @@
+"""`LlamaForCausalLM` of transformers, and those built like it: `Qwen2ForCausalLM`, `MistralForCausalLM`."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Any
+
+from torch import Tensor, nn
+
+from plait.models.building import assemble, require_length
+from plait.models.huggingface.parts import Layer, Rotary, attend, attention_cost, heads_of, rotate_first
+from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
+
+RULES: Rules = {
+    "embedding.embed_tokens": vocabulary,
+    "blocks.*.attention": sequence,
+    "blocks.*.attention.input_layernorm": entrance,
+    "blocks.*.attention.self_attn.q_proj": column.by("config.num_attention_heads"),
+    "blocks.*.attention.self_attn.k_proj": column.by("config.num_key_value_heads", repeated=True),
+    "blocks.*.attention.self_attn.v_proj": column.by("config.num_key_value_heads", repeated=True),
+    "blocks.*.attention.attention_dropout": piece.along(1),
+    "blocks.*.attention.self_attn.o_proj": row.by("config.num_attention_heads"),
+    "blocks.*.mlp": sequence,
+    "blocks.*.mlp.post_attention_layernorm": entrance,
+    "blocks.*.mlp.mlp.gate_proj": column,
+    "blocks.*.mlp.mlp.up_proj": column,
+    "blocks.*.mlp.mlp.down_proj": row,
+    "head": sequence,
+    "head.norm": entrance,
+    "head.lm_head": vocabulary,
+}
+
+
+def adapt(model: Any) -> nn.Sequential:
+    """The sequence of `model`. ModelError for rotary embeddings that depend on a sequence's length."""
+    config, body = model.config, model.model
+    spread, context = config.initializer_range, config.max_position_embeddings
+    blocks = [
+        nn.Sequential(
+            OrderedDict(
+                attention=Attention(block.input_layernorm, block.self_attn, body.rotary_emb, spread),
+                mlp=MLP(block.post_attention_layernorm, block.mlp, spread),
+            )
+        )
+        for block in body.layers
+    ]
+    embedding = Embedding(body.embed_tokens, context, spread)
+    return assemble(embedding, blocks, Head(body.norm, model.lm_head, spread), context=context, rules=RULES)
+
+
+class Embedding(Layer):
+    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions come in with attention."""
+
+    def __init__(self, embed_tokens: nn.Module, context: int, spread: float) -> None:
+        super().__init__(spread)
+        self.embed_tokens, self.context = embed_tokens, context
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Look up. ModelError when the sequence is longer than the context."""
+        require_length(tokens.shape[1], self.context)
+        embedded: Tensor = self.embed_tokens(tokens)
+        return embedded
+
+
+class Attention(Layer):
+    """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions."""
+
+    def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, spread: float) -> None:
+        super().__init__(spread)
+        self.input_layernorm, self.self_attn = input_layernorm, self_attn
+        self.rotary = Rotary(rotary)
+        # Theirs is a function inside; ours a module, which can be replaced and is told of by name.
+        self.attention_dropout = nn.Dropout(self_attn.attention_dropout)
+        self.attention_dropout.train(self_attn.training)
+        self.window: int | None = _window(self_attn)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual connection is inside. The projections may hold some of the heads only."""
+        attn, normed = self.self_attn, self.input_layernorm(x)
+        query, key, value = (
+            heads_of(project(normed), attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
+        )
+        angles = self.rotary(query)
+        mixed = attend(
+            rotate_first(query, *angles),
+            rotate_first(key, *angles),
+            value,
+            scale=attn.scaling,
+            dropout=self.attention_dropout,
+            window=self.window,
+        )
+        result: Tensor = x + attn.o_proj(mixed)
+        return result
+
+    def cost(self) -> float:
+        """Multiplications a token."""
+        config = self.self_attn.config
+        context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
+        return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
+
+
+def _window(self_attn: Any) -> int | None:
+    """How far back a token sees. Qwen2's layers say it themselves, for Mistral the configuration says it."""
+    if hasattr(self_attn, "sliding_window"):
+        found: int | None = self_attn.sliding_window
+        return found
+    return getattr(self_attn.config, "sliding_window", None)
+
+
+class MLP(Layer):
+    """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
+
+    def __init__(self, post_attention_layernorm: nn.Module, mlp: nn.Module, spread: float) -> None:
+        super().__init__(spread)
+        self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The residual connection is inside."""
+        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
+        return result
+
+
+class Head(Layer):
+    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
+
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, spread: float) -> None:
+        super().__init__(spread)
+        self.norm, self.lm_head = norm, lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Logits; the softmax belongs to the loss."""
+        logits: Tensor = self.lm_head(self.norm(x))
+        return logits

@@ -1,0 +1,93 @@
+"""Small models of transformers with random values, and the cases made of them. Only with transformers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import transformers
+from torch import nn
+
+import plait
+from parity.case import SEED, Case
+from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts
+
+
+def load() -> None:
+    """On a rank: be imported, which takes longer than all that comes after it."""
+
+
+Sizes = dict[str, Any]
+SIZES: Sizes = {"vocab_size": GPT2_VOCAB, "max_position_embeddings": GPT2_CONTEXT, "num_hidden_layers": 2}
+
+
+def gpt2(heads: int = 4, **more: Any) -> nn.Module:
+    sizes = {
+        "vocab_size": GPT2_VOCAB,
+        "n_positions": GPT2_CONTEXT,
+        "n_layer": 2,
+        "n_embd": 24,
+        "n_head": heads,
+    }
+    dropouts = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **dropouts, **more}))
+
+
+def _llama_like(model: Any, config: Any, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
+    sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": heads}
+    return model(config(**{**SIZES, **sizes, "num_key_value_heads": kv_heads, **more}))
+
+
+llama = partial(_llama_like, transformers.LlamaForCausalLM, transformers.LlamaConfig)
+qwen2 = partial(_llama_like, transformers.Qwen2ForCausalLM, transformers.Qwen2Config)
+mistral = partial(_llama_like, transformers.MistralForCausalLM, transformers.MistralConfig, sliding_window=3)
+
+
+def gpt_neox(heads: int = 4, **more: Any) -> nn.Module:
+    sizes = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": heads}
+    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**SIZES, **sizes, **more}))
+
+
+MODELS: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": gpt2,
+    "gpt2-untied-scaled": partial(gpt2, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True),
+    "llama": llama,
+    "llama-tied-biased": partial(llama, tie_word_embeddings=True, attention_bias=True, mlp_bias=True),
+    "llama-scaled": partial(
+        llama,
+        head_dim=4,
+        rope_parameters={
+            "rope_type": "yarn",
+            "rope_theta": 100.0,
+            "factor": 2.0,
+            "original_max_position_embeddings": 4,
+        },
+    ),
+    "qwen2": qwen2,
+    "qwen2-sliding": partial(qwen2, use_sliding_window=True, sliding_window=3, max_window_layers=1),
+    "mistral": mistral,
+    "gpt-neox": gpt_neox,
+    "gpt-neox-in-turn": partial(gpt_neox, use_parallel_residual=False, attention_bias=False),
+}
+
+
+def drawn(make: Callable[[], nn.Module]) -> nn.Module:
+    """The model in float64, every parameter drawn anew: none is zero or one, as biases and norms begin."""
+    with torch.random.fork_rng(devices=[]):
+        torch.default_generator.manual_seed(SEED)
+        model = make().double()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.normal_(std=0.2)
+    return model
+
+
+def case(name: str, make: Callable[[], nn.Module] | None = None) -> Case:
+    """The family's model as plait's layers."""
+
+    def build() -> nn.Module:
+        return plait.models.from_huggingface(drawn(make or MODELS[name]))
+
+    return Case(name, build, draw_contexts(GPT2_VOCAB))

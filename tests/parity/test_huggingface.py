@@ -1,0 +1,123 @@
+"""Models of transformers: the adapter against their own forward, and woven runs against one rank."""
+
+from __future__ import annotations
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+from torch.nn import functional
+
+import plait
+from parity import huggingface_cases as cases
+from parity.norm import assert_close, assert_equal
+from parity.parity import check_parity
+from plait.comm.pool import RankPool
+from plait.plan import Plan
+from plait.verification.case import Case
+from plait.verification.rank import run_rank
+from plait.verification.recipe import Recipe
+from plait.verification.verify import report_on
+
+
+@pytest.fixture(scope="module")
+def ranks(rank_pool: RankPool) -> RankPool:
+    """Ranks that have transformers."""
+    rank_pool.run(cases.load, ranks=8, timeout=600.0)
+    return rank_pool
+
+
+def step(model: nn.Module, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    """The loss of predicting each next token, with gradients in `model`, all in float64."""
+    model.zero_grad()
+    loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    loss.backward()
+    return loss.detach()
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_the_layers_compute_what_the_model_computes(name: str) -> None:
+    model = cases.drawn(cases.MODELS[name])
+    generator = torch.Generator().manual_seed(5)
+    tokens = torch.randint(cases.GPT2_VOCAB, (3, cases.GPT2_CONTEXT), generator=generator)
+    theirs = model(input_ids=tokens, labels=tokens)
+    step(model, theirs.logits, tokens)
+    expected = {key: parameter.grad.clone() for key, parameter in model.named_parameters()}
+
+    sequence = plait.models.from_huggingface(model)
+    logits = sequence(tokens)
+    loss = step(model, logits, tokens)
+    names = sequence.huggingface_names
+    gradients = {names[key]: parameter.grad for key, parameter in sequence.named_parameters()}
+    assert_equal({"logits": logits.detach()}, {"logits": theirs.logits.detach()}, 1e-12, "the value")
+    # Their loss is computed in single precision.
+    assert_close(float(loss), float(theirs.loss.detach()), 1e-6, "the loss")
+    assert_equal(gradients, expected, 1e-12, "the gradient")
+
+
+WOVEN = {
+    "one": Plan(microbatches=2, precision="fp64"),
+    "tp": Plan(tp=2, microbatches=2, precision="fp64"),
+    "zb-v with tp": Plan(pp=2, tp=2, schedule="zb-v", microbatches=4, precision="fp64"),
+    "full shards": Plan(dp=2, strategy="full", microbatches=2, precision="fp64"),
+    "everything": Plan(
+        pp=2, tp=2, dp=2, strategy="full", reduce="each", recompute="full", microbatches=3, precision="fp64"
+    ),
+}
+FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox")
+
+
+@pytest.mark.parametrize("plan", WOVEN)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_woven_runs_equal_one_rank(ranks: RankPool, name: str, plan: str) -> None:
+    check_parity(ranks, cases.case(name), WOVEN[plan])
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2"])
+def test_heads_of_keys_and_values_are_repeated(ranks: RankPool, name: str) -> None:
+    check_parity(ranks, cases.case(name), Plan(tp=4, microbatches=2, precision="fp64"))
+
+
+@pytest.mark.parametrize("name", sorted(set(cases.MODELS) - set(FAMILIES)))
+def test_what_configurations_change_is_woven_too(ranks: RankPool, name: str) -> None:
+    check_parity(ranks, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
+
+
+VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_verify_says_equal(ranks: RankPool, name: str) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
+    model = plait.models.from_huggingface(cases.MODELS[name]())
+    case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, Recipe())
+    report = report_on(case, VERIFIED, ranks.run(run_rank, case, VERIFIED, ranks=4))
+    assert report, report
+
+
+def evaluated(
+    name: str, plan: Plan, inputs: torch.Tensor, targets: torch.Tensor
+) -> tuple[float, torch.Tensor]:
+    """On a rank: the mean loss, and how a prompt goes on."""
+    model = plait.models.from_huggingface(cases.drawn(cases.MODELS[name]))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), plait.cross_entropy)
+    loss = engine.evaluate(inputs, targets)
+    return float(loss), engine.generate(inputs[:, :3], 5, temperature=0.0)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mistral"])
+def test_losses_and_likeliest_tokens_are_those_of_the_model(ranks: RankPool, name: str) -> None:
+    inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(2, torch.Generator().manual_seed(3))
+    plan = Plan(pp=2, tp=2, microbatches=2, precision="fp64")
+    answers = ranks.run(evaluated, name, plan, inputs, targets, ranks=4)
+    model = cases.drawn(cases.MODELS[name]).eval()
+    with torch.no_grad():
+        loss = functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())
+        tokens = inputs[:, :3]
+        for _ in range(5):
+            tokens = torch.cat([tokens, model(tokens).logits[:, -1:].argmax(-1)], dim=1)
+    for found, continued in answers:
+        assert_close(found, float(loss), 1e-12, "the loss")
+        assert torch.equal(continued, tokens)

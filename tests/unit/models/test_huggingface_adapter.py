@@ -1,0 +1,150 @@
+"""What `from_huggingface` does to models of transformers: names, first values, refusals, attention."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch import nn
+
+import plait
+from parity import huggingface_cases as cases
+from plait.errors import ModelError
+from plait.models.huggingface.parts import Rotary, attend
+from plait.models.initial import initial_value
+from plait.models.values import places_of
+from plait.pipeline.cost import layer_costs
+from plait.pipeline.sequence import bits_of, sequence_of
+from plait.train.flops import flops_per_token
+from plait.weaving import named
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_the_layers_hold_the_models_own_parameters(name: str) -> None:
+    model = cases.MODELS[name]()
+    before = {key: bits_of(value) for key, value in model.state_dict().items()}
+    config = model.config.to_dict()
+    sequence = plait.models.from_huggingface(model)
+    theirs = dict(model.named_parameters(remove_duplicate=False))
+    ours = dict(sequence.named_parameters(remove_duplicate=False))
+    names: Any = sequence.huggingface_names
+    assert names.keys() == ours.keys() == sequence.state_dict().keys()
+    assert sorted(names.values()) == sorted(theirs) == sorted(model.state_dict())
+    assert all(ours[key] is theirs[other] for key, other in names.items())
+    assert {key: bits_of(value) for key, value in model.state_dict().items()} == before
+    assert model.config.to_dict() == config
+    assert sequence.context == cases.GPT2_CONTEXT
+
+
+def test_names_can_be_read() -> None:
+    names: Any = plait.models.from_huggingface(cases.gpt2()).huggingface_names
+    assert names["blocks.1.attention.attn.c_attn.weight"] == "transformer.h.1.attn.c_attn.weight"
+    assert names["embedding.wte.weight"] == "transformer.wte.weight"
+    assert names["head.lm_head.weight"] == "lm_head.weight"
+
+
+@pytest.mark.parametrize("name", cases.MODELS)
+def test_a_model_on_meta_begins_as_transformers_would_begin(name: str) -> None:
+    real = cases.MODELS[name]()
+    with torch.device("meta"):
+        model = cases.MODELS[name]()
+    sequence = plait.models.from_huggingface(model)
+    places = places_of(named(sequence_of(sequence).layers))
+    names: Any = sequence.huggingface_names
+    theirs = dict(real.named_parameters(remove_duplicate=False))
+    for key, place in places.items():
+        value = initial_value(place.layer, place.path, place.name, 7)
+        if place.is_buffer:
+            assert torch.equal(value.view(torch.float32), base_model(real).rotary_emb.inv_freq)
+        else:
+            other = theirs[names[key]].detach()
+            assert value.shape == other.shape
+            assert float(value.mean()) == pytest.approx(float(other.mean()), abs=0.01)
+            assert float(value.std()) == pytest.approx(float(other.std()), abs=0.006)
+    spreads = [
+        float(initial_value(p.layer, p.path, p.name, 7).std()) for k, p in places.items() if "c_proj.w" in k
+    ]
+    assert all(spread == pytest.approx(0.01, rel=0.2) for spread in spreads)
+
+
+def base_model(model: Any) -> Any:
+    return getattr(model, model.base_model_prefix)
+
+
+def test_a_plans_precision_does_not_round_the_angles() -> None:
+    model: Any = cases.llama()
+    one, rounded = Rotary(model.model.rotary_emb), Rotary(model.model.rotary_emb).bfloat16()
+    like = torch.zeros(1, 8, 24, dtype=torch.float64)
+    for angles, others in zip(one(like), rounded(like), strict=True):
+        assert torch.equal(angles, others)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [
+        (lambda: cases.gpt2(add_cross_attention=True), "has cross-attention"),
+        (
+            lambda: cases.llama(rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}),
+            "of type 'dynamic', whose angles depend on the length of a sequence",
+        ),
+    ],
+)
+def test_what_plait_does_not_compute_is_refused(make: Any, reason: str) -> None:
+    with pytest.raises(ModelError, match=reason):
+        plait.models.from_huggingface(make())
+
+
+def test_a_sequence_beyond_the_context_is_refused() -> None:
+    for make in (cases.gpt2, cases.llama, cases.gpt_neox):
+        with pytest.raises(ModelError, match="longer than the model's context of 8"):
+            plait.models.from_huggingface(make())(torch.zeros(1, 9, dtype=torch.int64))
+
+
+@pytest.mark.parametrize("window", [None, 3])
+def test_attention_whose_weights_are_dropped_is_the_same_attention(window: int | None) -> None:
+    """Dropping none, by the explicit way; and dropping all, by a module that says so."""
+    query = torch.randn(2, 4, 5, 6, dtype=torch.float64)
+    key, value = torch.randn(2, 2, 2, 5, 6, dtype=torch.float64)
+    fused = attend(query, key, value, scale=0.3, dropout=nn.Dropout(0.5).eval(), window=window)
+    explicit = nn.Dropout(0.5)
+    explicit.forward = lambda weights: weights  # type: ignore[method-assign]
+    torch.testing.assert_close(
+        attend(query, key, value, scale=0.3, dropout=explicit, window=window), fused, rtol=1e-12, atol=1e-12
+    )
+    assert not attend(query, key, value, scale=0.3, dropout=nn.Dropout(1.0), window=window).any()
+
+
+@pytest.mark.parametrize(
+    ("make", "path"),
+    [
+        (lambda: cases.gpt2(attn_pdrop=0.1), "blocks.0.attention.attn.attn_dropout"),
+        (lambda: cases.llama(attention_dropout=0.1), "blocks.0.attention.attention_dropout"),
+        (lambda: cases.gpt_neox(attention_dropout=0.1), "blocks.0.attention_dropout"),
+    ],
+)
+def test_dropout_of_attention_is_a_module_in_the_mode_of_the_model(make: Any, path: str) -> None:
+    for training in (True, False):
+        module = plait.models.from_huggingface(make().train(training)).get_submodule(path)
+        assert type(module) is nn.Dropout
+        assert (module.p, module.training) == (0.1, training)
+
+
+def test_memory_is_predicted() -> None:
+    model = plait.models.from_huggingface(cases.gpt2())
+    plans = [plait.Plan(tp=tp, microbatches=2, precision="fp32") for tp in (1, 2)]
+    whole, cut = (plait.memory(model, plan, rows=4) for plan in plans)
+    assert whole.has_activations
+    assert whole.peak > cut.peak > whole.peak / 2
+
+
+def test_operations_are_counted_as_for_plaits_own_model() -> None:
+    sizes = {"layers": 2, "hidden": 24, "context": 8}
+    theirs = plait.models.from_huggingface(cases.gpt2())
+    ours = plait.models.gpt2(**sizes, heads=4, vocab=cases.GPT2_VOCAB)
+    assert flops_per_token(theirs, **sizes) == flops_per_token(ours, **sizes)
+    costs, own = layer_costs(sequence_of(theirs).layers), layer_costs(sequence_of(ours).layers)
+    assert costs[1:] == own[1:]

@@ -1,0 +1,28 @@
+"""What plait says and does where transformers is not there, or not asked for."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from torch import nn
+
+import plait
+from plait.errors import ModelError
+
+
+def test_plait_does_without_transformers() -> None:
+    code = "import sys, plait, plait.models, plait.cli.main; sys.exit('transformers' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize("model", [nn.Linear(2, 2), type("LlamaForCausalLM", (nn.Linear,), {})(2, 2)])
+def test_other_models_are_refused(model: nn.Module) -> None:
+    with pytest.raises(ModelError) as refusal:
+        plait.models.from_huggingface(model)
+    assert str(refusal.value) == (
+        f"{type(model).__module__}.{type(model).__qualname__} is no model that plait can adapt: give an "
+        "unmodified GPT2LMHeadModel, GPTNeoXForCausalLM, LlamaForCausalLM, MistralForCausalLM, "
+        "Qwen2ForCausalLM of transformers, or write an nn.Sequential of its layers."
+    )

@@ -1,0 +1,115 @@
+"""`plait train --model.name FOLDER`: sizes, weights, refusals, and a run."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+from torch.nn import functional
+
+from parity import huggingface_cases as cases
+from plait.comm.pool import RankPool
+from plait.errors import ConfigError, ModelError
+from plait.models.huggingface.folder import weights_in
+from plait.train.config import Config
+from plait.train.data import load_data
+from plait.train.loop import train
+from plait.train.model import build_model
+from plait.train.settings import load_config
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A Llama of 300 tokens, with its weights."""
+    cases.drawn(lambda: cases.llama(vocab_size=300)).float().save_pretrained(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def config_of(folder: Path, *options: str) -> Config:
+    return load_config(None, ["--model.name", str(folder), *options])
+
+
+def test_sizes_are_those_of_the_folder(folder: Path) -> None:
+    model = config_of(folder, "--parallel.tp", "4").model
+    assert (model.layers, model.hidden, model.heads, model.vocab, model.context) == (2, 24, 4, 300, 8)
+    assert config_of(folder, "--model.context", "5").model.context == 5
+    again = Config.model_validate_json(config_of(folder).model_dump_json())
+    assert again == config_of(folder)
+
+
+@pytest.mark.parametrize(
+    ("option", "reason"),
+    [
+        (
+            ("--model.hidden", "64"),
+            "model.hidden = 64 stands beside the folder .* where it is 24: leave it out",
+        ),
+        (("--model.kv_heads", "2"), "model.kv_heads = 2 stands beside the folder .* all sizes: leave it out"),
+        (
+            ("--model.context", "9"),
+            "model.context = 9 does not fit the model in .*, which takes 1 to 8 tokens",
+        ),
+    ],
+)
+def test_fields_that_say_something_else_are_refused(folder: Path, option: Any, reason: str) -> None:
+    with pytest.raises(ConfigError, match=reason):
+        config_of(folder, *option)
+
+
+def test_a_folder_that_cannot_be_read_is_refused(folder: Path) -> None:
+    (folder / "config.json").write_text(json.dumps({"model_type": "unheard"}))
+    with pytest.raises(ConfigError, match=r"config\.json describes no model of transformers: .*unheard"):
+        config_of(folder)
+
+
+def test_a_family_that_is_not_known_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "gptj", "n_embd": 8, "n_head": 2}))
+    with pytest.raises(ModelError, match="GPTJForCausalLM is no model that plait can adapt"):
+        build_model(config_of(tmp_path).model, 300)
+
+
+def test_weights_in_another_format_are_refused(folder: Path) -> None:
+    model = build_model(config_of(folder).model, 300)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelError, match=r"pytorch_model\.bin are no safetensors: "):
+        weights_in(folder, model)
+    (folder / "pytorch_model.bin").unlink()
+    assert weights_in(folder, model) is None
+
+
+@pytest.mark.parametrize("make", [cases.gpt2, cases.llama])
+def test_a_model_that_was_saved_without_its_head_is_read(tmp_path: Path, make: Any) -> None:
+    model = make(tie_word_embeddings=True)
+    model.base_model.save_pretrained(tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    sequence = build_model(config_of(tmp_path).model, config["vocab_size"])
+    weights = weights_in(tmp_path, sequence)
+    theirs = model.state_dict()
+    assert weights is not None
+    assert weights.keys() == sequence.state_dict().keys() - {"head.lm_head.weight"}
+    assert all(torch.equal(weights[key][...], theirs[sequence.huggingface_names[key]]) for key in weights)
+
+
+def test_a_run_begins_with_the_weights_and_matches_one_rank(
+    rank_pool: RankPool, folder: Path, tmp_path: Path
+) -> None:
+    model = {"name": str(folder)}
+    training = {"steps": 2, "batch": 4, "microbatches": 2, "validate_batches": 2}
+    run = {"dir": tmp_path / "run", "compare": 2, "tensorboard": False}
+    parallel = {"pp": 2, "tp": 2, "schedule": "zb-h1"}
+    config = Config.model_validate({"model": model, "train": training, "parallel": parallel, "run": run})
+    rank_pool.run(cases.load, ranks=4, timeout=600.0)
+    reports = rank_pool.run(train, config, ranks=4)
+    assert all(report.matches for report in reports)
+
+    inputs, targets = load_data(config).training.batch(0, slice(0, 4))
+    theirs = cases.drawn(lambda: cases.llama(vocab_size=300)).float()
+    expected = functional.cross_entropy(theirs(inputs).logits.flatten(0, 1), targets.flatten())
+    first = json.loads((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[0])
+    assert first["loss"] == pytest.approx(float(expected.detach()), rel=1e-5)
