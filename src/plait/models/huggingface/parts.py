@@ -66,7 +66,7 @@ class Rotary(nn.Module):
         self.register_buffer("bits", frequencies.view(torch.int32), persistent=False)
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[length, frequencies]` for `like: [batch, heads, length, size]`, in its dtype."""
+        """Cosines and sines `[length, frequencies]` for `[batch, heads, length, size]`, in its dtype."""
         positions = torch.arange(like.shape[2], dtype=torch.float32, device=like.device)
         angles = torch.outer(positions, self.bits.view(torch.float32))
         return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)
