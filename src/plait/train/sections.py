@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from plait.plan import Offload, Precision, Recompute, Reduce, Strategy
+from plait.plan import Offload, Precision, Recompute, Reduce, SequenceParallel, Strategy
 from plait.train.folder import OWN, complete
 
 Count = Annotated[int, Field(ge=1)]
@@ -148,6 +148,11 @@ class ParallelConfig(Section):
     recompute: Recompute = Field(
         default="none",
         description="what is made again for a layer's backward: nothing, what is cheap, or all but its input",
+    )
+    sequence_parallel: SequenceParallel = Field(
+        default="none",
+        description="whether tp ranks cut what stands outside of their matrices (norms, residual stream) by "
+        "sequence; what enters matrices is then kept for weight gradients, or gathered again for them",
     )
     overlap: bool | None = Field(
         default=None,
