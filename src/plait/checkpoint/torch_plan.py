@@ -158,8 +158,8 @@ def _sequence(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
         path,
         style,
         "",
-        "cuts the sequence, which plait's rules say of whole layers",
-        "leave it out, give Replicate() for Shard(1) in the styles of its neighbours, and add the rule sequence",
+        "cuts the sequence, which rules say of whole layers",
+        "leave it out, give its neighbours Replicate() for Shard(1), and its layer the rule sequence",
     )
 
 

@@ -6,6 +6,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -43,10 +44,11 @@ def text(tmp_path: Path) -> str:
 @pytest.fixture
 def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
     """An environment that marks all processes of the run, with a folder for temporary files."""
-    (tmp_path / "tmp").mkdir()
-    yield {**os.environ, "TMPDIR": str(tmp_path / "tmp"), "PLAIT_TEST": str(tmp_path)}
-    ours = [path for path in (tmp_path / "tmp").iterdir() if not path.name.startswith("torchinductor")]
-    assert ours == []
+    # Not below tmp_path: the names of sockets have to be short.
+    with tempfile.TemporaryDirectory() as folder:
+        yield {**os.environ, "TMPDIR": folder, "PLAIT_TEST": str(tmp_path)}
+        ours = [path for path in Path(folder).iterdir() if not path.name.startswith("torchinductor")]
+        assert ours == []
 
 
 def left_running(mark: str) -> list[str]:
