@@ -135,7 +135,9 @@ class Draws:
     @contextmanager
     def at(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
         """While it is entered, the layer at `path` runs, with dropouts of these `names` (see `names_of`)."""
-        before, self._place = self._place, Place(self.rows[microbatch], path, names, {})
+        # Who only evaluates, says nothing of rows, and draws nothing.
+        rows = self.rows[microbatch] if microbatch < len(self.rows) else range(0)
+        before, self._place = self._place, Place(rows, path, names, {})
         try:
             yield
         finally:
