@@ -34,6 +34,11 @@ def layout_of(plan):
     return plan.pp, plan.dp, plan.tp
 
 
+def in_pieces_of(ranks):
+    """The plans that cut sequences."""
+    return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cuts_sequence]
+
+
 def verified(pool, model, plans, ranks):
     case = case_of(model, PLAN)
     outcomes = pool.run(run_all, case, plans, ranks=ranks)
@@ -44,9 +49,9 @@ def verified(pool, model, plans, ranks):
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "number"), [(1, 18), (2, 69)])
+@pytest.mark.parametrize(("ranks", "number"), [(1, 18), (2, 75)])
 def test_plans_in_turns_are_equal(rank_pool, name, ranks, number):
-    plans = plans_on(ranks, PLAN, ROWS)
+    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
     assert len(plans) == number
     for report in verified(rank_pool, model_of(name, ranks), plans[IN_TURNS[name]], ranks):
         assert report, report
@@ -54,12 +59,13 @@ def test_plans_in_turns_are_equal(rank_pool, name, ranks, number):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_in_turns_each_layout_has_each_schedule(ranks):
-    plans = plans_on(ranks, PLAN, ROWS)
+    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
     chosen = [plan for turns in IN_TURNS.values() for plan in plans[turns]]
     assert len(set(chosen)) == len(chosen)
     both = {(layout_of(plan), plan.schedule) for plan in plans}
     assert {(layout_of(plan), plan.schedule) for plan in chosen} == both
     assert {plan.recompute for plan in chosen} == {plan.recompute for plan in plans}
+    assert {plan.sequence_parallel for plan in chosen} == {plan.sequence_parallel for plan in plans}
 
 
 def test_the_chosen_plans_are_each_layout_and_schedule():
@@ -76,7 +82,7 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
 @pytest.mark.parametrize("name", MODELS)
 def test_each_layout_of_four_ranks_is_equal(rank_pool, name):
     plans = plans_on(4, PLAN, ROWS)
-    chosen = [plans[number] for number in EACH[name]]
+    chosen = [plans[number] for number in EACH[name]] + in_pieces_of(4)[MODELS.index(name) :: 6]
     for report in verified(rank_pool, model_of(name, 4), chosen, 4):
         assert report, report
 
@@ -85,7 +91,7 @@ def test_each_layout_of_four_ranks_is_equal(rank_pool, name):
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_is_equal(rank_pool, name, ranks):
-    plans = plans_on(ranks, PLAN, ROWS)
+    plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
     for first in range(0, len(plans), AT_ONCE):
         for report in verified(rank_pool, model_of(name, ranks), plans[first : first + AT_ONCE], ranks):
             assert report, report

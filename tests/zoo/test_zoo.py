@@ -14,6 +14,7 @@ from zoo.models import RANDOM
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
 from zoo.scattering import SCATTERING
+from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
@@ -29,10 +30,11 @@ ROWS = (
     *SHARDING,
     *SCATTERING,
     *DROPPING,
+    *SEQUENCE,
 )
 EXACT = Recipe(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
-SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP)
+SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP, *SEQUENCE)
 UNSEEN_BY_EXACT = {
     "inputs_in_single_precision": "float32 has room for small whole numbers",
     "hidden_state_sent_in_single_precision": "likewise",
@@ -48,6 +50,7 @@ UNSEEN_BY_EXACT = {
     "copy_differs": "likewise",
     "flat_pieces_do_not_decay": "nothing decays",
     "offloaded_gradients_not_clipped": "nothing is clipped",
+    "dropout_counts_from_the_piece": "there are no whole numbers left, so that it is refused",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }
 ENOUGH, NAMED, EXPLAINED = 48, 0.95, 0.9

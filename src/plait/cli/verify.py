@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
 from typing import NoReturn
@@ -70,15 +71,27 @@ def run(argv: Sequence[str]) -> int:
     with local_ranks(ranks, needed_by) as speaks:
         case = case_of(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result = (
-            verify_all(case, plan, ranks, threads=threads)
+            verify_all(case, plan, ranks, threads=threads, tell=_count_up)
             if options.all
             else verify_case(case, plan, threads=threads)
         )
+    if options.all:
+        _on_terminal("")
     if speaks:
         print(json.dumps(result.as_json(), indent=2, allow_nan=False) if options.json else result)
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1
+
+
+def _count_up(done: int, plans: int) -> None:
+    _on_terminal(f"{done} of {plans} plans")
+
+
+def _on_terminal(text: str) -> None:
+    """Show `text` in place of what was shown before, where somebody may look at it."""
+    if sys.stderr.isatty():
+        print(f"\r\x1b[K{text}", end="", file=sys.stderr, flush=True)
 
 
 def _count(text: str) -> int:

@@ -47,6 +47,10 @@ class Case:
             torch.default_generator.manual_seed(self.recipe.seed)
             return self.model()
 
+    def rules_of(self, model: nn.Module) -> Rules | None:
+        """What cuts the model that was built."""
+        return getattr(model, "rules", None) if self.rules is None else self.rules
+
 
 @dataclass(frozen=True)
 class Ready:
@@ -70,7 +74,7 @@ def prepared(case: Case) -> Iterator[Ready]:
         rows_of(inputs)
         if recipe.mode != "exact":  # that has a loss of its own
             split(targets, 1, "targets")
-    rules = getattr(model, "rules", None) if case.rules is None else case.rules
+    rules = case.rules_of(model)
     if recipe.mode != "exact":
         yield Ready(model, moved(seed), case.loss, case.batches, recipe, rules)
         return

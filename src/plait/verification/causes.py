@@ -127,6 +127,17 @@ def factor(symptoms: Symptoms) -> str | None:
     return None
 
 
+def piece_of_another(symptoms: Symptoms) -> str | None:
+    """What a neighbour along tp should have."""
+    first = symptoms.evidence[min(symptoms.evidence)]
+    for rank in symptoms.neighbours(("tp",)):
+        other = symptoms.evidence.get(rank, first)
+        for (what, own), (_, others) in zip(_bases(first), _bases(other), strict=False):
+            if other is not first and _same(first.actual - own, other.expected - others, symptoms.slack):
+                return f"{what} is what {_where([rank], symptoms)} should have: pieces go to another rank"
+    return None
+
+
 def same_row_added(symptoms: Symptoms) -> str | None:
     """A bias."""
     shape = symptoms.difference.shape
@@ -165,6 +176,19 @@ def only_a_box(symptoms: Symptoms) -> str | None:
         return None
     return (
         f"only {parts[0]} differs: a cut or a mask is off there, or these rows are left out or counted twice"
+    )
+
+
+def later_pieces(symptoms: Symptoms) -> str | None:
+    """All ranks but the first, where each has a piece of the sequence."""
+    place = symptoms.difference.place
+    wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
+    right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.judges} - wrong
+    if not symptoms.plan.cuts_sequence or place.phase is not Phase.FORWARD or 0 not in right:
+        return None
+    return (
+        "only later pieces of the sequence differ: something counts positions from the start of a piece, or "
+        "looks at positions before it (then its layer must not have the rule sequence), or is cut elsewhere"
     )
 
 
@@ -207,9 +231,11 @@ TABLE: tuple[Row, ...] = (
     nothing,
     summands,
     factor,
+    piece_of_another,
     rounded,
     same_row_added,
     same_numbers,
+    later_pieces,
     only_a_box,
 )
 USUAL: Mapping[Phase, str] = {

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import cycle, product
 from typing import get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
-from plait.plan import Offload, Plan, Recompute, Reduce, Strategy
+from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.search.schedule import NAMES, usual_chunks
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, Recordings, run_rank
+
+Tell = Callable[[int, int], None]
+"""Given how many plans are done, of how many."""
 
 
 @dataclass(frozen=True)
@@ -21,18 +24,22 @@ class Refused:
     reason: str
 
 
-def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
+def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> tuple[Plan, ...]:
     """Every plan on `ranks` ranks that cuts a global batch of `rows` rows as finely as `plan` does.
 
     Every layout with every schedule, activations kept and recomputed; and every layout with every way to
-    shard it, each with the next schedule and the next mode of recomputation. A rank of dp runs fewer
-    micro-batches where there are more of them. What `plan` says besides is kept, also what it recomputes, if
-    anything; a cut by hand only where it has a count for each stage.
+    shard it, each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces`
+    of the sequence, every layout with tp does so in both ways with every mode of recomputation, each with the
+    next schedule and the next way to shard. A rank of dp runs fewer micro-batches where there are more of
+    them. What `plan` says besides is kept, also what it recomputes, if anything, and what it does with
+    sequences; a cut by hand only where it has a count for each stage.
     """
     modes = get_args(Recompute) if plan.recompute == "none" else (plan.recompute,)
     extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
     # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
     in_turns = (*modes, modes[-1])
+    both = get_args(SequenceParallel)[1:] if in_pieces and plan.sequence_parallel == "none" else ()
+    schedules = cycle(NAMES)
     plans = []
     for pp, dp, tp in _degrees(ranks):
         if rows % dp:
@@ -47,6 +54,9 @@ def plans_on(ranks: int, plan: Plan, rows: int) -> tuple[Plan, ...]:
         )
         plans += [_run_as(layout, *way) for way in product(NAMES, extremes)]
         plans += map(_run_as, _sharded(layout), cycle(NAMES), cycle(in_turns))
+        held = cycle((layout, *_sharded(layout)))
+        for way, mode in product(both if tp > 1 else (), modes):
+            plans.append(_run_as(replace(next(held), sequence_parallel=way), next(schedules), mode))
     return tuple(dict.fromkeys(plans))
 
 
@@ -83,10 +93,15 @@ def _share(microbatches: int, dp: int, rows: int) -> int:
     return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 
 
-def run_all(case: Case, plans: Sequence[Plan]) -> list[Outcome | Refused]:
-    """Verify plan after plan as one of their ranks; they have the same number of ranks."""
+def run_all(case: Case, plans: Sequence[Plan], tell: Tell | None = None) -> list[Outcome | Refused]:
+    """Verify plan after plan as one of their ranks; they have the same number of ranks. Rank 0 may `tell`."""
     recordings: Recordings = {}
-    return [_run(case, plan, recordings) for plan in plans]
+    outcomes = []
+    for plan in plans:
+        outcomes.append(_run(case, plan, recordings))
+        if tell is not None and isinstance(outcomes[-1], Outcome) and outcomes[-1].rank == 0:
+            tell(len(outcomes), len(plans))
+    return outcomes
 
 
 def _run(case: Case, plan: Plan, recordings: Recordings) -> Outcome | Refused:

@@ -231,6 +231,9 @@ class Observer:
 
         behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
         through = None if behind is None else key._replace(layer=key.layer + behind)
+        base = None if through is None else self.recording.values[moment].get(through)
+        if base is not None and whole is not None and base.shape == whole.shape:
+            base, _ = self._of_this_rank(base, actual, key)
         equal = self.findings.compare(
             Place(self.step, phase, layer, number, tensor=int(key.name or 0)),
             actual,
@@ -238,7 +241,7 @@ class Observer:
             self.recording.bounds[moment].get(key, NOTHING),
             origin=origin,
             alternatives=alternatives,
-            base=None if through is None else self.recording.values[moment].get(through),
+            base=base,
         )
         if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved what it gave

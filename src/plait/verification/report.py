@@ -204,7 +204,7 @@ def finite(value: float) -> float | None:
 
 
 def layout_of(plan: Plan) -> str:
-    """`pp 2 · dp 1 · tp 2`, how the ranks of dp share what they hold, and what is recomputed, if anything."""
+    """`pp 2 · dp 1 · tp 2`, how ranks share what they hold, and what is recomputed, if anything."""
     layout = f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
@@ -212,6 +212,8 @@ def layout_of(plan: Plan) -> str:
         layout += f" · {plan.strategy}" + (" each" if plan.reduce == "each" else "")
     if plan.offload != "none":
         layout += f" · offload {plan.offload}"
+    if plan.cuts_sequence:
+        layout += f" · sequence {plan.sequence_parallel}"
     if not isinstance(plan.recompute, str):
         return f"{layout} · recompute by layer"
     return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")

@@ -12,10 +12,10 @@ from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
 from plait.pipeline.values import Value
 from plait.plan import Plan
-from plait.rules import Rules
+from plait.rules import Rule, Rules
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case, rows_of
-from plait.verification.layouts import Refused, plans_on, run_all
+from plait.verification.layouts import Refused, Tell, plans_on, run_all
 from plait.verification.merge import build_report
 from plait.verification.rank import Outcome, run_rank
 from plait.verification.recipe import MakeOptimizer, Mode, Recipe, adamw, usual_steps
@@ -93,13 +93,18 @@ def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> Report
     return report_on(case, plan, outcomes)
 
 
-def verify_all(case: Case, plan: Plan, ranks: int, *, threads: int | None = None) -> Survey:
+def verify_all(
+    case: Case, plan: Plan, ranks: int, *, threads: int | None = None, tell: Tell | None = None
+) -> Survey:
     """Verify every layout, schedule and way to shard that `ranks` ranks allow, with the rest of `plan`.
 
     What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
+    Sequences are cut where the model has a rule for that. After each plan that can be run rank 0 does `tell`.
     """
-    plans = plans_on(ranks, plan, rows_of(case.batches[0][0]))
-    outcomes = _launch(partial(run_all, case, plans), case, ranks, threads)
+    rules = case.rules_of(case.build()) or {}
+    in_pieces = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
+    plans = plans_on(ranks, plan, rows_of(case.batches[0][0]), in_pieces=in_pieces)
+    outcomes = _launch(partial(run_all, case, plans, tell), case, ranks, threads)
     rows: list[tuple[Plan, Report | Refused]] = []
     for number, one in enumerate(plans):
         own = [every[number] for every in outcomes]

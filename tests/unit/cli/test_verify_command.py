@@ -69,7 +69,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "case": case})
         return Answer(True)
 
-    def every(case: Any, plan: Plan, ranks: int, *, threads: int | None) -> Answer:
+    def every(case: Any, plan: Plan, ranks: int, *, threads: int | None, tell: Any) -> Answer:
         seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "ranks": ranks})
         return Answer(True)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -209,6 +210,46 @@ class TestSameNumbers:
         actual = EXPECTED.flip(0)
         actual[0, 0] += 0.1
         assert fitting(symptoms(actual)) == []
+
+
+class TestPieceOfAnother:
+    def test_fits_pieces_that_went_to_the_neighbour(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
+        second = replace(made.evidence[1], expected=NOISE.flatten())
+        made = replace(made, evidence={**made.evidence, 1: second})
+        assert likely_cause(made) == "all of it is what rank 1 should have: pieces go to another rank."
+
+    def test_a_near_miss(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
+        second = replace(made.evidence[1], expected=NOISE.flatten() * 1.01)
+        assert fitting(replace(made, evidence={**made.evidence, 1: second})) == []
+
+    def test_only_of_a_neighbour_along_tp(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=Plan(dp=2))
+        second = replace(made.evidence[1], expected=NOISE.flatten())
+        assert "piece_of_another" not in fitting(replace(made, evidence={**made.evidence, 1: second}))
+
+
+class TestLaterPieces:
+    PIECES = Plan(tp=2, sequence_parallel="keep")
+
+    def test_fits_where_the_first_is_right(self) -> None:
+        said = cause({1: NOISE}, plan=self.PIECES, judges=(0, 1))
+        assert said.startswith("only later pieces of the sequence differ: something counts positions")
+        assert said.endswith("; equal on tp 0.")
+
+    @pytest.mark.parametrize(
+        ("wrong", "plan", "phase"),
+        [
+            (0, PIECES, Phase.FORWARD),
+            (1, TP, Phase.FORWARD),
+            (1, PIECES, Phase.INPUT_GRADIENT),
+        ],
+        ids=["the first is wrong", "no pieces", "backward"],
+    )
+    def test_a_near_miss(self, wrong: int, plan: Plan, phase: Phase) -> None:
+        made = symptoms({wrong: NOISE}, plan=plan, judges=(0, 1), place=Place(0, phase, 1, 0))
+        assert fitting(made) == []
 
 
 class TestOnlyABox:

@@ -132,6 +132,36 @@ def test_replicas_stay_only_where_they_fit() -> None:
             assert one.replicate == (2 if one.dp % 2 == 0 else 1)
 
 
+def cut_by_sequence(plans: tuple[Plan, ...]) -> list[Plan]:
+    return [one for one in plans if one.sequence_parallel != "none"]
+
+
+@given(RANKS, PLANS)
+def test_layouts_with_tp_run_in_pieces_both_ways_with_every_mode(ranks: int, plan: Plan) -> None:
+    without = plans_on(ranks, plan, factorial(64))
+    plans = plans_on(ranks, plan, factorial(64), in_pieces=True)
+    added = cut_by_sequence(plans)
+    assert [one for one in plans if one not in added] == list(without)
+    for layout in degrees(without):
+        ways = [(one.sequence_parallel, one.recompute) for one in added if (one.pp, one.dp, one.tp) == layout]
+        assert ways == (list(product(("keep", "regather"), MODES)) if layout[2] > 1 else [])
+    assert len(added) < len(without) / 3 or ranks == 1
+    assert [one.schedule for one in added] == list(islice(cycle(NAMES), len(added)))
+
+
+def test_pieces_of_the_sequence_meet_ways_to_shard() -> None:
+    plans = cut_by_sequence(plans_on(4, Plan(microbatches=4), 8, in_pieces=True))
+    assert {one.strategy for one in plans if one.dp > 1} == {"none", "optimizer", "gradients"}
+    assert {one.strategy for one in plans if one.dp == 1} == {"none"}
+
+
+def test_a_sequence_that_the_plan_cuts_is_cut_as_it_says() -> None:
+    plan = Plan(tp=2, sequence_parallel="regather", recompute="full", microbatches=4)
+    plans = plans_on(2, plan, 8, in_pieces=True)
+    assert plans == plans_on(2, plan, 8)
+    assert {one.sequence_parallel for one in plans} == {"regather"}
+
+
 TWO_CHUNKS = ("interleaved", "zb-v", "v-half", "v-min")
 ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 

@@ -1,0 +1,342 @@
+"""Mistakes of sequence parallelism: pieces cut, joined or summed otherwise, models that mix positions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+import plait
+from parity.case import Case
+from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, with_values
+from parity.dropping import RULES as DROPPING_RULES
+from parity.dropping import dropping
+from parity.tensor_defects import copies_not_summed
+from plait.autograd import conjugate
+from plait.autograd.deferred import linear
+from plait.autograd.mask import Span
+from plait.autograd.pieces import own_piece, start_whole
+from plait.autograd.regather import Gather, Regathered, Sources
+from plait.comm.collectives import all_reduce
+from plait.comm.group import Group
+from plait.models.gpt2 import RULES
+from plait.models.rotary import rotary_angles, rotate
+from plait.plan import Plan
+from plait.rules import column, entrance, row, sequence
+from plait.sharding import reducer
+from plait.tensor import border
+from plait.tensor.border import SequenceBorder
+from plait.tensor.linear import RowParallelLinear
+from plait.verification.place import Phase
+from zoo import cases
+from zoo.patching import during, replaced_all_reduce
+from zoo.row import Named, Row
+
+HIDDEN, HEADS = 16, 2
+
+
+def whole_parameters_not_summed() -> Any:
+    """A norm learns on each rank from that rank's positions."""
+    return copies_not_summed()
+
+
+def whole_parameters_summed_twice() -> Any:
+    """What the ranks of tp summed is summed once more."""
+
+    def twice(tensor: Tensor, group: Any) -> Tensor:
+        return all_reduce(all_reduce(tensor, group, checked=False).wait(), group, checked=False).wait()
+
+    return replaced_all_reduce(reducer, "copies", twice)
+
+
+def piece_of_another_rank_kept() -> Any:
+    """What leaves a region goes to the neighbour, who has other positions."""
+    original = border.scatter_out
+
+    def scatter_out(tensor: Tensor, group: Group, dim: int) -> Tensor:
+        return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim)
+
+    return patch.object(border, "scatter_out", scatter_out)
+
+
+@contextmanager
+def own_piece_of_a_gradient_not_summed() -> Iterator[None]:
+    """The gradient of what entered a region is cut, but not summed."""
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        return own_piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None, None
+
+    with patch.object(conjugate._GatherIn, "backward", staticmethod(backward)):
+        yield
+
+
+@contextmanager
+def gradient_summed_where_it_is_gathered() -> Iterator[None]:
+    """The gradient of what leaves a region is gathered, and summed over ranks that have the same."""
+    original = conjugate._ScatterOut.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        whole, *others = original(ctx, gradient)
+        return whole if whole.is_meta else all_reduce(whole, ctx.group, checked=False).wait(), *others
+
+    with patch.object(conjugate._ScatterOut, "backward", staticmethod(backward)):
+        yield
+
+
+def _joined_from_the_last(piece: Tensor, group: Group, dim: int, size: int) -> Any:
+    finish = start_whole(piece, group, dim, size)
+    return lambda: finish().roll(size // group.size, dim)
+
+
+def entered_in_another_order() -> Any:
+    """What enters attention begins with the piece of the last rank."""
+    return during(
+        "forward",
+        lambda: patch.object(conjugate, "start_whole", _joined_from_the_last),
+        layer=cases.ATTENTION,
+    )
+
+
+def made_whole_in_another_order() -> Any:
+    """So does what the head is given, which takes all positions."""
+    return during(
+        "forward", lambda: patch.object(conjugate, "start_whole", _joined_from_the_last), layer="head"
+    )
+
+
+@contextmanager
+def bias_added_before_the_sum() -> Iterator[None]:
+    """Every rank adds a row linear's bias to its summand."""
+
+    def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
+        return self.border.leave(linear(input, self.weight, None, self.keeper) + self.bias)
+
+    with patch.object(RowParallelLinear, "forward", forward):
+        yield
+
+
+def first_micro_batch_gathered_again() -> Any:
+    """The head's weight learns from what it read of the first micro-batch, every time."""
+    kept: list[Tensor] = []
+    original = Sources.again
+
+    def again(self: Sources, piece: Tensor, gather: Gather) -> Regathered:
+        kept.append(piece)
+        return original(self, kept[0], gather)
+
+    return during("backward_input", lambda: patch.object(Sources, "again", again), layer="head")
+
+
+def pieces_one_position_too_early() -> Any:
+    """Where the first rank has one position more, the second takes that too, and leaves out the last."""
+
+    def piece(whole: Tensor, group: Group, dim: int) -> Tensor:
+        length = own_piece(whole, group, dim).shape[dim]
+        return whole.narrow(dim, group.index * (whole.shape[dim] // group.size), length)
+
+    return patch.object(conjugate, "own_piece", piece)
+
+
+def dropout_counts_from_the_piece() -> Any:
+    """A rank draws for the first positions."""
+
+    def first(self: SequenceBorder, size: int) -> Span:
+        return Span(0, self.length.whole)
+
+    return patch.object(SequenceBorder, "piece", first)
+
+
+class Inner(nn.Module):
+    """`x` plus two linears of its norm, on which `prepare` is done before."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.up, self.down = nn.Linear(HIDDEN, HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.norm(self.prepare(x)))))
+        return result
+
+
+class Mixing(Inner):
+    """Adds what stands one position before."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return x + functional.pad(x, (0, 0, 1, 0))[:, :-1]
+
+
+class Turning(Inner):
+    """Turns features by the number of their position in what it is given."""
+
+    def prepare(self, x: Tensor) -> Tensor:
+        return rotate(x, *rotary_angles(x.shape[1], HIDDEN, 100.0, x))
+
+
+class Fused(nn.Module):
+    """Query, key and value in one linear."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.heads = HEADS
+        self.norm = nn.LayerNorm(HIDDEN)
+        self.packed, self.output = nn.Linear(HIDDEN, 3 * HIDDEN), nn.Linear(HIDDEN, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        packed = self.packed(self.norm(x)).chunk(3, -1)
+        query, key, value = (one.unflatten(-1, (-1, HIDDEN // HEADS)).transpose(1, 2) for one in packed)
+        mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+        result: Tensor = x + self.output(mixed.transpose(1, 2).flatten(2))
+        return result
+
+
+INNER = {"1": sequence, "1.norm": entrance, "1.up": column, "1.down": row}
+FUSED = {"1": sequence, "1.norm": entrance, "1.packed": column.by("heads"), "1.output": row.by("heads")}
+"""Without `joined(3)`: the first rank's piece is all of the query and half of the key."""
+
+
+def around(layer: nn.Module, rules: Any) -> nn.Module:
+    """Tokens to features, the layer, features to classes."""
+    model = nn.Sequential(nn.Embedding(GPT2_VOCAB, HIDDEN), layer, nn.Linear(HIDDEN, GPT2_VOCAB))
+    model.rules = rules
+    return model
+
+
+def mixing() -> nn.Module:
+    return around(Mixing(), INNER)
+
+
+def turning() -> nn.Module:
+    return around(Turning(), INNER)
+
+
+def fused() -> nn.Module:
+    return around(Fused(), FUSED)
+
+
+def whole_at_the_end() -> nn.Module:
+    """A GPT-2 whose head takes all positions."""
+    model = plait.models.gpt2(layers=1, hidden=HIDDEN, heads=HEADS, vocab=GPT2_VOCAB, context=GPT2_CONTEXT)
+    model.rules = {path: rule for path, rule in RULES.items() if path != "head"}
+    return model
+
+
+def dropping_in_pieces() -> nn.Module:
+    model = dropping()
+    model.rules = {**DROPPING_RULES, "1": sequence, "2": sequence, "3": sequence}  # type: ignore[assignment]
+    return model
+
+
+def mixes_positions() -> Any:
+    """The layer has the rule sequence, and should not: it looks at its neighbours outside of the region."""
+    return nullcontext()
+
+
+def counts_positions_from_the_piece() -> Any:
+    """Likewise: the second rank's first position is not the first."""
+    return nullcontext()
+
+
+def blocks_not_joined() -> Any:
+    """The rule of a linear that is three in one does not say so."""
+    return nullcontext()
+
+
+def draw_odd(rows: int, generator: torch.Generator) -> Any:
+    """Sequences of seven: four positions for one rank, three for the other."""
+    inputs, targets = draw_contexts(GPT2_VOCAB)(rows, generator)
+    return inputs[:, 1:], targets[:, 1:].contiguous()
+
+
+def tokens(build: Any) -> Case:
+    """A model on random tokens."""
+    return Case(build.__name__, with_values(build), draw_contexts(GPT2_VOCAB))
+
+
+ODD = replace(cases.GPT2, draw=draw_odd)
+WHOLE_AT_THE_END = replace(cases.GPT2, build=whole_at_the_end)
+KEPT = Plan(tp=2, microbatches=2, sequence_parallel="keep")
+REGATHERED = replace(KEPT, sequence_parallel="regather")
+
+
+def _row(defect: Any, model: Case, phase: Phase, layer: str | None, *, plan: Plan = KEPT, **more: Any) -> Row:
+    named = {"microbatch": None if phase is Phase.REDUCTION else 0, "ranks": (0, 1)} | more
+    return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, layer=layer, **named))
+
+
+SEQUENCE = (
+    _row(
+        whole_parameters_not_summed,
+        cases.LLAMA,
+        Phase.REDUCTION,
+        None,
+        parameter=r".*norm.weight",
+        cause="sum over tp is missing",
+    ),
+    _row(
+        whole_parameters_summed_twice,
+        ODD,
+        Phase.REDUCTION,
+        None,
+        parameter=r".*norm.(weight|bias)|.*(output|down).bias",
+        cause="2 times",
+    ),
+    _row(piece_of_another_rank_kept, cases.GPT2, Phase.FORWARD, cases.ATTENTION, cause="rank 1 should have"),
+    _row(
+        own_piece_of_a_gradient_not_summed,
+        cases.LLAMA,
+        Phase.INPUT_GRADIENT,
+        "head",
+        cause="sum that is missing",
+    ),
+    _row(
+        gradient_summed_where_it_is_gathered,
+        cases.GPT2,
+        Phase.INPUT_GRADIENT,
+        cases.MLP,
+        plan=REGATHERED,
+        cause="2 times",
+    ),
+    _row(entered_in_another_order, cases.GPT2, Phase.FORWARD, cases.ATTENTION),
+    _row(made_whole_in_another_order, WHOLE_AT_THE_END, Phase.FORWARD, "head", cause="in another order"),
+    _row(bias_added_before_the_sum, cases.GPT2, Phase.FORWARD, cases.ATTENTION, cause="bias"),
+    _row(
+        first_micro_batch_gathered_again,
+        cases.GPT2,
+        Phase.WEIGHT_GRADIENT,
+        "head",
+        plan=REGATHERED,
+        parameter="embedding.token.weight",
+        microbatch=1,
+        cause="another input",
+    ),
+    _row(pieces_one_position_too_early, ODD, Phase.FORWARD, "embedding", ranks=(1,), cause="cut elsewhere"),
+    _row(
+        dropout_counts_from_the_piece,
+        tokens(dropping_in_pieces),
+        Phase.FORWARD,
+        "1",
+        ranks=(1,),
+        cause="from the start of a piece",
+    ),
+    _row(mixes_positions, tokens(mixing), Phase.FORWARD, "1", ranks=(1,), cause="positions before it"),
+    _row(
+        counts_positions_from_the_piece,
+        tokens(turning),
+        Phase.FORWARD,
+        "1",
+        plan=REGATHERED,
+        ranks=(1,),
+        cause="from the start of a piece",
+    ),
+    _row(blocks_not_joined, tokens(fused), Phase.FORWARD, "1"),
+)
