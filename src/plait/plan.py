@@ -50,7 +50,7 @@ class Plan:
     residual connections): all do it for the whole sequence (`none`), or each for a piece of it, so that all
     activations are cut (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). What enters a region is
     gathered then; it is kept for weight gradients (`keep`), or gathered again for them (`regather`: less
-    memory, two more all-gathers a transformer block).
+    memory, two more all-gathers a transformer block; and two more, of gradients, where `W` waits after `I`).
 
     `schedule` is the name of a policy, or `auto`: the shortest step in which no rank holds more than
     `memory_limit`, by default what 1f1b holds. `memory_limit` counts in activations of one micro-batch on one

@@ -29,6 +29,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
+from plait.autograd.regather import Gather, Sources
 from plait.comm.bits import require_same_bits
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
@@ -88,14 +89,15 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, meanwhile: Meanw
     return _marked("gather_in", _GatherIn.apply(piece, group, dim, size, meanwhile))  # type: ignore[no-untyped-call]
 
 
-def scatter_out(tensor: Tensor, group: Group, dim: int) -> Tensor:
+def scatter_out(tensor: Tensor, group: Group, dim: int, sources: Sources | None = None) -> Tensor:
     """This rank's piece of `dim` of the sum of the ranks' tensors.
 
+    `sources` are told of what the gradient was gathered, so that it need not be kept.
     Communication: one reduce-scatter; backward, one all-gather.
     """
     if group.size == 1:
         return tensor
-    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim, sources))  # type: ignore[no-untyped-call]
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -215,11 +217,14 @@ class _GatherIn(torch.autograd.Function):
 
 class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, sources: Sources | None) -> Tensor:
+        ctx.gather, ctx.sources = Gather(group, dim, tensor.shape[dim]), sources
         return start_piece_of_sum(tensor, group, dim)()
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         _refuse_create_graph()
-        return start_whole(gradient, ctx.group, ctx.dim, ctx.size)(), None, None
+        whole = ctx.gather.start(gradient)()
+        if ctx.sources is not None:
+            ctx.sources.add(whole, gradient, ctx.gather)
+        return whole, None, None, None

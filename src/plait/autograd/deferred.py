@@ -191,13 +191,13 @@ class _Linear(torch.autograd.Function):
         _refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, keeper, transposed = ctx.weight, ctx.keeper, ctx.transposed
-        rows = gradient.reshape(-1, gradient.shape[-1])  # a copy, where heads were apart: once for all uses
+        rows = _rows(gradient)  # a copy, where heads were apart: once for all uses
         if saved is not None:
-            read = _what_was_read(saved, ctx.gather, keeper)
+            read, came = _what_was_read(saved, ctx.gather, keeper), _what_came(gradient, rows, keeper)
 
             def work() -> None:
-                total, input = _rows_out(keeper.buffer_of(weight), transposed), read()
-                _add_product(total, rows.t(), input.reshape(-1, input.shape[-1]))
+                total = _rows_out(keeper.buffer_of(weight), transposed)
+                _add_product(total, _rows(came()).t(), _rows(read()))
 
             keeper.keep(work)
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
@@ -219,6 +219,17 @@ def _what_was_read(saved: Tensor, gather: Gather | None, keeper: Keeper) -> Call
     if keeper.spends:  # then the product for the input's gradient comes between
         regathered.start()
     return regathered.whole
+
+
+def _what_came(gradient: Tensor, rows: Tensor, keeper: Keeper) -> Callable[[], Tensor]:
+    """Gives the gradient that came to a linear, of which its `rows` are kept, or a piece."""
+    # Where weight work follows at once, the whole is there still.
+    source = None if keeper.spends else keeper.sources.of(gradient)
+    return (lambda: rows) if source is None else keeper.sources.again(*source).whole
+
+
+def _rows(tensor: Tensor) -> Tensor:
+    return tensor.reshape(-1, tensor.shape[-1])
 
 
 def _product_of_rows(rows: Tensor, matrix: Tensor, shape: torch.Size) -> Tensor:

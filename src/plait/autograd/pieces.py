@@ -1,13 +1,15 @@
 """The ranks' pieces of one dim of a tensor: a rank's own, all of them together, and its piece of their sum.
 
 Pieces are cut as `divide` does, so the first ranks may hold one more. On the meta device nothing is
-communicated, and what is started is done at once.
+communicated, and what is started is done at once. What a collective gives here is no view: a layer may write
+to it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from math import prod
 
 import torch
 from torch import Tensor
@@ -38,21 +40,22 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
 
     Communication: one all-gather, of pieces that are padded to the size of the largest.
     """
-    cuts = divide(size, group.size)
-    if piece.is_meta:
-        whole = piece.new_empty(_resized(piece, dim, size))
-        return lambda: whole
-    front = piece.movedim(dim, 0)
-    if len(front) < len(cuts[0]):
-        front = torch.cat([front, front.new_zeros(len(cuts[0]) - len(front), *front.shape[1:])])
-    under_way = all_gather(front, group, checked=False)
+    cuts, dim = divide(size, group.size), dim % piece.dim()
+    mine = _padded(piece, dim, len(cuts[0]))
+    if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # they land in place
+        whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
+        landing = _gathering(mine, group, whole.view(_of_all(mine, group)))
+
+        def land() -> Tensor:
+            landing()
+            return whole
+
+        return land
+    under_way = _gathering(mine, group, mine.new_empty(_of_all(mine, group)))
 
     def finish() -> Tensor:
-        whole = under_way.wait()
-        if len(whole) > size:
-            pieces = whole.view(group.size, *front.shape)
-            whole = torch.cat([one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        pieces = zip(under_way().chunk(group.size), cuts, strict=True)
+        return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in pieces], dim)
 
     return finish
 
@@ -62,22 +65,43 @@ def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> UnderWay:
 
     Communication: one reduce-scatter, of a tensor in which the pieces are padded to the size of the largest.
     """
+    dim = dim % summand.dim()
     cuts = divide(summand.shape[dim], group.size)
     own = cuts[group.index]
-    if summand.is_meta:
-        piece = summand.new_empty(_resized(summand, dim, len(own)))
-        return lambda: piece
-    front = summand.movedim(dim, 0)
-    if len(cuts[-1]) < len(cuts[0]):
-        padded = front.new_zeros(group.size, len(cuts[0]), *front.shape[1:])
-        for place, cut in zip(padded, cuts, strict=True):
-            place[: len(cut)] = front[cut.start : cut.stop]
-        front = padded.flatten(0, 1)
-    under_way = reduce_scatter(front.contiguous(), group, checked=False)
-    return lambda: under_way.wait()[: len(own)].movedim(0, dim).contiguous()
+    if len(cuts[-1]) == len(cuts[0]):
+        shape = *summand.shape[:dim], group.size, len(own), *summand.shape[dim + 1 :]
+        mine = summand.reshape(shape).movedim(dim, 0).flatten(0, 1).contiguous()
+    else:
+        each = (summand.narrow(dim, cut.start, len(cut)) for cut in cuts)
+        mine = torch.cat([_padded(one, dim, len(cuts[0])) for one in each])
+    under_way = _summing(mine, group)
+    if len(own) == len(cuts[0]):
+        return under_way
+    return lambda: under_way().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
 
 
-def _resized(tensor: Tensor, dim: int, size: int) -> list[int]:
-    shape = list(tensor.shape)
-    shape[dim] = size
-    return shape
+def _gathering(mine: Tensor, group: Group, out: Tensor) -> UnderWay:
+    """An all-gather along dim 0."""
+    return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
+
+
+def _summing(mine: Tensor, group: Group) -> UnderWay:
+    """A reduce-scatter along dim 0."""
+    if not mine.is_meta:
+        return reduce_scatter(mine, group, checked=False).wait
+    piece = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
+    return lambda: piece
+
+
+def _of_all(mine: Tensor, group: Group) -> tuple[int, ...]:
+    """The shape of all ranks' tensors along dim 0."""
+    return group.size * mine.shape[0], *mine.shape[1:]
+
+
+def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
+    """`piece`, with zeros behind it along `dim` where that has fewer than `size`."""
+    missing = size - piece.shape[dim]
+    if not missing:
+        return piece
+    zeros = piece.new_zeros(*piece.shape[:dim], missing, *piece.shape[dim + 1 :])
+    return torch.cat([piece, zeros], dim)

@@ -1,6 +1,7 @@
-"""What a linear read, gathered again for its weight gradient from this rank's piece: less is kept till then.
+"""What a linear read, and the gradient that came to it, gathered again for its weight gradient: less is kept.
 
-forward    piece ─ all-gather → whole → linear         the linear keeps the piece
+forward    piece ─ all-gather → whole → linear         the linear keeps this rank's piece
+I          piece ─ all-gather → whole → linear         likewise of the gradient, if W does not follow at once
 W          piece ─ all-gather → whole → weight work    once for all linears that read the same
 """
 
@@ -55,7 +56,7 @@ class Regathered:
 
 @dataclass
 class Sources:
-    """Of which pieces the tensors were gathered that linears read, and what is gathered again."""
+    """Of which pieces inputs and gradients of linears were gathered, and what is gathered again."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather]] = field(default_factory=WeakTensorKeyDictionary)
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)

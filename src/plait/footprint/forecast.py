@@ -130,7 +130,7 @@ class Setting:
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
         late = drawn.shape.sharding.scatters == "each"
-        key = plan.tp, signature(microbatch), precisions, late, drawn.recompute
+        key = plan.tp, plan.sequence_parallel, signature(microbatch), precisions, late, drawn.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:

@@ -64,7 +64,8 @@ class SequenceBorder:
     meanwhile: Meanwhile | None = None
     """Done while a gradient is summed."""
     sources: Sources | None = None
-    """Where it is noted that what enters is to be gathered again for weight gradients; None: it is kept."""
+    """Where it is noted that what is gathered, both forward and backward, is to be gathered again for weight
+    gradients; None: it is kept."""
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The whole sequence."""
@@ -75,7 +76,7 @@ class SequenceBorder:
 
     def leave(self, tensor: Tensor) -> Tensor:
         """This rank's piece of the sum."""
-        return scatter_out(tensor, self.group, self.dim)
+        return scatter_out(tensor, self.group, self.dim, self.sources)
 
     def piece(self, size: int) -> Span:
         """Which piece of the sequence this rank has. ModelError where that has not `size` positions."""

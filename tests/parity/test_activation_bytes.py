@@ -1,0 +1,106 @@
+"""What blocks keep of a micro-batch with sequence parallelism: a share of what one rank keeps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from parity.case import Case
+from parity.cases import gpt2, llama
+from parity.live_bytes import LiveBytes
+from parity.parity import check_parity
+from plait.plan import Plan
+from plait.schedules.action import Kind
+from plait.schedules.program import RunLayer
+
+BLOCKS, ROWS, LENGTH, HIDDEN, VOCAB, ITEM = 2, 2, 32, 16, 64, 4
+SIZES = {"layers": BLOCKS, "hidden": HIDDEN, "heads": 4, "vocab": VOCAB, "context": LENGTH}
+WHOLE = ROWS * LENGTH * HIDDEN * ITEM
+"""Bytes of a tensor that has all positions and features."""
+LAYERS = 2 * BLOCKS
+"""Attention and MLP."""
+
+
+REPLICATED = {"gpt2": 0, "llama": BLOCKS * 2 * LENGTH * (HIDDEN // 4 // 2) * ITEM}
+"""Sines and cosines: half a head's features a position, in each attention."""
+BUILT = {"gpt2": gpt2, "llama": llama}
+"""Of the cases that parity is tried on."""
+
+
+def draw(rows: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    tokens = torch.randint(VOCAB, (rows, LENGTH + 1), generator=generator)
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+FAMILIES = {
+    "gpt2": Case("gpt2", partial(plait.models.gpt2, **SIZES), draw),
+    "llama": Case("llama", partial(plait.models.llama, **SIZES, kv_heads=4), draw),
+}
+
+
+def kept_in_a_rank(case: Case, plan: Plan) -> tuple[int, int]:
+    """The bytes that the blocks hold after their forward, and between their `I` and `W`."""
+    live = LiveBytes()
+    with live:
+        engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss)
+        ((inputs, targets),) = case.batches(ROWS, 1, torch.float32)
+        engine.forward_backward(inputs, targets)
+        counts: dict[tuple[Kind, int], int] = {}
+
+        def count(instruction: Any, _: Any) -> None:
+            if isinstance(instruction, RunLayer):
+                counts[instruction.action.kind, instruction.layer] = live.count()
+
+        engine.observe(count)
+        engine.forward_backward(inputs, targets)
+    # Layer 0 is the embedding, the last one the head, whose weight work is done first.
+    return counts[Kind.F, LAYERS] - counts[Kind.F, 0], counts[Kind.W, LAYERS + 1] - counts[Kind.W, 1]
+
+
+def kept(rank_pool: Any, family: str, tp: int, **choices: Any) -> tuple[int, int]:
+    """The most of any rank."""
+    plan = Plan(tp=tp, schedule="zb-h1", precision="fp32", **choices)
+    ranks = rank_pool.run(kept_in_a_rank, FAMILIES[family], plan, ranks=tp)
+    return max(forward for forward, _ in ranks), max(waiting for _, waiting in ranks)
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_blocks_keep_their_share(rank_pool: Any, family: str, tp: int) -> None:
+    """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
+    forward, waiting = kept(rank_pool, family, 1)
+    forward_piece, waiting_piece = kept(rank_pool, family, tp, sequence_parallel="regather")
+    assert forward_piece <= (forward - REPLICATED[family]) / tp + REPLICATED[family]
+    assert waiting_piece <= waiting / tp
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_keep_holds_what_was_gathered(rank_pool: Any, tp: int) -> None:
+    """Of each layer what enters its region, and between `I` and `W` the gradient of what leaves it, too."""
+    forward, waiting = kept(rank_pool, "gpt2", 1)
+    rest = WHOLE - WHOLE // tp
+    expected = forward // tp + LAYERS * rest, waiting // tp + 2 * LAYERS * rest
+    assert kept(rank_pool, "gpt2", tp, sequence_parallel="keep") == expected
+
+
+@pytest.mark.parametrize("tp", [2, 4])
+def test_without_it_more_is_kept(rank_pool: Any, tp: int) -> None:
+    """Norms and residual connections: else the bound would say nothing."""
+    forward, waiting = kept(rank_pool, "gpt2", 1)
+    forward_none, waiting_none = kept(rank_pool, "gpt2", tp)
+    assert forward_none > forward / tp + LAYERS * (WHOLE - WHOLE // tp)
+    assert waiting_none > waiting / tp
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), (1, 4)])
+def test_what_is_gathered_again_is_right(rank_pool: Any, family: str, pp: int, tp: int) -> None:
+    """Also where weight work waits, and where rows of a micro-batch are few or its positions uneven."""
+    plan = Plan(
+        pp=pp, tp=tp, schedule="zb-h1", microbatches=2, precision="fp64", sequence_parallel="regather"
+    )
+    check_parity(rank_pool, BUILT[family](heads=4), plan)

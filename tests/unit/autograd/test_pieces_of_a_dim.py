@@ -1,0 +1,52 @@
+"""The collectives that sequence parallelism is made of, against the whole tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
+from plait.comm import Mesh
+
+SHAPES = [
+    (1, 8, 3),
+    (2, 8, 3),
+    (2, 7, 3),
+    (1, 7, 3),
+    (8, 2),
+    (7, 2),
+    (2, 3, 8),
+    (2, 3, 7),
+    (1, 2, 3),
+    (0, 8, 3),
+]
+CASES = [
+    (shape, dim) for shape in SHAPES for dim in range(-len(shape), len(shape)) if shape[dim] in (2, 7, 8)
+]
+
+
+def draw(shape: tuple[int, ...], seed: int) -> Tensor:
+    return torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_whole_and_piece_of_the_sum(rank_pool: Any, ranks: int) -> None:
+    def body() -> list[tuple[Tensor, Tensor, Tensor]]:
+        group, results = Mesh(tp=ranks).group("tp"), []
+        for shape, dim in CASES:
+            whole = start_whole(own_piece(draw(shape, 0), group, dim), group, dim, shape[dim])()
+            piece = start_piece_of_sum(draw(shape, group.index), group, dim)()
+            summed = own_piece(sum(draw(shape, rank) for rank in range(ranks)), group, dim)
+            for made in (whole, piece):
+                assert made.is_contiguous()
+                assert made._base is None, "a layer may write to it"
+            results.append((whole, piece, summed.contiguous()))
+        return results
+
+    for results in rank_pool.run(body, ranks=ranks):
+        for (shape, _), (whole, piece, wanted) in zip(CASES, results, strict=True):
+            assert torch.equal(whole, draw(shape, 0))
+            torch.testing.assert_close(piece, wanted, rtol=1e-14, atol=1e-14)
