@@ -2,6 +2,8 @@
 
 Pieces are cut as `divide` does, so the first ranks may hold one more. On the meta device nothing is
 communicated, and what is started is done at once.
+
+What comes of a collective is no view, for autograd: it may be written to, as the output of any operation.
 """
 
 from __future__ import annotations
@@ -52,7 +54,7 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
         if len(whole) > size:
             pieces = whole.view(group.size, *front.shape)
             whole = torch.cat([one[: len(cut)] for one, cut in zip(pieces, cuts, strict=True)])
-        return whole.movedim(0, dim).contiguous()
+        return whole.movedim(0, dim).contiguous().detach()
 
     return finish
 
@@ -74,7 +76,7 @@ def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> UnderWay:
             place[: len(cut)] = front[cut.start : cut.stop]
         front = padded.flatten(0, 1)
     under_way = reduce_scatter(front.contiguous(), group, checked=False)
-    return lambda: under_way.wait()[: len(own)].movedim(0, dim).contiguous()
+    return lambda: under_way.wait()[: len(own)].movedim(0, dim).contiguous().detach()
 
 
 def _resized(tensor: Tensor, dim: int, size: int) -> list[int]:
