@@ -17,8 +17,7 @@ from plait.layout import divide
 SHAPES = [(7,), (7, 7), (3, 7), (7, 7, 7), (2, 7, 5, 3)]
 """7 is uneven for 2 and 3 ranks; where shapes are square a wrong dim would fit."""
 CASES = [(shape, dim) for shape in SHAPES for dim in range(-len(shape), len(shape)) if shape[dim] == 7]
-RANKS = pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-"""Of eight the last has no position."""
+RANKS = pytest.mark.parametrize("ranks", [1, 2, 3])
 
 
 def draw(shape: tuple[int, ...], seed: int) -> Tensor:
@@ -102,6 +101,24 @@ def test_to_pieces_and_to_whole_lead_there_and_back(rank_pool: Any, ranks: int) 
             assert torch.equal(mine, piece(draw(shape, 0), ranks, index, dim))
             assert torch.equal(whole, draw(shape, 0))
             assert torch.equal(gradient, draw(shape, 9))
+
+
+def few_positions() -> tuple[Tensor, Tensor, tuple[int, ...]]:
+    """Two for three ranks."""
+    group = Mesh(tp=3).group("tp")
+    leaf = draw((4, 2), 0).requires_grad_()
+    mine = to_pieces(leaf, group, -1)
+    left = scatter_out(gather_in(mine, group, -1, 2) * 1, group, -1)
+    output = to_whole(left, group, -1, 2)
+    return output.detach(), backward(output, leaf, draw((4, 2), 9)), tuple(left.shape)
+
+
+def test_more_ranks_than_positions(rank_pool: Any) -> None:
+    outputs, gradients, shapes = zip(*rank_pool.run(few_positions, ranks=3), strict=True)
+    assert shapes == ((4, 1), (4, 1), (4, 0))
+    for output, gradient in zip(outputs, gradients, strict=True):  # in a region all did the same
+        torch.testing.assert_close(output, 3 * draw((4, 2), 0), rtol=1e-14, atol=1e-14)
+        torch.testing.assert_close(gradient, 3 * draw((4, 2), 9), rtol=1e-14, atol=1e-14)
 
 
 def written_to(shape: tuple[int, ...], dim: int) -> list[Tensor]:
