@@ -46,6 +46,7 @@ def test_counts_are_whole_and_positive(name: str, value: object) -> None:
         ("gradient_precision", "fp64, fp32, bf16, fp16"),
         ("reduce_precision", "fp64, fp32, bf16, fp16"),
         ("offload", "none, parameters, full"),
+        ("sequence_parallel", "none, keep, regather"),
     ],
 )
 @pytest.mark.parametrize("value", ["zero", "", 1])

@@ -190,7 +190,8 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
-        return own_piece(tensor, group, dim).contiguous()
+        # Never a view: a piece may be written to, and should not keep the whole.
+        return own_piece(tensor, group, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:

@@ -270,7 +270,7 @@ class _Proof:
         )
 
     def _other_pieces(self, node: Node) -> ModelError:
-        origin = self._origin([node])
+        origin = self._origin([node] if node in self.states else _read(node))
         return self._error(
             f"what is whole on every rank and what is in pieces of the sequence meet at {_operation(node)} "
             f"({origin}): let the layer work on each position by itself outside of its regions, or take "

@@ -1,0 +1,213 @@
+"""Sequence parallelism over pp × dp × tp: every gradient, loss, norm, and parameters after three steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity import pieces, woven
+from parity.case import Case, Recipe
+from parity.cases import gpt2, llama
+from parity.norm import TOLERANCE, assert_close, assert_equal
+from parity.pairs import covering_rows, every_row
+from parity.parity import check_parity
+from parity.pieces import of_length
+from parity.reference import materialise
+from parity.rows import name_of
+from plait.plan import Plan
+
+FAMILIES = {
+    "gpt2": partial(gpt2, hidden=24, heads=12),
+    "llama": partial(llama, heads=12, kv_heads=12),
+    "llama-one": partial(llama, heads=12, kv_heads=1),
+}
+"""In the last all ranks hold the same head of keys and values."""
+FACTORS = {
+    "family": tuple(FAMILIES),
+    "sequence_parallel": ("keep", "regather"),
+    "tp": (2, 3, 4),
+    "pipeline": ((1, "1f1b"), (2, "1f1b"), (2, "zb-h1"), (2, "zb-v")),
+    "data": ((1, "none", "last"), (2, "none", "last"), (2, "full", "last"), (2, "full", "each")),
+    "recompute": ("none", "selective", "full"),
+    "tied": (True, False),
+    "length": (8, 7, 1),
+}
+"""`data`: dp, strategy and reduce. 7 is uneven; of a single position all ranks but one have none."""
+MODES = ("keep", "regather")
+
+
+def fits(row: dict[str, Any]) -> bool:
+    """On eight ranks."""
+    return row.get("pipeline", (1,))[0] * row.get("data", (1,))[0] * row.get("tp", 1) <= 8
+
+
+COVERING = covering_rows(FACTORS, fits)
+REST = [row for row in every_row(FACTORS, fits) if row not in COVERING]
+
+
+def check(rank_pool: Any, row: dict[str, Any]) -> None:
+    fields = dict(row)
+    case = of_length(FAMILIES[fields.pop("family")](tied=fields.pop("tied")), fields.pop("length"))
+    (pp, schedule), (dp, strategy, reduce) = fields.pop("pipeline"), fields.pop("data")
+    fields |= {"pp": pp, "schedule": schedule, "dp": dp, "strategy": strategy, "reduce": reduce}
+    check_parity(rank_pool, case, Plan(**fields, microbatches=2, precision="fp64"))
+
+
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
+def test_every_pair_of_factors(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", REST, ids=name_of)
+def test_every_other_combination(rank_pool: Any, row: dict[str, Any]) -> None:
+    check(rank_pool, row)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 2)])
+def test_heads_that_some_ranks_share(rank_pool: Any, tp: int, kv_heads: int, mode: Any) -> None:
+    """Two neighbours of four hold the same head: their sum is over them, that of norms over all."""
+    case = of_length(llama(heads=4, kv_heads=kv_heads), 3)
+    check_parity(rank_pool, case, Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64"))
+
+
+# ── models of other kinds ──
+
+OTHERS = {
+    "floats": pieces.numbers,
+    "mixed": partial(pieces.tokens, pieces.mixed),
+    "mask": partial(pieces.tokens, pieces.with_a_mask),
+    "length-first": partial(pieces.tokens, pieces.length_first),
+}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp2": {"tp": 2},
+    "tp3": {"tp": 3, "recompute": "full"},
+    "tp4-selective": {"tp": 4, "recompute": "selective"},
+    "pp2": {"tp": 2, "pp": 2, "schedule": "zb-h1"},
+    "dp2": {"tp": 2, "dp": 2, "strategy": "full", "reduce": "each"},
+}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", OTHERS)
+def test_other_models(rank_pool: Any, name: str, layout: str, mode: Any) -> None:
+    plan = Plan(**LAYOUTS[layout], microbatches=2, sequence_parallel=mode, precision="fp64")
+    check_parity(rank_pool, OTHERS[name](5), plan)
+
+
+@pytest.mark.parametrize("cut", range(1, 8))
+def test_a_cut_between_any_two_layers(rank_pool: Any, cut: int) -> None:
+    """From pieces to whole, from whole to pieces, whole to whole, and the head's."""
+    plan = Plan(
+        tp=2,
+        pp=2,
+        layers_per_stage=(cut, 8 - cut),
+        microbatches=3,
+        sequence_parallel="keep",
+        precision="fp64",
+    )
+    check_parity(rank_pool, pieces.tokens(pieces.mixed, 5), plan)
+
+
+# ── equal bits ──
+
+SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_schedules_give_the_same_bits(rank_pool: Any, mode: Any) -> None:
+    case = of_length(gpt2(tied=True), 7)
+    runs = []
+    for schedule in SCHEDULES:
+        plan = Plan(
+            pp=2,
+            tp=2,
+            schedule=schedule,
+            layers_per_stage=(3, 3),
+            microbatches=3,
+            sequence_parallel=mode,
+            precision="fp64",
+        )
+        runs.append(rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=4))
+    for first, *others in zip(*runs, strict=True):
+        for other in others:
+            assert (other.losses, other.norms) == (first.losses, first.norms)
+            assert other.gradients.keys() == first.gradients.keys()
+            for name in first.gradients:
+                assert torch.equal(other.gradients[name], first.gradients[name]), name
+                assert torch.equal(other.parameters[name], first.parameters[name]), name
+
+
+def train_in_a_rank(case: Case, plan: Plan) -> dict[str, Tensor]:
+    """Two steps that clip, and the parameters then; `check_replicas` looks at them and at AdamW's moments."""
+    engine = woven.weave(case, plan)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    for batch in woven.shares(case, engine, 2):
+        engine.forward_backward(*batch)
+        engine.clip_grad_norm_(1e-3)
+        optimizer.step()
+        optimizer.zero_grad()
+    engine.check_replicas(optimizer)
+    return {name: parameter.detach().clone() for name, parameter in engine.named_parameters()}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", [{"tp": 4}, {"tp": 2, "dp": 2, "strategy": "full"}], ids=str)
+def test_what_is_whole_stays_the_same_on_every_rank(
+    rank_pool: Any, settings: dict[str, Any], mode: Any
+) -> None:
+    case = of_length(gpt2(heads=4), 7)
+    plan = Plan(**settings, microbatches=2, sequence_parallel=mode, precision="fp32")
+    ranks = rank_pool.run(train_in_a_rank, case, plan, ranks=4)
+    for rank in range(0, 4, plan.tp):  # tp is the innermost axis
+        for other in range(rank + 1, rank + plan.tp):
+            for name in ("blocks.0.attention.norm.weight", "blocks.1.mlp.down.bias", "head.norm.bias"):
+                assert torch.equal(ranks[rank][name], ranks[other][name]), name
+
+
+# ── without gradients, and with those of inputs ──
+
+
+def look_in_a_rank(case: Case, plan: Plan) -> tuple[float, Tensor | None]:
+    engine = woven.weave(case, plan)
+    ((inputs, targets),) = woven.shares(case, engine, 1)
+    return engine.evaluate(inputs, targets).item(), engine.generate(inputs[:1, :3], 4)
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
+def test_evaluating_and_generating(rank_pool: Any, settings: dict[str, Any], mode: Any) -> None:
+    """The prompt is shorter than tp, and grows."""
+    case = of_length(gpt2(heads=4), 7)
+    ((loss, text),) = rank_pool.run(look_in_a_rank, case, Plan(precision="fp64"), ranks=1)
+    plan = Plan(**settings, sequence_parallel=mode, precision="fp64")
+    for evaluated, generated in rank_pool.run(look_in_a_rank, case, plan, ranks=plan.world):
+        assert_close(evaluated, loss, TOLERANCE[torch.float64], "the loss")
+        assert torch.equal(generated, text)
+
+
+def input_gradients_in_a_rank(case: Case, plan: Plan) -> Tensor | None:
+    engine = woven.weave(case, plan)
+    engine.forward_backward(*woven.shares(case, engine, 1)[0], input_gradients=True)
+    given: Tensor | None = engine.input_gradients
+    return given
+
+
+@pytest.mark.parametrize("length", [8, 5, 1])
+@pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 3}, {"tp": 2, "pp": 2}], ids=str)
+def test_gradients_of_inputs_are_whole(rank_pool: Any, settings: dict[str, Any], length: int) -> None:
+    case = pieces.numbers(length)
+    plan = Plan(**settings, microbatches=2, sequence_parallel="keep", precision="fp64")
+    ((inputs, targets),) = case.batches(woven.global_rows(plan), 1, torch.float64)
+    leaf = inputs.requires_grad_()
+    case.mean(materialise(case.build(), torch.float64)(leaf), targets).backward()
+    for rank, given in enumerate(rank_pool.run(input_gradients_in_a_rank, case, plan, ranks=plan.world)):
+        assert (given is None) == (rank >= plan.tp)
+        if given is not None:
+            assert_equal({"input": given}, {"input": leaf.grad}, TOLERANCE[torch.float64], "the gradient of")

@@ -1,0 +1,125 @@
+"""What linears read, gathered again for their weight work: once for all, and only the piece is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.conjugate import gather_in
+from plait.autograd.deferred import Keeper, linear
+from plait.autograd.pieces import own_piece
+from plait.autograd.regather import Gather, Regathered, Sources
+from plait.comm import Count, Group, Mesh, Traffic
+
+ROWS, LENGTH, WIDTH = 2, 5, 3
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, dtype=torch.float64, generator=generator)
+
+
+def weights() -> list[nn.Parameter]:
+    found = [nn.Parameter(draw(4, WIDTH, seed=1 + number)) for number in range(3)]
+    for weight in found:
+        weight.grad = torch.zeros_like(weight)
+    return found
+
+
+def forward(
+    group: Group, keeper: Keeper, read_by: list[nn.Parameter], seed: int
+) -> tuple[Tensor, Tensor, Any]:
+    """Three linears that read one gathered sequence: the leaf, their sum, and a reference to the whole."""
+    leaf = own_piece(draw(ROWS, LENGTH, WIDTH, seed=seed), group, 1).clone().requires_grad_()
+    whole = gather_in(leaf, group, 1, LENGTH)
+    keeper.sources.add(whole, leaf, Gather(group, 1, LENGTH))
+    output = torch.stack([linear(whole, weight, None, keeper) for weight in read_by]).sum(0)
+    return leaf, output, weakref.ref(whole.untyped_storage())
+
+
+def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], int]:
+    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    group = mesh.group("tp")
+    keeper.spends = spends
+    _, output, whole = forward(group, keeper, learned, seed=0)
+    gc.collect()
+    assert whole() is None, "linears keep the piece only"
+    output.backward(draw(ROWS, LENGTH, 4, seed=9))
+    start = mesh.traffic.snapshot()
+    with torch.no_grad():
+        keeper.spend()
+    gradients = [weight.grad for weight in learned if weight.grad is not None]
+    again = mesh.traffic.since(start).get("tp", {})
+    return gradients, mesh.traffic.snapshot()["tp"], again.get("all_gather", Count()).calls
+
+
+def test_three_linears_that_read_the_same_gather_it_once(rank_pool: Any) -> None:
+    rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
+    for spends in (False, True):
+        for gradients, sent, late in rank_pool.run(one_gather_for_three, spends, ranks=2):
+            assert sent["all_gather"].calls == 2, "one forward, one for all weight work"
+            assert late == (0 if spends else 1), "started in the backward, if that does the weight work"
+            for gradient in gradients:
+                torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)
+
+
+def two_micro_batches() -> tuple[list[Tensor], int]:
+    """Both wait for their weight work."""
+    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    group = mesh.group("tp")
+    for seed in (0, 1):
+        forward(group, keeper, learned, seed)[1].backward(draw(ROWS, LENGTH, 4, seed=9))
+    with torch.no_grad():
+        keeper.spend()
+    return [weight.grad for weight in learned if weight.grad is not None], mesh.traffic.snapshot()["tp"][
+        "all_gather"
+    ].calls
+
+
+def test_micro_batches_are_not_mixed_up(rank_pool: Any) -> None:
+    rows = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1)
+    read = (draw(ROWS, LENGTH, WIDTH) + draw(ROWS, LENGTH, WIDTH, seed=1)).flatten(0, 1)
+    for gradients, calls in rank_pool.run(two_micro_batches, ranks=2):
+        assert calls == 4
+        for gradient in gradients:
+            torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)
+
+
+def lonely() -> Gather:
+    return Gather(Group("tp", (0, 1), 0, None, Traffic(), 1.0), 0, 4)
+
+
+def test_what_is_asked_for_by_several_is_one_as_long_as_one_keeps_it() -> None:
+    sources, piece = Sources(), torch.ones(2, 3)
+    first = sources.again(piece, lonely())
+    assert sources.again(piece, lonely()) is first
+    assert sources.again(piece.clone(), lonely()) is not first
+    assert sources.again(piece[:1], lonely()) is not first
+    gone = weakref.ref(first)
+    del first
+    gc.collect()
+    assert gone() is None
+
+
+def test_a_source_is_forgotten_with_what_was_gathered() -> None:
+    sources, piece = Sources(), torch.ones(2, 3)
+    whole, kept = torch.ones(4, 3), weakref.ref(piece)
+    sources.add(whole, piece, lonely())
+    assert sources.of(whole) is not None
+    assert sources.of(torch.ones(4, 3)) is None
+    del whole, piece
+    gc.collect()
+    assert kept() is None
+
+
+def test_starting_twice_gathers_once() -> None:
+    piece = torch.empty(2, 3, device="meta")
+    regathered = Regathered(piece, lonely())
+    regathered.start()
+    regathered.start()
+    assert regathered.whole() is regathered.whole()
+    assert regathered.whole().shape == (4, 3)
