@@ -28,7 +28,7 @@ from plait.pipeline import values
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.values import map_tensors
 from plait.schedules.action import Kind
-from plait.tensor import embedding
+from plait.tensor import border, embedding
 from plait.tensor.linear import RowParallelLinear
 from plait.verification.place import Phase
 from zoo import cases, models
@@ -95,12 +95,12 @@ def _own(tensor: Tensor, group: Any) -> Tensor:
 
 def attention_not_summed() -> Any:
     """The all-reduce behind the row linear is missing, in attention only."""
-    return during("forward", lambda: patch.object(parallel, "reduce", _own), layer="*.attention")
+    return during("forward", lambda: patch.object(border, "reduce", _own), layer="*.attention")
 
 
 def mlp_not_summed() -> Any:
     """The same in the MLP only."""
-    return during("forward", lambda: patch.object(parallel, "reduce", _own), layer="*.mlp")
+    return during("forward", lambda: patch.object(border, "reduce", _own), layer="*.mlp")
 
 
 def mlp_averaged() -> Any:

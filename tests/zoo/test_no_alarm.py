@@ -41,11 +41,12 @@ def in_pieces_of(ranks):
 
 def verified(pool, model, plans, ranks):
     case = case_of(model, PLAN)
-    outcomes = pool.run(run_all, case, plans, ranks=ranks)
-    for number, plan in enumerate(plans):
-        own = [every[number] for every in outcomes]
-        assert not any(isinstance(outcome, Refused) for outcome in own), (plan, own[0])
-        yield report_on(case, plan, own)
+    for first in range(0, len(plans), AT_ONCE):
+        together = plans[first : first + AT_ONCE]
+        outcomes = pool.run(run_all, case, together, ranks=ranks)
+        for plan, own in zip(together, zip(*outcomes, strict=True), strict=True):
+            assert not any(isinstance(outcome, Refused) for outcome in own), (plan, own[0])
+            yield report_on(case, plan, own)
 
 
 @pytest.mark.parametrize("name", MODELS)
@@ -92,6 +93,5 @@ def test_each_layout_of_four_ranks_is_equal(rank_pool, name):
 @pytest.mark.parametrize("name", MODELS)
 def test_every_plan_is_equal(rank_pool, name, ranks):
     plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
-    for first in range(0, len(plans), AT_ONCE):
-        for report in verified(rank_pool, model_of(name, ranks), plans[first : first + AT_ONCE], ranks):
-            assert report, report
+    for report in verified(rank_pool, model_of(name, ranks), plans, ranks):
+        assert report, report
