@@ -13,7 +13,7 @@ from parity.case import SEED, Case
 from parity.cases import GPT2_VOCAB, draw_contexts, with_values
 from plait.autograd.dropout import key_of
 from plait.autograd.mask import keep_mask
-from plait.rules import Rules, column, entrance, piece, row
+from plait.rules import Rules, column, entrance, piece, row, sequence
 
 HEADS = 4
 
@@ -67,6 +67,7 @@ class Head(nn.Module):
 
 
 RULES: Rules = {
+    **dict.fromkeys(("1", "2", "3"), sequence),
     "*.norm": entrance,
     **{f"*.{name}": column.by("heads") for name in ("query", "key", "value")},
     "*.output": row.by("heads"),

@@ -16,6 +16,7 @@ from parity.dropping import DROPPING, TWICE, drops_by_hand, run_by_hand
 from parity.norm import assert_close, assert_equal
 from parity.outcome import Outcome
 from parity.parity import compare
+from parity.pieces import of_length
 from parity.reference import materialise, train_model
 from plait.engine import Engine
 from plait.errors import ModelError
@@ -58,6 +59,16 @@ def test_every_layout_draws_the_same(rank_pool: Any, settings: dict[str, Any]) -
     plan = Plan(**settings, microbatches=4, precision="fp64")
     expected = by_hand(DROPPING, plan, TWO_CALLS)
     compare(rank_pool.run(woven.train, DROPPING, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
+
+
+@pytest.mark.parametrize("length", [8, 7])
+@pytest.mark.parametrize("mode", ["keep", "regather"])
+@pytest.mark.parametrize("tp", [2, 4])
+def test_pieces_of_the_sequence_draw_the_same(rank_pool: Any, tp: int, mode: Any, length: int) -> None:
+    case = of_length(DROPPING, length)
+    plan = Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64")
+    expected = by_hand(case, plan, TWO_CALLS)
+    compare(rank_pool.run(woven.train, case, plan, TWO_CALLS, ranks=tp), expected, torch.float64)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pp": 2}], ids=str)
