@@ -195,7 +195,7 @@ def test_evaluating_and_generating(rank_pool: Any, settings: dict[str, Any], mod
 def input_gradients_in_a_rank(case: Case, plan: Plan) -> Tensor | None:
     engine = woven.weave(case, plan)
     engine.forward_backward(*woven.shares(case, engine, 1)[0], input_gradients=True)
-    given: Tensor | None = engine.input_gradients
+    given: Tensor | None = engine.input_gradients()
     return given
 
 

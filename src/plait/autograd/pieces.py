@@ -41,6 +41,8 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
     Communication: one all-gather, of pieces that are padded to the size of the largest.
     """
     cuts, dim = divide(size, group.size), dim % piece.dim()
+    if piece.is_meta and piece.shape[dim] > len(cuts[0]):  # no piece at all: the proof of rules will say so
+        return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
     mine = _padded(piece, dim, len(cuts[0]))
     if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # they land in place
         whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
