@@ -73,6 +73,16 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
+DROPPING: dict[str, Callable[[], nn.Module]] = {
+    "gpt2": partial(gpt2, attn_pdrop=0.1, resid_pdrop=0.1, embd_pdrop=0.1),
+    "llama": partial(llama, attention_dropout=0.1),
+    "qwen2": partial(qwen2, attention_dropout=0.1),
+    "mistral": partial(mistral, attention_dropout=0.1),
+    "gpt-neox": partial(gpt_neox, attention_dropout=0.1, hidden_dropout=0.1),
+}
+"""With dropout; GPT-2's is that of its configuration."""
+
+
 def drawn(make: Callable[[], nn.Module]) -> nn.Module:
     """The model in float64, every parameter drawn anew: none is zero or one, as biases and norms begin."""
     with torch.random.fork_rng(devices=[]):

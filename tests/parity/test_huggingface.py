@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 import pytest
 
 pytest.importorskip("transformers")
@@ -90,10 +93,22 @@ VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_verify_says_equal(ranks: RankPool, name: str) -> None:
+    verify(ranks, cases.MODELS[name](), VERIFIED)
+
+
+@pytest.mark.parametrize("mode", ["none", "keep", "regather"])
+@pytest.mark.parametrize("name", cases.DROPPING)
+def test_verify_says_equal_with_dropout(ranks: RankPool, name: str, mode: Any) -> None:
+    model = cases.DROPPING[name]()
+    assert model.training
+    verify(ranks, model, replace(VERIFIED, schedule="zb-v", recompute="full", sequence_parallel=mode))
+
+
+def verify(ranks: RankPool, theirs: nn.Module, plan: Plan) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
-    model = plait.models.from_huggingface(cases.MODELS[name]())
+    model = plait.models.from_huggingface(theirs)
     case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, Recipe())
-    report = report_on(case, VERIFIED, ranks.run(run_rank, case, VERIFIED, ranks=4))
+    report = report_on(case, plan, ranks.run(run_rank, case, plan, ranks=plan.world))
     assert report, report
 
 
