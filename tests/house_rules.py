@@ -38,6 +38,7 @@ FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {"planner", "search", "simulation", "schedules", "plan", "rules", "sizes", "errors"}
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
+    ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
     ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
     (
         "pipeline/profiling.py",

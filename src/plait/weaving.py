@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from itertools import count
 
 from torch import Tensor, nn
 
@@ -81,10 +82,10 @@ class Weaving:
         """A value whose first tensor is a piece along dim `now` (None: whole), with one along `then`."""
         if now == then:
             return value
-        rest = iter(range(len(list(tensors_of(value)))))
+        numbers = count()
 
         def turn(tensor: Tensor) -> Tensor:
-            if next(rest):
+            if next(numbers) > 0:
                 return tensor
             if now is not None:
                 tensor = to_whole(tensor, self.group, now, self.length.whole)
@@ -135,7 +136,8 @@ def prover(
     altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
     """
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    if not cut and not any(_draws_for_pieces(layer.module) for layer in skeleton):
+    in_pieces = any(passage.begins is not None for passage in passages)
+    if not cut and not in_pieces and not any(_draws_for_pieces(layer.module) for layer in skeleton):
         return None
     in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
     claims: list[Claims] = []

@@ -183,7 +183,8 @@ class _Gather(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         _refuse_create_graph()
-        return own_piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None
+        piece = own_piece(gradient, ctx.group, ctx.dim)
+        return piece.clone(memory_format=torch.contiguous_format), None, None, None
 
 
 class _Split(torch.autograd.Function):

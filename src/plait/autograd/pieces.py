@@ -16,6 +16,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather, reduce_scatter
 from plait.comm.group import Group
+from plait.errors import ModelError
 from plait.layout import divide
 
 UnderWay = Callable[[], Tensor]
@@ -38,11 +39,19 @@ def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
 def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
     """Start to put the ranks' pieces of `dim` together, `size` in all.
 
-    Communication: one all-gather, of pieces that are padded to the size of the largest.
+    Communication: one all-gather, of pieces that are padded to the size of the largest. ModelError for what
+    is no piece of that.
     """
     cuts, dim = divide(size, group.size), dim % piece.dim()
-    if piece.is_meta and piece.shape[dim] > len(cuts[0]):  # no piece at all: the proof of rules will say so
+    own = cuts[group.index]
+    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: the proof of rules will say so
         return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
+    if piece.shape[dim] != len(own):
+        raise ModelError(
+            f"a tensor of shape {list(piece.shape)} is gathered over {group.name}, whose ranks cut {size} "
+            f"along dim {dim}, so that this one has {len(own)}: let layers with the rule sequence give as "
+            "many positions as they get, or take that rule off them."
+        )
     mine = _padded(piece, dim, len(cuts[0]))
     if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # they land in place
         whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])

@@ -42,7 +42,7 @@ class Regathered:
 
     def start(self) -> None:
         """Start to gather, for who has something else to do meanwhile."""
-        if self._under_way is None:
+        if self._under_way is None and self._whole is None:
             self._under_way = self._gather.start(self._piece)
 
     def whole(self) -> Tensor:
@@ -50,7 +50,7 @@ class Regathered:
         if self._whole is None:
             self.start()
             assert self._under_way is not None
-            self._whole = self._under_way()
+            self._whole, self._under_way = self._under_way(), None  # which may hold what arrived, too
         return self._whole
 
 
@@ -58,16 +58,22 @@ class Regathered:
 class Sources:
     """Of which pieces inputs and gradients of linears were gathered, and what is gathered again."""
 
-    _pieces: MutableMapping[Tensor, tuple[Tensor, Gather]] = field(default_factory=WeakTensorKeyDictionary)
+    _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
+        default_factory=WeakTensorKeyDictionary
+    )
+    """Of a whole tensor its piece, how it was gathered, and the version that it then had."""
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
         """`whole` was gathered of `piece`, and need not be kept for weight work."""
-        self._pieces[whole] = piece, gather
+        self._pieces[whole] = piece, gather, _version(whole)
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
-        """The piece that a tensor was gathered of, if it need not be kept."""
-        return self._pieces.get(whole)
+        """The piece that a tensor was gathered of, if it need not be kept: nobody has written to it since."""
+        piece, gather, version = self._pieces.get(whole, (None, None, -1))
+        if piece is None or gather is None or version != _version(whole):
+            return None
+        return piece, gather
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
         """What becomes whole of `piece`: the same for all who ask as long as one of them keeps it."""
@@ -76,3 +82,8 @@ class Sources:
         if found is None:
             found = self._regathered[key] = Regathered(piece.detach(), gather)
         return found
+
+
+def _version(tensor: Tensor) -> int:
+    """How often somebody has written to it."""
+    return tensor._version

@@ -8,7 +8,8 @@
     anything else                  Replicate(): the pieces are gathered along that axis
 
 `DTensor` cuts as `torch.chunk` does: ten rows for four ranks are 3, 3, 3, 1, where `divide` gives 3, 3, 2, 2.
-It has no word for heads that neighbours hold alike, nor for pieces that end inside a row.
+It has no word for heads that neighbours hold alike, for linears that are several in one, nor for pieces that
+end inside a row.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     all ranks along the axes that are gathered take part in. Communication: as `redistribute` from the one to
     the other. Raises `LayoutError` as that does, and `MeshError` without an initialised world.
     """
-    cut, shown = _by_rows(layout), expressible(layout)
-    local = redistribute(tensor.detach().to(mesh.device), cut, shown, mesh)
+    shown = expressible(layout)
+    local = _shown(tensor.detach().to(mesh.device), layout, shown, mesh)
     axes = zip(shown.degrees, shown.placements, strict=True)
     placements = [_placement(p) for degree, p in axes if degree > 1]
     return DTensor.from_local(
@@ -48,8 +49,34 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     )
 
 
+def _shown(tensor: Tensor, layout: Layout, shown: Layout, mesh: Mesh) -> Tensor:
+    """This rank's piece under `shown`."""
+    if layout.blocked_dim is None:
+        return redistribute(tensor, _by_rows(layout), shown, mesh)
+    apart = _with_blocks_as_dim(layout)
+    where = tuple(mesh.index(axis) for axis in layout.axes)
+    whole = Layout(apart.shape, dict(zip(layout.axes, layout.degrees, strict=True)))
+    pieces = tensor.reshape(apart.local_shape(where))
+    return redistribute(pieces, apart, whole, mesh).reshape(layout.shape)
+
+
+def _with_blocks_as_dim(layout: Layout) -> Layout:
+    """The same pieces of a tensor whose blocks are a dim of their own, in front of that which is cut."""
+    dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
+    assert dim is not None
+    for axis, placement in zip(layout.axes, layout.placements, strict=True):
+        placements[axis] = placement
+        if isinstance(placement, Shard):
+            blocks = max(blocks, placement.blocks)
+            placements[axis] = Shard(placement.dim + (placement.dim >= dim), placement.copies)
+    shape = *layout.shape[:dim], blocks, layout.shape[dim] // blocks, *layout.shape[dim + 1 :]
+    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+
+
 def expressible(layout: Layout) -> Layout:
     """The layout that a `DTensor` can have: in which some axes replicate, if `layout` is none."""
+    if layout.blocked_dim is not None:
+        return Layout(layout.shape, dict(zip(layout.axes, layout.degrees, strict=True)))
     rows = _by_rows(layout)
     axes = dict(zip(rows.axes, rows.degrees, strict=True))
     placements = dict(zip(rows.axes, rows.placements, strict=True))

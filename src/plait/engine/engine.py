@@ -54,8 +54,8 @@ class Engine:
         shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to those
         that are there; `zero_grad` starts anew. An exception leaves them as they were.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
-        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp` (and the rows
-        of `Microbatches` for a model with dropout), one reduction per unit, the loss over `world`.
+        tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, with dropout
+        the number of rows, too, one reduction per unit, the loss over `world`.
         """
         self._traffic_before = self.mesh.traffic.snapshot()
         self._runner.scale.begin(anew=self._parts.reducer.starts_anew)

@@ -81,12 +81,14 @@ class Runner:
     def _rows(self, batch: Sequence[Value]) -> list[range]:
         """Which rows of the global batch each micro-batch has, by the first of its tensors.
 
-        Communication: of `Microbatches`, whose rows ranks may differ in, one all-reduce over `dp`.
+        Communication: one all-reduce over `dp`, whose ranks may have different numbers of rows; on the CPU
+        where the group has a way there, so that no device is waited for.
         """
         counts = [next((len(one) if one.dim() else 1 for one in tensors_of(value)), 1) for value in batch]
-        group, before = self.mesh.group("dp"), self.mesh.index("dp") * sum(counts)
-        if self.given_cut and group.size > 1:
-            shares = torch.zeros(group.size, dtype=torch.int64, device=self.mesh.device)
+        group, before = self.mesh.group("dp"), 0
+        if group.size > 1:
+            device = torch.device("cpu") if group.uses_gloo else self.mesh.device
+            shares = torch.zeros(group.size, dtype=torch.int64, device=device)
             shares[self.mesh.index("dp")] = sum(counts)
             every = all_reduce(shares, group, checked=False).about("the batch's rows").wait()
             before = int(every[: self.mesh.index("dp")].sum())

@@ -46,8 +46,13 @@ class Move:
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
     """The cheapest moves from `source` to `target`, the same on every rank.
 
-    Raises `LayoutError` unless both lay the same shape over the same axes.
+    Raises `LayoutError` unless both lay the same shape over the same axes, and cut no dim block by block.
     """
+    if source.blocked_dim is not None or target.blocked_dim is not None:
+        raise LayoutError(
+            f"{source} cannot become {target} where a dim is cut block by block: give that dim as two, its "
+            "blocks and what is cut of each."
+        )
     if (source.shape, source.axes, source.degrees) != (target.shape, target.axes, target.degrees):
         raise LayoutError(
             f"{source} cannot become {target}: give layouts of one shape over the same axes, in one order."

@@ -4,7 +4,8 @@
     row:     Y   = Σ_t X_t W_tᵀ + b       input features cut; one all-reduce forward, then the bias, once
 
 A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
-gradient of the column's input).
+gradient of the column's input). Where what is outside of their region is in pieces of a sequence, each is an
+all-gather and a reduce-scatter: see `plait.tensor.border`.
 """
 
 from __future__ import annotations

@@ -233,7 +233,7 @@ class _Proof:
 
     def _end(self, nodes: Iterable[Node], wrong: State) -> None:
         for node in nodes:
-            if self.states[node] is wrong:
+            if self.states[node] in (wrong, State.SUMMED):
                 raise self._other_pieces(node)
             if self.states[node] is not State.INSIDE:
                 continue

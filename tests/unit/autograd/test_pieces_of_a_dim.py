@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
-from plait.comm import Mesh
+from plait.comm import Group, Mesh, Traffic
+from plait.errors import ModelError
 
 SHAPES = [
     (1, 8, 3),
@@ -50,3 +51,11 @@ def test_whole_and_piece_of_the_sum(rank_pool: Any, ranks: int) -> None:
         for (shape, _), (whole, piece, wanted) in zip(CASES, results, strict=True):
             assert torch.equal(whole, draw(shape, 0))
             torch.testing.assert_close(piece, wanted, rtol=1e-14, atol=1e-14)
+
+
+@pytest.mark.parametrize("length", [2, 3, 5])
+def test_what_is_no_piece_is_refused(length: int) -> None:
+    """Filled up with zeros it would pass for one."""
+    group = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
+    with pytest.raises(ModelError, match=r"whose ranks cut 8 along dim 1, so that this one has 4"):
+        start_whole(draw((2, length, 3), 0), group, 1, 8)

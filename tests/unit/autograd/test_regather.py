@@ -123,3 +123,22 @@ def test_starting_twice_gathers_once() -> None:
     regathered.start()
     assert regathered.whole() is regathered.whole()
     assert regathered.whole().shape == (4, 3)
+
+
+def written_to_after_it_was_gathered() -> list[Tensor]:
+    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    group = mesh.group("tp")
+    leaf = own_piece(draw(ROWS, LENGTH, WIDTH), group, 1).clone().requires_grad_()
+    whole = gather_in(leaf, group, 1, LENGTH)
+    keeper.sources.add(whole, leaf, Gather(group, 1, LENGTH))
+    linear(whole.mul_(2), learned[0], None, keeper).backward(draw(ROWS, LENGTH, 4, seed=9))
+    with torch.no_grad():
+        keeper.spend()
+    return [weight.grad for weight in learned[:1] if weight.grad is not None]
+
+
+def test_what_was_written_to_is_kept(rank_pool: Any) -> None:
+    """The piece is what it was before."""
+    rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), 2 * draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
+    for (gradient,) in rank_pool.run(written_to_after_it_was_gathered, ranks=2):
+        torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)

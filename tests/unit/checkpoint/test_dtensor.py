@@ -212,3 +212,25 @@ def test_a_piece_that_is_none_is_refused() -> None:
 def test_without_a_world_it_says_so() -> None:
     with pytest.raises(MeshError, match=r"plait\.launch or torchrun"):
         as_dtensor(torch.ones(4), Layout((4,), {"tp": 1}), plait.Mesh())
+
+
+BLOCKED = {
+    "tp": {"tp": Shard(1, blocks=3)},
+    "tp and rows": {"shard": Flat((0, 12, 24)), "tp": Shard(1, blocks=3)},
+    "a bias": {"tp": Shard(0, blocks=3)},
+}
+
+
+@pytest.mark.parametrize("name", BLOCKED)
+def test_linears_that_are_several_in_one_are_gathered(rank_pool: Any, name: str) -> None:
+    shape = (12,) if name == "a bias" else (4, 12)
+    layout = Layout(shape, {"shard": 2, "tp": 2}, BLOCKED[name])
+
+    def body() -> Tensor:
+        mesh = plait.Mesh(plait.Plan(dp=2, tp=2, strategy="optimizer"))
+        full = as_dtensor(shard(whole(shape), layout, mesh.coordinate), layout, mesh).full_tensor()
+        mesh.close()
+        return full
+
+    for full in rank_pool.run(body, ranks=4):
+        assert torch.equal(full, whole(shape))

@@ -186,3 +186,14 @@ def test_mistakes(name: str) -> None:
     with pytest.raises(ModelError) as caught:
         prove(run, *(make() for make in inputs), **claims)
     assert str(caught.value).startswith(said), str(caught.value)
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_a_summed_parameter_may_not_leave(ends: bool) -> None:
+    """Whoever reads it works on the whole: each rank has the whole gradient then, not a summand."""
+    layer = Layer()
+    x = own()
+    outputs = [layer.norm(x) if ends else to_whole(layer.norm(x), TP, 1, LENGTH), layer.norm.weight * 1]
+    claims = Claims(summed={"norm.weight", "norm.bias"}, begins_in_pieces=True, ends_in_pieces=ends)
+    with pytest.raises(ModelError, match=r"^a: what is whole on every rank and what is in pieces"):
+        prove_layer("a", [x], outputs, dict(layer.named_parameters()), claims)

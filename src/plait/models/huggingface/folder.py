@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError
-from plait.models.huggingface.adapter import from_huggingface
+from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 
 
 @dataclass(frozen=True)
@@ -28,14 +28,20 @@ class Sizes:
 def sizes_in(folder: Path) -> Sizes:
     """The sizes of the model in `folder`. ModelError where it cannot be read."""
     config = _config(folder)
-    return Sizes(
-        layers=config.num_hidden_layers,
-        hidden=config.hidden_size,
-        heads=config.num_attention_heads,
-        vocab=config.vocab_size,
-        context=config.max_position_embeddings,
-        tied=config.tie_word_embeddings,
-    )
+    try:
+        return Sizes(
+            layers=config.num_hidden_layers,
+            hidden=config.hidden_size,
+            heads=config.num_attention_heads,
+            vocab=config.vocab_size,
+            context=config.max_position_embeddings,
+            tied=config.tie_word_embeddings,
+        )
+    except AttributeError as error:
+        raise ModelError(
+            f"{folder / 'config.json'} is that of a {type(config).__name__}, whose sizes plait cannot read "
+            f"({error}): give the folder of one of {', '.join(FAMILIES)}."
+        ) from None
 
 
 def model_in(folder: Path) -> nn.Sequential:
