@@ -59,8 +59,8 @@ def piece_of_another_rank_kept() -> Any:
     """What leaves a region goes to the neighbour, who has other positions."""
     original = border.scatter_out
 
-    def scatter_out(tensor: Tensor, group: Group, dim: int) -> Tensor:
-        return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim)
+    def scatter_out(tensor: Tensor, group: Group, dim: int, sources: Any) -> Tensor:
+        return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim, sources)
 
     return patch.object(border, "scatter_out", scatter_out)
 
@@ -83,7 +83,7 @@ def gradient_summed_where_it_is_gathered() -> Iterator[None]:
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         whole, *others = original(ctx, gradient)
-        return whole if whole.is_meta else all_reduce(whole, ctx.group, checked=False).wait(), *others
+        return whole if whole.is_meta else all_reduce(whole, ctx.gather.group, checked=False).wait(), *others
 
     with patch.object(conjugate._ScatterOut, "backward", staticmethod(backward)):
         yield

@@ -42,7 +42,7 @@ class Regathered:
 
     def start(self) -> None:
         """Start to gather, for who has something else to do meanwhile."""
-        if self._under_way is None and self._whole is None:
+        if self._under_way is None:
             self._under_way = self._gather.start(self._piece)
 
     def whole(self) -> Tensor:
@@ -50,7 +50,7 @@ class Regathered:
         if self._whole is None:
             self.start()
             assert self._under_way is not None
-            self._whole, self._under_way = self._under_way(), None  # which may hold what arrived, too
+            self._whole = self._under_way()
         return self._whole
 
 
