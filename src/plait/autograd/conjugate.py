@@ -28,6 +28,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
+from plait.autograd.marks import mark, mark_of
 from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
 from plait.autograd.regather import Gather, Sources
 from plait.comm.bits import require_same_bits
@@ -117,8 +118,7 @@ def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
 
 def conjugate_of(node: Node) -> Conjugate | None:
     """Which of these functions made a node of an autograd graph on the meta device; None: none of them."""
-    metadata: Any = node.metadata
-    conjugate: Conjugate | None = metadata.get(_MARK)
+    conjugate: Conjugate | None = mark_of(node, _MARK)
     return conjugate
 
 
@@ -137,11 +137,7 @@ def _refuse_create_graph() -> None:
 
 
 def _marked(conjugate: Conjugate, result: Tensor) -> Tensor:
-    # Only where the graph is looked at, which is on the meta device.
-    if result.is_meta and result.grad_fn is not None:
-        metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
-        metadata[_MARK] = conjugate
-    return result
+    return mark(result, _MARK, conjugate)
 
 
 class _Copy(torch.autograd.Function):

@@ -15,12 +15,13 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
+from plait.autograd.marks import mark, mark_of
 from plait.autograd.mask import Span, keep_mask
 from plait.errors import ModelError
 from plait.rules import join
@@ -65,24 +66,16 @@ class Dropout(nn.Module):
             key = int(torch.randint(-(2**63), 2**63 - 1, ()))
         keep = keep_mask(key, input.shape, self.p, spans, input.device)
         scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
-        return self._marked(torch.where(keep, input, 0.0).mul_(scale))
+        return mark(torch.where(keep, input, 0.0).mul_(scale), _MARK, self)
 
     def extra_repr(self) -> str:
         """What `print` says of it."""
         return f"p={self.p}"
 
-    def _marked(self, result: Tensor) -> Tensor:
-        # Only where the graph is looked at, which is on the meta device.
-        if result.is_meta and result.grad_fn is not None:
-            metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
-            metadata[_MARK] = self
-        return result
-
 
 def dropout_of(node: Node) -> Dropout | None:
     """The dropout that made a node of an autograd graph on the meta device, if one did."""
-    metadata: Any = node.metadata
-    dropout: Dropout | None = metadata.get(_MARK)
+    dropout: Dropout | None = mark_of(node, _MARK)
     return dropout
 
 

@@ -70,6 +70,8 @@ class Sources:
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
         """The piece that a tensor was gathered of, if it need not be kept: nobody has written to it since."""
+        if not self._pieces:  # as in all that is not gathered again: each linear asks
+            return None
         piece, gather, version = self._pieces.get(whole, (None, None, -1))
         if piece is None or gather is None or version != _version(whole):
             return None

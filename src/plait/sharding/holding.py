@@ -28,15 +28,15 @@ def reduction_groups(
     groups: dict[str, Group] = {}
     made: dict[tuple[tuple[int, ...], int], Group | None] = {}
     for name, stages in holders.items():
-        copies = summed[name]
+        summands = summed[name]
         tied = len(stages) > 1
-        key = (stages if tied else (), copies)
+        key = (stages if tied else (), summands)
         if key == ((), 1):
             made[key] = mesh.group(axis)
         elif key not in made:
             together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
             made[key] = mesh.new_group(
-                ranks_holding(together, copies, mesh, axis), "tie" if tied else "copies"
+                ranks_holding(together, summands, mesh, axis), "tie" if tied else "copies"
             )
         group = made[key]
         if group is not None:
@@ -45,11 +45,12 @@ def reduction_groups(
 
 
 def ranks_holding(
-    together: Iterable[Sequence[int]], copies: int, mesh: Mesh, axis: str = "dp"
+    together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp"
 ) -> list[list[int]]:
-    """Global ranks with the same piece: for each set of ranks of `pp`, by `copies` neighbours along `tp`.
+    """Global ranks with the same piece, or with a summand each.
 
-    Along `dp`, all of them or (`axis` `replicate`) those with the same index along `shard`.
+    For each set of ranks of `pp`, by `summands` neighbours along `tp`. Along `dp`, all of them or
+    (`axis` `replicate`) those with the same index along `shard`.
     """
     apart = [{}] if axis == "dp" else [{"shard": index} for index in range(mesh.size("shard"))]
     return [
@@ -57,11 +58,11 @@ def ranks_holding(
             mesh.rank_at(pp=pp, tp=tp, **{axis: index}, **fixed)
             for pp in stages
             for index in range(mesh.size(axis))
-            for tp in range(first, first + copies)
+            for tp in range(first, first + summands)
         ]
         for stages in together
         for fixed in apart
-        for first in range(0, mesh.size("tp"), copies)
+        for first in range(0, mesh.size("tp"), summands)
     ]
 
 

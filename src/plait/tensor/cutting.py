@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
@@ -14,6 +14,8 @@ from plait.layout import Layout, Shard, shard
 AXIS = "tp"
 Axes = Mapping[str, int]
 """Names of mesh axes and their ranks, among them `tp`."""
+Layers = Sequence[tuple[str, nn.Module]]
+"""The layers of a model with their paths."""
 
 
 @dataclass(frozen=True)

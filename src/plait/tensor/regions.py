@@ -60,7 +60,6 @@ class State(Enum):
 ANY = frozenset(State)
 ONLY_INSIDE = frozenset({State.INSIDE})
 ONLY_NEUTRAL = frozenset({State.NEUTRAL})
-ONLY_PIECE = frozenset({State.PIECE})
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Parameters that such a layer has whole see one piece each rank: their gradients 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from torch import nn
@@ -18,10 +18,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.layout import Layout, Shard
 from plait.rules import Rule, join
-from plait.tensor.cutting import AXIS
-
-Layers = Sequence[tuple[str, nn.Module]]
-"""The layers of a model with their paths."""
+from plait.tensor.cutting import AXIS, Layers
 
 
 @dataclass(frozen=True)

@@ -20,12 +20,10 @@ from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.border import Border, SequenceBorder
-from plait.tensor.cutting import AXIS, EVENLY, UNEVENLY, Axes, Cut, column_layouts, row_layouts
+from plait.tensor.cutting import AXIS, EVENLY, UNEVENLY, Axes, Cut, Layers, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 
-Layers = Sequence[tuple[str, nn.Module]]
-"""The layers of a model with their paths."""
 CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
