@@ -10,6 +10,7 @@ from work import LIMIT, MICROBATCHES, Step, batch, build, optimizer_of
 
 import plait
 from plait.engine import Engine
+from plait.footprint.timing import balance
 
 REORDERED_AFTER = 2
 """Steps."""
@@ -19,7 +20,7 @@ def measured_cut(schedule: str, ranks: int, microbatches: int = MICROBATCHES) ->
     """Layers per stage, by what layers take on these ranks: for plait's stages and PyTorch's alike."""
     plan = plait.Plan(pp=ranks, microbatches=microbatches, schedule=schedule)
     mesh = plait.Mesh(plan, device="cpu")
-    found = plait.balance(build(), plan, mesh, *batch(0, microbatches)).layers_per_stage
+    found = balance(build(), plan, mesh, *batch(0, microbatches)).layers_per_stage
     mesh.close()
     assert found is not None
     return found

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from plait import models
     from plait.autograd.dropout import Dropout
+    from plait.checkpoint.loading import load
+    from plait.checkpoint.saving import save
     from plait.comm.launch import launch
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
     from plait.errors import PlaitError
     from plait.footprint.forecast import memory
-    from plait.footprint.timing import balance
-    from plait.pipeline.values import Microbatches
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.search.schedule import schedule
@@ -33,15 +33,15 @@ _HOME = {
     "Costs": "plait.simulation.costs",
     "Dropout": "plait.autograd.dropout",
     "Mesh": "plait.comm.mesh",
-    "Microbatches": "plait.pipeline.values",
     "Plan": "plait.plan",
     "PlaitError": "plait.errors",
-    "balance": "plait.footprint.timing",
     "check": "plait.schedules.check",
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
+    "load": "plait.checkpoint.loading",
     "memory": "plait.footprint.forecast",
     "parallelize": "plait.composer",
+    "save": "plait.checkpoint.saving",
     "schedule": "plait.search.schedule",
     "simulate": "plait.simulation.timeline",
     "verify": "plait.verification.verify",
@@ -51,16 +51,16 @@ __all__ = [
     "Costs",
     "Dropout",
     "Mesh",
-    "Microbatches",
     "PlaitError",
     "Plan",
-    "balance",
     "check",
     "cross_entropy",
     "launch",
+    "load",
     "memory",
     "models",
     "parallelize",
+    "save",
     "schedule",
     "simulate",
     "verify",

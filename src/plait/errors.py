@@ -36,6 +36,10 @@ class DataError(PlaitError):
     """A corpus or a batch cannot be used."""
 
 
+class CheckpointError(PlaitError):
+    """A checkpoint cannot be written, read, or used here; the message names the file or the tensors."""
+
+
 class CommunicationError(PlaitError):
     """A collective or a message failed; the message names the operation, the rank and the peer."""
 

@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.cases import USER_CASES, gpt2, llama
 from parity.parity import check_parity
 from plait.blueprint import draw
-from plait.footprint.timing import measured_costs
+from plait.footprint.timing import balance, measured_costs
 from plait.plan import Plan
 
 
@@ -53,7 +53,7 @@ def balanced(plan: Plan) -> tuple[Plan, Plan]:
     inputs, targets = draw_vectors(plan.microbatches * 32, torch.Generator().manual_seed(mesh.rank))
     torch.manual_seed(0)
     model = lopsided()
-    found = plait.balance(model, plan, mesh, inputs, targets, SquaredError())
+    found = balance(model, plan, mesh, inputs, targets, SquaredError())
     engine = plait.parallelize(model, found, mesh, SquaredError())
     assert engine.forward_backward(inputs, targets).isfinite()
     return found, plan
@@ -104,4 +104,4 @@ def test_a_balanced_plan_computes_the_same(rank_pool: Any) -> None:
 def balanced_case(case: Case, plan: Plan) -> Plan:
     mesh = plait.Mesh(plan)
     ((inputs, targets),) = case.batches(woven.global_rows(plan), 1, torch.float64)
-    return plait.balance(case.build(), plan, mesh, inputs, targets, case.loss)
+    return balance(case.build(), plan, mesh, inputs, targets, case.loss)

@@ -20,6 +20,7 @@ from parity.pieces import of_length
 from parity.reference import materialise, train_model
 from plait.engine import Engine
 from plait.errors import ModelError
+from plait.pipeline.values import Microbatches
 from plait.plan import Plan
 
 TWO_CALLS = Recipe(steps=2, calls=2)
@@ -84,7 +85,7 @@ def on_cut_batches(rows: Sequence[int], plan: Plan) -> tuple[float, dict[str, Te
     ((inputs, targets),) = DROPPING.batches(sum(rows), 1, torch.float64)
     first = engine.mesh.index("dp") * plan.microbatches
     mine = slice(first, first + plan.microbatches)
-    cut = (plait.Microbatches(value.split(list(rows))[mine]) for value in (inputs, targets))
+    cut = (Microbatches(value.split(list(rows))[mine]) for value in (inputs, targets))
     return engine.forward_backward(*cut).item(), woven.gradients_of(engine)
 
 

@@ -25,6 +25,7 @@ from plait.comm.handle import Handle
 from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import CommunicationError, DataError, PlaitError, PlanError
+from plait.pipeline.values import Microbatches
 from plait.plan import Plan
 
 TIGHT = TOLERANCE[torch.float64]
@@ -57,12 +58,12 @@ def weave(plan: Plan) -> Engine:
     return plait.parallelize(packed.build(), plan, mesh, loss=LOSS, rules=rules)
 
 
-def share(engine: Engine, lengths: Lengths, seed: int) -> tuple[plait.Microbatches, plait.Microbatches]:
+def share(engine: Engine, lengths: Lengths, seed: int) -> tuple[Microbatches, Microbatches]:
     """This data-parallel rank's micro-batches of a global batch."""
     count = engine.plan.microbatches
     first = engine.mesh.index("dp") * count
     inputs, targets = zip(*microbatches(lengths, seed)[first : first + count], strict=True)
-    return plait.Microbatches(inputs), plait.Microbatches(targets)
+    return Microbatches(inputs), Microbatches(targets)
 
 
 def train_in_a_rank(plan: Plan) -> list[tuple[Outcome, float | None, list[float], Any]]:
@@ -109,7 +110,7 @@ def check_losses(single: Single, batch: Sequence[Batch], losses: Sequence[float]
             assert_close(loss, expected, TIGHT, "the loss of a micro-batch")
 
 
-def check_input_gradients(given: plait.Microbatches, expected: Sequence[Tensor]) -> None:
+def check_input_gradients(given: Microbatches, expected: Sequence[Tensor]) -> None:
     assert len(given.values) == len(expected)
     of_weights = {}
     for number, (tokens, positions, mask, weights) in enumerate(given.values):
@@ -203,8 +204,8 @@ def test_shapes_are_inferred_once_however_many_a_step_has(rank_pool: RankPool) -
 def refusals_in_a_rank() -> list[str]:
     engine = weave(Plan(microbatches=2, precision="fp64"))
     (x0, y0), (x1, y1) = microbatches(((3,), (4,)))
-    some, one = plait.Microbatches([x0, x1]), plait.Microbatches([y0])
-    both, whole = plait.Microbatches([y0, y1]), torch.zeros(2, 3, dtype=torch.int64)
+    some, one = Microbatches([x0, x1]), Microbatches([y0])
+    both, whole = Microbatches([y0, y1]), torch.zeros(2, 3, dtype=torch.int64)
     messages = []
     for inputs, targets, kind in ((some, one, PlanError), (some, whole, DataError), (whole, both, DataError)):
         for call in (engine.forward_backward, engine.evaluate):
@@ -218,22 +219,22 @@ def refusals_in_a_rank() -> list[str]:
 def test_what_does_not_fit_is_refused(rank_pool: RankPool) -> None:
     told = refusals_in_a_rank()
     assert "the targets are 1 micro-batches, but the plan runs 2 a step" in told[0]
-    assert "the targets are not plait.Microbatches, but the others are" in told[2]
-    assert "the inputs are not plait.Microbatches, but the others are" in told[4]
+    assert "the targets are not Microbatches, but the others are" in told[2]
+    assert "the inputs are not Microbatches, but the others are" in told[4]
     assert told[::2] == told[1::2]
 
 
 def test_verify_and_memory_say_that_they_want_a_whole_batch() -> None:
-    given = plait.Microbatches([torch.zeros(1, 3, dtype=torch.int64)])
+    given = Microbatches([torch.zeros(1, 3, dtype=torch.int64)])
     model = plait.models.gpt2(layers=1, hidden=8, heads=1, vocab=5, context=4)
-    told = r"the inputs are plait\.Microbatches, which only forward_backward and evaluate"
+    told = r"the inputs are Microbatches, which only forward_backward and evaluate"
     with pytest.raises(DataError, match=told):
         plait.memory(model, Plan(), given)
     with pytest.raises(DataError, match=told):
         plait.verify(model, Plan(), given, given)
-    with pytest.raises(DataError, match=r"the targets are plait\.Microbatches"):
+    with pytest.raises(DataError, match=r"the targets are Microbatches"):
         plait.memory(model, Plan(), torch.zeros(1, 3, dtype=torch.int64), given)
-    with pytest.raises(DataError, match=r"the targets are plait\.Microbatches"):
+    with pytest.raises(DataError, match=r"the targets are Microbatches"):
         plait.verify(model, Plan(), torch.zeros(1, 3, dtype=torch.int64), given)
 
 

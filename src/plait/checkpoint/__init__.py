@@ -1,9 +1,8 @@
-"""The edges: how what plait holds looks to torch's own tools, and what is written for them is read.
+"""Checkpoints, and the DTensor edge: how what plait holds is written, read, and shown to torch's own tools.
+
+    saving → writing → tensor_file, manifest      loading → reading
+    folders                                       which checkpoint stands where
+    dtensor, torch_plan                           parameters as DTensors, plans of torch as rules
 
 Inside, every tensor is a plain local one with a `Layout`; a `DTensor` is made here, and nowhere else.
 """
-
-from plait.checkpoint.dtensor import DTensor, as_dtensor, expressible
-from plait.checkpoint.torch_plan import rules_from_torch
-
-__all__ = ["DTensor", "as_dtensor", "expressible", "rules_from_torch"]

@@ -14,17 +14,24 @@ from plait.comm.collectives import broadcast
 from plait.comm.traffic import Counts
 from plait.engine.parts import Observer, Parts
 from plait.engine.recording import Recording
-from plait.engine.reordering import agreed_order, require_same_work, shortest_order
+from plait.engine.reordering import (
+    agreed_order,
+    as_plain,
+    from_plain,
+    require_same_work,
+    shortest_order,
+)
 from plait.engine.runner import Runner
 from plait.errors import NonFiniteError
 from plait.layout import Layout
 from plait.pipeline.fingerprint import fingerprint_of_order, fingerprint_of_tokens
 from plait.pipeline.modes import evaluating
+from plait.pipeline.sequence import saved_buffers
 from plait.pipeline.values import Microbatches, Value, with_tensors
 from plait.schedules.schedule import Schedule
 from plait.sharding.elementwise import Guard
 from plait.sharding.norm import scale_to, start_norm
-from plait.sharding.replicas import check_replicas, held_by
+from plait.sharding.replicas import Held, check_replicas, held_by
 from plait.simulation.costs import Costs
 from plait.tensor.sampling import next_token, padded, require_prompt
 
@@ -50,7 +57,7 @@ class Engine:
 
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
-        `plan.microbatches` micro-batches; or both as `plait.Microbatches`, cut already and each of its own
+        `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
         shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to those
         that are there; `zero_grad` starts anew. An exception leaves them as they were.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
@@ -170,6 +177,11 @@ class Engine:
         for _, parameter in self.named_parameters():
             yield parameter
 
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """This rank's buffers that belong to the model's `state_dict`, whole, under their names there."""
+        for stage in self._worker.stages.values():
+            yield from saved_buffers(stage.layers)
+
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """This rank's parameters as torch's own tools see them, without gradients, one after another.
 
@@ -202,8 +214,7 @@ class Engine:
         With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
         model over `dp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
         """
-        units = self._parts.reducer.units.values()
-        check_replicas(held_by(units, self.layouts, self._parts.steps, self.mesh), optimizer)
+        check_replicas(self._held(), optimizer)
 
     def microbatch_losses(self) -> Tensor:
         """The mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
@@ -279,6 +290,39 @@ class Engine:
         units, counted = self._parts.reducer.units.values(), self._parts.counted
         group = self.mesh.group("world" if self.plan.shards else "model")
         return start_norm(units, counted, group, self.mesh.device, norm_type)
+
+    @property
+    def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        """The shapes of all such buffers of the model, by name."""
+        return {name: tuple(one.shape) for name, one in saved_buffers(self._parts.skeleton)}
+
+    @property
+    def tied(self) -> Mapping[str, tuple[int, ...]]:
+        """For each parameter that several ranks of `pp` hold, these."""
+        return self._held().tied
+
+    def _held(self) -> Held:
+        return held_by(self._parts.reducer.units.values(), self.layouts, self._parts.steps, self.mesh)
+
+    @property
+    def run_state(self) -> dict[str, Any]:
+        """What the next steps depend on besides parameters and optimizer, as JSON holds it.
+
+        The number of passes, the loss scale, the order of actions. Set it, on all ranks, to go on as another
+        run would; an order of other stages or micro-batches is left aside.
+        """
+        scale = {"value": self._runner.scale.value, "good_steps": self._runner.scale.good_steps}
+        return {"passes": self.passes, "loss_scale": scale, "order": as_plain(self.schedule)}
+
+    @run_state.setter
+    def run_state(self, told: Mapping[str, Any]) -> None:
+        self.passes = told["passes"]
+        if self.adapts_loss_scale:
+            self._runner.scale.value = told["loss_scale"]["value"]
+            self._runner.scale.good_steps = told["loss_scale"]["good_steps"]
+        order = from_plain(told["order"], self.schedule)
+        if order is not None:
+            self.follow(order)
 
     @property
     def passes(self) -> int:

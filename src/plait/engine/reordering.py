@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
@@ -73,6 +74,19 @@ def read(text: str, now: Schedule) -> Schedule:
     policy, *rows = text.split("\n")
     actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
     return replace(now, policy=policy, actions=actions, bound=None)
+
+
+def as_plain(made: Schedule) -> dict[str, Any]:
+    """An order, and what it is an order of, as JSON holds it."""
+    return {"microbatches": made.microbatches, "rank_of": list(made.rank_of), "order": written(made)}
+
+
+def from_plain(told: Mapping[str, Any], now: Schedule) -> Schedule | None:
+    """The order that `as_plain` gave; None where it is one of other work, or the same as now."""
+    if (told["microbatches"], tuple(told["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
+        return None
+    order = read(told["order"], now)
+    return None if order.order == now.order else order
 
 
 def require_same_work(other: Schedule, now: Schedule) -> None:

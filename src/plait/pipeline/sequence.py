@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -131,6 +131,15 @@ def on_meta(
                 if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
                     twins[id(value)] = torch.empty_like(value, device=meta)
     return twins
+
+
+def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of layers that belong to their `state_dict`, by full name; shared ones under each name."""
+    for layer in layers:
+        saved = layer.module.state_dict().keys()
+        for name, buffer in layer.module.named_buffers():
+            if name in saved:
+                yield join(layer.path, name), buffer
 
 
 def bits_of(tensor: Tensor) -> bytes:

@@ -19,7 +19,7 @@ Value: TypeAlias = Any
 class Microbatches:
     """A batch that is cut already: one value per micro-batch, each with shapes of its own.
 
-    `engine.forward_backward(plait.Microbatches([x0, x1]), plait.Microbatches([y0, y1]))` runs `x0` and `x1`
+    `engine.forward_backward(Microbatches([x0, x1]), Microbatches([y0, y1]))` runs `x0` and `x1`
     as the two micro-batches of a step. Dim 0 of their tensors need not be a batch.
     """
 
@@ -28,7 +28,7 @@ class Microbatches:
     def __init__(self, values: Iterable[Value]) -> None:
         if isinstance(values, Tensor | dict):
             raise DataError(
-                f"plait.Microbatches was given a {type(values).__name__}: give a list, one per micro-batch."
+                f"Microbatches was given a {type(values).__name__}: give a list, one per micro-batch."
             )
         object.__setattr__(self, "values", tuple(values))
 
@@ -71,7 +71,7 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
     """
     if isinstance(value, Microbatches):
         raise DataError(
-            f"the {what} are plait.Microbatches, which only forward_backward and evaluate of an engine take: "
+            f"the {what} are Microbatches, which only forward_backward and evaluate of an engine take: "
             "give a batch whose dim 0 can be cut."
         )
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
@@ -104,7 +104,7 @@ def cut(
     whole = [what for what, value in given.items() if not isinstance(value, Microbatches)]
     if len(whole) == 1:
         raise DataError(
-            f"the {whole[0]} are not plait.Microbatches, but the others are: give both cut, or both whole."
+            f"the {whole[0]} are not Microbatches, but the others are: give both cut, or both whole."
         )
     result = []
     for (what, value), function in zip(given.items(), convert, strict=True):

@@ -5,11 +5,9 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Mapping, Sequence
 
-import torch
-
-from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.coordinates import index_along
 from plait.comm.mesh import Mesh
+from plait.comm.news import tell_all
 from plait.layout import Layout
 
 _MOST_RANKS = 8
@@ -50,12 +48,7 @@ def _differences(
 
 def _everyones(mine: Versions, mesh: Mesh) -> list[Versions]:
     """Those of every rank of the world."""
-    world, text = mesh.group("world"), json.dumps(mine).encode()
-    size = torch.tensor(len(text), device=mesh.device)
-    longest = int(all_reduce(size, world, "max", checked=False).wait())
-    padded = torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8).to(mesh.device)
-    texts = all_gather(padded, world, checked=False).wait().cpu().view(mesh.world, longest)
-    return [json.loads(bytes(line.tolist())) for line in texts]
+    return [json.loads(text) for text in tell_all(json.dumps(mine), mesh.group("world"), mesh.device)]
 
 
 def _listed(ranks: Sequence[int], mesh: Mesh) -> str:

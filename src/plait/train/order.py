@@ -23,7 +23,7 @@ FILE = "schedule.json"
 
 
 def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
-    """The plan with stages cut by what layers take here, where that is wanted. See `plait.balance`."""
+    """The plan with stages cut by what layers take here, where that is wanted. See `balance`."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rows_of(mesh.index("dp"), mesh.size("dp"), config.train.batch)

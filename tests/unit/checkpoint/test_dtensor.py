@@ -14,7 +14,7 @@ from torch.distributed.tensor import Replicate as Whole
 from torch.distributed.tensor import Shard as Cut
 
 import plait
-from plait.checkpoint import as_dtensor, expressible
+from plait.checkpoint.dtensor import as_dtensor, expressible
 from plait.errors import LayoutError, MeshError
 from plait.layout import Flat, Layout, Partial, Replicate, Shard, assemble, shard
 

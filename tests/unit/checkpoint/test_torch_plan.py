@@ -23,7 +23,8 @@ from torch.distributed.tensor.parallel import (
 from torch.nn import functional
 
 import plait
-from plait.checkpoint import as_dtensor, rules_from_torch
+from plait.checkpoint.dtensor import as_dtensor
+from plait.checkpoint.torch_plan import rules_from_torch
 from plait.errors import PlanError
 from plait.models.initial import initial_value
 from plait.rules import Rule, column, row, vocabulary

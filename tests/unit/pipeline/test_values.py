@@ -134,7 +134,7 @@ def test_another_number_of_micro_batches_than_the_plans_is_refused(given: int) -
 def test_one_cut_and_the_other_whole_is_refused() -> None:
     given = Microbatches([ONE, ONE])
     for inputs, targets, what in ((given, torch.zeros(2), "targets"), (torch.zeros(2), given, "inputs")):
-        with pytest.raises(DataError, match=f"the {what} are not plait.Microbatches, but the others are"):
+        with pytest.raises(DataError, match=f"the {what} are not Microbatches, but the others are"):
             cut(inputs, targets, 2, (same, same))
 
 

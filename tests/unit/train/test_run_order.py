@@ -86,7 +86,7 @@ def balanced(config: Config) -> int:
 
     def balance(model: Any, plan: plait.Plan, *given: Any) -> plait.Plan:
         calls.append(given)
-        return plait.balance(model, plan, *given)
+        return balance(model, plan, *given)
 
     with patch.object(order, "balance", balance):
         assert train(config).matches

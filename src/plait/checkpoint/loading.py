@@ -1,0 +1,180 @@
+"""`load`: a checkpoint of any layout into an engine of any layout.
+
+Before anything is changed the ranks have looked through every byte of the files, each some of them, and know
+that all tensors of the model are there. Then each rank reads what it holds, one box after another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from plait.checkpoint.contents import Woven, optimizer_state, parameter
+from plait.checkpoint.folders import older, resolve
+from plait.checkpoint.manifest import File, Global, Manifest, read
+from plait.checkpoint.optimizer import is_number, place_of_number, require_same_class, restore_options
+from plait.checkpoint.reading import Boxes
+from plait.checkpoint.tensor_file import damage
+from plait.comm.mesh import Mesh
+from plait.comm.news import tell, tell_all
+from plait.errors import CheckpointError
+from plait.layout import Layout
+
+_MOST_TOLD = 20
+"""Names, for each kind of mistake."""
+
+
+def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
+    """Let an engine go on where the one that wrote the checkpoint `path` was; gives the `state` in it.
+
+    On all ranks, whatever plan, number of ranks and dtypes the two have. `path` may be a folder of
+    checkpoints: then the newest complete one is meant. With an optimizer, of the class that was saved, its
+    state and the options of its groups are those of the checkpoint; with None only the model is loaded.
+    Memory: what this rank holds, and one tensor. Raises `CheckpointError` on all ranks, before anything is
+    changed, where there is no checkpoint, one that is damaged (the one before it is named), or one of another
+    model (the tensors are named). Communication: the path and what ranks find wrong, over `world`.
+    """
+    mesh = engine.mesh
+    folder = Path(_agreed_path(Path(path), mesh))
+    manifest, flaw = None, ""
+    try:
+        manifest = read(folder)
+        require_fit(manifest, engine, optimizer)
+        require_whole(folder, manifest.files[mesh.rank :: mesh.world])
+    except CheckpointError as error:
+        flaw = str(error)
+    _raise_together(flaw, mesh)
+    assert manifest is not None
+    try:
+        _read(engine, optimizer, manifest, folder)
+    except CheckpointError as error:
+        flaw = f"{error} Part of the model was already read: it is of no use."
+    _raise_together(flaw, mesh)
+    engine.run_state = manifest.run
+    return dict(manifest.state)
+
+
+def require_whole(folder: Path, files: Iterable[File]) -> None:
+    """CheckpointError where one of the files is not, bit by bit, what was written; names an older one."""
+    for file in files:
+        found = damage(folder, file)
+        if found is not None:
+            before = older(folder)
+            way_out = f"load {before}, the one before it" if before else "take another checkpoint"
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {file.name} {found}: {way_out}.")
+
+
+def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimizer | None) -> None:
+    """CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
+    wanted = {parameter(name): layout.shape for name, layout in engine.layouts.items()}
+    wanted |= {parameter(name): shape for name, shape in engine.buffer_shapes.items()}
+    there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
+    kinds = {
+        "missing": [name for name in wanted if name not in there],
+        "unexpected": [name for name in there if name not in wanted],
+        "of another shape": [
+            f"{name} ({list(there[name])} and not {list(shape)})"
+            for name, shape in wanted.items()
+            if there.get(name, shape) != shape
+        ],
+    }
+    flaws = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    if flaws:
+        raise CheckpointError(
+            f"the checkpoint is of another model ({'; '.join(flaws).replace('model.', '')}): build the model "
+            "that was saved, or give another checkpoint."
+        )
+    if optimizer is not None and manifest.optimizer is None:
+        raise CheckpointError(
+            "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
+        )
+    if optimizer is not None and manifest.optimizer is not None:
+        require_same_class(optimizer, manifest.optimizer)
+
+
+def _agreed_path(path: Path, mesh: Mesh) -> str:
+    """The checkpoint that rank 0 finds, on all ranks. CheckpointError, on all, where it finds none."""
+    found = ""
+    if mesh.rank == 0:
+        try:
+            found = f"+{resolve(path)}"
+        except CheckpointError as error:
+            found = f"-{error}"
+    found = tell(found, mesh.group("world"), mesh.device)
+    if found.startswith("-"):
+        raise CheckpointError(found[1:])
+    return found[1:]
+
+
+def _raise_together(flaw: str, mesh: Mesh) -> None:
+    flaws = [told for told in tell_all(flaw, mesh.group("world"), mesh.device) if told]
+    if flaws:
+        raise CheckpointError(flaws[0])
+
+
+@torch.no_grad()
+def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path) -> None:
+    """Everything that this rank holds."""
+    boxes, where = Boxes(folder, manifest), engine.mesh.coordinate
+    states = _keys_of_states(manifest.tensors)
+    saved = manifest.optimizer or {}
+    groups = [] if optimizer is None else optimizer.param_groups
+    group_of = {id(piece): group for group in groups for piece in group["params"]}
+    for name, piece in engine.named_parameters():
+        layout = engine.layouts[name]
+        boxes.fill(piece.detach(), parameter(name), layout, where)
+        if optimizer is not None and id(piece) in group_of:
+            optimizer.state.pop(piece, None)  # before there is memory for what comes in its place
+            kept: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            for key in states.get(name, ()):
+                told = optimizer_state(name, key)
+                empty, of = _empty_state(key, piece, layout, manifest.tensors[told], group_of[id(piece)])
+                boxes.fill(empty, told, of, where)
+                kept[key] = empty
+            if kept:
+                optimizer.state[piece] = kept
+    for name, buffer in engine.named_buffers():
+        boxes.fill(buffer.detach(), parameter(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
+    if optimizer is not None:
+        names = {id(piece): name for name, piece in engine.named_parameters()}
+        restore_options(optimizer, names, saved)
+
+
+def _empty_state(
+    key: str, piece: nn.Parameter, layout: Layout, saved: Global, group: Mapping[str, Any]
+) -> tuple[Tensor, Layout]:
+    """Memory for what an optimizer keeps of a parameter under `key`, and how that is cut."""
+    dtype: torch.dtype = getattr(torch, saved.dtype)
+    whole = Layout(saved.shape, dict(zip(layout.axes, layout.degrees, strict=True)))
+    if is_number(key, saved.shape, layout.shape):
+        return torch.empty((), dtype=dtype, device=place_of_number(key, group, piece)), whole
+    if dtype.is_floating_point and piece.is_floating_point():
+        dtype = piece.dtype  # as torch's optimizers keep it, whatever it was when it was saved
+    if saved.shape == layout.shape:
+        return torch.empty_like(piece, dtype=dtype, requires_grad=False), layout
+    if tuple(piece.shape) != layout.shape:
+        raise CheckpointError(
+            f"the optimizer kept {key} of a parameter as {list(saved.shape)}, which cannot be cut as the "
+            "parameter is here: load it where parameters are whole (strategy none, tp 1)."
+        )
+    return torch.empty(saved.shape, dtype=dtype, device=piece.device), whole
+
+
+def _keys_of_states(tensors: Mapping[str, Global]) -> dict[str, list[str]]:
+    """For each parameter that has a state, the keys of its tensors."""
+    prefix = "optim.state."
+    found: dict[str, list[str]] = {}
+    for full in tensors:
+        if full.startswith(prefix):
+            name, _, key = full.removeprefix(prefix).rpartition(".")
+            found.setdefault(name, []).append(key)
+    return found
+
+
+def _listed(names: Sequence[str]) -> str:
+    more = len(names) - _MOST_TOLD
+    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

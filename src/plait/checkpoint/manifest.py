@@ -1,0 +1,211 @@
+"""The manifest of a checkpoint: all that is in it, and by which sums one knows that it is all there.
+
+    {"plait_checkpoint": 1, "checksum": "9f3ac2d1", "content": {…}}
+
+It is JSON, written last: a folder without one, or with one whose checksum is not that of its content, is no
+checkpoint. What it says of a file is the size, the checksum of its header, and where the bytes of each box of
+a global tensor lie, with a checksum of their own. Checksums are CRC-32, which no single damaged byte and no
+burst of 32 bits escapes; they are no protection against somebody who means harm.
+"""
+
+from __future__ import annotations
+
+import json
+import zlib
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from plait.errors import CheckpointError
+from plait.layout import Box
+
+FILE = "manifest.json"
+FORMAT = 1
+
+
+@dataclass(frozen=True)
+class Stored:
+    """A box of a global tensor in a file."""
+
+    tensor: str
+    offsets: tuple[int, ...]
+    sizes: tuple[int, ...]
+    start: int
+    """The first byte in the file."""
+    checksum: str
+
+    @property
+    def box(self) -> Box:
+        """Which part of the tensor it is."""
+        return Box(self.offsets, self.sizes)
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return key_of(self.tensor, self.box)
+
+
+@dataclass(frozen=True)
+class File:
+    """A safetensors file of a checkpoint."""
+
+    name: str
+    bytes: int
+    header: str
+    """The checksum of all that stands before the first box."""
+    boxes: tuple[Stored, ...]
+
+
+@dataclass(frozen=True)
+class Global:
+    """A global tensor."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    """As `str(torch.float32)` without `torch.`."""
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """See above."""
+
+    tensors: Mapping[str, Global]
+    """By name: `model.NAME` of a parameter or a buffer, `optim.state.NAME.KEY` of what an optimizer keeps."""
+    files: tuple[File, ...]
+    optimizer: Mapping[str, Any] | None = None
+    """Class, options of each group, the group of each parameter, and what is no tensor of its state."""
+    run: Mapping[str, Any] = field(default_factory=dict)
+    """What else a step depends on: see `Engine.run_state`."""
+    state: Mapping[str, Any] = field(default_factory=dict)
+    """What the user gave to be kept."""
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """That it was written under; nobody needs it to read the rest."""
+    versions: Mapping[str, str] = field(default_factory=dict)
+
+    @property
+    def bytes(self) -> int:
+        """Of all files."""
+        return sum(file.bytes for file in self.files)
+
+
+def key_of(tensor: str, box: Box) -> str:
+    """The name of a box in a safetensors file: `model.head.weight[0:64,0:32]`."""
+    ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
+    return f"{tensor}[{','.join(ranges)}]"
+
+
+def written(manifest: Manifest) -> str:
+    """A manifest as text, which `read` reads."""
+    content = json.dumps(_plain(manifest), separators=(",", ":"))
+    return f'{{"plait_checkpoint":{FORMAT},"checksum":"{checksum(content.encode())}","content":{content}}}\n'
+
+
+def read(folder: Path) -> Manifest:
+    """The manifest of the checkpoint in `folder`. CheckpointError where there is none, or a damaged one."""
+    path = folder / FILE
+    try:
+        text = path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} is no checkpoint, or was never finished: it has no {FILE}."
+        ) from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} cannot be read ({error}): take another checkpoint.") from None
+    try:
+        whole = json.loads(text)
+        known, told = whole["plait_checkpoint"], whole["checksum"]
+        content = text[text.index('"content":') + len('"content":') : text.rindex("}")]
+        sound = checksum(content.encode()) == told
+    except (ValueError, KeyError, TypeError):
+        known, sound = FORMAT, False
+    if not sound:
+        raise CheckpointError(f"{path} is damaged: take another checkpoint.")
+    if known != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {known}, and this plait reads {FORMAT}: read it with the plait that wrote it."
+        )
+    return _manifest(whole["content"])
+
+
+def is_complete(folder: Path) -> bool:
+    """Whether a folder has a manifest that is sound; its files may still be damaged."""
+    try:
+        read(folder)
+    except CheckpointError:
+        return False
+    return True
+
+
+def checksum(data: bytes | memoryview, before: int = 0) -> str:
+    """CRC-32 as eight digits."""
+    return f"{zlib.crc32(data, before):08x}"
+
+
+@dataclass(frozen=True)
+class Share:
+    """What one rank says of its part of a checkpoint."""
+
+    tensors: Mapping[str, Global]
+    """Of which it holds pieces, whoever writes them."""
+    optimizer: Mapping[str, Any] | None = None
+    file: File | None = None
+
+    def with_file(self, file: File) -> Share:
+        """The same, with what has been written."""
+        return replace(self, file=file)
+
+    def as_text(self) -> str:
+        """As `share_of_text` reads it."""
+        assert self.file is not None
+        tensors = {name: asdict(one) for name, one in self.tensors.items()}
+        told = {"tensors": tensors, "optimizer": self.optimizer, "file": _plain_file(self.file)}
+        return json.dumps(told, separators=(",", ":"))
+
+
+def share_of_text(text: str) -> Share:
+    """The inverse of `Share.as_text`."""
+    plain = json.loads(text)
+    return Share(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
+
+
+def merged(head: Manifest, shares: Sequence[Share]) -> Manifest:
+    """The manifest of what all ranks have written; `head` has the rest."""
+    tensors: dict[str, Global] = {}
+    for share in shares:
+        tensors |= share.tensors
+    told = [share.optimizer for share in shares if share.optimizer is not None]
+    optimizer = dict(told[0]) if told else None
+    for other in told[1:]:
+        assert optimizer is not None
+        optimizer |= {part: optimizer[part] | other[part] for part in ("group_of", "plain")}
+    files = tuple(share.file for share in shares if share.file is not None)
+    return replace(head, tensors=tensors, files=files, optimizer=optimizer)
+
+
+def _plain(manifest: Manifest) -> dict[str, Any]:
+    plain = {name: getattr(manifest, name) for name in ("optimizer", "run", "state", "plan", "versions")}
+    tensors = {name: asdict(one) for name, one in manifest.tensors.items()}
+    return plain | {"tensors": tensors, "files": [_plain_file(file) for file in manifest.files]}
+
+
+def _plain_file(file: File) -> dict[str, Any]:
+    boxes = [[box.tensor, box.offsets, box.sizes, box.start, box.checksum] for box in file.boxes]
+    return {"name": file.name, "bytes": file.bytes, "header": file.header, "boxes": boxes}
+
+
+def _manifest(plain: Mapping[str, Any]) -> Manifest:
+    others = {name: plain[name] for name in ("optimizer", "run", "state", "plan", "versions")}
+    return Manifest(_tensors(plain["tensors"]), tuple(map(_file, plain["files"])), **others)
+
+
+def _tensors(plain: Mapping[str, Any]) -> dict[str, Global]:
+    return {name: Global(tuple(one["shape"]), one["dtype"]) for name, one in plain.items()}
+
+
+def _file(plain: Mapping[str, Any]) -> File:
+    boxes = (
+        Stored(tensor, tuple(offsets), tuple(sizes), start, told)
+        for tensor, offsets, sizes, start, told in plain["boxes"]
+    )
+    return File(plain["name"], plain["bytes"], plain["header"], tuple(boxes))

@@ -1,0 +1,47 @@
+"""Reading pieces of global tensors out of a checkpoint, however they were cut when it was written."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from plait.checkpoint.manifest import Manifest, Stored
+from plait.checkpoint.tensor_file import Reader
+from plait.errors import CheckpointError
+from plait.layout import Layout
+from plait.layout.boxes import inside, intersection, parts
+
+
+class Boxes:
+    """The boxes of a checkpoint, by tensor."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        self._reader = Reader(folder)
+        self._folder = folder
+        self._of: dict[str, list[tuple[str, Stored]]] = {}
+        for file in manifest.files:
+            for box in file.boxes:
+                self._of.setdefault(box.tensor, []).append((file.name, box))
+
+    def fill(self, piece: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
+        """Read the piece of a tensor that the rank at a coordinate holds, into contiguous memory.
+
+        A dtype that differs is converted. Beside the piece there is memory for a part of one box at a time.
+        CheckpointError where the file cannot be read, or has not all of it.
+        """
+        found = 0
+        for part in parts(layout, where):
+            view = part.view_of(piece)
+            for file, stored in self._of.get(name, ()):
+                common = intersection(part.box, stored.box)
+                if common is not None:
+                    read = self._reader.read(file, stored.key, inside(common, stored.box))
+                    view[inside(common, part.box)].copy_(read)
+                    found += read.numel()
+        if found != piece.numel():
+            raise CheckpointError(
+                f"the checkpoint {self._folder} has {found:,} of the {piece.numel():,} elements of {name} "
+                "that are needed here: take another checkpoint."
+            )

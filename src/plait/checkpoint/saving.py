@@ -1,0 +1,118 @@
+"""`save`: what a run needs to go on, in boxes of global tensors, so that any layout can load it."""
+
+from __future__ import annotations
+
+import json
+import platform
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.contents import Held, Woven, contents, mine
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.folders import saving
+from plait.checkpoint.manifest import FILE, Global, Manifest, Share
+from plait.checkpoint.optimizer import described
+from plait.checkpoint.staging import Lying, Staging, boxes_of, in_place
+from plait.checkpoint.writing import Saving, Work
+from plait.comm.news import tell_all
+from plait.errors import CheckpointError
+
+
+def save(
+    engine: Woven,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    state: Mapping[str, Any] | None = None,
+    *,
+    wait: bool = True,
+) -> Saving:
+    """Write a checkpoint to the folder `path`: parameters, optimizer, and what else the next step depends on.
+
+    Between steps, on all ranks; all hosts see that folder. `state` is yours, as JSON holds it: the number of
+    steps, a scheduler's `state_dict()`; that of rank 0 counts, and `load` gives it back. Gradients are not
+    saved. Complete, or not there: a checkpoint that is already at `path` stays until the new one takes its
+    place. With `wait=False` this returns as soon as there are copies in the CPU's memory, as large as what
+    this rank writes; call `.wait()` of what it gives before the next, and before the ranks end. Raises
+    `CheckpointError`, on all ranks, where one cannot write; older checkpoints are then as they were.
+    Communication: an all-reduce of 8 bytes over `world`, here and in `.wait()`.
+    """
+    writing = start(engine, optimizer, Path(path), state or {}, None if wait else Staging())
+    if wait:
+        writing.wait()
+    return writing
+
+
+def start(
+    engine: Woven,
+    optimizer: torch.optim.Optimizer | None,
+    path: Path,
+    state: Mapping[str, Any],
+    staging: Staging | None,
+    *,
+    disk: Disk | None = None,
+    after: Callable[[], None] = lambda: None,
+) -> Saving:
+    """Begin to write; with `staging` in the background. Rank 0 calls `after` when there is a checkpoint."""
+    mesh, disk = engine.mesh, disk or Disk()
+    flaw, boxes = "", list[Lying]()
+    try:
+        held = list(contents(engine, optimizer))
+        share = _share(engine, optimizer, held)
+        boxes = boxes_of(mine(held, mesh.rank), mesh.coordinate)
+        head = _head(engine, state)
+        if mesh.rank == 0:
+            _prepare(path, disk)
+    except (OSError, CheckpointError) as error:
+        flaw = f"rank {mesh.rank}: {error}"
+    flaws = [told for told in tell_all(flaw, mesh.group("world"), mesh.device) if told]
+    if flaws:
+        raise CheckpointError(f"the checkpoint {path} was not written ({flaws[0]}): nothing was changed.")
+    work = Work(
+        path=path,
+        rank=mesh.rank,
+        ranks=mesh.world,
+        items=in_place(boxes) if staging is None else staging.copied(boxes),
+        share=share,
+        head=head,
+        disk=disk,
+        timeout=mesh.timeout,
+        after=after,
+    )
+    return Saving(work, mesh, background=staging is not None)
+
+
+def _prepare(path: Path, disk: Disk) -> None:
+    """Make the folder to write in. CheckpointError where `path` is something else than a checkpoint."""
+    if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
+        raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
+    if saving(path).exists():
+        disk.remove(saving(path))
+    disk.make_folder(saving(path))
+
+
+def _share(engine: Woven, optimizer: torch.optim.Optimizer | None, held: list[Held]) -> Share:
+    tensors = {one.name: Global(one.layout.shape, str(one.piece.dtype).partition(".")[2]) for one in held}
+    if optimizer is None:
+        return Share(tensors)
+    names = {id(piece): name for name, piece in engine.named_parameters()}
+    return Share(tensors, described(optimizer, names))
+
+
+def _head(engine: Woven, state: Mapping[str, Any]) -> Manifest:
+    try:
+        json.dumps(state)
+    except (TypeError, ValueError) as error:
+        raise CheckpointError(f"the state to be saved is not what JSON can hold ({error})") from None
+    return Manifest(
+        tensors={},
+        files=(),
+        run=engine.run_state,
+        state=state,
+        plan=asdict(engine.plan),
+        versions={"plait": version("plait"), "torch": torch.__version__, "python": platform.python_version()},
+    )

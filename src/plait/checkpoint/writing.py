@@ -1,0 +1,176 @@
+"""Writing: every rank writes a file of its own, and rank 0 makes a checkpoint of them.
+
+    rank 0       makes the folder .NAME.saving
+    each rank    writes rank-00003.safetensors, then rank-00003.json, what it has written
+    rank 0       waits for those of all ranks, writes the manifest, renames the folder to NAME
+
+Until the folder has its name there is no such checkpoint. While files are written the ranks do not talk to
+each other: so it can be done in the background, and what they know of each other is in the folder, which has
+to be one that all of them see.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from threading import Thread
+
+from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.folders import put_in_place, saving
+from plait.checkpoint.manifest import FILE, Manifest, Share, merged, share_of_text, written
+from plait.checkpoint.tensor_file import Item, write_file
+from plait.comm.mesh import Mesh
+from plait.comm.news import tell_all
+from plait.errors import CheckpointError
+
+_BETWEEN_LOOKS = 0.02  # seconds
+
+
+@dataclass(frozen=True)
+class Work:
+    """What one rank does for a checkpoint."""
+
+    path: Path
+    rank: int
+    ranks: int
+    items: Sequence[Item]
+    share: Share
+    """What is told of this rank's part, but for its file."""
+    head: Manifest
+    """The manifest, but for tensors and files."""
+    disk: Disk
+    timeout: float
+    """Seconds in which something has to happen in the folder."""
+    after: Callable[[], None] = lambda: None
+    """Done by rank 0 when there is a new checkpoint."""
+
+
+class Saving:
+    """A checkpoint that is being written."""
+
+    def __init__(self, work: Work, mesh: Mesh, *, background: bool) -> None:
+        self._work = work
+        self._mesh = mesh
+        self._flaw = ""
+        self._thread = Thread(target=self._run, name="plait-checkpoint", daemon=True) if background else None
+        if self._thread is not None:
+            self._thread.start()
+        else:
+            self._run()
+
+    @property
+    def flaw(self) -> str:
+        """What this rank knows of a failure, before anybody waits; rank 0 hears of all."""
+        return self._flaw
+
+    def wait(self) -> None:
+        """Return when the checkpoint is complete. All ranks call it, once.
+
+        Raises `CheckpointError` on every rank where any could not write; then there is no such checkpoint.
+        Communication: an all-reduce of 8 bytes over `world`, and where something failed what did.
+        """
+        if self._thread is not None:
+            self._thread.join()
+        told = tell_all(self._flaw, self._mesh.group("world"), self._mesh.device)
+        flaws = dict.fromkeys(flaw for flaw in told if flaw)
+        if flaws:
+            raise CheckpointError(
+                f"the checkpoint {self._work.path} was not written ({'; '.join(flaws)}): "
+                "make room, or choose another folder; older checkpoints are as they were."
+            )
+
+    def _run(self) -> None:
+        try:
+            write_share(self._work)
+            if self._work.rank == 0:
+                commit(self._work)
+            else:
+                _await_end(self._work)
+        except Exception as error:  # whatever it is, the others wait to hear of it
+            self._flaw = _told(error, self._work.rank)
+            _give_up(self._work, self._flaw)
+
+
+def write_share(work: Work) -> None:
+    """Write this rank's file, and what is in it. OSError."""
+    folder = saving(work.path)
+    if not folder.is_dir():
+        raise CheckpointError(f"rank {work.rank} does not see {folder}: give a folder that all hosts share")
+    file = write_file(folder / f"{_name(work.rank)}.safetensors", work.items, work.disk)
+    write_text(work.disk, folder / f"{_name(work.rank)}.json", work.share.with_file(file).as_text())
+
+
+def commit(work: Work) -> None:
+    """Make a checkpoint of what all ranks have written. OSError; CheckpointError for a rank that failed."""
+    folder = saving(work.path)
+    shares = [folder / f"{_name(rank)}.json" for rank in range(work.ranks)]
+
+    def failed() -> str:
+        return next((path.read_text() for path in sorted(folder.glob("*.failed"))), "")
+
+    if not _patient(folder, lambda: all(path.exists() for path in shares) or bool(failed()), work.timeout):
+        missing = [str(rank) for rank, path in enumerate(shares) if not path.exists()]
+        raise CheckpointError(
+            f"rank {', '.join(missing)} has written nothing for {work.timeout:g} s and is not done"
+        )
+    if failed():
+        raise CheckpointError(failed())
+    manifest = merged(work.head, [share_of_text(path.read_text()) for path in shares])
+    for path in shares:
+        work.disk.remove(path)
+    write_text(work.disk, folder / FILE, written(manifest))
+    work.disk.sync_folder(folder)
+    put_in_place(work.path, work.disk)
+    work.after()
+
+
+def _await_end(work: Work) -> None:
+    """Return when rank 0 has made a checkpoint of the folder, or given up."""
+    folder = saving(work.path)
+    if not _patient(folder, lambda: not folder.exists(), work.timeout):
+        raise CheckpointError(f"rank 0 has written nothing for {work.timeout:g} s and is not done")
+
+
+def _patient(folder: Path, done: Callable[[], bool], timeout: float) -> bool:
+    """Wait until `done`, as long as files in the folder come and grow at least every `timeout` seconds."""
+    seen, since = -1, time.monotonic()
+    while not done():
+        size = _size(folder)
+        if size != seen:
+            seen, since = size, time.monotonic()
+        elif time.monotonic() - since > timeout:
+            return done()
+        time.sleep(_BETWEEN_LOOKS)
+    return True
+
+
+def _size(folder: Path) -> int:
+    """Files and bytes; 0 for a folder that goes away meanwhile."""
+    try:
+        return sum(1 + entry.stat().st_size for entry in folder.iterdir())
+    except OSError:
+        return 0
+
+
+def _give_up(work: Work, flaw: str) -> None:
+    """Let rank 0 know; rank 0 removes what there is. What fails now is not told: the flaw is."""
+    folder = saving(work.path)
+    try:
+        if work.rank == 0:
+            work.disk.remove(folder)
+        elif folder.is_dir():
+            write_text(work.disk, folder / f"{_name(work.rank)}.failed", flaw)
+    except OSError:
+        return
+
+
+def _told(error: Exception, rank: int) -> str:
+    if isinstance(error, OSError):
+        return f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
+    return str(error) if isinstance(error, CheckpointError) else f"rank {rank}: {error!r}"
+
+
+def _name(rank: int) -> str:
+    return f"rank-{rank:05d}"

@@ -1,0 +1,118 @@
+"""Runs that stop in one layout and go on in another compute what a run computes that never stopped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import cache
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity.checkpoints import LAYOUTS, link, never_stopped, tensors_of
+from plait.comm.pool import RankPool
+
+STEPS = 3
+"""Between two stops."""
+TOLERANCE = 1e-12
+FACTORS: dict[str, Callable[[str], object]] = {
+    "tp": lambda name: LAYOUTS[name].tp,
+    "pp": lambda name: LAYOUTS[name].pp,
+    "dp": lambda name: LAYOUTS[name].dp,
+    "replicate": lambda name: LAYOUTS[name].replicate,
+    "strategy": lambda name: LAYOUTS[name].strategy,
+    "schedule": lambda name: LAYOUTS[name].schedule,
+}
+Pair = tuple[str, str]
+
+
+def ordered_pairs_of_values() -> list[Pair]:
+    """Pairs of layouts, few, in which every value of every factor is followed by every other, and itself."""
+
+    def steps(pair: Pair) -> set[tuple[str, object, object]]:
+        return {(name, value(pair[0]), value(pair[1])) for name, value in FACTORS.items()}
+
+    everything = list(product(LAYOUTS, repeat=2))
+    left = set().union(*map(steps, everything))
+    chosen = []
+    while left:
+        best = max(everything, key=lambda pair: len(steps(pair) & left))
+        chosen.append(best)
+        left -= steps(best)
+    return chosen
+
+
+FEW = ordered_pairs_of_values()
+
+
+def all_pairs() -> Iterator[object]:
+    for pair in product(LAYOUTS, repeat=2):
+        marks = [] if pair in FEW or pair[0] == pair[1] else [pytest.mark.full]
+        yield pytest.param(*pair, marks=marks, id=f"{pair[0]} to {pair[1]}")
+
+
+class Stops:
+    """Runs that stopped after STEPS steps, and the same where they went on."""
+
+    def __init__(self, rank_pool: RankPool, folder: Path) -> None:
+        self._pool = rank_pool
+        self._folder = folder
+        self.of = cache(self._of)
+
+    def run(self, name: str, source: Path | None, target: Path, first: int) -> list[float]:
+        source_text = None if source is None else str(source)
+        steps = first, first + STEPS
+        return self._pool.run(link, name, source_text, str(target), steps, ranks=LAYOUTS[name].world)[0]
+
+    def _of(self, name: str) -> tuple[Path, Path, list[float]]:
+        """Where it stopped; where it was after as many steps more; and their losses."""
+        stop, on = self._folder / name / "stop", self._folder / name / "on"
+        run = self._pool.run(never_stopped, name, str(stop), str(on), STEPS, ranks=LAYOUTS[name].world)
+        return stop, on, run[0]
+
+
+@pytest.fixture(scope="module")
+def stops(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Stops:
+    return Stops(rank_pool, tmp_path_factory.mktemp("stops"))
+
+
+def check_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
+    assert one.keys() == other.keys()
+    for name, tensor in one.items():
+        assert tensor.dtype == other[name].dtype
+        assert torch.equal(tensor, other[name]), name
+
+
+def check_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
+    assert one.keys() == other.keys()
+    largest = max(float(tensor.norm()) for tensor in other.values())
+    for name, tensor in one.items():
+        # A gradient that is exactly zero has only noise, which AdamW's moments keep.
+        size = max(float(other[name].norm()), 1e-6 * largest)
+        assert float((tensor - other[name]).norm()) <= tolerance * size, name
+
+
+@pytest.mark.parametrize(("before", "after"), list(all_pairs()))
+def test_any_layout_goes_on_in_any_other(stops: Stops, tmp_path: Path, before: str, after: str) -> None:
+    stop, on, losses = stops.of(before)
+    again = stops.run(after, stop, tmp_path / "end", STEPS)
+    check_same_bits(tensors_of(stop), tensors_of(tmp_path / "end-loaded"))
+    if before == after:
+        check_same_bits(tensors_of(tmp_path / "end"), tensors_of(on))
+        assert again == losses
+    else:
+        check_close(tensors_of(tmp_path / "end"), tensors_of(on))
+        assert again == pytest.approx(losses, rel=TOLERANCE)
+
+
+def test_a_chain_through_all_layouts(stops: Stops, rank_pool: RankPool, tmp_path: Path) -> None:
+    source = None
+    for place, name in enumerate(LAYOUTS):
+        target = tmp_path / str(place)
+        stops.run(name, source, target, place * STEPS)
+        source = target
+    steps = STEPS * len(LAYOUTS)
+    rank_pool.run(never_stopped, "one", str(tmp_path / "half"), str(tmp_path / "all"), steps // 2, ranks=1)
+    check_close(tensors_of(target), tensors_of(tmp_path / "all"), 1e-10)  # of 36 steps
