@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 from plait.errors import PlanError, ScheduleError
 from plait.planner.balance import balance
 from plait.planner.cut import Cut, makespan_of, shortest_cut
@@ -56,6 +58,7 @@ def _require_cut(cut: Cut, layers: int, stages: int) -> None:
         )
 
 
+@lru_cache(maxsize=64)  # it takes seconds, and a process may draw one plan many times, as verify does
 def _automatic(
     costs: LayerCosts, ranks: int, microbatches: int, chunks: int, limit: float | None, cut: Cut | None
 ) -> tuple[Schedule, Cut]:
