@@ -8,6 +8,7 @@ step-00000200/            a checkpoint: complete, or it would not be called so
 from __future__ import annotations
 
 import re
+from itertools import count
 from pathlib import Path
 
 from plait.checkpoint.disk import Disk
@@ -87,6 +88,14 @@ def older(path: Path) -> Path | None:
         return None
     before = (place for step, place in series(path.parent) if step < int(name[1]))
     return next(before, None)
+
+
+def set_aside(folder: Path, behind: int, disk: Disk) -> None:
+    """Give checkpoints of more than `behind` steps other names: they are not of the run that goes on there."""
+    for step, path in series(folder):
+        if step > behind:
+            free = (folder / f"{folder_of(step)}.aside-{number}" for number in count(1))
+            disk.rename(path, next(name for name in free if not name.exists()))
 
 
 def tidy(folder: Path, disk: Disk) -> None:

@@ -55,9 +55,13 @@ def start(
     staging: Staging | None,
     *,
     disk: Disk | None = None,
+    before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Saving:
-    """Begin to write; with `staging` in the background. Rank 0 calls `after` when there is a checkpoint."""
+    """Begin to write; with `staging` in the background. See `save`.
+
+    Rank 0 calls `before` first of all, and `after` when there is a checkpoint; both may raise OSError.
+    """
     mesh, disk = engine.mesh, disk or Disk()
     flaw, boxes = "", list[Lying]()
     try:
@@ -66,6 +70,7 @@ def start(
         boxes = boxes_of(mine(held, mesh.rank), mesh.coordinate)
         head = _head(engine, state)
         if mesh.rank == 0:
+            before()
             _prepare(path, disk)
     except (OSError, CheckpointError) as error:
         flaw = f"rank {mesh.rank}: {error}"

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -19,6 +21,40 @@ def importing() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, interrupt)
+
+
+@contextmanager
+def stoppable(*, local: bool) -> Iterator[list[int]]:
+    """Around a run that can end after any step: the first SIGINT or SIGTERM is a wish, the second ends it.
+
+    Gives the signals that this process has got, where its ranks are `local`; it passes the wish on to them.
+    """
+    from plait.comm.child import STOP_SIGNAL
+
+    got: list[int] = []
+    if not local:
+        yield got
+        return
+
+    def pass_on(number: int, frame: object) -> None:
+        for one, handler in before.items():
+            signal.signal(one, handler)
+        children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
+        if not children:  # nothing has begun that could be finished
+            os.kill(os.getpid(), number)
+            return
+        got.append(number)
+        name = signal.Signals(number).name
+        print(f"plait: {name}: stops after this step; once more stops at once.", file=sys.stderr)
+        for child in children:
+            os.kill(child, STOP_SIGNAL)
+
+    before = {one: signal.signal(one, pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield got
+    finally:
+        for one, handler in before.items():
+            signal.signal(one, handler)
 
 
 @contextmanager

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 from collections.abc import Sequence
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.cli.running import degrees, importing, local_ranks
+from plait.cli.running import degrees, importing, local_ranks, stoppable
 from plait.train.settings import config_from_arguments, sections, takes
 
 _USAGE = """\
@@ -20,7 +21,8 @@ or joins the world that torchrun, mpirun or srun made. Options override the file
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as `argv` asks. Returns 0, or 1 when the first steps do not match those of one rank.
+    """Train as `argv` asks. Returns 0; 1 when the first steps do not match those of one rank, or the last
+    checkpoint could not be written; 128 and the signal's number when one ended the run after a step.
 
     Raises `PlaitError` where the user has something to mend.
     """
@@ -30,22 +32,28 @@ def run(argv: Sequence[str]) -> int:
     config = config_from_arguments(argv)
 
     with importing():  # late, so that help and refusals need not wait for torch
+        from plait.comm.child import STOP_SIGNAL
         from plait.comm.launch import launch
+        from plait.comm.world import find_world
         from plait.train.data import check_data
         from plait.train.loop import train
 
     plan = config.plan()
-    with local_ranks(plan.world, degrees(plan)):
+    local = find_world() is None
+    with local_ranks(plan.world, degrees(plan)), stoppable(local=local) as got:
         check_data(config)
         reports = launch(
             train,
             config,
+            (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM),
             ranks=plan.world,
             threads=config.run.threads,
             timeout=config.run.timeout,
             device=config.run.device,
         )
-    return 0 if reports[0].matches else 1
+    if reports[0].stopped:
+        return 128 + (got[0] if got else reports[0].stopped)
+    return 0 if reports[0].matches and reports[0].saved else 1
 
 
 def _print_help() -> None:

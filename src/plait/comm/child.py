@@ -29,6 +29,8 @@ from plait.errors import PlaitError
 
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack to its stack file, even from within blocked C++
 
+STOP_SIGNAL = signal.SIGUSR1  # a wish to stop after the step, held back until the function can hear it
+
 
 @dataclass(frozen=True)
 class Job:
@@ -62,6 +64,7 @@ def serve(connection: Connection) -> None:
     """The life of a local rank: a job after another until the pool lets go of the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
     # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()

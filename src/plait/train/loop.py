@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
-from plait.engine import Recording
-from plait.errors import ReplicaError
 from plait.footprint.report import Memory
 from plait.plan import Plan
-from plait.train.compare import Comparison, LossAndNorm, compare
+from plait.train.checkpoints import RunCheckpoints
+from plait.train.compare import Comparison, compare
 from plait.train.config import Config
 from plait.train.data import Data, load_data
 from plait.train.forecast import forecast, outcome, summary
@@ -19,9 +18,10 @@ from plait.train.introduction import introduce
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
 from plait.train.model import build_model
-from plait.train.order import balanced, reordered, write_order
+from plait.train.order import balanced, write_order
 from plait.train.progress import Follower
-from plait.train.trace import recorded, write_trace
+from plait.train.stepper import Stepper
+from plait.train.stopping import Stop
 from plait.train.trainer import Trainer
 
 
@@ -30,11 +30,17 @@ class Report:
     """How a run ended; the same on every rank."""
 
     steps: int
+    """That were done, with those before it was resumed."""
     loss: float
+    """Of the last step; not a number where there was nothing left to do."""
     validation_loss: float | None
     sample: str | None
     metrics: Path
     comparison: Comparison | None
+    stopped: int = 0
+    """The signal that ended it; 0: it ran to its end."""
+    saved: bool = True
+    """False where the last checkpoint could not be written."""
 
     @property
     def matches(self) -> bool:
@@ -42,65 +48,56 @@ class Report:
         return self.comparison is None or self.comparison.matches
 
 
-def train(config: Config) -> Report:
+def train(config: Config, stop_on: Collection[int] = ()) -> Report:
     """Train as `config` says: called in every rank of a world of `config.plan().world`, or alone for one.
 
-    Rank 0 shows the progress and writes to `run.dir`. Raises `ConfigError`, `DataError`, `PlanError`,
-    `MeshError`, `NonFiniteError` when the loss or the gradient norm stops being a number, and `ReplicaError`
-    when `run.check_replicas` finds a difference.
+    Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` that any rank gets ends the run
+    after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
+    `CheckpointError` when there is nothing to resume from, `NonFiniteError` when the loss or the gradient
+    norm stops being a number, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
+    that cannot be written is told, and the run goes on.
     """
     plan, settings = config.plan(), config.train
     device = None if config.run.device == "auto" else config.run.device
     mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
     follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
-    with _metrics(config, mesh) as metrics:
+    with _metrics(config, mesh) as metrics, Stop(stop_on, mesh) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _forecast(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
         _begin(config, trainer, mesh, data, memory, follower)
-        meter = Meter(config, mesh, data.vocab)
-        first: list[LossAndNorm] = []
-        validation_loss = None
+        checkpoints = RunCheckpoints(config, trainer, mesh, follower)
+        done = checkpoints.resume()
+        metrics.begin(done)
+        stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, follower)
         with follower:
-            for step in range(settings.steps):
-                meter.start()
-                looked_at = step + 1 in (config.run.trace, config.parallel.reorder)
-                with recorded(trainer.engine, wanted=looked_at) as recording:
-                    loss, norm = trainer.step(step)
-                row = meter.row(step, loss, norm, trainer.rate(step))
-                trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
-                _check_replicas(config, trainer, step)
-                follower.update(step + 1, row["loss"], row["tokens_per_second"])
-                if recording is not None:
-                    for line in _looked_at(config, trainer, recording, step + 1, mesh):
-                        follower.note(line)
-                if _validates(config, step):
-                    validation_loss = trainer.validate(step)
-                    if validation_loss is not None:
-                        row["validation_loss"] = validation_loss
-                        follower.note(f"step {step + 1}: validation loss {validation_loss:.3f}")
-                metrics.write(row)
-                if step < config.run.compare:
-                    first.append((row["loss"], row["grad_norm"]))
-        sample = trainer.sample()
-    del trainer  # the comparison needs the memory
-    if sample is not None:
-        follower.note(f"\n{sample}\n")
-    if memory is not None:
-        follower.note(outcome(memory, row["peak_memory_bytes"], mesh.device))
-    follower.note(f"Metrics are in {config.run.dir / 'metrics.jsonl'}.")
-    comparison = compare(config, data, mesh, first) if first else None
-    if comparison is not None:
-        follower.note(str(comparison))
-    return Report(
-        steps=settings.steps,
-        loss=row["loss"],
-        validation_loss=validation_loss,
-        sample=sample,
-        metrics=config.run.dir / "metrics.jsonl",
-        comparison=comparison,
-    )
+            follower.begin(done)
+            while done < settings.steps and not stop.number:
+                stepper.step(done)
+                done += 1
+                stop.ask()
+                checkpoints.after(done, last=done == settings.steps or bool(stop.number))
+            checkpoints.finish()
+        sample = None if stop.number else trainer.sample()
+        report = Report(
+            steps=done,
+            loss=stepper.loss,
+            validation_loss=stepper.validation_loss,
+            sample=sample,
+            metrics=config.run.dir / "metrics.jsonl",
+            comparison=None,
+            stopped=stop.number,
+            saved=not checkpoints.failed,
+        )
+        first, peak = stepper.first, stepper.peak_memory
+    del trainer, stepper, checkpoints  # the comparison needs the memory
+    _end(config, report, memory, peak, mesh, follower)
+    if not first or report.stopped:
+        return report
+    comparison = compare(config, data, mesh, first)
+    follower.note(str(comparison))
+    return replace(report, comparison=comparison)
 
 
 def _begin(
@@ -112,6 +109,19 @@ def _begin(
         follower.note(line)
     if memory is not None:
         follower.note(summary(memory))
+
+
+def _end(
+    config: Config, report: Report, memory: Memory | None, peak: float, mesh: Mesh, follower: Follower
+) -> None:
+    """What is told after the last step."""
+    if report.sample is not None:
+        follower.note(f"\n{report.sample}\n")
+    if memory is not None and peak:
+        follower.note(outcome(memory, peak, mesh.device))
+    follower.note(f"Metrics are in {report.metrics}.")
+    if report.stopped:
+        follower.note(f"Stopped after step {report.steps}: go on with --run.resume auto.")
 
 
 def _metrics(config: Config, mesh: Mesh) -> Metrics:
@@ -128,28 +138,3 @@ def _forecast(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | No
     if mesh.rank != 0 and config.run.memory_limit is None:
         return None
     return forecast(config, build_model(config.model, data.vocab), plan, mesh.device)
-
-
-def _looked_at(
-    config: Config, trainer: Trainer, recording: Recording, step: int, mesh: Mesh
-) -> Iterator[str]:
-    """What a step that was recorded is good for."""
-    if step == config.run.trace:
-        yield write_trace(recording, step, config.run.dir, mesh)
-    if step == config.parallel.reorder:
-        yield reordered(trainer.engine, recording, step, config.run.dir, mesh)
-
-
-def _check_replicas(config: Config, trainer: Trainer, step: int) -> None:
-    every = config.run.check_replicas
-    if every == 0 or (step + 1) % every:
-        return
-    try:
-        trainer.engine.check_replicas(trainer.optimizer)
-    except ReplicaError as error:
-        raise ReplicaError(f"step {step + 1}: {error}") from None
-
-
-def _validates(config: Config, step: int) -> bool:
-    every = config.train.validate_every
-    return step + 1 == config.train.steps or (every > 0 and (step + 1) % every == 0)

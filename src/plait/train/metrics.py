@@ -34,6 +34,10 @@ COLUMNS = (
 class Sink(Protocol):
     """A place that rows go to."""
 
+    def begin(self, steps: int) -> None:
+        """Open it, with the rows of the first `steps` steps that are there from before."""
+        ...
+
     def write(self, row: Row) -> None:
         """Take one step's row."""
         ...
@@ -49,6 +53,14 @@ class Metrics:
     def __init__(self, sinks: tuple[Sink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks
         self._folder = folder
+
+    def begin(self, steps: int) -> None:
+        """Before the first row: keep those of the `steps` steps that a resumed run has behind it."""
+        try:
+            for sink in self._sinks:
+                sink.begin(steps)
+        except OSError as error:
+            raise _unwritable(self._folder, error) from None
 
     def write(self, row: Mapping[str, float]) -> None:
         """Write a step's row, whose keys are among `COLUMNS`, to every sink; none stands for inf and nan."""
@@ -75,7 +87,7 @@ class Metrics:
 
 
 def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
-    """Make the run's folder, write `config.json` and start the metrics anew.
+    """Make the run's folder and write `config.json`; what was there of metrics stays until `begin`.
 
     `configuration` is JSON. TensorBoard logs are written where it is asked for and installed. Raises
     `ConfigError` when the folder cannot be written to.
@@ -85,9 +97,10 @@ def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard
         (folder / "config.json").write_text(configuration + "\n", encoding="utf-8")
         sinks: list[Sink] = [_Lines(folder / "metrics.jsonl")]
         table = folder / "metrics.csv"
-        table.unlink(missing_ok=True)
         if csv_too:
             sinks.append(_Table(table))
+        else:
+            table.unlink(missing_ok=True)
         if tensorboard and find_spec("tensorboard") is not None:
             sinks.append(_TensorBoard(folder / "tensorboard"))
     except OSError as error:
@@ -103,37 +116,65 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
 
 class _Lines:
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8")
+        self._path = path
+        self._file: TextIO | None = None
+
+    def begin(self, steps: int) -> None:
+        kept = [line for line in _lines_of(self._path, steps) if json.loads(line)["step"] <= steps]
+        self._file = self._path.open("w", encoding="utf-8")
+        self._file.writelines(kept)
 
     def write(self, row: Row) -> None:
+        assert self._file is not None
         self._file.write(json.dumps(dict(row), allow_nan=False) + "\n")
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 class _Table:
     def __init__(self, path: Path) -> None:
-        self._file: TextIO = path.open("w", encoding="utf-8", newline="")
+        self._path = path
+        self._file: TextIO | None = None
+
+    def begin(self, steps: int) -> None:
+        kept = [line for line in _lines_of(self._path, steps)[1:] if int(line.partition(",")[0]) <= steps]
+        self._file = self._path.open("w", encoding="utf-8", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", lineterminator="\n")
         self._writer.writeheader()
+        self._file.writelines(kept)
 
     def write(self, row: Row) -> None:
+        assert self._file is not None
         self._writer.writerow(row)
         self._file.flush()
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
+
+
+def _lines_of(path: Path, steps: int) -> list[str]:
+    """The lines of an earlier run's file, but for one that was cut off; none where nothing is resumed."""
+    if not steps or not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n")]
 
 
 class _TensorBoard:
     def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._writer: Any = None
+
+    def begin(self, steps: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        for old in folder.glob("events.out.tfevents.*") if folder.is_dir() else ():
+        for old in self._folder.glob("events.out.tfevents.*") if not steps else ():
             old.unlink()
-        self._writer: Any = SummaryWriter(str(folder))
+        self._writer = SummaryWriter(str(self._folder), purge_step=steps + 1 if steps else None)
 
     def write(self, row: Row) -> None:
         for name, value in row.items():
@@ -141,4 +182,5 @@ class _TensorBoard:
                 self._writer.add_scalar(name, value, int(row["step"] or 0))
 
     def close(self) -> None:
-        self._writer.close()
+        if self._writer is not None:
+            self._writer.close()

@@ -34,10 +34,17 @@ class Follower:
         self._steps = steps
         self._shown = shown
         self._clock = clock
+        self._first = 0
         self._started = self._spoke = clock()
         self._speed = 0.0
         self._bar = _make_bar(self._console) if shown and bar and self._console.is_terminal else None
         self._task: TaskID | None = None
+
+    def begin(self, steps: int) -> None:
+        """The run has these steps behind it."""
+        self._first = steps
+        if self._bar is not None and self._task is not None:
+            self._bar.update(self._task, completed=steps)
 
     def note(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
@@ -68,10 +75,11 @@ class Follower:
 
     def _line(self, step: int, loss: float) -> None:
         now = self._clock()
-        if 1 < step < self._steps and now - self._spoke < _SECONDS_BETWEEN_LINES:
+        if self._first + 1 < step < self._steps and now - self._spoke < _SECONDS_BETWEEN_LINES:
             return
         self._spoke = now
-        left = timedelta(seconds=round((now - self._started) / step * (self._steps - step)))
+        done = max(1, step - self._first)
+        left = timedelta(seconds=round((now - self._started) / done * (self._steps - step)))
         self.note(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
 
 

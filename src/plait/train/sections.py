@@ -215,6 +215,21 @@ class RunConfig(Section):
         description="step of which trace.json, trace.svg and trace.html show what really happened, counted "
         "from 1; 0: none",
     )
+    save_every: Annotated[int, Field(ge=0)] | None = Field(
+        default=0,
+        description="steps between checkpoints in run.dir/checkpoints; 0: only at the end, and when stopped "
+        "by SIGINT or SIGTERM; none: never",
+    )
+    keep_last: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
+    keep_every: int = Field(
+        default=0, ge=0, description="checkpoints of steps that this divides are kept for good; 0: none"
+    )
+    resume: str = Field(
+        default="no",
+        min_length=1,
+        description="no; auto: from the newest checkpoint in run.dir that is not damaged, if there is one; "
+        "or the folder of a checkpoint",
+    )
     progress: bool = Field(default=True, description="show a progress bar")
     tensorboard: bool = Field(default=True, description="write TensorBoard logs, where it is installed")
     csv: bool = Field(default=True, description="write metrics.csv beside metrics.jsonl")

@@ -1,0 +1,89 @@
+"""The checkpoints of a run: one after another in a folder, written in the background, old ones removed."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from plait.checkpoint.contents import Woven
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.folders import folder_of, prune, set_aside, tidy
+from plait.checkpoint.saving import start
+from plait.checkpoint.staging import Staging
+from plait.checkpoint.writing import Saving
+
+
+class Checkpoints:
+    """Saves a run every now and then; at most one checkpoint is being written at a time.
+
+    All ranks make one, and call its methods alike. A failure leaves the older checkpoints as they are.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        keep_last: int = 0,
+        keep_every: int = 0,
+        behind: int = 0,
+        disk: Disk | None = None,
+    ) -> None:
+        """Keep the newest `keep_last` (0: all), and those whose number of steps `keep_every` divides.
+
+        The run has `behind` steps behind it: before it writes its first, rank 0 gives checkpoints of more
+        steps other names, for they are not of this run, and removes what was left half done.
+        """
+        self._folder = folder
+        self._behind = behind
+        self._begun = False
+        self._keep = {"keep_last": keep_last, "keep_every": keep_every}
+        self._disk = disk or Disk()
+        self._staging = Staging()
+        self._under_way: Saving | None = None
+
+    @property
+    def flaw(self) -> str:
+        """On rank 0: why what is under way has failed, as soon as that is known; else empty."""
+        return "" if self._under_way is None else self._under_way.flaw
+
+    def save(
+        self,
+        engine: Woven,
+        optimizer: torch.optim.Optimizer | None,
+        step: int,
+        state: Mapping[str, Any],
+    ) -> None:
+        """Save the run after `step` steps; returns when there are copies, and the next step may begin.
+
+        Waits for the one before to be complete, see `finish`. Raises `CheckpointError` on all ranks.
+        """
+        self.finish()
+        path = self._folder / folder_of(step)
+        self._under_way = start(
+            engine,
+            optimizer,
+            path,
+            state,
+            self._staging,
+            disk=self._disk,
+            before=self._make_room,
+            after=self._prune,
+        )
+
+    def finish(self) -> None:
+        """Return when nothing is under way. Raises `CheckpointError`, on all ranks, where it failed."""
+        under_way, self._under_way = self._under_way, None
+        if under_way is not None:
+            under_way.wait()
+
+    def _make_room(self) -> None:
+        if not self._begun:
+            tidy(self._folder, self._disk)
+            set_aside(self._folder, self._behind, self._disk)
+        self._begun = True
+
+    def _prune(self) -> None:
+        prune(self._folder, **self._keep, disk=self._disk)

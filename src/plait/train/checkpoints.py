@@ -1,0 +1,137 @@
+"""`run.resume`, `run.save_every` and what belongs to them: the checkpoints of a training run."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.folders import series
+from plait.checkpoint.loading import load
+from plait.checkpoint.series import Checkpoints
+from plait.comm.mesh import Mesh
+from plait.comm.news import tell
+from plait.errors import CheckpointError, ConfigError
+from plait.train.config import Config
+from plait.train.progress import Follower
+from plait.train.trainer import Trainer
+
+FOLDER = "checkpoints"
+"""In `run.dir`."""
+SAME = (
+    "train.seed",
+    "train.batch",
+    "model.context",
+    "data.source",
+    "data.tokenizer",
+    "data.dtype",
+    "data.validation",
+)
+"""Fields that say which tokens a step sees: with others a run would not go on where it stopped."""
+
+
+class RunCheckpoints:
+    """The checkpoints of a run; every rank makes one, and calls its methods alike."""
+
+    def __init__(self, config: Config, trainer: Trainer, mesh: Mesh, follower: Follower) -> None:
+        self._config = config
+        self._trainer = trainer
+        self._mesh = mesh
+        self._follower = follower
+        self._folder = config.run.dir / FOLDER
+        self._series: Checkpoints | None = None
+        self._behind = 0
+        """Steps of this run that may have checkpoints in the folder."""
+        self._told = ""
+        self.failed = False
+        """Whether the last checkpoint could not be written."""
+
+    def resume(self) -> int:
+        """Load what `run.resume` names; how many steps the run has behind it.
+
+        With `auto` that is the newest checkpoint of the run that is not damaged, if there is one. Raises
+        `CheckpointError`, and `ConfigError` where the data is not what it was.
+        """
+        wish = self._config.run.resume
+        if wish == "no":
+            return 0
+        if wish != "auto":
+            return self._load(Path(wish).expanduser())
+        for path in self._own():
+            try:
+                return self._load(path)
+            except CheckpointError as error:
+                if "is damaged" not in str(error):
+                    raise
+                self._follower.note(f"WARNING: {error}")
+        self._follower.note(f"There is no checkpoint in {self._folder}: the run starts anew.")
+        return 0
+
+    def after(self, step: int, *, last: bool) -> None:
+        """After `step` steps: save where it is time to. What fails is told, and training goes on."""
+        every = self._config.run.save_every
+        if every is None or not (last or (every and step % every == 0)):
+            self._tell_early()
+            return
+        state = {
+            "step": step,
+            "sequences": step * self._config.train.batch,
+            "config": json.loads(self._config.model_dump_json()),
+        }
+        self._try(lambda: self._open().save(self._trainer.engine, self._trainer.optimizer, step, state))
+
+    def finish(self) -> None:
+        """Return when all is written."""
+        if self._series is not None:
+            self._try(self._series.finish)
+
+    def _load(self, path: Path) -> int:
+        state = load(self._trainer.engine, self._trainer.optimizer, path)
+        self._refuse_other_data(state, path)
+        if self._folder.absolute() in (path.absolute(), path.absolute().parent):
+            self._behind = int(state["step"])
+        self._follower.note(f"Resumed from {path}, after step {state['step']}.")
+        return int(state["step"])
+
+    def _own(self) -> list[Path]:
+        """The complete checkpoints of this run, newest first: those that rank 0 sees."""
+        paths = [str(path) for _, path in series(self._folder)] if self._mesh.rank == 0 else []
+        told: list[str] = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
+        return [Path(path) for path in told]
+
+    def _open(self) -> Checkpoints:
+        """Where this run's checkpoints go, made when the first is written."""
+        if self._series is None:
+            run = self._config.run
+            self._series = Checkpoints(
+                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self._behind
+            )
+        return self._series
+
+    def _try(self, do: Callable[[], None]) -> None:
+        try:
+            do()
+            self.failed = False
+        except CheckpointError as error:
+            self.failed = True
+            self._follower.note(f"WARNING: {error}")
+
+    def _tell_early(self) -> None:
+        """Rank 0 knows of a failure before all wait for the checkpoint."""
+        flaw = "" if self._series is None else self._series.flaw
+        if flaw and flaw != self._told:
+            self._told = flaw
+            self._follower.note(f"WARNING: no checkpoint is being written ({flaw}).")
+
+    def _refuse_other_data(self, state: Mapping[str, Any], path: Path) -> None:
+        """ConfigError where steps would see other data than those before them."""
+        before, now = state.get("config", {}), json.loads(self._config.model_dump_json())
+        for field in SAME:
+            section, _, name = field.partition(".")
+            was = before.get(section, {}).get(name)
+            if was is not None and was != now[section][name]:
+                raise ConfigError(
+                    f"{field} is {now[section][name]!r}, and was {was!r} when {path} was written: the data "
+                    "would not go on where it stopped; give the same, or start anew without run.resume."
+                )
