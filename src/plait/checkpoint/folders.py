@@ -91,7 +91,7 @@ def older(path: Path) -> Path | None:
 
 
 def set_aside(folder: Path, behind: int, disk: Disk) -> None:
-    """Give checkpoints of more than `behind` steps other names: they are not of the run that goes on there."""
+    """Give checkpoints of more than `behind` steps other names: the run that goes on there is not theirs."""
     for step, path in series(folder):
         if step > behind:
             free = (folder / f"{folder_of(step)}.aside-{number}" for number in count(1))

@@ -79,10 +79,12 @@ class RunCheckpoints:
             "sequences": step * self._config.train.batch,
             "config": json.loads(self._config.model_dump_json()),
         }
+        self.finish()
+        self.failed = False
         self._try(lambda: self._open().save(self._trainer.engine, self._trainer.optimizer, step, state))
 
     def finish(self) -> None:
-        """Return when all is written."""
+        """Return when nothing is under way any more."""
         if self._series is not None:
             self._try(self._series.finish)
 
@@ -112,7 +114,6 @@ class RunCheckpoints:
     def _try(self, do: Callable[[], None]) -> None:
         try:
             do()
-            self.failed = False
         except CheckpointError as error:
             self.failed = True
             self._follower.note(f"WARNING: {error}")

@@ -53,14 +53,42 @@ def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
 
 def left_running(mark: str) -> list[str]:
     """Processes that carry the mark in their environment."""
+    return [words for _, words in running(mark)]
+
+
+def running(mark: str) -> list[tuple[int, str]]:
+    """Their numbers, and what they were started with."""
     found = []
     for entry in Path("/proc").glob("[0-9]*"):
         try:
             if f"PLAIT_TEST={mark}".encode() in (entry / "environ").read_bytes():
-                found.append((entry / "cmdline").read_bytes().replace(b"\0", b" ").decode())
+                words = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+                found.append((int(entry.name), words))
         except OSError:
             continue
     return found
+
+
+WISH = "stops after this step; once more stops at once."
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"),
+    [
+        (signal.SIGTERM, 143, f"plait: SIGTERM: {WISH}"),
+        pytest.param(signal.SIGINT, 130, f"plait: SIGINT: {WISH}", marks=pytest.mark.full),
+    ],
+)
+def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, code, said):
+    """The step is finished, and a checkpoint is there, from which the run goes on."""
+    process = started(tmp_path, text, temporary)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip()) == (code, said)
+    assert left_running(str(tmp_path)) == []
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{len(rows):08d}"
 
 
 @pytest.mark.parametrize(
@@ -70,21 +98,31 @@ def left_running(mark: str) -> list[str]:
         pytest.param(signal.SIGINT, 130, "plait: interrupted.", marks=pytest.mark.full),
     ],
 )
-def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, code, said):
+def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, said):
+    """Here the first cannot be heard: a rank is stopped."""
+    process = started(tmp_path, text, temporary)
+    os.kill(max(pid for pid, _ in running(str(tmp_path))), signal.SIGSTOP)  # ranks are the youngest
+    process.send_signal(number)
+    time.sleep(0.5)
+    process.send_signal(number)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip().splitlines()[-1]) == (code, said)
+    assert left_running(str(tmp_path)) == []
+
+
+def started(tmp_path: Path, text: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+    """A run that goes on for long, after its first step."""
     command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
     command += ["--data.source", text, "--train.steps", "1000000"]
     process = subprocess.Popen(
-        command, env=temporary, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     for _ in range(300):
         if metrics.exists() and metrics.stat().st_size:
             break
         time.sleep(0.1)
-    process.send_signal(number)
-    _, errors = process.communicate(timeout=20)
-    assert (process.returncode, errors.strip()) == (code, said)
-    assert left_running(str(tmp_path)) == []
+    return process
 
 
 def test_a_run_leaves_no_process(tmp_path, text, temporary):

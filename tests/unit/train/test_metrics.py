@@ -16,6 +16,7 @@ ROWS = (
 
 def write(folder: Path, *, csv_too: bool = True, tensorboard: bool = False, rows: int = 2) -> None:
     with open_metrics(folder, '{"a": 1}', csv_too=csv_too, tensorboard=tensorboard) as opened:
+        opened.begin(0)
         for row in ROWS[:rows]:
             opened.write(row)
 
@@ -44,6 +45,7 @@ def test_a_second_run_starts_anew(tmp_path: Path) -> None:
 def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
     """A step in half precision whose gradients overflow: its norm is no number that JSON knows."""
     with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=True) as opened:
+        opened.begin(0)
         opened.write({"step": 1, "loss": 5.5, "grad_norm": float("inf")})
     line = (tmp_path / "metrics.jsonl").read_text()
     assert json.loads(line) == {"step": 1, "loss": 5.5, "grad_norm": None}
@@ -52,6 +54,7 @@ def test_what_overflowed_is_written_as_nothing(tmp_path: Path) -> None:
 
 def test_lines_are_there_at_once(tmp_path: Path) -> None:
     with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
+        opened.begin(0)
         opened.write(ROWS[0])
         assert len((tmp_path / "metrics.jsonl").read_text().splitlines()) == 1
         assert len((tmp_path / "metrics.csv").read_text().splitlines()) == 2

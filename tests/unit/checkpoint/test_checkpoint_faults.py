@@ -1,0 +1,235 @@
+"""Whatever goes wrong while one is written, the newest complete checkpoint is found, and nothing is lost."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import pytest
+import torch
+from torch import nn
+
+import plait
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.folders import resolve
+from plait.checkpoint.manifest import read
+from plait.checkpoint.saving import start
+from plait.checkpoint.series import Checkpoints
+from plait.checkpoint.tensor_file import damage
+from plait.engine import Engine
+from plait.errors import CheckpointError
+
+
+class KilledError(BaseException):
+    """The process is gone: nothing is cleaned up."""
+
+
+class Faulty(Disk):
+    """Counts what is done to the disk, and lets one of it fail: before it is done, or in its midst."""
+
+    def __init__(self, at: int = -1, fault: BaseException | None = None, *, half: bool = False) -> None:
+        self.done: list[str] = []
+        self._at = at
+        self._fault = fault
+        self._half = half
+
+    def _count(self, name: str, half: Callable[[], object] = lambda: None) -> None:
+        self.done.append(name)
+        if len(self.done) - 1 >= self._at and self._fault is not None:
+            if len(self.done) - 1 == self._at and self._half:
+                half()
+            if isinstance(self._fault, KilledError) or len(self.done) - 1 == self._at:
+                raise self._fault
+
+    def make_folder(self, path: Path) -> None:
+        self._count("make_folder", lambda: Disk.make_folder(self, path))
+        super().make_folder(path)
+
+    def create(self, path: Path) -> BinaryIO:
+        self._count("create", path.touch)
+        return super().create(path)
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        self._count("write", lambda: file.write(data[: len(data) // 2]))
+        super().write(file, data)
+
+    def sync(self, file: BinaryIO) -> None:
+        self._count("sync")
+        super().sync(file)
+
+    def sync_folder(self, path: Path) -> None:
+        self._count("sync_folder")
+        super().sync_folder(path)
+
+    def rename(self, path: Path, to: Path) -> None:
+        self._count("rename", lambda: Disk.rename(self, path, to))
+        super().rename(path, to)
+
+    def remove(self, path: Path) -> None:
+        def some() -> None:
+            next(iter(sorted(path.iterdir()))).unlink() if path.is_dir() else path.unlink()
+
+        self._count("remove", some)
+        super().remove(path)
+
+
+def engine_of(value: float) -> Engine:
+    """One rank, a few numbers."""
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 2, bias=False))
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    plan = plait.Plan()
+    return plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+
+
+def check_sound(path: Path) -> float:
+    """All bytes are there; gives the value that was saved."""
+    manifest = read(path)
+    assert [damage(path, file) for file in manifest.files] == [None] * len(manifest.files)
+    engine = engine_of(0.0)
+    assert plait.load(engine, None, path) == manifest.state
+    values = {value for parameter in engine.parameters() for value in parameter.flatten().tolist()}
+    assert values == {manifest.state["value"]}
+    return float(manifest.state["value"])
+
+
+def save(path: Path, value: float, disk: Disk) -> None:
+    start(engine_of(value), None, path, {"value": value}, None, disk=disk).wait()
+
+
+def operations(do: Callable[[Disk], None], folder: Path) -> list[str]:
+    counted = Faulty()
+    do(counted)
+    shutil.rmtree(folder)
+    return counted.done
+
+
+def faults() -> Iterator[Any]:
+    for name, fault in (("killed", KilledError()), ("failed", OSError(28, "No space left on device"))):
+        for half in (False, True):
+            yield pytest.param(fault, half, id=f"{name}{'-midway' if half else ''}")
+
+
+@pytest.mark.parametrize(("fault", "half"), list(faults()))
+@pytest.mark.parametrize("same_name", [False, True], ids=["beside", "in-place-of"])
+def test_a_fault_at_every_operation(tmp_path: Path, same_name: bool, fault: Any, half: bool) -> None:
+    def before(folder: Path) -> Path:
+        save(folder / "step-00000001", 1.0, Disk())
+        return folder / ("step-00000001" if same_name else "step-00000002")
+
+    path = before(tmp_path / "counted")
+    names = operations(lambda disk: save(path, 2.0, disk), tmp_path / "counted")
+    assert {"make_folder", "create", "write", "sync", "sync_folder", "rename", "remove"} >= set(names)
+    assert len(names) > 12
+    seen = set()
+    for at in range(len(names)):
+        folder = tmp_path / str(at)
+        path = before(folder)
+        with pytest.raises((KilledError, CheckpointError)):
+            save(path, 2.0, Faulty(at, fault, half=half))
+        found = resolve(path) if same_name else resolve(folder)
+        seen.add(check_sound(found))
+        save(path, 3.0, Disk())  # what was left does not stand in the way
+        assert check_sound(resolve(folder)) == 3.0
+        assert [entry.name for entry in folder.iterdir() if entry.name.startswith(".")] == []
+    assert seen == {1.0, 2.0}, "before it is complete the old one, after that the new one"
+
+
+def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
+    """Old ones are removed only when there is a new one, and half removed ones are none."""
+
+    def run(folder: Path, disk: Disk) -> None:
+        Checkpoints(folder, keep_last=1).finish()
+        for step in (1, 2, 3):
+            series = Checkpoints(folder, keep_last=1, behind=step - 1, disk=disk if step == 3 else Disk())
+            series.save(engine_of(float(step)), None, step, {"value": float(step)})
+            series.finish()
+
+    names = operations(lambda disk: run(tmp_path / "counted", disk), tmp_path / "counted")
+    assert names[-1] == "remove"
+    for at in range(len(names)):
+        folder = tmp_path / str(at)
+        with pytest.raises(CheckpointError):
+            run(folder, Faulty(at, OSError(5, "Input/output error")))
+        assert check_sound(resolve(folder)) in (2.0, 3.0)
+
+
+def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
+    save(tmp_path / "one", 1.0, Disk())
+    (file,) = read(tmp_path / "one").files
+    path = tmp_path / "one" / file.name
+    sound = path.read_bytes()
+    for place in range(len(sound)):
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x10]) + sound[place + 1 :])
+        assert damage(tmp_path / "one", file) is not None, place
+    path.write_bytes(sound[:-1])
+    assert damage(tmp_path / "one", file) == f"has {len(sound) - 1:,} bytes and not {len(sound):,}"
+    path.unlink()
+    assert damage(tmp_path / "one", file) == "is missing"
+
+
+def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:
+    save(tmp_path / "one", 1.0, Disk())
+    path = tmp_path / "one" / "manifest.json"
+    sound = path.read_bytes()
+    for place in range(len(sound) - 1):  # the last is the end of the line
+        path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x01]) + sound[place + 1 :])
+        with pytest.raises(CheckpointError):
+            read(tmp_path / "one")
+    path.write_bytes(sound)
+    assert check_sound(tmp_path / "one") == 1.0
+
+
+def test_damage_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"step-{step:08d}", float(step), Disk())
+    path = tmp_path / "step-00000002" / "rank-00000.safetensors"
+    data = bytearray(path.read_bytes())
+    data[-1] ^= 1
+    path.write_bytes(data)
+    message = (
+        r"rank-00000\.safetensors has a damaged model\.1\.weight\[0:2,0:2\]: load .*step-00000001, the one"
+    )
+    engine = engine_of(7.0)
+    with pytest.raises(CheckpointError, match=message):
+        plait.load(engine, None, tmp_path)
+    assert all(bool((parameter == 7.0).all()) for parameter in engine.parameters()), "nothing was changed"
+
+
+def test_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:
+    save(tmp_path / "one", 1.0, Disk())
+    model = nn.Sequential(nn.Linear(3, 2), nn.Linear(2, 5), nn.Linear(5, 2))
+    plan = plait.Plan()
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    message = (
+        r"missing: 1\.bias, 2\.weight, 2\.bias; of another shape: 1\.weight \(\[2, 2\] and not \[5, 2\]\)"
+    )
+    with pytest.raises(CheckpointError, match=message):
+        plait.load(engine, None, tmp_path / "one")
+    model = nn.Sequential(nn.Linear(3, 2))
+    engine = plait.parallelize(model, plan, plait.Mesh(plan), loss=plait.cross_entropy)
+    with pytest.raises(CheckpointError, match=r"another model \(unexpected: 1\.weight\)"):
+        plait.load(engine, None, tmp_path / "one")
+
+
+def test_what_is_no_checkpoint_is_not_replaced(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "thesis.txt").write_text("ten years")
+    with pytest.raises(CheckpointError, match="is there and is no checkpoint: choose a path that is free"):
+        plait.save(engine_of(1.0), None, tmp_path / "mine")
+    assert (tmp_path / "mine" / "thesis.txt").read_text() == "ten years"
+
+
+def test_an_optimizer_of_another_class(tmp_path: Path) -> None:
+    engine = engine_of(1.0)
+    optimizer = torch.optim.AdamW(engine.parameters())
+    plait.save(engine, optimizer, tmp_path / "one")
+    with pytest.raises(CheckpointError, match="the state of AdamW, and the optimizer is SGD"):
+        plait.load(engine, torch.optim.SGD(engine.parameters()), tmp_path / "one")
+    plait.save(engine, None, tmp_path / "two")
+    with pytest.raises(CheckpointError, match="holds no optimizer: give None for it"):
+        plait.load(engine, optimizer, tmp_path / "two")
+    with pytest.raises(CheckpointError, match="nowhere is no folder"):
+        plait.load(engine, None, tmp_path / "nowhere")

@@ -1,0 +1,141 @@
+"""A run that stops and goes on is the run that never stopped, whatever happens to its checkpoints."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from plait.comm.pool import RankPool
+from plait.errors import CheckpointError, ConfigError
+from plait.train.config import Config
+from plait.train.loop import Report, train
+
+
+def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: Any) -> Config:
+    """Six steps of a model of one block."""
+    run = {
+        name: settings.pop(name)
+        for name in ("save_every", "keep_last", "keep_every", "resume")
+        if name in settings
+    }
+    return Config.model_validate(
+        {
+            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16},
+            "data": {"source": "random"},
+            "train": {"steps": 6, "batch": 4, "microbatches": 2, "validate_batches": 1, "warmup": 2}
+            | settings,
+            "parallel": parallel or {},
+            "run": {"dir": folder, "tensorboard": False} | run,
+        }
+    )
+
+
+def run(pool: RankPool, config: Config) -> Report:
+    return pool.run(train, config, ranks=config.plan().world)[0]
+
+
+def numbers(folder: Path) -> list[tuple[float, float, float, float]]:
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [(row["step"], row["loss"], row["grad_norm"], row["lr"]) for row in rows]
+
+
+def kept(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in (folder / "checkpoints").iterdir())
+
+
+def copied(folder: Path, steps: int, to: Path) -> Path:
+    """As if the run had been killed after `steps` steps and one more."""
+    to.mkdir()
+    shutil.copytree(folder / "checkpoints" / f"step-{steps:08d}", to / "checkpoints" / f"step-{steps:08d}")
+    lines = (folder / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (to / "metrics.jsonl").write_text("".join(lines[: steps + 1]) + '{"step": ')
+    table = (folder / "metrics.csv").read_text().splitlines(keepends=True)
+    (to / "metrics.csv").write_text("".join(table[: steps + 2]))
+    return to
+
+
+@pytest.fixture(scope="module")
+def whole(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that never stopped, with a checkpoint of every step."""
+    folder = tmp_path_factory.mktemp("whole")
+    report = run(rank_pool, make(folder, save_every=1, keep_last=0, parallel={"pp": 2}))
+    assert (report.steps, report.stopped, report.saved) == (6, 0, True)
+    return folder
+
+
+def test_it_goes_on_with_the_same_bits(rank_pool: RankPool, whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, 3, tmp_path / "run")
+    run(rank_pool, make(folder, resume="auto", parallel={"pp": 2}))
+    assert numbers(folder) == numbers(whole)
+    assert [line.partition(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()] == [
+        "step",
+        *"123456",
+    ]
+    assert kept(folder) == ["step-00000003", "step-00000006"]
+    assert run(rank_pool, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, "nothing is left to do"
+
+
+def test_in_another_layout(rank_pool: RankPool, whole: Path, tmp_path: Path) -> None:
+    path = whole / "checkpoints" / "step-00000003"
+    parallel = {"tp": 2, "dp": 2, "strategy": "full"}
+    run(rank_pool, make(tmp_path, resume=str(path), parallel=parallel, microbatches=1))
+    for row, other in zip(numbers(tmp_path), numbers(whole)[3:], strict=True):
+        assert row == pytest.approx(other, rel=1e-5)
+    assert kept(tmp_path) == ["step-00000006"]
+
+
+def test_a_damaged_one_is_told_and_passed_over(
+    rank_pool: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = copied(whole, 3, tmp_path / "run")
+    shutil.copytree(whole / "checkpoints" / "step-00000004", folder / "checkpoints" / "step-00000004")
+    file = folder / "checkpoints" / "step-00000004" / "rank-00001.safetensors"
+    file.write_bytes(file.read_bytes()[:-3])
+    report = train(make(folder, resume="auto", keep_last=1))
+    assert [row[0] for row in numbers(folder)] == [1, 2, 3, 4, 5, 6]
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert "WARNING: the checkpoint" in told
+    assert "step-00000003, after step 3." in told
+    assert report.saved
+    assert kept(folder) == ["step-00000004.aside-1", "step-00000006"]
+    path = folder / "checkpoints" / "step-00000004.aside-1"
+    with pytest.raises(CheckpointError, match=r"is damaged: rank-00001\.safetensors has"):
+        run(rank_pool, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))
+
+
+def test_which_are_kept(rank_pool: RankPool, tmp_path: Path) -> None:
+    run(rank_pool, make(tmp_path, save_every=1, keep_last=2, keep_every=3))
+    assert kept(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
+    run(rank_pool, make(tmp_path, steps=2))
+    assert kept(tmp_path) == [
+        "step-00000002",
+        *(f"step-0000000{step}.aside-1" for step in (3, 5, 6)),
+    ], "those of the run before are not this run's, and are not removed"
+    run(rank_pool, make(tmp_path / "none", save_every=None))
+    assert not (tmp_path / "none" / "checkpoints").exists()
+
+
+def test_a_run_whose_data_would_be_another_is_refused(
+    rank_pool: RankPool, whole: Path, tmp_path: Path
+) -> None:
+    path = str(whole / "checkpoints" / "step-00000003")
+    with pytest.raises(ConfigError, match=r"train\.seed is 1, and was 0 when .* was written: the data"):
+        run(rank_pool, make(tmp_path, resume=path, seed=1))
+    with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
+        run(rank_pool, make(tmp_path, resume=str(tmp_path / "nowhere")))
+
+
+def test_training_goes_on_where_nothing_can_be_written(
+    rank_pool: RankPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "checkpoints").write_text("a file where a folder should be")
+    report = run(rank_pool, make(tmp_path, save_every=2, parallel={"pp": 2}))
+    assert (report.steps, report.saved) == (6, False)
+    assert len(numbers(tmp_path)) == 6
+    report = train(make(tmp_path, save_every=2))
+    assert (report.steps, report.saved) == (6, False)
+    assert capsys.readouterr().out.count("WARNING: the checkpoint") == 3
