@@ -8,7 +8,7 @@ from test_layout import filled, layouts
 from test_layout_flat import flat_layouts
 
 from plait.layout import Box, Flat, Layout, Shard, shard
-from plait.layout.boxes import inside, intersection, parts
+from plait.layout.boxes import inside, intersection, parts, tile
 
 
 def boxes_of(layout: Layout, *where: int) -> list[Box]:
@@ -19,6 +19,7 @@ def check_tiles(layout: Layout) -> None:
     """The boxes of all owners tile the global tensor, and hold what `shard` cuts."""
     whole = filled(layout.shape)
     count = torch.zeros(layout.shape, dtype=torch.int64)
+    boxes: list[Box] = []
     for where in layout.coordinates():
         piece = shard(whole, layout, where)
         for part in parts(layout, where):
@@ -28,7 +29,12 @@ def check_tiles(layout: Layout) -> None:
             assert view.numel() > 0
             if layout.owner(where) == where:
                 count[part.box.slices] += 1
+                boxes.append(part.box)
     assert bool((count == 1).all())
+    assert tile(layout.shape, boxes)
+    if boxes:
+        assert not tile(layout.shape, boxes[1:])
+        assert not tile(layout.shape, [*boxes, boxes[-1]])
 
 
 @given(flat_layouts(partial=False))
@@ -72,3 +78,16 @@ def test_intersections() -> None:
     assert intersection(one, Box((2, 0), (4, 3))) == Box((2, 2), (2, 1))
     assert intersection(one, Box((4, 0), (4, 9))) is None
     assert inside(Box((2, 2), (2, 1)), one) == (slice(2, 4), slice(0, 1))
+
+
+def test_boxes_of_the_right_size_do_not_always_tile() -> None:
+    one, other = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
+    assert tile((4, 3), [other, one])
+    assert not tile((4, 3), [one, one])  # twice the same
+    assert not tile((4, 3), [one, Box((1, 0), (2, 3))])  # overlapping
+    assert not tile((4, 3), [one, Box((3, 0), (2, 3))])  # outside
+    assert not tile((4, 3), [one, Box((2,), (6,))])  # of another tensor
+    assert not tile((4, 3), [one, Box((2, 0), (-2, -3))])
+    assert tile((), [Box((), ())])
+    assert tile((0, 3), [])
+    assert tile((0, 3), [Box((0, 0), (0, 3))])

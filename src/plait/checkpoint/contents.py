@@ -33,6 +33,11 @@ class Woven(Protocol):
         ...
 
     @property
+    def aliases(self) -> Mapping[str, str]:
+        """For each further name of a parameter of the model, that which it has here."""
+        ...
+
+    @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """For each parameter that several ranks of `pp` hold, these."""
         ...

@@ -54,7 +54,8 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     except CheckpointError as error:
         flaw = f"{error} Part of the model was already read: it is of no use."
     _raise_together(flaw, mesh)
-    engine.run_state = manifest.run
+    if manifest.run:  # not in what others wrote
+        engine.run_state = manifest.run
     return dict(manifest.state)
 
 
@@ -73,9 +74,10 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
     wanted = {parameter(name): layout.shape for name, layout in engine.layouts.items()}
     wanted |= {parameter(name): shape for name, shape in engine.buffer_shapes.items()}
     there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
+    again = set(map(parameter, engine.aliases))  # as torch writes what is tied
     kinds = {
         "missing": [name for name in wanted if name not in there],
-        "unexpected": [name for name in there if name not in wanted],
+        "unexpected": [name for name in there if name not in wanted and name not in again],
         "of another shape": [
             f"{name} ({list(there[name])} and not {list(shape)})"
             for name, shape in wanted.items()

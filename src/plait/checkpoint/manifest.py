@@ -74,14 +74,16 @@ class Manifest:
     """By name: `model.NAME` of a parameter or a buffer, `optim.state.NAME.KEY` of what an optimizer keeps."""
     files: tuple[File, ...]
     optimizer: Mapping[str, Any] | None = None
-    """Class, options of each group, the group of each parameter, and what is no tensor of its state."""
+    """Class ("": unknown), options of each group, group of each parameter, what is no tensor of its state."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What else a step depends on: see `Engine.run_state`."""
+    """What else a step depends on: see `Engine.run_state`; empty where others wrote the checkpoint."""
     state: Mapping[str, Any] = field(default_factory=dict)
     """What the user gave to be kept."""
     plan: Mapping[str, Any] = field(default_factory=dict)
     """That it was written under; nobody needs it to read the rest."""
     versions: Mapping[str, str] = field(default_factory=dict)
+    aliases: Mapping[str, str] = field(default_factory=dict)
+    """For each further name that the model has for a parameter, that under which it is here; no `model.`."""
 
     @property
     def bytes(self) -> int:
@@ -183,8 +185,11 @@ def merged(head: Manifest, shares: Sequence[Share]) -> Manifest:
     return replace(head, tensors=tensors, files=files, optimizer=optimizer)
 
 
+_OTHERS = ("optimizer", "run", "state", "plan", "versions", "aliases")
+
+
 def _plain(manifest: Manifest) -> dict[str, Any]:
-    plain = {name: getattr(manifest, name) for name in ("optimizer", "run", "state", "plan", "versions")}
+    plain = {name: getattr(manifest, name) for name in _OTHERS}
     tensors = {name: asdict(one) for name, one in manifest.tensors.items()}
     return plain | {"tensors": tensors, "files": [_plain_file(file) for file in manifest.files]}
 
@@ -195,7 +200,7 @@ def _plain_file(file: File) -> dict[str, Any]:
 
 
 def _manifest(plain: Mapping[str, Any]) -> Manifest:
-    others = {name: plain[name] for name in ("optimizer", "run", "state", "plan", "versions")}
+    others = {name: plain[name] for name in _OTHERS if name in plain}
     return Manifest(_tensors(plain["tensors"]), tuple(map(_file, plain["files"])), **others)
 
 

@@ -82,6 +82,7 @@ def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 
 
 _NO_OPTIONS = frozenset({"params", "param_names"})
+_OF_SCHEDULERS = frozenset({"initial_lr"})
 
 
 def restore_options(
@@ -107,9 +108,20 @@ def restore_options(
 
 
 def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """CheckpointError where the state is another optimizer's."""
+    """CheckpointError where the state is another optimizer's.
+
+    A class "" is not known, where others wrote it: then it is told by the names of options, if there are any.
+    """
     kind = type(optimizer).__name__
-    if kind != saved["class"]:
+    if not saved["class"]:
+        there = {key for group in saved["groups"] for key in group} - OWN_OPTIONS - _OF_SCHEDULERS
+        wanted = optimizer.defaults.keys() - OWN_OPTIONS
+        if there - wanted and wanted - there:  # versions of torch differ in one direction
+            raise CheckpointError(
+                f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there))}, which "
+                f"{kind} is not: give one of the class that was saved, or None for one that starts anew."
+            )
+    elif kind != saved["class"]:
         raise CheckpointError(
             f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
             "the same class, or None for an optimizer that starts anew."

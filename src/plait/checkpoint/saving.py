@@ -118,6 +118,7 @@ def _head(engine: Woven, state: Mapping[str, Any]) -> Manifest:
         files=(),
         run=engine.run_state,
         state=state,
+        aliases=engine.aliases,
         plan=asdict(engine.plan),
         versions={"plait": version("plait"), "torch": torch.__version__, "python": platform.python_version()},
     )

@@ -26,7 +26,7 @@ from plait.errors import NonFiniteError
 from plait.layout import Layout
 from plait.pipeline.fingerprint import fingerprint_of_order, fingerprint_of_tokens
 from plait.pipeline.modes import evaluating
-from plait.pipeline.sequence import saved_buffers
+from plait.pipeline.sequence import aliases_of, saved_buffers
 from plait.pipeline.values import Microbatches, Value, with_tensors
 from plait.schedules.schedule import Schedule
 from plait.sharding.elementwise import Guard
@@ -295,6 +295,11 @@ class Engine:
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all such buffers of the model, by name."""
         return {name: tuple(one.shape) for name, one in saved_buffers(self._parts.skeleton)}
+
+    @property
+    def aliases(self) -> Mapping[str, str]:
+        """For each further name that the model's `state_dict` has for a parameter, that which it has here."""
+        return aliases_of(self._parts.skeleton)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:

@@ -67,6 +67,31 @@ def inside(box: Box, outer: Box) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
 
 
+def tile(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+    """Whether boxes make up a tensor of that shape: inside of it, disjoint, and all of it."""
+    if not all(_fits(box, shape) for box in boxes) or sum(prod(box.sizes) for box in boxes) != prod(shape):
+        return False
+    filled = [box for box in boxes if prod(box.sizes)]
+    # Along the dim with the most cuts: a box is held against those alone that it meets there.
+    dim = max(range(len(shape)), key=lambda dim: len({box.offsets[dim] for box in filled}), default=None)
+    if dim is None:
+        return True
+    near: list[Box] = []
+    for box in sorted(filled, key=lambda box: box.offsets[dim]):
+        near = [other for other in near if other.offsets[dim] + other.sizes[dim] > box.offsets[dim]]
+        if any(intersection(box, other) is not None for other in near):
+            return False
+        near.append(box)
+    return True
+
+
+def _fits(box: Box, shape: Sequence[int]) -> bool:
+    if not len(box.offsets) == len(box.sizes) == len(shape):
+        return False
+    spans = zip(box.offsets, box.sizes, shape, strict=True)
+    return all(start >= 0 and size >= 0 and start + size <= whole for start, size, whole in spans)
+
+
 def _blocks(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
     """The elements `start … stop` of a tensor of these sizes as boxes, in row-major order."""
     if start >= stop:

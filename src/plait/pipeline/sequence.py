@@ -142,6 +142,19 @@ def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
                 yield join(layer.path, name), buffer
 
 
+def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
+    """For each further full name of a parameter that layers share, its first."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(remove_duplicate=False):
+            full = join(layer.path, name)
+            known = first.setdefault(id(parameter), full)
+            if known != full:
+                found[full] = known
+    return found
+
+
 def bits_of(tensor: Tensor) -> bytes:
     """The bytes of `tensor`, as a copy on the CPU."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)

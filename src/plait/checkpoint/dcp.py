@@ -1,0 +1,166 @@
+"""To and from checkpoints of torch.distributed.checkpoint (DCP), in one process and without any ranks.
+
+    export_dcp    dcp_planning    what torch is to write, box by box
+    import_dcp    dcp_source      what torch wrote, entry by entry
+                  dcp_metadata    what there is, read without running anything
+                  dcp_names       what the keys mean
+
+Keys are as in a native checkpoint, `model.NAME` and `optim.state.NAME.KEY`; nested, they are the dictionaries
+`{"model": …, "optim": {"state": …, "param_groups": …}}` of torch's `get_state_dict`.
+"""
+
+from __future__ import annotations
+
+import json
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, suppress
+from dataclasses import replace
+from functools import partial
+from importlib.metadata import version
+from math import prod
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict_saver import save
+
+from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
+from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
+from plait.checkpoint.dcp_source import Source
+from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.folders import put_in_place, resolve, saving, standing
+from plait.checkpoint.loading import require_whole
+from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
+from plait.checkpoint.tensor_file import DTYPES, Item, write_file
+from plait.errors import CheckpointError
+from plait.layout import Box
+from plait.layout.boxes import tile
+
+
+def export_dcp(source: Path, target: Path) -> None:
+    """Write the checkpoint `source`, or the newest in that folder, to the folder `target` as torch does.
+
+    `dcp.load` reads it into `{"model": …, "optim": …}` as `get_state_dict` gives them, and into a flat
+    dictionary of native keys; `dcp_to_torch_save` makes such nested dictionaries of it, with the options of
+    the optimizer's groups. One key more, `plait`, is text: what `import_dcp` needs to make the same
+    checkpoint again. Memory: what goes into one file, at most 256 MiB, or one box if that is larger. Raises
+    `CheckpointError` where the source is damaged, or the target cannot be written; then there is none.
+    """
+    folder = resolve(source)
+    manifest = read(folder)
+    require_whole(folder, manifest.files)
+    _require_all(folder, manifest)
+    with _new_folder(target, Disk()) as place, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
+        save({}, storage_writer=Writer(place), planner=Planner(folder, manifest), no_dist=True)
+
+
+def import_dcp(source: Path, target: Path) -> None:
+    """Write what torch wrote to the folder `source` as a native checkpoint, to the folder `target`.
+
+    It may be of `{"model": …, "optim": …}`, as `get_state_dict` gives them, or of a model alone. What else is
+    in it (states of schedulers, of random numbers, values that are no tensors) is not taken along. Of the
+    optimizer's class nothing is known: `plait.load` gives its state to one whose options have the same names.
+    Nothing in the files is run. Memory: three pieces of tensors, as torch stored them. Raises
+    `CheckpointError` for what is damaged, not torch's, or has no place in a checkpoint; then there is none.
+    """
+    found = Source(source)
+    told, own = meaning(found), _own(found)
+    told.model = {key: name for key, name in told.model.items() if name not in own.get("aliases", {})}
+    manifest = Manifest(
+        tensors=_tensors(found, told),
+        files=(),
+        optimizer=optimizer_of(found, told, own.get("class", "")),
+        **{name: own.get(name, {}) for name in OWN_PARTS},
+        versions={"plait": version("plait"), "torch": torch.__version__},
+    )
+    disk = Disk()
+    with _new_folder(target, disk) as place:
+        file = write_file(place / "rank-00000.safetensors", _items(found, told), disk)
+        write_text(disk, place / FILE, written(replace(manifest, files=(file,))))
+
+
+def _require_all(folder: Path, manifest: Manifest) -> None:
+    """CheckpointError unless every tensor is there: torch would read what is not as anything."""
+    boxes: dict[str, list[Box]] = {name: [] for name in manifest.tensors}
+    for file in manifest.files:
+        for box in file.boxes:
+            boxes[box.tensor].append(box.box)
+    for name, one in manifest.tensors.items():
+        if not tile(one.shape, boxes[name]):
+            raise CheckpointError(
+                f"the checkpoint {folder} does not have all of {name}: take another checkpoint."
+            )
+
+
+def _tensors(source: Source, told: Meaning) -> dict[str, Global]:
+    found: dict[str, Global] = {}
+    for key, name in told.tensors(source).items():
+        one = source.tensors[key]
+        if one.properties.dtype not in DTYPES:
+            raise CheckpointError(
+                f"the checkpoint {source.folder} has {key} as {one.properties.dtype}, which no safetensors "
+                "file can hold: write it without, or as another dtype."
+            )
+        found[name] = Global(tuple(one.size), str(one.properties.dtype).partition(".")[2])
+    return found
+
+
+def _items(source: Source, told: Meaning) -> list[Item]:
+    """The pieces that torch stored, to be read one by one."""
+    return [
+        Item(name, box, source.tensors[key].properties.dtype, partial(source.read, key, box))
+        for key, name in told.tensors(source).items()
+        for box in source.boxes(key)
+        if prod(box.sizes)
+    ]
+
+
+def _own(source: Source) -> Mapping[str, Any]:
+    """What `export_dcp` said beside; nothing, where torch alone wrote."""
+    if OWN not in source.keys or OWN in source.tensors:
+        return {}
+    try:
+        told = json.loads(source.value(OWN))
+    except (TypeError, ValueError):
+        told = None
+    kinds = {"class": str} | dict.fromkeys(OWN_PARTS, dict)
+    if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):
+        raise CheckpointError(
+            f"the checkpoint {source.folder} has a key {OWN} that plait did not write: write it without."
+        )
+    return told
+
+
+@contextmanager
+def _new_folder(target: Path, disk: Disk) -> Iterator[Path]:
+    """Where to write what is to stand at `target` when it is complete. CheckpointError for any failure."""
+    taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
+    if taken or standing(target) is not None:
+        raise CheckpointError(f"{target} is there: choose a path that is free.")
+    place = saving(target)
+    try:
+        if place.exists():
+            disk.remove(place)
+        disk.make_folder(place)
+        yield place
+        disk.sync_folder(place)
+        put_in_place(target, disk)
+    except BaseException as error:
+        with suppress(OSError):
+            disk.remove(place)
+        cause = _cause(error)
+        if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
+            raise cause from None
+        raise CheckpointError(
+            f"{target} was not written ({cause}): make room, or choose another folder."
+        ) from None
+
+
+def _cause(error: BaseException) -> BaseException:
+    """Of what torch gathered from its ranks, which is one, the error itself."""
+    if isinstance(error, CheckpointException):
+        return next((cause for cause, _ in error.failures.values()), error)
+    return error

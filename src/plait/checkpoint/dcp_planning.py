@@ -1,0 +1,164 @@
+"""A checkpoint of plait in the words of torch.distributed.checkpoint: what it is to write, and where."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from io import BytesIO
+from math import prod
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystemWriter
+from torch.distributed.checkpoint.metadata import (
+    ChunkStorageMetadata,
+    MetadataIndex,
+    StorageMeta,
+    TensorProperties,
+)
+from torch.distributed.checkpoint.planner import (
+    SavePlan,
+    SavePlanner,
+    TensorWriteData,
+    WriteItem,
+    WriteItemType,
+)
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.futures import Future
+
+from plait.checkpoint.contents import parameter
+from plait.checkpoint.manifest import Global, Manifest, Stored
+from plait.checkpoint.tensor_file import Reader
+from plait.layout import Box
+
+OWN = "plait"
+"""The key of what is plait's alone: JSON, of the optimizer's class and these parts of the manifest."""
+OWN_PARTS = ("run", "state", "plan", "aliases")
+FILE_BYTES = 1 << 28
+"""Of tensors in one file; a larger box has one of its own."""
+
+KeyPath = tuple[str | int, ...]
+"""The keys of nested dictionaries, and places in lists."""
+
+
+class Planner(DefaultSavePlanner):
+    """Has every box of a checkpoint written as a chunk of its tensor, and read when its turn comes."""
+
+    def __init__(self, folder: Path, manifest: Manifest) -> None:
+        super().__init__()
+        self._reader = Reader(folder)
+        self._tensors = manifest.tensors
+        self._boxes: dict[str, dict[tuple[int, ...], tuple[str, Stored]]] = {}
+        for file in manifest.files:
+            for box in file.boxes:
+                self._boxes.setdefault(box.tensor, {})[box.offsets] = file.name, box
+        self._names = {name: name for name in manifest.tensors}  # by the keys that torch is to have
+        self._names |= {parameter(alias): parameter(name) for alias, name in manifest.aliases.items()}
+        values = {key_of(path): (path, value) for path, value in _values(manifest).items()}
+        self._values = {key: value for key, (_, value) in values.items()}
+        self._paths: dict[str, KeyPath] = {name: _path(name) for name in self._names}
+        self._paths |= {key: path for key, (path, _) in values.items()}
+
+    def create_local_plan(self) -> SavePlan:
+        """All of it: there is one process."""
+        items: list[WriteItem] = []
+        for key, name in self._names.items():
+            one = self._tensors[name]
+            boxes = [box.box for _, box in self._boxes.get(name, {}).values()]
+            nothing = Box((0,) * len(one.shape), one.shape)  # what has no elements has no boxes
+            items += (_item(key, box, one) for box in boxes or [nothing])
+        items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
+        return SavePlan(items, planner_data=self._paths)
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
+        """What is to be written, read now."""
+        index = write_item.index
+        if write_item.type is WriteItemType.BYTE_IO:
+            data = BytesIO()
+            torch.save(self._values[index.fqn], data)
+            return data
+        name = self._names[index.fqn]
+        if name not in self._boxes:
+            one = self._tensors[name]
+            return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+        file, stored = self._boxes[name][tuple(index.offset or ())]
+        return self._reader.read(file, stored.key, ())
+
+
+class Writer(FileSystemWriter):
+    """Torch's writer, file after file: until one is finished it keeps all tensors that it wrote into it."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder, per_thread_copy_ahead=0)
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Write files of about `FILE_BYTES`, one after the other."""
+        results: list[WriteResult] = []
+        for part in self.prepare_global_plan([SavePlan(items) for items in _files(plan.items)]):
+            results += super().write_data(part, planner).wait()
+        done: Future[list[WriteResult]] = Future()
+        done.set_result(results)
+        return done
+
+    def storage_meta(self) -> StorageMeta:
+        """Without the folder, which gets its name when it is complete."""
+        return StorageMeta(save_id=self.save_id)
+
+
+def key_of(path: KeyPath) -> str:
+    """The key under which torch stores what has this path."""
+    return ".".join(map(str, path))
+
+
+def _path(name: str) -> KeyPath:
+    """Of a tensor, in the dictionaries of `get_state_dict`."""
+    if name.startswith("optim.state."):
+        of, _, key = name.removeprefix("optim.state.").rpartition(".")
+        return "optim", "state", of, key
+    return "model", name.removeprefix("model.")
+
+
+def _values(manifest: Manifest) -> dict[KeyPath, object]:
+    """What is no tensor."""
+    optimizer = manifest.optimizer or {"class": "", "groups": [], "group_of": {}, "plain": {}}
+    found: dict[KeyPath, object] = {}
+    for number, options in enumerate(optimizer["groups"]):
+        for key, value in options.items():  # JSON has no tuples, which is what torch's options are
+            found["optim", "param_groups", number, key] = tuple(value) if isinstance(value, list) else value
+        names = [name for name, group in optimizer["group_of"].items() if group == number]
+        found["optim", "param_groups", number, "params"] = names
+    for name, values in optimizer["plain"].items():
+        found |= {("optim", "state", name, key): value for key, value in values.items()}
+    own = {name: getattr(manifest, name) for name in OWN_PARTS}
+    found[(OWN,)] = json.dumps({"class": optimizer["class"], **own})
+    return found
+
+
+def _item(name: str, box: Box, one: Global) -> WriteItem:
+    offsets = torch.Size(box.offsets)
+    chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
+    dtype: torch.dtype = getattr(torch, one.dtype)
+    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(one.shape))
+    return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
+
+
+def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
+    """What goes into one file, and the next."""
+    file: list[WriteItem] = []
+    size = 0
+    for item in items:
+        more = _bytes(item)
+        if file and size + more > FILE_BYTES:
+            yield file
+            file, size = [], 0
+        file.append(item)
+        size += more
+    if file:
+        yield file
+
+
+def _bytes(item: WriteItem) -> int:
+    data = item.tensor_data
+    return prod(data.chunk.sizes) * data.properties.dtype.itemsize if data and data.chunk else 0
