@@ -3,6 +3,7 @@
     saving → writing → tensor_file, manifest      loading → reading
     folders                                       which checkpoint stands where
     dcp → dcp_planning, dcp_names → dcp_source    to and from torch.distributed.checkpoint
+    series                                        the checkpoints of a run
     dtensor, torch_plan                           parameters as DTensors, plans of torch as rules
 
 Inside, every tensor is a plain local one with a `Layout`; a `DTensor` is made here, and nowhere else.

@@ -49,6 +49,11 @@ class Checkpoints:
         """On rank 0: why what is under way has failed, as soon as that is known; else empty."""
         return "" if self._under_way is None else self._under_way.flaw
 
+    @property
+    def staged_bytes(self) -> int:
+        """How much memory the copies take that are made for writing in the background."""
+        return self._staging.bytes
+
     def save(
         self,
         engine: Woven,
