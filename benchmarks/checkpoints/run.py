@@ -109,7 +109,7 @@ def main() -> None:
         print(f"\n{name}: {written:.1f} MB written by the rank with most, {copies:.1f} MB of copies\n")
         print("| | ms | MB/s |\n|---|---|---|")
         for what, taken in times.items():
-            speed = "" if "a step" == what[:6] else f"{written / taken * 1e3:,.0f}"
+            speed = "" if what[:6] == "a step" else f"{written / taken * 1e3:,.0f}"
             print(f"| {what} | {taken:.0f} | {speed} |")
 
 

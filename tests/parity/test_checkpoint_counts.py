@@ -1,0 +1,122 @@
+"""What checkpoints cost, counted: memory while they are saved and loaded, bytes that each rank writes."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import torch
+
+import plait
+from parity.checkpoints import run_of
+from parity.live_bytes import LiveBytes
+from plait.checkpoint.contents import contents, mine
+from plait.checkpoint.folders import resolve
+from plait.checkpoint.manifest import read
+from plait.checkpoint.series import Checkpoints
+from plait.comm.news import tell_all
+from plait.comm.pool import RankPool
+from plait.plan import Plan
+
+PLANS = {
+    "none": Plan(dp=2, microbatches=2),
+    "full": Plan(dp=2, strategy="full", microbatches=2),
+    "tp": Plan(tp=2, microbatches=4),
+}
+
+
+def save_it(plan: Plan, path: str) -> None:
+    with run_of(plan) as run:
+        run.train(range(1))
+        plait.save(run.engine, run.optimizer, path)
+
+
+def peak_of_load(plan: Plan, path: str) -> tuple[int, int]:
+    """Bytes alive at most while a fresh engine loads, beside itself; and of the state that it then has."""
+    with run_of(plan) as run:
+        with LiveBytes() as live:
+            for parameter in run.engine.parameters():
+                live.own(parameter)
+            before = live.count()
+            live.most = before
+            plait.load(run.engine, run.optimizer, path)
+        state = sum(one.nbytes for kept in run.optimizer.state.values() for one in kept.values())
+        return live.most - before, state
+
+
+@pytest.mark.parametrize("after", PLANS)
+@pytest.mark.parametrize("before", PLANS)
+def test_loading_takes_the_rank_s_part_and_one_tensor(
+    rank_pool: RankPool, tmp_path: Path, before: str, after: str
+) -> None:
+    path = str(tmp_path / "one")
+    rank_pool.run(save_it, PLANS[before], path, ranks=2)
+    tensors = read(Path(path)).tensors.values()
+    largest = max(math.prod(one.shape) for one in tensors) * 4
+    for most, state in rank_pool.run(peak_of_load, PLANS[after], path, ranks=2):
+        assert most <= state + largest + 4096, "numbers, and news between ranks"
+
+
+def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
+    """That this rank writes, stages, and has alive at most meanwhile; and all of the model and optimizer."""
+    with run_of(plan) as run:
+        run.train(range(1))
+        held = list(contents(run.engine, run.optimizer))
+        series = Checkpoints(Path(folder))
+        with LiveBytes() as live:
+            for one in held:
+                live.own(one.piece)
+            tell_all("", run.engine.mesh.group("world"), run.engine.mesh.device)  # shows what ranks share
+            before = live.count()
+            live.most = before
+            series.save(run.engine, run.optimizer, 1, {})
+            series.finish()
+        written = sum(one.piece.nbytes for one in mine(held, run.engine.mesh.rank))
+        numbers = sum(math.prod(layout.shape) for layout in run.engine.layouts.values())
+        return written, series.staged_bytes, live.most - before, numbers * 4 * 3
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_each_piece_is_written_once_and_bytes_are_shared_out(
+    rank_pool: RankPool, tmp_path: Path, name: str
+) -> None:
+    told = rank_pool.run(bytes_of, PLANS[name], str(tmp_path), ranks=2)
+    file_bytes = [file.bytes for file in read(resolve(tmp_path)).files]
+    boxes = [len(file.boxes) for file in read(resolve(tmp_path)).files]
+    everything = told[0][3]
+    assert everything <= sum(written for written, *_ in told) <= everything + 4 * sum(boxes)
+    for (written, staged, alive, _), size, count in zip(told, file_bytes, boxes, strict=True):
+        assert abs(written - everything / 2) <= 0.1 * everything
+        assert written <= size <= written + 200 * count, "but for the header"
+        assert written <= staged <= written + 16 * count
+        assert alive <= staged + 4096, "one copy of what is written, and nothing else"
+
+
+def evaluated(plan: Plan, path: str, *, loads: bool) -> float:
+    with run_of(plan, seed=5 if loads else 3) as run:
+        if loads:
+            plait.load(run.engine, run.optimizer, path)
+        else:
+            run.train(range(2))
+            plait.save(run.engine, run.optimizer, path)
+        tokens = torch.arange(8 * 7).view(8, 7) % 29
+        share = tokens.chunk(plan.dp)[run.engine.mesh.index("dp")]
+        return run.engine.evaluate(share[:, :-1], share[:, 1:]).item()
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(microbatches=2, dp=2, precision="bf16", master_precision="fp32"),
+        Plan(microbatches=2, dp=2, strategy="full", precision="bf16", master_precision="fp32"),
+        Plan(microbatches=2, dp=2, strategy="full", offload="full"),
+        Plan(microbatches=2, dp=2, strategy="optimizer", offload="parameters"),
+    ],
+    ids=str,
+)
+def test_what_layers_use_is_what_was_loaded(rank_pool: RankPool, tmp_path: Path, plan: Plan) -> None:
+    """Where the optimizer updates other tensors than layers use, these follow before the next pass."""
+    path = str(tmp_path / "one")
+    before = rank_pool.run(lambda: evaluated(plan, path, loads=False), ranks=2)
+    assert rank_pool.run(lambda: evaluated(plan, path, loads=True), ranks=2) == before
