@@ -139,7 +139,7 @@ def test_one_cut_and_the_other_whole_is_refused() -> None:
 
 
 def test_split_refuses_what_is_cut_already() -> None:
-    with pytest.raises(DataError, match=r"the inputs are plait\.Microbatches, which only"):
+    with pytest.raises(DataError, match=r"the inputs are Microbatches, which only"):
         split(Microbatches([ONE, ONE]), 2, "inputs")
 
 
