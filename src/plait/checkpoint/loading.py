@@ -54,7 +54,8 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     except CheckpointError as error:
         flaw = f"{error} Part of the model was already read: it is of no use."
     _raise_together(flaw, mesh)
-    engine.run_state = manifest.run
+    if manifest.run:  # none in a checkpoint that was made of another format
+        engine.run_state = manifest.run
     return dict(manifest.state)
 
 
