@@ -14,7 +14,7 @@ from __future__ import annotations
 import json
 import warnings
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
@@ -30,9 +30,10 @@ from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
 from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
 from plait.checkpoint.dcp_source import Source
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import put_in_place, resolve, saving, standing
+from plait.checkpoint.folders import resolve
 from plait.checkpoint.loading import require_whole
 from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
+from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.tensor_file import DTYPES, Item, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box
@@ -52,7 +53,7 @@ def export_dcp(source: Path, target: Path) -> None:
     manifest = read(folder)
     require_whole(folder, manifest.files)
     _require_all(folder, manifest)
-    with _new_folder(target, Disk()) as place, warnings.catch_warnings():
+    with _folder_for(target, Disk()) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
         save({}, storage_writer=Writer(place), planner=Planner(folder, manifest), no_dist=True)
 
@@ -77,7 +78,7 @@ def import_dcp(source: Path, target: Path) -> None:
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
     disk = Disk()
-    with _new_folder(target, disk) as place:
+    with _folder_for(target, disk) as place:
         file = write_file(place / "rank-00000.safetensors", _items(found, told), disk)
         write_text(disk, place / FILE, written(replace(manifest, files=(file,))))
 
@@ -135,28 +136,18 @@ def _own(source: Source) -> Mapping[str, Any]:
 
 
 @contextmanager
-def _new_folder(target: Path, disk: Disk) -> Iterator[Path]:
-    """Where to write what is to stand at `target` when it is complete. CheckpointError for any failure."""
-    taken = target.exists() and not (target.is_dir() and not any(target.iterdir()))
-    if taken or standing(target) is not None:
-        raise CheckpointError(f"{target} is there: choose a path that is free.")
-    place = saving(target)
-    try:
-        if place.exists():
-            disk.remove(place)
-        disk.make_folder(place)
-        yield place
-        disk.sync_folder(place)
-        put_in_place(target, disk)
-    except BaseException as error:
-        with suppress(OSError):
-            disk.remove(place)
-        cause = _cause(error)
-        if isinstance(cause, CheckpointError) or not isinstance(cause, Exception):
-            raise cause from None
-        raise CheckpointError(
-            f"{target} was not written ({cause}): make room, or choose another folder."
-        ) from None
+def _folder_for(target: Path, disk: Disk) -> Iterator[Path]:
+    """As `new_folder`, where any failure is a CheckpointError, whatever torch has wrapped it in."""
+    with new_folder(target, disk) as place:
+        try:
+            yield place
+        except Exception as error:
+            cause = _cause(error)
+            if isinstance(cause, CheckpointError | OSError) or not isinstance(cause, Exception):
+                raise cause from None
+            raise CheckpointError(
+                f"{target} was not written ({cause}): make room, or choose another folder."
+            ) from None
 
 
 def _cause(error: BaseException) -> BaseException:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -50,6 +51,13 @@ class Item:
     dtype: torch.dtype
     read: Callable[[], Tensor]
     """Gives it, when its turn comes, on the CPU."""
+    called: str | None = None
+    """Its name in the file; None: that of a box."""
+
+    @property
+    def key(self) -> str:
+        """Its name in the file."""
+        return key_of(self.tensor, self.box) if self.called is None else self.called
 
     @property
     def bytes(self) -> int:
@@ -110,25 +118,44 @@ class Reader:
 
     def read(self, file: str, key: str, within: tuple[slice, ...]) -> Tensor:
         """A part of a box, on the CPU: new memory for that part alone. CheckpointError."""
+        with self._open(file) as opened:
+            found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)
+        return found
+
+    def known(self, file: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Shape and dtype of what is in a file, by key. CheckpointError."""
+        kinds = {word: dtype for dtype, word in DTYPES.items()}
+        found = {}
+        with self._open(file) as opened:
+            for key in opened.keys():  # noqa: SIM118 (no mapping)
+                one = opened.get_slice(key)
+                if one.get_dtype() not in kinds:
+                    raise CheckpointError(
+                        f"{self._folder / file} holds {key} as {one.get_dtype()}, which plait does not read: "
+                        "convert it."
+                    )
+                found[key] = tuple(one.get_shape()), kinds[one.get_dtype()]
+        return found
+
+    @contextmanager
+    def _open(self, file: str) -> Iterator[Any]:
         from safetensors import SafetensorError, safe_open
 
         try:
             if file not in self._opened:
                 self._opened[file] = safe_open(self._folder / file, framework="pt")
-            opened = self._opened[file]
-            found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)
+            yield self._opened[file]
         except (OSError, SafetensorError) as error:
             raise CheckpointError(
                 f"{self._folder / file} cannot be read ({error}): take another checkpoint."
             ) from None
-        return found
 
 
 def _header(items: Sequence[Item], about: Mapping[str, str]) -> bytes:
     told: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     place = 0
     for item in items:
-        told[key_of(item.tensor, item.box)] = {
+        told[item.key] = {
             "dtype": DTYPES[item.dtype],
             "shape": item.box.sizes,
             "data_offsets": [place, place + item.bytes],

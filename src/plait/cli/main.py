@@ -30,6 +30,7 @@ COMMANDS = (
     Command("train", "plait.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
     Command("verify", "plait.cli.verify", "compare a run with one rank: equal, or where not", failed=2),
     Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
+    Command("checkpoint", "plait.cli.checkpoint", "look into checkpoints, convert, export and import them"),
 )
 
 

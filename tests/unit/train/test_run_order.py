@@ -84,11 +84,11 @@ def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path)
 def balanced(config: Config) -> int:
     calls = []
 
-    def balance(model: Any, plan: plait.Plan, *given: Any) -> plait.Plan:
+    def counted(model: Any, plan: plait.Plan, *given: Any) -> plait.Plan:
         calls.append(given)
         return balance(model, plan, *given)
 
-    with patch.object(order, "balance", balance):
+    with patch.object(order, "balance", counted):
         assert train(config).matches
     return len(calls)
 

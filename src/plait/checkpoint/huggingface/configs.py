@@ -1,0 +1,158 @@
+"""`config.json` of transformers, from and to the sizes of plait's own models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from plait.checkpoint.huggingface.sizes import Sizes
+from plait.errors import CheckpointError
+
+FILE = "config.json"
+EPSILON = 1e-5
+"""Of the norms of both families."""
+NEEDED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
+    "gpt2": {
+        "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
+        "layer_norm_epsilon": (EPSILON, (EPSILON,)),
+        "scale_attn_weights": (True, (True,)),
+        "scale_attn_by_inverse_layer_idx": (False, (False,)),
+        "add_cross_attention": (False, (False,)),
+    },
+    "llama": {
+        "hidden_act": ("silu", ("silu", "swish")),
+        "rms_norm_eps": (1e-6, (EPSILON,)),
+        "attention_bias": (False, (False,)),
+        "mlp_bias": (False, (False,)),
+    },
+}
+"""What is fixed in plait's own models: what stands for it where a file does not say it, and what may."""
+
+
+def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
+    """The configuration that lets transformers build the same model."""
+    shared = {
+        "dtype": dtype,
+        "vocab_size": sizes.vocab,
+        "tie_word_embeddings": sizes.tied,
+        "bos_token_id": None,  # the tokenizer is not known here
+        "eos_token_id": None,
+    }
+    if sizes.family == "gpt2":
+        return shared | {
+            "architectures": ["GPT2LMHeadModel"],
+            "model_type": "gpt2",
+            "n_positions": sizes.context,
+            "n_embd": sizes.hidden,
+            "n_layer": sizes.layers,
+            "n_head": sizes.heads,
+            "n_inner": sizes.inner,
+            "activation_function": "gelu_new",
+            "layer_norm_epsilon": EPSILON,
+            "attn_pdrop": 0.0,
+            "embd_pdrop": 0.0,
+            "resid_pdrop": 0.0,
+        }
+    return shared | {
+        "architectures": ["LlamaForCausalLM"],
+        "model_type": "llama",
+        "hidden_size": sizes.hidden,
+        "intermediate_size": sizes.inner,
+        "num_hidden_layers": sizes.layers,
+        "num_attention_heads": sizes.heads,
+        "num_key_value_heads": sizes.kv_heads,
+        "head_dim": sizes.hidden // sizes.heads,
+        "hidden_act": "silu",
+        "max_position_embeddings": sizes.context,
+        "rms_norm_eps": EPSILON,
+        "rope_parameters": {"rope_type": "default", "rope_theta": sizes.rope_base},
+        "attention_bias": False,
+        "mlp_bias": False,
+    }
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The configuration in a folder. CheckpointError where there is none."""
+    try:
+        config = json.loads((folder / FILE).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise CheckpointError(
+            f"{folder} has no {FILE}: give a folder as save_pretrained of transformers leaves it."
+        ) from None
+    except (OSError, ValueError) as error:
+        raise CheckpointError(f"{folder / FILE} cannot be read ({error}): mend it.") from None
+    if not isinstance(config, dict):
+        raise CheckpointError(f"{folder / FILE} is not a configuration: give another folder.")
+    return config
+
+
+def sizes_in(config: Mapping[str, Any], where: Path) -> Sizes:
+    """The sizes of the model that `config`, read in the folder `where`, describes.
+
+    CheckpointError for one that is neither `gpt2` nor `llama` of plait's own, to the last constant.
+    """
+    kind = str(config.get("model_type"))
+    if kind not in NEEDED:
+        raise CheckpointError(
+            f"{where / FILE} is of a model of type {kind!r}, and plait itself has {' and '.join(NEEDED)}: "
+            "let `plait train --model.name FOLDER` read such a folder."
+        )
+    for key, (usual, allowed) in NEEDED[kind].items():
+        _require(config, where, key, config.get(key, usual), allowed)
+    return _gpt2(config, where) if kind == "gpt2" else _llama(config, where)
+
+
+def _gpt2(config: Mapping[str, Any], where: Path) -> Sizes:
+    hidden, heads = _size(config, where, "n_embd"), _size(config, where, "n_head")
+    _require(config, where, "n_inner", config.get("n_inner") or 4 * hidden, (4 * hidden,))
+    return Sizes(
+        family="gpt2",
+        layers=_size(config, where, "n_layer"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=heads,
+        inner=4 * hidden,
+        vocab=_size(config, where, "vocab_size"),
+        context=_size(config, where, "n_positions"),
+        tied=config.get("tie_word_embeddings", True),
+    )
+
+
+def _llama(config: Mapping[str, Any], where: Path) -> Sizes:
+    hidden, heads = _size(config, where, "hidden_size"), _size(config, where, "num_attention_heads")
+    _require(config, where, "head_dim", config.get("head_dim") or hidden // heads, (hidden // heads,))
+    known = {key: value for key, value in config.items() if value is not None}
+    rope = {"rope_theta": config.get("rope_theta", Sizes.rope_base)}  # where files had it once
+    for key in ("rope_scaling", "rope_parameters"):
+        rope |= config.get(key) or {}
+    _require(config, where, "rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
+    return Sizes(
+        family="llama",
+        layers=_size(config, where, "num_hidden_layers"),
+        hidden=hidden,
+        heads=heads,
+        kv_heads=_size({"num_key_value_heads": heads} | known, where, "num_key_value_heads"),
+        inner=_size(config, where, "intermediate_size"),
+        vocab=_size(config, where, "vocab_size"),
+        context=_size(config, where, "max_position_embeddings"),
+        tied=config.get("tie_word_embeddings", False),
+        rope_base=float(rope["rope_theta"]),
+    )
+
+
+def _size(config: Mapping[str, Any], where: Path, key: str) -> int:
+    size = config.get(key)
+    if not isinstance(size, int) or size < 1:
+        raise CheckpointError(f"{where / FILE} has {key} = {size!r}: give a whole number of at least 1.")
+    return size
+
+
+def _require(config: Mapping[str, Any], where: Path, key: str, found: Any, allowed: tuple[Any, ...]) -> None:
+    if found not in allowed:
+        kind = config["model_type"]
+        raise CheckpointError(
+            f"{where / FILE} has {key} = {found!r}, and plait's own {kind} has {allowed[0]!r}: let "
+            "`plait train --model.name FOLDER` read such a folder."
+        )

@@ -1,0 +1,137 @@
+"""A folder of Hugging Face as a checkpoint of plait's own `gpt2` or `llama`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict
+from functools import partial
+from importlib.metadata import version
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from plait.checkpoint.contents import parameter
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.huggingface.configs import read_config, sizes_in
+from plait.checkpoint.huggingface.exporting import INDEX, SINGLE
+from plait.checkpoint.huggingface.naming import HEAD, Pair, pairs_of
+from plait.checkpoint.huggingface.sizes import Sizes
+from plait.checkpoint.manifest import Global, Manifest
+from plait.checkpoint.tensor_file import Item, Reader
+from plait.checkpoint.wholes import whole_box, write_native
+from plait.errors import CheckpointError
+
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
+"""How names end of what older files hold beside parameters: masks and frequencies."""
+_MOST_TOLD = 20
+
+
+def import_folder(
+    source: Path,
+    target: Path,
+    *,
+    dtype: torch.dtype | None = None,
+    max_bytes: int | None = None,
+    disk: Disk | None = None,
+) -> Sizes:
+    """Write the weights in `source` as a checkpoint to the new folder `target`, and give the model's sizes.
+
+    `source` has `config.json` and safetensors, in one file or in several. The checkpoint has parameters only:
+    load it with None for the optimizer. Its `state` has the sizes, under "sizes". `dtype`: of parameters;
+    None: as in the folder. `max_bytes`: as for `convert`. Memory: one tensor. Raises CheckpointError for a
+    model that is not plait's own to the last constant, and for weights that are missing or do not fit.
+    """
+    sizes = sizes_in(read_config(source), source)
+    weights = Weights(source)
+    pairs = pairs_of(sizes)
+    weights.require_fit(pairs, tied=sizes.tied)
+    items = list(_items(weights, pairs, dtype))
+    tensors = {item.tensor: Global(item.box.sizes, str(item.dtype).removeprefix("torch.")) for item in items}
+    head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": version("plait")})
+    write_native(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
+    return sizes
+
+
+class Weights:
+    """The safetensors of a folder, in whichever files they are."""
+
+    def __init__(self, folder: Path) -> None:
+        """CheckpointError where there are none."""
+        self._folder = folder
+        self._reader = Reader(folder)
+        self._file: dict[str, str] = {}
+        self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
+        for file in _files(folder):
+            for key, known in self._reader.known(file).items():
+                self._file[key], self._known[key] = file, known
+
+    def require_fit(self, pairs: Iterable[Pair], *, tied: bool) -> None:
+        """CheckpointError unless the folder has just these, and, if `tied`, no other head."""
+        wanted = {self.key(pair.theirs): pair for pair in pairs}
+        flaws = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
+        for key, (shape, _) in self._known.items():
+            if key in wanted and shape != wanted[key].their_shape:
+                flaws.append(f"{key} is {list(shape)} and not {list(wanted[key].their_shape)}")
+            elif key not in wanted and not key.endswith(NO_WEIGHTS) and not (tied and key == HEAD):
+                flaws.append(f"{key} is unexpected")
+        if not flaws and tied and HEAD in self._known:
+            embedding = next(key for key, pair in wanted.items() if pair.ours == ("embedding.token.weight",))
+            if not torch.equal(self.read(HEAD), self.read(embedding)):
+                flaws.append(f"{HEAD} is not {embedding}, though tie_word_embeddings is on")
+        if flaws:
+            more = f"; and {len(flaws) - _MOST_TOLD} more" if len(flaws) > _MOST_TOLD else ""
+            raise CheckpointError(
+                f"the weights in {self._folder} do not fit its config.json "
+                f"({'; '.join(flaws[:_MOST_TOLD])}{more}): give a folder that is whole."
+            )
+
+    def key(self, theirs: str) -> str:
+        """A name as it is here: models without a head were saved without the first word."""
+        body = theirs.partition(".")[2]
+        return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
+
+    def dtype(self, key: str) -> torch.dtype:
+        """Of a tensor."""
+        return self._known[key][1]
+
+    def read(self, key: str, within: tuple[slice, ...] = ()) -> Tensor:
+        """A tensor, or a part of it, mapped into memory."""
+        return self._reader.read(self._file[key], key, within)
+
+
+def _files(folder: Path) -> list[str]:
+    """As transformers looks for them: other files may hold the same in other words."""
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    if (folder / INDEX).is_file():
+        try:
+            return sorted(
+                set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            )
+        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+            raise CheckpointError(f"{folder / INDEX} cannot be read ({error!r}): mend it.") from None
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    if not found:
+        raise CheckpointError(
+            f"{folder} has no safetensors: load the model with transformers and save it with save_pretrained."
+        )
+    return found
+
+
+def _items(weights: Weights, pairs: Iterable[Pair], dtype: torch.dtype | None) -> Iterator[Item]:
+    for pair in pairs:
+        key = weights.key(pair.theirs)
+        to = dtype or weights.dtype(key)
+        for number, name in enumerate(pair.ours):
+            read = partial(_ours, weights, key, pair, number, to)
+            yield Item(parameter(name), whole_box(pair.shape), to, read)
+
+
+def _ours(weights: Weights, key: str, pair: Pair, number: int, dtype: torch.dtype) -> Tensor:
+    """A tensor of ours, which is all of theirs, or a part of it along the last dim."""
+    *others, width = reversed(pair.shape) if pair.transposed else pair.shape
+    within = (*(slice(0, size) for size in others), slice(number * width, (number + 1) * width))
+    part = weights.read(key, within)
+    return (part.t() if pair.transposed else part).to(dtype)

@@ -1,0 +1,104 @@
+"""`plait checkpoint`: look into checkpoints, write them anew, carry them to and from other formats."""
+
+from __future__ import annotations
+
+import json
+from argparse import Namespace
+from collections.abc import Sequence
+from dataclasses import asdict
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from plait.cli.checkpoint_options import ABOUT, parsers, read
+from plait.cli.checkpoint_table import show
+from plait.cli.running import importing
+from plait.train.folder import OWN
+
+if TYPE_CHECKING:
+    import torch
+
+    from plait.checkpoint.manifest import Manifest
+
+
+def run(argv: Sequence[str]) -> int:
+    """Do what `argv` asks. Returns 0, or 1 for `inspect` of a checkpoint that is damaged.
+
+    Raises `PlaitError` where the user has something to mend.
+    """
+    actions = parsers()
+    if not argv or {"--help", "-h"} & set(argv):
+        print(actions[argv[0]].format_help() if argv and argv[0] in actions else ABOUT)
+        return 0 if argv else 2
+    options = read(argv)
+    if options.action == "inspect":
+        return _inspect(options)
+    if options.action == "convert":
+        with importing():
+            from plait.checkpoint.converting import convert
+
+        convert(options.path, options.target, max_bytes=options.file_size)
+    elif options.format == "dcp":
+        with importing():
+            dcp = import_module("plait.checkpoint.dcp")
+        (dcp.export_dcp if options.action == "export" else dcp.import_dcp)(options.path, options.target)
+    elif options.action == "export":
+        _export(options)
+    else:
+        _import(options)
+    print(_wrote(options.target))
+    return 0
+
+
+def _inspect(options: Namespace) -> int:
+    with importing():
+        from plait.checkpoint.inspecting import summary
+
+    found = summary(options.path, check=options.check)
+    if options.json:
+        print(json.dumps(asdict(found), indent=2))
+    else:
+        show(found)
+    return 1 if found.flaws else 0
+
+
+def _export(options: Namespace) -> None:
+    with importing():
+        from plait.checkpoint.huggingface.exporting import export_adapted, export_own
+        from plait.checkpoint.huggingface.sizes import sizes_of
+        from plait.checkpoint.wholes import Wholes
+        from plait.models.huggingface.folder import model_in
+
+    wholes = Wholes(options.path)
+    more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
+    folder = options.model or _trained_folder(wholes.manifest)
+    if folder is not None:
+        export_adapted(wholes, options.target, model_in(folder), folder, **more)
+        return
+    told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
+    export_own(wholes, options.target, sizes_of(wholes.manifest, **told), **more)
+
+
+def _import(options: Namespace) -> None:
+    with importing():
+        from plait.checkpoint.huggingface.importing import import_folder
+
+    import_folder(options.path, options.target, dtype=_dtype(options), max_bytes=options.file_size)
+
+
+def _trained_folder(manifest: Manifest) -> Path | None:
+    """The model of Hugging Face that `plait train` says it trained."""
+    name = manifest.state.get("config", {}).get("model", {}).get("name", OWN[0])
+    return None if name in OWN else Path(name).expanduser()
+
+
+def _dtype(options: Namespace) -> torch.dtype | None:
+    import torch
+
+    return None if options.dtype is None else getattr(torch, options.dtype)
+
+
+def _wrote(target: Path) -> str:
+    files = [path for path in target.rglob("*") if path.is_file()]
+    counted = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    return f"wrote {target}: {counted}, {sum(path.stat().st_size for path in files):,} bytes"

@@ -1,0 +1,151 @@
+"""`convert`: the same bits in other files, with little memory; and what becomes of what goes wrong."""
+
+from __future__ import annotations
+
+import errno
+from dataclasses import replace
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+import torch
+
+import plait
+from parity.memory import MEASURED, Watching, anonymous
+from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tensors_in
+from plait.checkpoint.converting import convert
+from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.folders import saving
+from plait.checkpoint.inspecting import summary
+from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
+from plait.checkpoint.tensor_file import Item, Reader, write_file
+from plait.checkpoint.wholes import whole_box
+from plait.errors import CheckpointError
+
+STATE = {"step": 3, "config": {"model": {"name": "gpt2", "heads": 6}}}
+
+
+@pytest.fixture
+def trained(tmp_path: Path) -> Path:
+    """A checkpoint of three ranks, with an optimizer."""
+    engine = engine_of(lively(MODELS["gpt2"]()))
+    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.1), lr=1e-2)
+    tokens = torch.randint(VOCAB, (2, CONTEXT + 1))
+    engine.forward_backward(tokens[:, :-1], tokens[:, 1:])
+    engine.step(optimizer, 1.0)
+    plait.save(engine, optimizer, tmp_path / "whole", STATE)
+    return cut(tmp_path / "whole", tmp_path / "cut")
+
+
+@pytest.mark.parametrize("most", [None, 9000, 1])
+def test_every_bit_is_kept(most: int | None, trained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "new" / "target"
+    convert(trained, target, max_bytes=most)
+    before, after = read(trained), read(target)
+    assert replace(after, files=()) == replace(before, files=())
+    assert after.optimizer is not None
+    assert after.state == STATE
+    ours, theirs = tensors_in(trained), tensors_in(target)
+    assert ours.keys() == theirs.keys()
+    for name, value in ours.items():
+        assert (value.dtype, value.shape) == (theirs[name].dtype, theirs[name].shape)
+        assert value.numpy().tobytes() == theirs[name].numpy().tobytes(), name
+    boxes = [box for file in after.files for box in file.boxes]
+    assert sorted(box.tensor for box in boxes) == sorted(after.tensors)
+    assert sum(len(file.boxes) for file in before.files) > 2 * len(boxes)
+    assert not summary(target, check=True).flaws
+    if most is None:
+        assert [file.name for file in after.files] == ["tensors.safetensors"]
+    else:
+        assert all(file.bytes <= most or len(file.boxes) == 1 for file in after.files)
+    assert len(after.files) == {None: 1, 9000: len(after.files), 1: len(boxes)}[most]
+    assert sorted(entry.name for entry in target.parent.iterdir()) == ["target"]
+
+
+def test_a_run_goes_on_from_what_was_converted(trained: Path, tmp_path: Path) -> None:
+    convert(trained, tmp_path / "target")
+    engine = engine_of(lively(MODELS["gpt2"]()))
+    optimizer = torch.optim.AdamW(engine.parameter_groups(weight_decay=0.5), lr=1.0)
+    assert plait.load(engine, optimizer, tmp_path / "target") == STATE
+    assert optimizer.param_groups[0]["lr"] == 1e-2
+    plait.save(engine, optimizer, tmp_path / "again", STATE)
+    ours, theirs = tensors_in(trained), tensors_in(tmp_path / "again")
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+
+
+@pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
+def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors, elements = 24, 1 << 20
+    source = tmp_path / "source"
+    source.mkdir()
+    names = [f"model.{number}" for number in range(tensors)]
+    box, zeros = whole_box((elements,)), torch.arange(elements, dtype=torch.float32)
+    file = write_file(
+        source / "x.safetensors", [Item(name, box, zeros.dtype, lambda: zeros) for name in names], Disk()
+    )
+    manifest = Manifest({name: Global((elements,), "float32") for name in names}, (file,))
+    write_text(Disk(), source / FILE, written(manifest))
+    largest, plain = [0], Reader.read
+
+    def counted(*arguments: object) -> torch.Tensor:
+        found = plain(*arguments)  # type: ignore[arg-type]
+        largest[0] = max(largest[0], found.nbytes)
+        return found
+
+    monkeypatch.setattr(Reader, "read", counted)
+    disk = Watching()
+    convert(source, tmp_path / "warm", max_bytes=5_000_000)  # what a first time leaves is not counted
+    before = anonymous()
+    convert(source, tmp_path / "target", disk=disk)
+    assert largest == [zeros.nbytes]
+    assert disk.peak - before < 5 * zeros.nbytes < tensors * zeros.nbytes / 4
+
+
+def test_what_is_damaged_or_missing_is_refused(trained: Path, tmp_path: Path) -> None:
+    target = tmp_path / "target"
+    with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
+        convert(tmp_path / "nowhere", target)
+    with pytest.raises(CheckpointError, match="cut is there already: choose a path that is free"):
+        convert(trained, trained)
+    with pytest.raises(CheckpointError, match="at most 0 bytes hold nothing: give a larger size"):
+        convert(trained, target, max_bytes=0)
+    file = trained / "rank-00001.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-5] ^= 1
+    file.write_bytes(whole)
+    with pytest.raises(CheckpointError, match=r"is damaged: rank-00001.safetensors has a damaged optim\."):
+        convert(trained, target)
+    file.unlink()
+    with pytest.raises(CheckpointError, match=r"rank-00001.safetensors is missing"):
+        convert(trained, target)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "whole"]
+
+
+def test_a_checkpoint_that_waits_under_another_name_is_not_written_over(
+    trained: Path, tmp_path: Path
+) -> None:
+    target = tmp_path / "target"
+    trained.rename(saving(target))
+    with pytest.raises(CheckpointError, match="target is there already"):
+        convert(tmp_path / "whole", target)
+    assert read(saving(target)).state == STATE
+
+
+class Full(Disk):
+    """A disk that is full after some writes."""
+
+    def __init__(self, room: int) -> None:
+        self.room = room
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        self.room -= 1
+        if self.room < 0:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        super().write(file, data)
+
+
+@pytest.mark.parametrize("room", [0, 1, 20])
+def test_a_full_disk_leaves_nothing(room: int, trained: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match=r"target was not written \(No space left on device\)"):
+        convert(trained, tmp_path / "target", max_bytes=9000, disk=Full(room))
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "whole"]

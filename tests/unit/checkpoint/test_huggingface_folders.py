@@ -1,0 +1,290 @@
+"""Folders of Hugging Face: models go there and come back, and compute the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("transformers")
+
+import torch
+import transformers
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import plait
+from parity import huggingface_cases as cases
+from parity.memory import MEASURED, Watching, anonymous
+from parity.one_rank import (
+    CONTEXT,
+    HEADS,
+    MODELS,
+    SIZES,
+    VOCAB,
+    change,
+    cut,
+    lively,
+    loaded,
+    saved,
+    tensors_in,
+)
+from plait.checkpoint.huggingface.exporting import INDEX, export_adapted, export_own
+from plait.checkpoint.huggingface.importing import import_folder
+from plait.checkpoint.huggingface.sizes import Sizes, sizes_of
+from plait.checkpoint.wholes import Wholes
+from plait.errors import CheckpointError
+from plait.models.huggingface.folder import model_in
+from plait.models.rotary import rotary_angles
+
+TOKENS = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
+SMALL_FILES = 20_000
+"""Bytes: less than half of any of the models, more than any of their tensors."""
+
+
+def sizes(name: str, path: Path) -> Sizes:
+    told: dict[str, Any] = {"heads": HEADS[name]}
+    if name.startswith("llama"):
+        told |= {"context": CONTEXT, "rope_base": 500.0 if name == "llama" else None}
+    return sizes_of(Wholes(path).manifest, **told)
+
+
+def opened(folder: Path) -> Any:
+    """The model as transformers loads it, without a name too many or too few."""
+    model, told = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, local_files_only=True, output_loading_info=True
+    )
+    assert not any(told.values()), told
+    return model.eval()
+
+
+class Angles(nn.Module):
+    """Of rotary embedding, in double precision."""
+
+    def __init__(self, config: Any) -> None:
+        super().__init__()
+        self.base = config.rope_parameters["rope_theta"]
+        self.size = config.hidden_size // config.num_attention_heads
+
+    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, ...]:
+        angles = rotary_angles(x.shape[1], self.size, self.base, x)
+        return tuple(torch.cat((one, one), dim=-1)[None] for one in angles)
+
+
+def in_double(model: Any) -> Any:
+    """What transformers computes in single precision whatever the model's is: norms and angles of Llama."""
+    if model.config.model_type == "llama":
+        model.model.rotary_emb = Angles(model.config)
+        for block in model.model.layers:
+            for name in ("input_layernorm", "post_attention_layernorm"):
+                setattr(block, name, _norm(getattr(block, name)))
+        model.model.norm = _norm(model.model.norm)
+    return model
+
+
+def _norm(theirs: Any) -> nn.RMSNorm:
+    norm = nn.RMSNorm(len(theirs.weight), eps=theirs.variance_epsilon)
+    norm.weight = theirs.weight
+    return norm
+
+
+def assert_same_logits(ours: nn.Module, theirs: Any) -> None:
+    assert next(theirs.parameters()).dtype == torch.float64
+    expected = ours(TOKENS)
+    torch.testing.assert_close(theirs(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(in_double(theirs)(TOKENS).logits, expected, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("most", [None, SMALL_FILES])
+@pytest.mark.parametrize("name", MODELS)
+def test_transformers_computes_what_was_exported(name: str, most: int | None, tmp_path: Path) -> None:
+    model = lively(MODELS[name]())
+    path = saved(model, tmp_path / "whole")
+    if most:
+        path = cut(path, tmp_path / "cut")
+    target = tmp_path / "exported"
+    export_own(Wholes(path), target, sizes(name, path), max_bytes=most)
+    files = sorted(file.name for file in target.iterdir())
+    if most is None:
+        assert files == ["config.json", "model.safetensors"]
+    else:
+        weights = sorted(target.glob("*.safetensors"))
+        assert files == ["config.json", *(file.name for file in weights), INDEX]
+        assert len(weights) > 2
+        assert weights[0].name == f"model-00001-of-{len(weights):05d}.safetensors"
+        assert max(file.stat().st_size for file in weights) <= most
+        index = json.loads((target / INDEX).read_text())
+        assert index["metadata"]["total_size"] == sum(one.nbytes for one in model.parameters())
+        assert set(index["weight_map"].values()) == {file.name for file in weights}
+    assert_same_logits(model, opened(target))
+
+
+THEIRS = {
+    "gpt2": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_layer=2, n_embd=24, n_head=6)
+    ),
+    "gpt2-untied": lambda: transformers.GPT2LMHeadModel(
+        transformers.GPT2Config(
+            vocab_size=VOCAB, n_positions=CONTEXT, n_layer=2, n_embd=24, n_head=3, tie_word_embeddings=False
+        )
+    ),
+    "llama": lambda: llama(6, num_key_value_heads=2, rope_parameters={"rope_theta": 500.0}),
+    "llama-tied": lambda: llama(4, tie_word_embeddings=True),
+}
+
+
+def llama(heads: int, **more: Any) -> nn.Module:
+    fixed = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
+    more = {"rms_norm_eps": 1e-5, "max_position_embeddings": CONTEXT, "num_attention_heads": heads} | more
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fixed, **more))
+
+
+@pytest.mark.parametrize("shard", ["1GB", "20KB"])
+@pytest.mark.parametrize("name", MODELS)
+def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path) -> None:
+    """And exported again it is what it was, bit by bit."""
+    theirs = lively(THEIRS[name]())
+    theirs.save_pretrained(tmp_path / "theirs", max_shard_size=shard)
+    assert (tmp_path / "theirs" / INDEX).exists() == (shard == "20KB")
+    most = None if shard == "1GB" else SMALL_FILES
+    found = import_folder(tmp_path / "theirs", tmp_path / "ours", max_bytes=most)
+    assert found == sizes_of(Wholes(tmp_path / "ours").manifest)
+    assert found.layers == SIZES["layers"]
+    assert_same_logits(loaded(MODELS[name], tmp_path / "ours"), theirs)
+    export_own(Wholes(tmp_path / "ours"), tmp_path / "again", found)
+    again, before = (opened(tmp_path / folder).state_dict() for folder in ("again", "theirs"))
+    assert again.keys() == before.keys()
+    assert all(torch.equal(value, before[key]) for key, value in again.items())
+
+
+@pytest.mark.parametrize("name", ["gpt2", "llama-tied-biased", "qwen2", "gpt-neox"])
+def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_path: Path) -> None:
+    theirs = lively(cases.MODELS[name](), torch.float32)
+    theirs.save_pretrained(tmp_path / "theirs")
+    (tmp_path / "theirs" / "tokenizer.json").write_text("{}")
+    adapted = model_in(tmp_path / "theirs")
+    names: Any = adapted.huggingface_names
+    values = {name: theirs.state_dict()[other] for name, other in names.items()}
+    path = saved(adapted, tmp_path / "ours", values=values)
+    export_adapted(Wholes(path), tmp_path / "again", adapted, tmp_path / "theirs")
+    assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
+    again = opened(tmp_path / "again")
+    tokens = TOKENS[:, :6] % 20
+    assert torch.equal(again(tokens).logits, opened(tmp_path / "theirs")(tokens).logits)
+
+
+def test_another_dtype(tmp_path: Path) -> None:
+    model = lively(MODELS["llama"]())
+    path = saved(model, tmp_path / "ours")
+    export_own(Wholes(path), tmp_path / "half", sizes("llama", path), dtype=torch.bfloat16)
+    weights = load_file(tmp_path / "half" / "model.safetensors")
+    assert torch.equal(weights["lm_head.weight"], model.head.output.weight.bfloat16())
+    assert {value.dtype for value in weights.values()} == {torch.bfloat16}
+    assert opened(tmp_path / "half").dtype == torch.bfloat16
+    import_folder(tmp_path / "half", tmp_path / "back", dtype=torch.float32)
+    head = tensors_in(tmp_path / "back")["model.head.output.weight"]
+    assert torch.equal(head, model.head.output.weight.bfloat16().float())
+
+
+def test_names_of_before_there_was_a_head_and_masks_beside_the_weights(tmp_path: Path) -> None:
+    """As the published GPT-2 has them."""
+    theirs = lively(THEIRS["gpt2"]())
+    theirs.save_pretrained(tmp_path / "theirs")
+    from safetensors.torch import save_file
+
+    weights = {key.removeprefix("transformer."): value for key, value in theirs.state_dict().items()}
+    weights |= {"h.0.attn.bias": torch.ones(1, 1, 4, 4), "lm_head.weight": weights["wte.weight"].clone()}
+    save_file(weights, tmp_path / "theirs" / "model.safetensors")
+    import_folder(tmp_path / "theirs", tmp_path / "ours")
+    assert_same_logits(loaded(MODELS["gpt2"], tmp_path / "ours"), theirs)
+
+
+@pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
+def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
+    model = plait.models.gpt2(layers=6, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)
+    path = saved(lively(model, torch.float32), tmp_path / "ours")
+    largest = 4 * 512 * 512 * 4  # bytes; all together have 18 times as many
+    wholes = Wholes(path)
+    found = sizes_of(wholes.manifest, heads=8)
+    for number in range(2):  # what a first time leaves is not counted
+        disk, before = Watching(), anonymous()
+        export_own(wholes, tmp_path / f"theirs-{number}", found, disk=disk)
+        import_folder(tmp_path / f"theirs-{number}", tmp_path / f"again-{number}", disk=disk)
+    assert disk.peak - before < 4 * largest < sum(one.bytes for one in wholes.items()) / 4
+
+
+@pytest.mark.parametrize(
+    ("given", "told"),
+    [
+        ({}, "say what heads of the model is: give heads"),
+        ({"heads": 5}, "cannot have 5 heads: give heads as the model was built with"),
+        ({"heads": 6}, "say what context of the model is: give context"),
+    ],
+)
+def test_sizes_that_are_not_known(given: dict[str, Any], told: str, tmp_path: Path) -> None:
+    path = saved(lively(MODELS["llama"]()), tmp_path / "ours")
+    with pytest.raises(CheckpointError, match=told):
+        sizes_of(Wholes(path).manifest, **given)
+
+
+def test_sizes_that_a_run_left(tmp_path: Path) -> None:
+    config = {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}}
+    path = saved(lively(MODELS["llama"]()), tmp_path / "ours", {"config": config})
+    found = sizes_of(Wholes(path).manifest)
+    assert found == Sizes("llama", 2, 24, 6, 2, 20, VOCAB, CONTEXT, tied=False)
+    with pytest.raises(CheckpointError, match="says that heads is 6 and not 4: leave it out"):
+        sizes_of(Wholes(path).manifest, heads=4)
+
+
+def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
+    path = saved(lively(MODELS["gpt2"]()), tmp_path / "ours")
+    wrong = Sizes("gpt2", 1, 24, 6, 6, 96, VOCAB, CONTEXT, tied=False)
+    with pytest.raises(CheckpointError, match=r"blocks.1.attention.key.bias is \[24\] and not missing"):
+        export_own(Wholes(path), tmp_path / "target", wrong)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "told"),
+    [
+        ({"model_type": "mistral"}, "is of a model of type 'mistral', and plait itself has gpt2 and llama"),
+        ({"rms_norm_eps": 1e-6}, "has rms_norm_eps = 1e-06, and plait's own llama has 1e-05: let"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0}}, "has rope_type = 'yarn'"),
+        ({"attention_bias": True}, "has attention_bias = True"),
+        ({"vocab_size": "many"}, "has vocab_size = 'many': give a whole number of at least 1"),
+        ({"hidden_size": 48, "head_dim": 8}, r"norm.weight is \[24\] and not \[48\]"),
+        ({"num_hidden_layers": 3}, "model.layers.2.input_layernorm.weight is missing"),
+        ({"num_hidden_layers": 1}, "model.layers.1.input_layernorm.weight is unexpected"),
+        ({"tie_word_embeddings": True}, "lm_head.weight is not model.embed_tokens.weight, though"),
+    ],
+)
+def test_folders_that_are_refused(changes: dict[str, Any], told: str, tmp_path: Path) -> None:
+    lively(THEIRS["llama"]()).save_pretrained(tmp_path / "theirs")
+    change(tmp_path / "theirs" / "config.json", **changes)
+    with pytest.raises(CheckpointError, match=told) as refusal:
+        import_folder(tmp_path / "theirs", tmp_path / "ours")
+    assert "\n" not in str(refusal.value)
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["theirs"]
+
+
+def test_damaged_folders_are_refused(tmp_path: Path) -> None:
+    theirs = tmp_path / "theirs"
+    with pytest.raises(CheckpointError, match=r"has no config.json: give a folder"):
+        import_folder(theirs, tmp_path / "ours")
+    lively(THEIRS["llama"]()).save_pretrained(theirs, max_shard_size="20KB")
+    shard = next(theirs.glob("model-00002*"))
+    whole = shard.read_bytes()
+    for damaged in (whole[:-8], whole[:100], b""):
+        shard.write_bytes(damaged)
+        with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
+            import_folder(theirs, tmp_path / "ours")
+    shard.unlink()
+    with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
+        import_folder(theirs, tmp_path / "ours")
+    for path in theirs.glob("model*"):
+        path.unlink()
+    with pytest.raises(CheckpointError, match="has no safetensors: load the model with transformers"):
+        import_folder(theirs, tmp_path / "ours")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["theirs"]

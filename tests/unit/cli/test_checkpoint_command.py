@@ -1,0 +1,177 @@
+"""`plait checkpoint`: what it prints and writes, and what it refuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import torch
+
+from parity.one_rank import CONTEXT, MODELS, cut, lively, saved, tensors_in
+from plait.checkpoint.manifest import read
+from plait.cli.main import main
+
+STATE = {
+    "step": 12,
+    "config": {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}},
+}
+
+
+@pytest.fixture
+def path(tmp_path: Path) -> Path:
+    """A checkpoint of a run of `plait train`, of three ranks, in the folder of its checkpoints."""
+    saved(lively(MODELS["llama"]()), tmp_path / "whole", STATE)
+    (tmp_path / "run").mkdir()
+    return cut(tmp_path / "whole", tmp_path / "run" / "step-00000012")
+
+
+def test_inspect(path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "150")
+    assert main(["checkpoint", "inspect", str(path.parent)]) == 0
+    out = capsys.readouterr().out
+    for told in (
+        "complete by the sizes of its files; --check reads them",
+        "step = 12, config = {model}",
+        "plan        precision = fp64",
+        "optimizer   none",
+        "files       3, ",
+        "plait 0.1.0, torch ",
+    ):
+        assert told in out
+    lines = [line.split() for line in out.splitlines()]
+    assert ["tensor", "shape", "dtype", "boxes", "bytes"] in lines
+    assert ["model.blocks.1.attention.key.weight", "8", "×", "24", "float64", "7", "1,536"] in lines
+    assert main(["checkpoint", "inspect", str(path), "--check"]) == 0
+    assert "is          complete\n" in "\n".join(map(str.rstrip, capsys.readouterr().out.splitlines()))
+
+
+def test_inspect_as_json(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "inspect", str(path), "--check", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert told["state"] == STATE
+    assert (told["checked"], told["flaws"], told["optimizer"]) == (True, [], None)
+    assert [file["name"] for file in told["files"]] == [f"rank-{rank:05d}.safetensors" for rank in range(3)]
+    assert told["bytes"] == sum(file.stat().st_size for file in path.glob("rank*"))
+    by_name = {tensor["name"]: tensor for tensor in told["tensors"]}
+    assert by_name["model.head.norm.weight"] == {
+        "name": "model.head.norm.weight",
+        "shape": [24],
+        "dtype": "float64",
+        "boxes": 3,
+        "bytes": 192,
+    }
+
+
+def test_inspect_says_what_is_damaged(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = path / "rank-00002.safetensors"
+    whole = bytearray(file.read_bytes())
+    whole[-1] ^= 4
+    file.write_bytes(whole)
+    assert main(["checkpoint", "inspect", str(path)]) == 0  # its size is right
+    assert main(["checkpoint", "inspect", str(path), "--check"]) == 1
+    assert "damaged: rank-00002.safetensors has a damaged model." in capsys.readouterr().out
+    file.write_bytes(whole[:-1])
+    assert main(["checkpoint", "inspect", str(path)]) == 1
+    assert f"damaged: {file.name} has {len(whole) - 1:,} bytes and not" in capsys.readouterr().out
+    file.unlink()
+    assert main(["checkpoint", "inspect", str(path), "--json"]) == 1
+    assert json.loads(capsys.readouterr().out)["flaws"] == [f"{file.name} is missing"]
+
+
+def test_convert(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = tmp_path / "one"
+    assert main(["checkpoint", "convert", str(path.parent), str(target)]) == 0
+    size = sum(file.stat().st_size for file in target.iterdir())
+    assert capsys.readouterr().out == f"wrote {target}: 2 files, {size:,} bytes\n"
+    assert main(["checkpoint", "convert", str(path), str(tmp_path / "many"), "--file-size", "12KB"]) == 0
+    assert max(file.bytes for file in read(tmp_path / "many").files) <= 12_000
+    ours = tensors_in(path)
+    assert all(torch.equal(value, ours[name]) for name, value in tensors_in(tmp_path / "many").items())
+
+
+def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    there, back = str(tmp_path / "there"), str(tmp_path / "back")
+    form = ["--format", "huggingface"]
+    assert main(["checkpoint", "export", str(path), there, *form, "--rope-base", "500"]) == 0
+    config = json.loads((tmp_path / "there" / "config.json").read_text())
+    assert (config["num_attention_heads"], config["rope_parameters"]["rope_theta"]) == (6, 500.0)
+    assert main(["checkpoint", "import", there, back, *form]) == 0
+    ours, theirs = tensors_in(path), tensors_in(tmp_path / "back")
+    assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
+    assert main(["checkpoint", "import", there, f"{back}-16", *form, "--dtype", "bfloat16"]) == 0
+    assert {one.dtype for one in read(tmp_path / "back-16").tensors.values()} == {"bfloat16"}
+
+
+def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    from parity import huggingface_cases as cases
+    from plait.models.huggingface.folder import model_in
+
+    folder = tmp_path / "theirs"
+    cases.qwen2().save_pretrained(folder)
+    state = {"config": {"model": {"name": str(folder)}}}
+    path, form = saved(lively(model_in(folder)), tmp_path / "ours", state), ["--format", "huggingface"]
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "back"), *form]) == 0
+    assert json.loads((tmp_path / "back" / "config.json").read_text())["model_type"] == "qwen2"
+    path = saved(lively(model_in(folder)), tmp_path / "untold")
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "no"), *form]) == 2
+    assert "give the folder of that model" in capsys.readouterr().err
+    assert main(["checkpoint", "export", str(path), str(tmp_path / "b"), *form, "--model", str(folder)]) == 0
+
+
+def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    called = []
+    dcp = ModuleType("plait.checkpoint.dcp")
+    for name in ("export_dcp", "import_dcp"):
+        setattr(dcp, name, lambda *paths, name=name: (paths[1].mkdir(), called.append((name, *paths))))
+    monkeypatch.setitem(sys.modules, dcp.__name__, dcp)
+    for action in ("export", "import"):
+        arguments = [str(tmp_path / "a"), str(tmp_path / action), "--format", "dcp"]
+        assert main(["checkpoint", action, *arguments]) == 0
+    assert called == [(f"{action}_dcp", tmp_path / "a", tmp_path / action) for action in ("export", "import")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ("look x", '"look" is no action: give inspect, convert, export, import; see'),
+        ("inspect", "the following arguments are required: PATH; see `plait checkpoint inspect --help`."),
+        ("inspect nowhere", "nowhere is no folder: give the folder of a checkpoint, or one with step-"),
+        ("convert a", "the following arguments are required: TARGET; see"),
+        ("convert a b --file-size 5XB", "'5XB' is no size: give bytes, or such as 500MB or 5GB; see"),
+        ("convert a b --file-size 0", "'0' is no size"),
+        ("export a b", "the following arguments are required: --format; see"),
+        ("export a b --format onnx", "invalid choice: 'onnx'"),
+        ("export a b --format dcp --rope-base 5", "--rope-base goes with --format huggingface: leave it"),
+        ("export a b --format huggingface --heads 0", "'0' is no count: give a whole number of at least 1"),
+        ("import nowhere b --format huggingface", "nowhere has no config.json: give a folder as"),
+        ("export nowhere b --format huggingface", "nowhere is no folder"),
+    ],
+)
+def test_refusals_are_one_sentence(
+    arguments: str,
+    message: str,
+    capsys: pytest.CaptureFixture[str],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(["checkpoint", *arguments.split()]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.startswith("plait: ")
+    assert message in err
+    assert err.count("\n") == 1
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["checkpoint", "--help"]) == 0
+    assert capsys.readouterr().out.startswith("usage: plait checkpoint ACTION [options]\n")
+    assert main(["checkpoint", "export", "--help"]) == 0
+    assert "--rope-base X" in capsys.readouterr().out
+    assert main(["checkpoint"]) == 2
