@@ -141,7 +141,7 @@ def _folder_for(target: Path, disk: Disk) -> Iterator[Path]:
     with new_folder(target, disk) as place:
         try:
             yield place
-        except Exception as error:
+        except BaseException as error:  # torch's is no Exception
             cause = _cause(error)
             if isinstance(cause, CheckpointError | OSError) or not isinstance(cause, Exception):
                 raise cause from None

@@ -13,6 +13,7 @@ import plait
 from plait.comm.pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
+from plait.footprint.timing import balance
 from plait.simulation.costs import Costs
 from plait.train import order
 from plait.train.config import Config
@@ -76,8 +77,8 @@ def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Pa
 
 
 def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path) -> None:
-    for balance, times in (("counted", 0), ("measured", 2)):
-        calls = rank_pool.run(balanced, make(tmp_path, balance=balance), ranks=2)
+    for by, times in (("counted", 0), ("measured", 2)):
+        calls = rank_pool.run(balanced, make(tmp_path, balance=by), ranks=2)
         assert sum(calls) == times
 
 
