@@ -25,7 +25,8 @@ def fits(row):
 DEGREES = every_row({name: FACTORS[name] for name in ("pp", "dp", "tied")}, fits)
 """Each of them stands in some row, besides every pair."""
 COVERING = covering_rows(FACTORS, fits, DEGREES)
-REST = [row for row in every_row(FACTORS, fits) if row not in COVERING]
+PLANS = every_row({name: FACTORS[name] for name in ("microbatches", "schedule", "pp", "dp")}, fits)
+REST = [row for row in covering_rows(FACTORS, fits, PLANS) if row not in COVERING]
 
 
 def identify(row):
@@ -45,5 +46,5 @@ def test_every_pair_of_factors(rank_pool, row):
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_other_combination(rank_pool, row):
+def test_every_plan(rank_pool, row):
     check(rank_pool, row)

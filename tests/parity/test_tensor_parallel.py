@@ -44,7 +44,9 @@ def fits(row):
 DEGREES = every_row({name: FACTORS[name] for name in ("pp", "dp", "tp", "overlap")}, fits)
 """Each of them stands in some row, besides every pair."""
 COVERING = covering_rows(FACTORS, fits, DEGREES)
-REST = [row for row in every_row(FACTORS, fits) if row not in COVERING]
+PLANS = every_row({name: FACTORS[name] for name in ("schedule", "tp", "pp", "dp", "overlap")}, fits)
+REST = [row for row in covering_rows(FACTORS, fits, PLANS) if row not in COVERING]
+"""Every plan, but for the number of micro-batches; with what model is chosen pair by pair."""
 
 
 def identify(row):
@@ -65,7 +67,7 @@ def test_every_pair_of_factors(rank_pool, row):
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_other_combination(rank_pool, row):
+def test_every_plan(rank_pool, row):
     check(rank_pool, row)
 
 
