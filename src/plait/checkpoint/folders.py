@@ -45,6 +45,10 @@ def put_in_place(path: Path, disk: Disk) -> None:
         disk.rename(path, replaced(path))
     disk.rename(saving(path), path)
     disk.sync_folder(path.parent)
+
+
+def remove_replaced(path: Path, disk: Disk) -> None:
+    """Remove what stood at `path` before. OSError."""
     if replaced(path).exists():
         disk.remove(replaced(path))
 

@@ -209,6 +209,8 @@ def _tensors(plain: Mapping[str, Any]) -> dict[str, Global]:
 
 
 def _file(plain: Mapping[str, Any]) -> File:
+    if Path(plain["name"]).name != plain["name"]:
+        raise CheckpointError(f"a manifest names the file {plain['name']!r}, outside of its folder.")
     boxes = (
         Stored(tensor, tuple(offsets), tuple(sizes), start, told)
         for tensor, offsets, sizes, start, told in plain["boxes"]

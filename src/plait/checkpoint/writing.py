@@ -18,7 +18,7 @@ from pathlib import Path
 from threading import Thread
 
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import put_in_place, saving
+from plait.checkpoint.folders import put_in_place, remove_replaced, saving
 from plait.checkpoint.manifest import FILE, Manifest, Share, merged, share_of_text, written
 from plait.checkpoint.tensor_file import Item, write_file
 from plait.comm.mesh import Mesh
@@ -69,28 +69,45 @@ class Saving:
         """Return when the checkpoint is complete. All ranks call it, once.
 
         Raises `CheckpointError` on every rank where any could not write; then there is no such checkpoint.
+        Also where older ones could not be removed.
         Communication: an all-reduce of 8 bytes over `world`, and where something failed what did.
         """
         if self._thread is not None:
             self._thread.join()
         told = tell_all(self._flaw, self._mesh.group("world"), self._mesh.device)
-        flaws = dict.fromkeys(flaw for flaw in told if flaw)
+        flaws = [flaw for flaw in told if flaw]
         if flaws:
-            raise CheckpointError(
-                f"the checkpoint {self._work.path} was not written ({'; '.join(flaws)}): "
-                "make room, or choose another folder; older checkpoints are as they were."
-            )
+            raise CheckpointError(flaws[0])
 
     def _run(self) -> None:
+        work = self._work
         try:
-            write_share(self._work)
-            if self._work.rank == 0:
-                commit(self._work)
+            write_share(work)
+            if work.rank == 0:
+                commit(work)
             else:
-                _await_end(self._work)
+                _await_end(work)
         except Exception as error:  # whatever it is, the others wait to hear of it
-            self._flaw = _told(error, self._work.rank)
-            _give_up(self._work, self._flaw)
+            told = _told(error, work.rank)
+            _give_up(work, told)
+            self._flaw = (
+                f"the checkpoint {work.path} was not written ({told}): make room, or choose another "
+                "folder; older checkpoints are as they were."
+            )
+            return
+        if work.rank == 0:
+            self._tidy_up()
+
+    def _tidy_up(self) -> None:
+        """What is no longer needed goes; the checkpoint is there, whatever happens to these."""
+        try:
+            remove_replaced(self._work.path, self._work.disk)
+            self._work.after()
+        except OSError as error:
+            self._flaw = (
+                f"the checkpoint {self._work.path} is complete, but older ones cannot be removed "
+                f"({_told(error, self._work.rank)}): remove them by hand, or choose another folder."
+            )
 
 
 def write_share(work: Work) -> None:
@@ -123,7 +140,6 @@ def commit(work: Work) -> None:
     write_text(work.disk, folder / FILE, written(manifest))
     work.disk.sync_folder(folder)
     put_in_place(work.path, work.disk)
-    work.after()
 
 
 def _await_end(work: Work) -> None:

@@ -123,7 +123,7 @@ class RunCheckpoints:
         flaw = "" if self._series is None else self._series.flaw
         if flaw and flaw != self._told:
             self._told = flaw
-            self._follower.note(f"WARNING: no checkpoint is being written ({flaw}).")
+            self._follower.note(f"WARNING: {flaw}")
 
     def _refuse_other_data(self, state: Mapping[str, Any], path: Path) -> None:
         """ConfigError where steps would see other data than those before them."""

@@ -77,8 +77,9 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
     found = {}
     for name, full in names.items():
         body = full.partition(".")[2]  # how models were saved before they had a head
-        key = full if full in held else body
-        if key in held:
+        older = full.replace("lm_head.", "embed_out.")  # how GPT-NeoX calls it in files
+        key = next((key for key in (full, body, older) if key in held), None)
+        if key is not None:
             found[name] = held[key]
     return found
 
