@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -68,8 +69,16 @@ class Run:
             self.optimizer.zero_grad()
 
 
+Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
+"""An optimizer of parameter groups."""
+
+
+def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, fused=True)
+
+
 @contextmanager
-def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0) -> Iterator[Run]:
+def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0, make: Make = adamw) -> Iterator[Run]:
     """A model and an optimizer on this rank."""
     mesh = plait.Mesh(plan, timeout=20.0)
     model = plait.models.gpt2(layers=2, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
@@ -77,7 +86,7 @@ def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0) -> Iterator[Run]:
         model.insert(1, plait.Dropout(dropout))
     engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy, seed=seed)
     groups = engine.parameter_groups(weight_decay=0.1)
-    yield Run(engine, torch.optim.AdamW(groups, lr=1e-2, eps=1e-6, fused=True))
+    yield Run(engine, make(groups))
 
 
 def link(name: str, source: str | None, target: str, steps: tuple[int, int]) -> list[float]:

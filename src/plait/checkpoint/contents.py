@@ -85,7 +85,7 @@ def contents(engine: Woven, optimizer: torch.optim.Optimizer | None) -> Iterator
                 yield _held(optimizer_state(name, key), whole, tensor.detach(), stages, mesh)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
-        yield _held(parameter(name), layout, buffer.detach(), (mesh.index("pp"),), mesh)
+        yield _held(parameter(name), layout, buffer.detach().contiguous(), (mesh.index("pp"),), mesh)
 
 
 def mine(held: Iterable[Held], rank: int) -> Iterator[Held]:

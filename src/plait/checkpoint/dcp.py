@@ -34,7 +34,7 @@ from plait.checkpoint.folders import resolve
 from plait.checkpoint.loading import require_whole
 from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
 from plait.checkpoint.new_folder import new_folder
-from plait.checkpoint.tensor_file import DTYPES, Item, write_file
+from plait.checkpoint.tensor_file import DTYPES, Item, portions, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box
 from plait.layout.boxes import tile
@@ -51,7 +51,7 @@ def export_dcp(source: Path, target: Path) -> None:
     """
     folder = resolve(source)
     manifest = read(folder)
-    require_whole(folder, manifest.files)
+    require_whole(folder, portions(manifest.files))
     _require_all(folder, manifest)
     with _folder_for(target, Disk()) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here

@@ -41,8 +41,8 @@ class Disk:
         path.rename(to) if path.is_dir() else path.replace(to)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it."""
-        shutil.rmtree(path) if path.is_dir() else path.unlink()
+        """Remove a file, or a folder with all that is in it; of a link the link alone."""
+        shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write_text(disk: Disk, path: Path, text: str) -> None:

@@ -8,6 +8,7 @@ step-00000200/            a checkpoint: complete, or it would not be called so
 from __future__ import annotations
 
 import re
+from contextlib import suppress
 from itertools import count
 from pathlib import Path
 
@@ -102,21 +103,27 @@ def set_aside(folder: Path, behind: int, disk: Disk) -> None:
             disk.rename(path, next(name for name in free if not name.exists()))
 
 
-def tidy(folder: Path, disk: Disk) -> None:
-    """Put complete checkpoints in their places, and remove what nobody finished. OSError.
+def bring_back(path: Path, disk: Disk) -> None:
+    """Let the checkpoint that stands for `path` have that name, where it was interrupted before. OSError."""
+    stands = None if path.exists() else standing(path)
+    if stands is not None:
+        disk.rename(stands, path)
 
-    Not while one is being written.
+
+def tidy(folder: Path, disk: Disk) -> None:
+    """Put complete checkpoints in their places, and remove what nobody finished, as far as that can be done.
+
+    Not while one is being written. OSError where a checkpoint cannot get its name back.
     """
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         found = _LEFT.fullmatch(entry.name)
         if found is None:
             continue
-        path = folder / found[1]
-        stands = standing(path) if found[2] != "removed" else None
-        if stands is not None and stands != path:
-            disk.rename(stands, path)
+        if found[2] != "removed":
+            bring_back(folder / found[1], disk)
         if entry.exists():
-            disk.remove(entry)
+            with suppress(OSError):  # it is in nobody's way
+                disk.remove(entry)
 
 
 def prune(folder: Path, *, keep_last: int, keep_every: int, disk: Disk) -> None:

@@ -12,7 +12,7 @@ import torch
 
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import FILE, File, Manifest, Stored, read
-from plait.checkpoint.tensor_file import damage
+from plait.checkpoint.tensor_file import damage, portions
 
 
 @dataclass(frozen=True)
@@ -91,8 +91,11 @@ def summary(path: Path, *, check: bool = False) -> Summary:
 
 
 def _damaged(folder: Path, manifest: Manifest, *, check: bool) -> list[str]:
-    found = ((file, damage(folder, file) if check else _wrong_size(folder, file)) for file in manifest.files)
-    return [f"{file.name} {flaw}" for file, flaw in found if flaw is not None]
+    if check:
+        looked_at = ((one.file, damage(folder, one)) for one in portions(manifest.files))
+    else:
+        looked_at = ((file, _wrong_size(folder, file)) for file in manifest.files)
+    return list(dict.fromkeys(f"{file.name} {flaw}" for file, flaw in looked_at if flaw is not None))
 
 
 def _wrong_size(folder: Path, file: File) -> str | None:

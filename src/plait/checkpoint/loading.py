@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 from plait.checkpoint.contents import Woven, optimizer_state, parameter
 from plait.checkpoint.folders import older, resolve
-from plait.checkpoint.manifest import File, Global, Manifest, read
+from plait.checkpoint.manifest import Global, Manifest, read
 from plait.checkpoint.optimizer import is_number, place_of_number, require_same_class, restore_options
 from plait.checkpoint.reading import Boxes
-from plait.checkpoint.tensor_file import damage
+from plait.checkpoint.tensor_file import Portion, damage, portions
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell, tell_all
 from plait.errors import CheckpointError
@@ -44,29 +44,43 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     try:
         manifest = read(folder)
         require_fit(manifest, engine, optimizer)
-        require_whole(folder, manifest.files[mesh.rank :: mesh.world])
     except CheckpointError as error:
         flaw = str(error)
     _raise_together(flaw, mesh)
     assert manifest is not None
+    _look_through(folder, manifest, mesh)
     try:
         _read(engine, optimizer, manifest, folder)
     except CheckpointError as error:
         flaw = f"{error} Part of the model was already read: it is of no use."
     _raise_together(flaw, mesh)
     if manifest.run:  # not in what others wrote
-        engine.run_state = manifest.run
+        wished = {name: getattr(engine.plan, name) for name in ("schedule", "memory_limit")}
+        same = all(manifest.plan.get(name, value) == value for name, value in wished.items())
+        engine.run_state = {key: value for key, value in manifest.run.items() if same or key != "order"}
     return dict(manifest.state)
 
 
-def require_whole(folder: Path, files: Iterable[File]) -> None:
-    """CheckpointError where one of the files is not, bit by bit, what was written; names an older one."""
-    for file in files:
-        found = damage(folder, file)
+def require_whole(folder: Path, some: Iterable[Portion]) -> None:
+    """CheckpointError where one of the portions is not, bit by bit, what was written; names an older one."""
+    for one in some:
+        found = damage(folder, one)
         if found is not None:
             before = older(folder)
             way_out = f"load {before}, the one before it" if before else "take another checkpoint"
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {file.name} {found}: {way_out}.")
+            raise CheckpointError(f"the checkpoint {folder} is damaged: {one.file.name} {found}: {way_out}.")
+
+
+def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
+    """Every rank a portion, then all again: none waits longer for the others than one portion takes."""
+    everything = portions(manifest.files)
+    for first in range(0, len(everything), mesh.world):
+        flaw = ""
+        try:
+            require_whole(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
+        except CheckpointError as error:
+            flaw = str(error)
+        _raise_together(flaw, mesh)
 
 
 def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimizer | None) -> None:
@@ -74,7 +88,8 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
     wanted = {parameter(name): layout.shape for name, layout in engine.layouts.items()}
     wanted |= {parameter(name): shape for name, shape in engine.buffer_shapes.items()}
     there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
-    again = set(map(parameter, engine.aliases))  # as torch writes what is tied
+    # What is tied torch writes under all names; plait does not, so here it was not tied.
+    again = set() if manifest.run else set(map(parameter, engine.aliases))
     kinds = {
         "missing": [name for name in wanted if name not in there],
         "unexpected": [name for name in there if name not in wanted and name not in again],
@@ -104,7 +119,7 @@ def _agreed_path(path: Path, mesh: Mesh) -> str:
     if mesh.rank == 0:
         try:
             found = f"+{resolve(path)}"
-        except CheckpointError as error:
+        except (CheckpointError, OSError) as error:
             found = f"-{error}"
     found = tell(found, mesh.group("world"), mesh.device)
     if found.startswith("-"):
@@ -134,36 +149,48 @@ def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Mani
             kept: dict[str, Any] = dict(saved["plain"].get(name, {}))
             for key in states.get(name, ()):
                 told = optimizer_state(name, key)
-                empty, of = _empty_state(key, piece, layout, manifest.tensors[told], group_of[id(piece)])
+                known, group = manifest.tensors[told], group_of[id(piece)]
+                follows = known.dtype == manifest.tensors[parameter(name)].dtype
+                empty, of = _empty_state(key, piece, layout, known, group, follows=follows)
                 boxes.fill(empty, told, of, where)
                 kept[key] = empty
             if kept:
                 optimizer.state[piece] = kept
     for name, buffer in engine.named_buffers():
-        boxes.fill(buffer.detach(), parameter(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
+        whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # as it may be a view
+        boxes.fill(whole, parameter(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
+        buffer.copy_(whole)
     if optimizer is not None:
         names = {id(piece): name for name, piece in engine.named_parameters()}
         restore_options(optimizer, names, saved)
 
 
 def _empty_state(
-    key: str, piece: nn.Parameter, layout: Layout, saved: Global, group: Mapping[str, Any]
+    key: str,
+    piece: nn.Parameter,
+    layout: Layout,
+    known: Global,
+    group: Mapping[str, Any],
+    *,
+    follows: bool,
 ) -> tuple[Tensor, Layout]:
-    """Memory for what an optimizer keeps of a parameter under `key`, and how that is cut."""
-    dtype: torch.dtype = getattr(torch, saved.dtype)
-    whole = Layout(saved.shape, dict(zip(layout.axes, layout.degrees, strict=True)))
-    if is_number(key, saved.shape, layout.shape):
+    """Memory for what an optimizer keeps of a parameter under `key`, and how that is cut.
+
+    `follows`: it had the dtype of the parameter, and has that of the piece now.
+    """
+    shape, dtype = known.shape, getattr(torch, known.dtype)
+    whole = Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)))
+    if is_number(key, shape, layout.shape):
         return torch.empty((), dtype=dtype, device=place_of_number(key, group, piece)), whole
-    if dtype.is_floating_point and piece.is_floating_point():
-        dtype = piece.dtype  # as torch's optimizers keep it, whatever it was when it was saved
-    if saved.shape == layout.shape:
+    dtype = piece.dtype if follows else dtype
+    if shape == layout.shape:
         return torch.empty_like(piece, dtype=dtype, requires_grad=False), layout
     if tuple(piece.shape) != layout.shape:
         raise CheckpointError(
-            f"the optimizer kept {key} of a parameter as {list(saved.shape)}, which cannot be cut as the "
+            f"the optimizer kept {key} of a parameter as {list(shape)}, which cannot be cut as the "
             "parameter is here: load it where parameters are whole (strategy none, tp 1)."
         )
-    return torch.empty(saved.shape, dtype=dtype, device=piece.device), whole
+    return torch.empty(shape, dtype=dtype, device=piece.device), whole
 
 
 def _keys_of_states(tensors: Mapping[str, Global]) -> dict[str, list[str]]:

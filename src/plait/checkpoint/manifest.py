@@ -177,12 +177,23 @@ def merged(head: Manifest, shares: Sequence[Share]) -> Manifest:
     for share in shares:
         tensors |= share.tensors
     told = [share.optimizer for share in shares if share.optimizer is not None]
-    optimizer = dict(told[0]) if told else None
-    for other in told[1:]:
-        assert optimizer is not None
-        optimizer |= {part: optimizer[part] | other[part] for part in ("group_of", "plain")}
+    optimizer = _merged_optimizers(told) if told else None
     files = tuple(share.file for share in shares if share.file is not None)
     return replace(head, tensors=tensors, files=files, optimizer=optimizer)
+
+
+def _merged_optimizers(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What all ranks say; groups, which each rank has counted by itself, are those of the same options."""
+    groups: list[Any] = []
+    group_of: dict[str, int] = {}
+    plain: dict[str, Any] = {}
+    for one in told:
+        for group in one["groups"]:
+            if group not in groups:
+                groups.append(group)
+        group_of |= {name: groups.index(one["groups"][number]) for name, number in one["group_of"].items()}
+        plain |= one["plain"]
+    return {"class": told[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
 
 
 _OTHERS = ("optimizer", "run", "state", "plan", "versions", "aliases")

@@ -101,8 +101,7 @@ def restore_options(
                 f"group {number} of the optimizer has {' and '.join(before.values())}, which were in "
                 "different groups when the checkpoint was written: group parameters as then."
             )
-        same = next(iter(before), number)
-        if same < len(saved["groups"]):
+        for same in before:
             options = {k: v for k, v in saved["groups"][same].items() if k not in OWN_OPTIONS}
             group.update({key: _like(value, group.get(key)) for key, value in options.items()})
 

@@ -14,10 +14,11 @@ import torch
 
 from plait.checkpoint.contents import Held, Woven, contents, mine
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import saving
+from plait.checkpoint.folders import bring_back, saving
 from plait.checkpoint.manifest import FILE, Global, Manifest, Share
 from plait.checkpoint.optimizer import described
-from plait.checkpoint.staging import Lying, Staging, boxes_of, in_place
+from plait.checkpoint.staging import Staging, boxes_of, in_place
+from plait.checkpoint.tensor_file import Item
 from plait.checkpoint.writing import Saving, Work
 from plait.comm.news import tell_all
 from plait.errors import CheckpointError
@@ -55,25 +56,28 @@ def start(
     staging: Staging | None,
     *,
     disk: Disk | None = None,
+    first: Callable[[], None] = lambda: None,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
 ) -> Saving:
     """Begin to write; with `staging` in the background. See `save`.
 
-    Rank 0 calls `before` first of all, and `after` when there is a checkpoint; both may raise OSError.
+    Rank 0 calls `first` before anything is written, `before` when the checkpoint is complete and about to get
+    its name, and `after` when it has it; all may raise OSError.
     """
     mesh, disk = engine.mesh, disk or Disk()
-    flaw, boxes = "", list[Lying]()
+    flaw, items = "", list[Item]()
     try:
         held = list(contents(engine, optimizer))
         share = _share(engine, optimizer, held)
         boxes = boxes_of(mine(held, mesh.rank), mesh.coordinate)
         head = _head(engine, state)
         if mesh.rank == 0:
-            before()
+            first()
             _prepare(path, disk)
-    except (OSError, CheckpointError) as error:
-        flaw = f"rank {mesh.rank}: {error}"
+        items = in_place(boxes) if staging is None else staging.copied(boxes)
+    except Exception as error:  # whatever it is, the others wait to hear of it
+        flaw = f"rank {mesh.rank}: {error if isinstance(error, OSError | CheckpointError) else repr(error)}"
     flaws = [told for told in tell_all(flaw, mesh.group("world"), mesh.device) if told]
     if flaws:
         raise CheckpointError(f"the checkpoint {path} was not written ({flaws[0]}): nothing was changed.")
@@ -81,11 +85,12 @@ def start(
         path=path,
         rank=mesh.rank,
         ranks=mesh.world,
-        items=in_place(boxes) if staging is None else staging.copied(boxes),
+        items=items,
         share=share,
         head=head,
         disk=disk,
         timeout=mesh.timeout,
+        before=before,
         after=after,
     )
     return Saving(work, mesh, background=staging is not None)
@@ -95,6 +100,7 @@ def _prepare(path: Path, disk: Disk) -> None:
     """Make the folder to write in. CheckpointError where `path` is something else than a checkpoint."""
     if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
+    bring_back(path, disk)
     if saving(path).exists():
         disk.remove(saving(path))
     disk.make_folder(saving(path))
@@ -109,8 +115,9 @@ def _share(engine: Woven, optimizer: torch.optim.Optimizer | None, held: list[He
 
 
 def _head(engine: Woven, state: Mapping[str, Any]) -> Manifest:
+    _require_text_keys(state)
     try:
-        json.dumps(state)
+        state = json.loads(json.dumps(state))  # as it is now: it may change before it is written
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the state to be saved is not what JSON can hold ({error})") from None
     return Manifest(
@@ -122,3 +129,16 @@ def _head(engine: Woven, state: Mapping[str, Any]) -> Manifest:
         plan=asdict(engine.plan),
         versions={"plait": version("plait"), "torch": torch.__version__, "python": platform.python_version()},
     )
+
+
+def _require_text_keys(state: object) -> None:
+    """CheckpointError for keys that JSON would give back as text, as those of a MultiStepLR's milestones."""
+    if isinstance(state, Mapping):
+        for key in state:
+            if not isinstance(key, str):
+                raise CheckpointError(
+                    f"the state to be saved has a key {key!r}, which JSON would turn into text: make it text"
+                )
+    inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
+    for value in inner:
+        _require_text_keys(value)

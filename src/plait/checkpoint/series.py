@@ -28,13 +28,14 @@ class Checkpoints:
         *,
         keep_last: int = 0,
         keep_every: int = 0,
-        behind: int = 0,
+        behind: int | None = None,
         disk: Disk | None = None,
     ) -> None:
         """Keep the newest `keep_last` (0: all), and those whose number of steps `keep_every` divides.
 
-        The run has `behind` steps behind it: before it writes its first, rank 0 gives checkpoints of more
-        steps other names, for they are not of this run, and removes what was left half done.
+        Before the first is written rank 0 removes what was left half done. `behind`: how many steps the run
+        had behind it when it began; checkpoints of more steps are then not of this run, and get other names
+        when its first is complete. None: they are.
         """
         self._folder = folder
         self._behind = behind
@@ -74,7 +75,8 @@ class Checkpoints:
             state,
             self._staging,
             disk=self._disk,
-            before=self._make_room,
+            first=self._tidy,
+            before=self._set_aside,
             after=self._prune,
         )
 
@@ -84,11 +86,15 @@ class Checkpoints:
         if under_way is not None:
             under_way.wait()
 
-    def _make_room(self) -> None:
+    def _tidy(self) -> None:
         if not self._begun:
             tidy(self._folder, self._disk)
-            set_aside(self._folder, self._behind, self._disk)
         self._begun = True
+
+    def _set_aside(self) -> None:
+        if self._behind is not None:
+            set_aside(self._folder, self._behind, self._disk)
+        self._behind = None
 
     def _prune(self) -> None:
         prune(self._folder, **self._keep, disk=self._disk)

@@ -84,5 +84,6 @@ def _room(one: Lying) -> int:
 
 def _when(copy: Tensor, arrived: torch.Event | None) -> Tensor:
     if arrived is not None:
-        arrived.synchronize()
+        with torch.cuda.device(arrived.device):  # a thread begins on the first one
+            arrived.synchronize()
     return copy

@@ -40,6 +40,8 @@ DTYPES: Mapping[torch.dtype, str] = {
 """What the format has a word for."""
 CHUNK = 1 << 22
 """Bytes that are written, or looked at, at once."""
+BETWEEN_SYNCS = 1 << 28
+"""Bytes: whoever waits sees a file grow as fast as the disk is, and little is left to be waited for."""
 
 
 @dataclass(frozen=True)
@@ -73,7 +75,7 @@ def write_file(path: Path, items: Sequence[Item], disk: Disk, about: Mapping[str
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so each begins at a multiple of its size
     header = _header(ordered, about or {})
     boxes: list[Stored] = []
-    place = len(header)
+    place, waiting = len(header), 0
     with disk.create(path) as file:
         disk.write(file, memoryview(header))
         for item in ordered:
@@ -81,14 +83,43 @@ def write_file(path: Path, items: Sequence[Item], disk: Disk, about: Mapping[str
             for chunk in _chunks(item.read()):
                 told = zlib.crc32(chunk, told)
                 disk.write(file, chunk)
+                waiting += len(chunk)
+                if waiting >= BETWEEN_SYNCS:
+                    disk.sync(file)
+                    waiting = 0
             boxes.append(Stored(item.tensor, item.box.offsets, item.box.sizes, place, f"{told:08x}"))
             place += item.bytes
         disk.sync(file)
     return File(path.name, place, checksum(header), tuple(boxes))
 
 
-def damage(folder: Path, file: File) -> str | None:
-    """What is wrong with a file, as the end of a sentence about it; None: nothing. It is read once."""
+@dataclass(frozen=True)
+class Portion:
+    """Some of the boxes of a file, to be looked through."""
+
+    file: File
+    boxes: range
+
+
+def portions(files: Sequence[File], most: int = BETWEEN_SYNCS) -> list[Portion]:
+    """All files, in portions of at most `most` bytes, or of one box."""
+    found = []
+    for file in files:
+        stops, first = list(_stops(file)), 0
+        for number in range(len(stops)):
+            if number > first and stops[number] - file.boxes[first].start > most:
+                found.append(Portion(file, range(first, number)))
+                first = number
+        found.append(Portion(file, range(first, len(stops))))
+    return found
+
+
+def damage(folder: Path, portion: Portion) -> str | None:
+    """What is wrong with a file, as the end of a sentence about it; None: nothing.
+
+    Its size and header, and the boxes of the portion, each of which is read once.
+    """
+    file = portion.file
     path = folder / file.name
     try:
         with path.open("rb", buffering=0) as opened:
@@ -98,7 +129,9 @@ def damage(folder: Path, file: File) -> str | None:
             first = min((box.start for box in file.boxes), default=file.bytes)
             if _checksum(opened, first) != file.header:
                 return "has a damaged header"
-            for box, stop in zip(file.boxes, _stops(file), strict=True):
+            stops = list(_stops(file))
+            for number in portion.boxes:
+                box, stop = file.boxes[number], stops[number]
                 opened.seek(box.start)
                 if _checksum(opened, stop - box.start) != box.checksum:
                     return f"has a damaged {box.key}"

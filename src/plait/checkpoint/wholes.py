@@ -18,7 +18,7 @@ from plait.checkpoint.loading import require_whole
 from plait.checkpoint.manifest import FILE, File, Manifest, read, written
 from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.reading import Boxes
-from plait.checkpoint.tensor_file import Item, write_file
+from plait.checkpoint.tensor_file import Item, portions, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box, Layout
 
@@ -33,7 +33,7 @@ class Wholes:
         """`path`: as for `load`. Reads every byte once. CheckpointError where it is damaged, or not there."""
         self.folder = resolve(path)
         self.manifest = read(self.folder)
-        require_whole(self.folder, self.manifest.files)
+        require_whole(self.folder, portions(self.manifest.files))
         self._boxes = Boxes(self.folder, self.manifest)
 
     def dtype(self, name: str) -> torch.dtype:

@@ -26,6 +26,7 @@ from plait.comm.news import tell_all
 from plait.errors import CheckpointError
 
 _BETWEEN_LOOKS = 0.02  # seconds
+_IN_VAIN = "has written nothing"
 
 
 @dataclass(frozen=True)
@@ -43,8 +44,10 @@ class Work:
     disk: Disk
     timeout: float
     """Seconds in which something has to happen in the folder."""
+    before: Callable[[], None] = lambda: None
+    """Done by rank 0 when the new checkpoint is complete, right before it gets its name."""
     after: Callable[[], None] = lambda: None
-    """Done by rank 0 when there is a new checkpoint."""
+    """Done by rank 0 when it has it."""
 
 
 class Saving:
@@ -75,7 +78,8 @@ class Saving:
         if self._thread is not None:
             self._thread.join()
         told = tell_all(self._flaw, self._mesh.group("world"), self._mesh.device)
-        flaws = [flaw for flaw in told if flaw]
+        # Whoever waited in vain knows less than the one that failed.
+        flaws = sorted((flaw for flaw in told if flaw), key=lambda flaw: _IN_VAIN in flaw)
         if flaws:
             raise CheckpointError(flaws[0])
 
@@ -129,9 +133,7 @@ def commit(work: Work) -> None:
 
     if not _patient(folder, lambda: all(path.exists() for path in shares) or bool(failed()), work.timeout):
         missing = [str(rank) for rank, path in enumerate(shares) if not path.exists()]
-        raise CheckpointError(
-            f"rank {', '.join(missing)} has written nothing for {work.timeout:g} s and is not done"
-        )
+        raise CheckpointError(f"rank {', '.join(missing)} {_IN_VAIN} for {work.timeout:g} s and is not done")
     if failed():
         raise CheckpointError(failed())
     manifest = merged(work.head, [share_of_text(path.read_text()) for path in shares])
@@ -139,6 +141,7 @@ def commit(work: Work) -> None:
         work.disk.remove(path)
     write_text(work.disk, folder / FILE, written(manifest))
     work.disk.sync_folder(folder)
+    work.before()
     put_in_place(work.path, work.disk)
 
 
@@ -146,7 +149,7 @@ def _await_end(work: Work) -> None:
     """Return when rank 0 has made a checkpoint of the folder, or given up."""
     folder = saving(work.path)
     if not _patient(folder, lambda: not folder.exists(), work.timeout):
-        raise CheckpointError(f"rank 0 has written nothing for {work.timeout:g} s and is not done")
+        raise CheckpointError(f"rank 0 {_IN_VAIN} for {work.timeout:g} s and is not done")
 
 
 def _patient(folder: Path, done: Callable[[], bool], timeout: float) -> bool:
@@ -177,6 +180,7 @@ def _give_up(work: Work, flaw: str) -> None:
         if work.rank == 0:
             work.disk.remove(folder)
         elif folder.is_dir():
+            (folder / f"{_name(work.rank)}.safetensors").unlink(missing_ok=True)  # room for a word
             write_text(work.disk, folder / f"{_name(work.rank)}.failed", flaw)
     except OSError:
         return

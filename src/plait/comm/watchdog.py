@@ -7,8 +7,21 @@ import os
 import signal
 import sys
 import threading
+from collections.abc import Callable
 
 _PROBE = signal.SIGURG  # ignored by default and used by nobody: its Python handler shows that handlers run
+
+
+class Wish:
+    """A signal handler that only takes down what is wished: it may run as late as the main thread likes."""
+
+    def __init__(self, hear: Callable[[int], None]) -> None:
+        """`hear` is told the signal's number."""
+        self._hear = hear
+
+    def __call__(self, number: int, frame: object) -> None:
+        """As Python calls a handler."""
+        self._hear(number)
 
 
 class Watchdog:
@@ -17,7 +30,7 @@ class Watchdog:
     Python runs signal handlers between two instructions of the main thread; a main thread that is blocked
     inside a receive runs none. A second thread therefore learns of the signal through the wake-up descriptor
     and asks the main thread for a sign of life; without one it writes one line to stderr and exits with
-    128 + signal.
+    128 + signal. Where the handler is a `Wish`, that is so for the second signal.
     It does nothing when entered outside the main thread, where Python allows no signal handlers.
     """
 
@@ -27,6 +40,7 @@ class Watchdog:
         self.grace = grace
         self._alive = threading.Event()
         self._leaving = False
+        self._wished = False
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
@@ -61,6 +75,9 @@ class Watchdog:
     def _probe(self, number: int) -> None:
         self._alive.clear()
         if self._leaving:
+            return
+        if isinstance(signal.getsignal(number), Wish) and not self._wished:
+            self._wished = True
             return
         _thread.interrupt_main(_PROBE)
         if self._alive.wait(self.grace):

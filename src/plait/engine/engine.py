@@ -314,18 +314,19 @@ class Engine:
         """What the next steps depend on besides parameters and optimizer, as JSON holds it.
 
         The number of passes, the loss scale, the order of actions. Set it, on all ranks, to go on as another
-        run would; an order of other stages or micro-batches is left aside.
+        run would; an order of other stages or micro-batches is left aside, and there may be none.
         """
-        scale = {"value": self._runner.scale.value, "good_steps": self._runner.scale.good_steps}
-        return {"passes": self.passes, "loss_scale": scale, "order": as_plain(self.schedule)}
+        scale = self._runner.scale
+        adapted = {"value": scale.value, "good_steps": scale.good_steps} if scale.dynamic else None
+        return {"passes": self.passes, "loss_scale": adapted, "order": as_plain(self.schedule)}
 
     @run_state.setter
     def run_state(self, told: Mapping[str, Any]) -> None:
         self.passes = told["passes"]
-        if self.adapts_loss_scale:
+        if self.adapts_loss_scale and told["loss_scale"] is not None:
             self._runner.scale.value = told["loss_scale"]["value"]
             self._runner.scale.good_steps = told["loss_scale"]["good_steps"]
-        order = from_plain(told["order"], self.schedule)
+        order = from_plain(told["order"], self.schedule) if "order" in told else None
         if order is not None:
             self.follow(order)
 

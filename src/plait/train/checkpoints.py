@@ -29,6 +29,8 @@ SAME = (
     "data.validation",
 )
 """Fields that say which tokens a step sees: with others a run would not go on where it stopped."""
+SETTINGS = ("weight_decay", "betas", "eps")
+"""Options of the optimizer that a configuration may change at any time, as it may the learning rate."""
 
 
 class RunCheckpoints:
@@ -41,8 +43,8 @@ class RunCheckpoints:
         self._follower = follower
         self._folder = config.run.dir / FOLDER
         self._series: Checkpoints | None = None
-        self._behind = 0
-        """Steps of this run that may have checkpoints in the folder."""
+        self.behind = 0
+        """Steps of this run whose checkpoints, and metrics, may be in `run.dir`."""
         self._told = ""
         self.failed = False
         """Whether the last checkpoint could not be written."""
@@ -89,17 +91,34 @@ class RunCheckpoints:
             self._try(self._series.finish)
 
     def _load(self, path: Path) -> int:
-        state = load(self._trainer.engine, self._trainer.optimizer, path)
+        optimizer = self._trainer.optimizer
+        wished = [{name: group[name] for name in SETTINGS} for group in optimizer.param_groups]
+        state = load(self._trainer.engine, optimizer, path)
+        for group, options in zip(optimizer.param_groups, wished, strict=True):
+            group.update(options)
+        step = state.get("step")
+        if not isinstance(step, int):
+            raise CheckpointError(
+                f"the checkpoint {path} does not say after how many steps it was written: give one of plait "
+                "train, or of save with a state of {'step': …}."
+            )
         self._refuse_other_data(state, path)
-        if self._folder.absolute() in (path.absolute(), path.absolute().parent):
-            self._behind = int(state["step"])
-        self._follower.note(f"Resumed from {path}, after step {state['step']}.")
-        return int(state["step"])
+        if self._folder.resolve() in (path.resolve(), path.resolve().parent):
+            self.behind = step
+        self._follower.note(f"Resumed from {path}, after step {step}.")
+        return step
 
     def _own(self) -> list[Path]:
         """The complete checkpoints of this run, newest first: those that rank 0 sees."""
-        paths = [str(path) for _, path in series(self._folder)] if self._mesh.rank == 0 else []
-        told: list[str] = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
+        paths: list[str] | None = []
+        if self._mesh.rank == 0:
+            try:
+                paths = [str(path) for _, path in series(self._folder)]
+            except OSError:  # the others wait
+                paths = None
+        told = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
+        if told is None:
+            raise CheckpointError(f"{self._folder} cannot be read: mend its permissions, or the disk.")
         return [Path(path) for path in told]
 
     def _open(self) -> Checkpoints:
@@ -107,7 +126,7 @@ class RunCheckpoints:
         if self._series is None:
             run = self._config.run
             self._series = Checkpoints(
-                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self._behind
+                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self.behind
             )
         return self._series
 

@@ -69,7 +69,8 @@ def train(config: Config, stop_on: Collection[int] = ()) -> Report:
         _begin(config, trainer, mesh, data, memory, follower)
         checkpoints = RunCheckpoints(config, trainer, mesh, follower)
         done = checkpoints.resume()
-        metrics.begin(done)
+        write_order(trainer.engine, config.run.dir, mesh)
+        metrics.begin(checkpoints.behind)
         stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, follower)
         with follower:
             follower.begin(done)
@@ -103,8 +104,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> Report:
 def _begin(
     config: Config, trainer: Trainer, mesh: Mesh, data: Data, memory: Memory | None, follower: Follower
 ) -> None:
-    """What is told, and kept, before the first step."""
-    write_order(trainer.engine, config.run.dir, mesh)
+    """What is told before the first step."""
     for line in introduce(config, mesh, data, trainer.parameters):
         follower.note(line)
     if memory is not None:
@@ -121,7 +121,10 @@ def _end(
         follower.note(outcome(memory, peak, mesh.device))
     follower.note(f"Metrics are in {report.metrics}.")
     if report.stopped:
-        follower.note(f"Stopped after step {report.steps}: go on with --run.resume auto.")
+        way_on = (
+            ": go on with --run.resume auto" if report.saved and config.run.save_every is not None else ""
+        )
+        follower.note(f"Stopped after step {report.steps}{way_on}.")
 
 
 def _metrics(config: Config, mesh: Mesh) -> Metrics:

@@ -120,9 +120,9 @@ class _Lines:
         self._file: TextIO | None = None
 
     def begin(self, steps: int) -> None:
-        kept = [line for line in _lines_of(self._path, steps) if json.loads(line)["step"] <= steps]
-        self._file = self._path.open("w", encoding="utf-8")
-        self._file.writelines(kept)
+        kept = [line for line in _lines_of(self._path, steps) if _step_of(line) <= steps]
+        _replace(self._path, kept)
+        self._file = self._path.open("a", encoding="utf-8")
 
     def write(self, row: Row) -> None:
         assert self._file is not None
@@ -140,11 +140,11 @@ class _Table:
         self._file: TextIO | None = None
 
     def begin(self, steps: int) -> None:
-        kept = [line for line in _lines_of(self._path, steps)[1:] if int(line.partition(",")[0]) <= steps]
-        self._file = self._path.open("w", encoding="utf-8", newline="")
+        lines = (line for line in _lines_of(self._path, steps) if line.partition(",")[0].isdigit())
+        kept = [line for line in lines if int(line.partition(",")[0]) <= steps]
+        _replace(self._path, [",".join(COLUMNS) + "\n", *kept])
+        self._file = self._path.open("a", encoding="utf-8", newline="")
         self._writer = csv.DictWriter(self._file, COLUMNS, restval="", lineterminator="\n")
-        self._writer.writeheader()
-        self._file.writelines(kept)
 
     def write(self, row: Row) -> None:
         assert self._file is not None
@@ -160,8 +160,24 @@ def _lines_of(path: Path, steps: int) -> list[str]:
     """The lines of an earlier run's file, but for one that was cut off; none where nothing is resumed."""
     if not steps or not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
     return [line for line in lines if line.endswith("\n")]
+
+
+def _step_of(line: str) -> float:
+    """Which step a line of JSON is of; a damaged one is of none."""
+    try:
+        return float(json.loads(line)["step"])
+    except (ValueError, KeyError, TypeError):
+        return math.inf
+
+
+def _replace(path: Path, lines: list[str]) -> None:
+    """Write a file anew, which is there as before until all of it is written."""
+    unfinished = path.with_name(f"{path.name}.part")
+    with unfinished.open("w", encoding="utf-8", newline="") as file:
+        file.writelines(lines)
+    unfinished.replace(path)
 
 
 class _TensorBoard:

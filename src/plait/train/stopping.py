@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Collection
-from types import FrameType, TracebackType
+from types import TracebackType
 from typing import Any, Self
 
 import torch
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
+from plait.comm.watchdog import Wish
 
 
 class Stop:
@@ -26,7 +27,7 @@ class Stop:
 
     def __enter__(self) -> Self:
         for number in self._signals:
-            self._before[number] = signal.signal(number, self._hear)
+            self._before[number] = signal.signal(number, Wish(self._hear))
         # Local ranks block theirs until somebody can hear it.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
@@ -48,6 +49,7 @@ class Stop:
             everyone = all_reduce(heard, self._mesh.group("world"), "max", checked=False)
             self.number = int(everyone.about("a wish to stop").wait())
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _hear(self, number: int) -> None:
         self._heard = number
-        signal.signal(number, self._before[number] or signal.SIG_DFL)  # the next one is no wish
+        for one, handler in self._before.items():
+            signal.signal(one, handler or signal.SIG_DFL)  # the next one is no wish

@@ -17,7 +17,7 @@ from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read
 from plait.checkpoint.saving import start
 from plait.checkpoint.series import Checkpoints
-from plait.checkpoint.tensor_file import damage
+from plait.checkpoint.tensor_file import damage, portions
 from plait.engine import Engine
 from plait.errors import CheckpointError
 
@@ -87,7 +87,7 @@ def engine_of(value: float) -> Engine:
 def check_sound(path: Path) -> float:
     """All bytes are there; gives the value that was saved."""
     manifest = read(path)
-    assert [damage(path, file) for file in manifest.files] == [None] * len(manifest.files)
+    assert {damage(path, one) for one in portions(manifest.files)} == {None}
     engine = engine_of(0.0)
     assert plait.load(engine, None, path) == manifest.state
     values = {value for parameter in engine.parameters() for value in parameter.flatten().tolist()}
@@ -159,15 +159,16 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     save(tmp_path / "one", 1.0, Disk())
     (file,) = read(tmp_path / "one").files
+    (portion,) = portions([file])
     path = tmp_path / "one" / file.name
     sound = path.read_bytes()
     for place in range(len(sound)):
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x10]) + sound[place + 1 :])
-        assert damage(tmp_path / "one", file) is not None, place
+        assert damage(tmp_path / "one", portion) is not None, place
     path.write_bytes(sound[:-1])
-    assert damage(tmp_path / "one", file) == f"has {len(sound) - 1:,} bytes and not {len(sound):,}"
+    assert damage(tmp_path / "one", portion) == f"has {len(sound) - 1:,} bytes and not {len(sound):,}"
     path.unlink()
-    assert damage(tmp_path / "one", file) == "is missing"
+    assert damage(tmp_path / "one", portion) == "is missing"
 
 
 def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:

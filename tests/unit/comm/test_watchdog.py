@@ -36,6 +36,26 @@ def test_a_signal_ends_a_process_blocked_in_cpp(number):
     assert errors == f"rank 1 got {number.name} while it waited for a peer, and ends.\n"
 
 
+WISHED = BLOCKED.replace("import Watchdog", "import Watchdog, Wish").replace(
+    "signal.signal(signal.SIGTERM, lambda *_: None)", "signal.signal(signal.SIGTERM, Wish(print))"
+)
+
+
+def test_a_wish_may_wait_and_a_second_signal_ends_it():
+    with subprocess.Popen(
+        [sys.executable, "-c", WISHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        process.send_signal(signal.SIGTERM)
+        time.sleep(1.0)  # longer than the grace
+        assert process.poll() is None
+        process.send_signal(signal.SIGTERM)
+        _, errors = process.communicate(timeout=10)
+    assert process.returncode == 128 + signal.SIGTERM
+    assert errors == "rank 1 got SIGTERM while it waited for a peer, and ends.\n"
+
+
 def test_a_signal_that_is_handled_ends_nothing():
     seen = []
     previous = signal.signal(signal.SIGTERM, lambda *_: seen.append(1))

@@ -1,0 +1,123 @@
+"""What else a run goes on with: other optimizers, their options, dropout's draws, the order of actions."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import plait
+from parity.checkpoints import VOCAB, Make, plan_of, run_of, tensors_of
+from parity.test_checkpoints import check_close, check_same_bits
+from plait.checkpoint.manifest import read
+from plait.comm.pool import RankPool
+from plait.errors import CheckpointError
+from plait.plan import Plan
+
+OPTIMIZERS: dict[str, Any] = {
+    "sgd": torch.optim.SGD,
+    "momentum": partial(torch.optim.SGD, momentum=0.9),
+    "nadam": torch.optim.NAdam,
+    "radam": torch.optim.RAdam,
+    "adamax": torch.optim.Adamax,
+    "adagrad": torch.optim.Adagrad,
+    "rmsprop": partial(torch.optim.RMSprop, momentum=0.5, centered=True),
+    "asgd": torch.optim.ASGD,
+}
+
+
+def part(name: str, make: Make, source: str | None, target: str, steps: tuple[int, int]) -> None:
+    with run_of(plan_of(name), make=make) as run:
+        if source is not None:
+            plait.load(run.engine, run.optimizer, source)
+        run.train(range(*steps))
+        plait.save(run.engine, run.optimizer, target)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+    make = partial(OPTIMIZERS[name], lr=1e-2)
+    stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
+    rank_pool.run(part, "full", make, None, stop, (0, 2), ranks=2)
+    rank_pool.run(part, "tp", make, stop, end, (2, 4), ranks=2)
+    rank_pool.run(part, "full", make, None, never, (0, 4), ranks=2)
+    check_close(tensors_of(Path(end)), tensors_of(Path(never)), 1e-9)  # some divide noise by its size
+
+
+def grouped_by_stage(plan: Plan, path: str, *, loads: bool) -> list[float]:
+    """Each stage counts its groups by itself, and has rates of its own."""
+    with run_of(plan) as run:
+        stage = run.engine.mesh.index("pp")
+        groups = [{"params": [p], "lr": 10.0 * stage + i} for i, p in enumerate(run.engine.parameters())]
+        expected = [group["lr"] for group in groups]
+        if loads:
+            groups = [{**group, "lr": 0.5} for group in groups]
+        optimizer = torch.optim.SGD(groups)
+        if loads:
+            plait.load(run.engine, optimizer, path)
+            assert [group["lr"] for group in optimizer.param_groups] == expected
+        else:
+            plait.save(run.engine, optimizer, path)
+        return expected
+
+
+def test_groups_that_each_stage_counts_by_itself(rank_pool: RankPool, tmp_path: Path) -> None:
+    plan = Plan(pp=2, microbatches=4)
+    for loads in (False, True):
+        rank_pool.run(
+            lambda loads: grouped_by_stage(plan, str(tmp_path / "one"), loads=loads), loads, ranks=2
+        )
+
+
+def with_dropout(plan: Plan, source: str | None, target: str, steps: tuple[int, int]) -> list[float]:
+    with run_of(plan, dropout=0.25) as run:
+        if source is not None:
+            plait.load(run.engine, run.optimizer, source)
+        run.train(range(*steps))
+        plait.save(run.engine, run.optimizer, target)
+        return run.losses
+
+
+def test_dropout_goes_on_drawing(rank_pool: RankPool, tmp_path: Path) -> None:
+    plan = Plan(pp=2, microbatches=4, precision="fp64")
+    stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
+    rank_pool.run(with_dropout, plan, None, stop, (0, 2), ranks=2)
+    losses = rank_pool.run(with_dropout, plan, stop, end, (2, 4), ranks=2)[0]
+    assert losses == rank_pool.run(with_dropout, plan, None, never, (0, 4), ranks=2)[0][2:]
+    check_same_bits(tensors_of(Path(end)), tensors_of(Path(never)))
+
+
+def followed(plan: Plan, path: str, *, loads: bool) -> str:
+    with run_of(plan) as run:
+        if loads:
+            plait.load(run.engine, run.optimizer, path)
+        else:
+            costs = plait.Costs(F=[1.0, 3.0], I=[1.0, 2.0], W=[1.0, 2.0])
+            run.engine.reorder(costs)
+            plait.save(run.engine, run.optimizer, path)
+        return str(run.engine.schedule.order)
+
+
+def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(rank_pool: RankPool, tmp_path: Path) -> None:
+    path = str(tmp_path / "one")
+    plan, other = (Plan(pp=2, microbatches=4, schedule=name) for name in ("1f1b", "gpipe"))
+    searched = rank_pool.run(lambda: followed(plan, path, loads=False), ranks=2)[0]
+    assert rank_pool.run(lambda: followed(plan, path, loads=True), ranks=2)[0] == searched
+    assert rank_pool.run(lambda: followed(other, path, loads=True), ranks=2)[0] != searched
+
+
+def test_the_state_is_that_of_the_moment(tmp_path: Path) -> None:
+    with run_of(Plan()) as run:
+        state = {"step": 1}
+        writing = plait.save(run.engine, run.optimizer, tmp_path / "one", state, wait=False)
+        state["step"] = 2
+        writing.wait()
+        assert read(tmp_path / "one").state == {"step": 1}
+        with pytest.raises(CheckpointError, match="has a key 30, which JSON would turn into text"):
+            plait.save(run.engine, run.optimizer, tmp_path / "two", {"milestones": {30: 1}})
+        with pytest.raises(CheckpointError, match="not what JSON can hold"):
+            plait.save(run.engine, run.optimizer, tmp_path / "two", {"model": torch.zeros(VOCAB)})
+        assert not (tmp_path / "two").exists()
