@@ -98,7 +98,7 @@ def older(path: Path) -> Path | None:
 def set_aside(folder: Path, behind: int, disk: Disk) -> None:
     """Give checkpoints of more than `behind` steps other names: the run that goes on there is not theirs."""
     for step, path in series(folder):
-        if step > behind:
+        if step > behind and path.name == folder_of(step):  # the one that is being written has no name yet
             free = (folder / f"{folder_of(step)}.aside-{number}" for number in count(1))
             disk.rename(path, next(name for name in free if not name.exists()))
 
