@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import plait
 from plait.checkpoint.folders import resolve
@@ -83,7 +84,8 @@ def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0, make: Make = adam
     mesh = plait.Mesh(plan, timeout=20.0)
     model = plait.models.gpt2(layers=2, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
     if dropout:
-        model.insert(1, plait.Dropout(dropout))
+        first, *rest = model.named_children()
+        model = nn.Sequential(OrderedDict([first, ("drop", plait.Dropout(dropout)), *rest]))
     engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy, seed=seed)
     groups = engine.parameter_groups(weight_decay=0.1)
     yield Run(engine, make(groups))

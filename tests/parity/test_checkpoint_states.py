@@ -48,10 +48,10 @@ def test_optimizers(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
 
 
 def grouped_by_stage(plan: Plan, path: str, *, loads: bool) -> list[float]:
-    """Each stage counts its groups by itself, and has rates of its own."""
+    """Each stage has a group for each of its parameters, with a rate of its own."""
     with run_of(plan) as run:
-        stage = run.engine.mesh.index("pp")
-        groups = [{"params": [p], "lr": 10.0 * stage + i} for i, p in enumerate(run.engine.parameters())]
+        rates = {name: float(number) for number, name in enumerate(run.engine.layouts)}
+        groups = [{"params": [p], "lr": rates[name]} for name, p in run.engine.named_parameters()]
         expected = [group["lr"] for group in groups]
         if loads:
             groups = [{**group, "lr": 0.5} for group in groups]
