@@ -3,6 +3,17 @@
 The command line prints a `PlaitError` without a traceback and exits with code 2.
 """
 
+from collections.abc import Sequence
+
+MOST_TOLD = 20
+"""Names in one sentence."""
+
+
+def listed(names: Sequence[str], *, most: int = MOST_TOLD, between: str = ", ") -> str:
+    """Names as a sentence tells them: the first ones, and how many more there are."""
+    more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
+    return between.join(names[:most]) + more
+
 
 class PlaitError(Exception):
     """Base of all errors that a user can mend."""
@@ -38,6 +49,11 @@ class DataError(PlaitError):
 
 class CheckpointError(PlaitError):
     """A checkpoint cannot be written, read, or used here; the message names the file or the tensors."""
+
+    def __init__(self, message: str, damaged: bool = False) -> None:
+        """`damaged`: it is not what was once written, so that another one may do."""
+        super().__init__(message)
+        self.damaged = damaged
 
 
 class CommunicationError(PlaitError):

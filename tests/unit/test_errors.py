@@ -6,9 +6,9 @@ import pickle
 import pytest
 
 from plait import errors
-from plait.errors import PlaitError, RankError
+from plait.errors import CheckpointError, PlaitError, RankError, listed
 
-ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+ALL = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind.__module__ == errors.__name__]
 
 
 def test_there_are_some() -> None:
@@ -27,6 +27,19 @@ def test_errors_travel_between_processes(kind: type[Exception]) -> None:
     error = pickle.loads(pickle.dumps(kind("a sentence.")))
     assert type(error) is kind
     assert str(error) == "a sentence."
+
+
+def test_a_checkpoint_that_is_damaged_is_so_in_another_process_too() -> None:
+    error = pickle.loads(pickle.dumps(CheckpointError("a sentence.", damaged=True)))
+    assert (str(error), error.damaged) == ("a sentence.", True)
+
+
+@pytest.mark.parametrize(
+    ("most", "between", "said"),
+    [(3, ", ", "a, b, c"), (2, ", ", "a, b and 1 more"), (1, "; ", "a; and 2 more")],
+)
+def test_many_names_are_told_by_the_first_ones(most: int, between: str, said: str) -> None:
+    assert listed(["a", "b", "c"], most=most, between=between) == said
 
 
 def test_a_rank_error_carries_its_rank_and_traceback() -> None:

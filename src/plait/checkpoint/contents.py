@@ -74,10 +74,10 @@ def optimizer_state(name: str, key: str = "") -> str:
 
 def contents(engine: Woven, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
     """What this rank holds, in an order that is the same on all ranks that hold a piece."""
-    mesh = engine.mesh
+    mesh, tied = engine.mesh, engine.tied
     for name, piece in engine.named_parameters():
         layout = engine.layouts[name]
-        stages = engine.tied.get(name, (mesh.index("pp"),))
+        stages = tied.get(name, (mesh.index("pp"),))
         yield _held(parameter(name), layout, piece.detach(), stages, mesh)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():

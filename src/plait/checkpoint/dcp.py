@@ -15,7 +15,6 @@ import json
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import replace
 from functools import partial
 from importlib.metadata import version
 from math import prod
@@ -29,12 +28,11 @@ from torch.distributed.checkpoint.state_dict_saver import save
 from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
 from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
 from plait.checkpoint.dcp_source import Source
-from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import resolve
-from plait.checkpoint.loading import require_whole
-from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
+from plait.checkpoint.disk import Disk
+from plait.checkpoint.manifest import Global, Manifest
 from plait.checkpoint.new_folder import new_folder
-from plait.checkpoint.tensor_file import DTYPES, Item, portions, write_file
+from plait.checkpoint.tensor_file import DTYPES, Item
+from plait.checkpoint.wholes import Wholes, write_native
 from plait.errors import CheckpointError
 from plait.layout import Box
 from plait.layout.boxes import tile
@@ -49,13 +47,11 @@ def export_dcp(source: Path, target: Path) -> None:
     checkpoint again. Memory: what goes into one file, at most 256 MiB, or one box if that is larger. Raises
     `CheckpointError` where the source is damaged, or the target cannot be written; then there is none.
     """
-    folder = resolve(source)
-    manifest = read(folder)
-    require_whole(folder, portions(manifest.files))
-    _require_all(folder, manifest)
+    opened = Wholes(source)
+    _require_all(opened.folder, opened.manifest)
     with _folder_for(target, Disk()) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
-        save({}, storage_writer=Writer(place), planner=Planner(folder, manifest), no_dist=True)
+        save({}, storage_writer=Writer(place), planner=Planner(opened.folder, opened.manifest), no_dist=True)
 
 
 def import_dcp(source: Path, target: Path) -> None:
@@ -77,10 +73,7 @@ def import_dcp(source: Path, target: Path) -> None:
         **{name: own.get(name, {}) for name in OWN_PARTS},
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
-    disk = Disk()
-    with _folder_for(target, disk) as place:
-        file = write_file(place / "rank-00000.safetensors", _items(found, told), disk)
-        write_text(disk, place / FILE, written(replace(manifest, files=(file,))))
+    write_native(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
 
 
 def _require_all(folder: Path, manifest: Manifest) -> None:

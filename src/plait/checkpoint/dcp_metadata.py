@@ -87,7 +87,9 @@ def brief(error: Exception) -> str:
 
 def damaged(folder: Path, what: str) -> CheckpointError:
     """To be raised where a checkpoint is not as it was written."""
-    return CheckpointError(f"the checkpoint {folder} is damaged ({what}): take another checkpoint.")
+    return CheckpointError(
+        f"the checkpoint {folder} is damaged ({what}): take another checkpoint.", damaged=True
+    )
 
 
 class _Unpickler(pickle.Unpickler):

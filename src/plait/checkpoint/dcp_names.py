@@ -15,7 +15,7 @@ from typing import Any
 
 from plait.checkpoint.contents import optimizer_state, parameter
 from plait.checkpoint.dcp_source import Source
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, listed
 
 _OPTIMIZER = re.compile(r"optim(?:izer)?\.(state|param_groups)\.(.+)")
 _MOST_TOLD = 5
@@ -146,9 +146,8 @@ def _require_known(names: Iterable[str], found: Meaning, source: Source) -> None
     known = set(found.model.values())
     strange = [name for name in dict.fromkeys(names) if name not in known]
     if strange:
-        more = f" and {len(strange) - _MOST_TOLD} more" if len(strange) > _MOST_TOLD else ""
         raise CheckpointError(
-            f"the checkpoint {source.folder} has an optimizer of {', '.join(strange[:_MOST_TOLD])}{more}, "
+            f"the checkpoint {source.folder} has an optimizer of {listed(strange, most=_MOST_TOLD)}, "
             "and no model with these: write it with torch's get_state_dict, which names what it is of."
         )
 

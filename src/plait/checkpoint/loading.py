@@ -6,7 +6,8 @@ that all tensors of the model are there. Then each rank reads what it holds, one
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,8 @@ from plait.checkpoint.reading import Boxes
 from plait.checkpoint.tensor_file import Portion, damage, portions
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell, tell_all
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, listed
 from plait.layout import Layout
-
-_MOST_TOLD = 20
-"""Names, for each kind of mistake."""
 
 
 def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
@@ -40,19 +38,19 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     """
     mesh = engine.mesh
     folder = Path(_agreed_path(Path(path), mesh))
-    manifest, flaw = None, ""
+    manifest, flaw = None, None
     try:
         manifest = read(folder)
         require_fit(manifest, engine, optimizer)
     except CheckpointError as error:
-        flaw = str(error)
+        flaw = error
     _raise_together(flaw, mesh)
     assert manifest is not None
     _look_through(folder, manifest, mesh)
     try:
         _read(engine, optimizer, manifest, folder)
     except CheckpointError as error:
-        flaw = f"{error} Part of the model was already read: it is of no use."
+        flaw = CheckpointError(f"{error} Part of the model was already read: it is of no use.")
     _raise_together(flaw, mesh)
     if manifest.run:  # not in what others wrote
         wished = {name: getattr(engine.plan, name) for name in ("schedule", "memory_limit")}
@@ -68,18 +66,20 @@ def require_whole(folder: Path, some: Iterable[Portion]) -> None:
         if found is not None:
             before = older(folder)
             way_out = f"load {before}, the one before it" if before else "take another checkpoint"
-            raise CheckpointError(f"the checkpoint {folder} is damaged: {one.file.name} {found}: {way_out}.")
+            raise CheckpointError(
+                f"the checkpoint {folder} is damaged: {one.file.name} {found}: {way_out}.", damaged=True
+            )
 
 
 def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     """Every rank a portion, then all again: none waits longer for the others than one portion takes."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
-        flaw = ""
+        flaw = None
         try:
             require_whole(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
         except CheckpointError as error:
-            flaw = str(error)
+            flaw = error
         _raise_together(flaw, mesh)
 
 
@@ -99,7 +99,7 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
             if there.get(name, shape) != shape
         ],
     }
-    flaws = [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    flaws = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
     if flaws:
         raise CheckpointError(
             f"the checkpoint is of another model ({'; '.join(flaws).replace('model.', '')}): build the model "
@@ -127,10 +127,13 @@ def _agreed_path(path: Path, mesh: Mesh) -> str:
     return found[1:]
 
 
-def _raise_together(flaw: str, mesh: Mesh) -> None:
-    flaws = [told for told in tell_all(flaw, mesh.group("world"), mesh.device) if told]
+def _raise_together(flaw: CheckpointError | None, mesh: Mesh) -> None:
+    """On all ranks the first error that any has."""
+    own = "" if flaw is None else json.dumps([str(flaw), flaw.damaged])
+    flaws = [told for told in tell_all(own, mesh.group("world"), mesh.device) if told]
     if flaws:
-        raise CheckpointError(flaws[0])
+        message, damaged = json.loads(flaws[0])
+        raise CheckpointError(message, damaged=damaged)
 
 
 @torch.no_grad()
@@ -202,8 +205,3 @@ def _keys_of_states(tensors: Mapping[str, Global]) -> dict[str, list[str]]:
             name, _, key = full.removeprefix(prefix).rpartition(".")
             found.setdefault(name, []).append(key)
     return found
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - _MOST_TOLD
-    return ", ".join(names[:_MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

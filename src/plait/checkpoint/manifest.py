@@ -122,7 +122,7 @@ def read(folder: Path) -> Manifest:
     except (ValueError, KeyError, TypeError):
         known, sound = FORMAT, False
     if not sound:
-        raise CheckpointError(f"{path} is damaged: take another checkpoint.")
+        raise CheckpointError(f"{path} is damaged: take another checkpoint.", damaged=True)
     if known != FORMAT:
         raise CheckpointError(
             f"{path} has format {known}, and this plait reads {FORMAT}: read it with the plait that wrote it."

@@ -20,6 +20,8 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of torch's optimizers that have no dims: of a parameter without dims one could not tell them."""
 OWN_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
 """How an optimizer computes, and not what: that of the optimizer at hand stays."""
+_NO_OPTIONS = frozenset({"params", "param_names"})
+_OF_SCHEDULERS = frozenset({"initial_lr"})
 
 
 def state_of(
@@ -79,10 +81,6 @@ def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__name__, "groups": groups, "group_of": group_of, "plain": plain}
-
-
-_NO_OPTIONS = frozenset({"params", "param_names"})
-_OF_SCHEDULERS = frozenset({"initial_lr"})
 
 
 def restore_options(

@@ -15,12 +15,9 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, listed
 from plait.models.initial import initial_value
 from plait.rules import join
-
-MOST_TOLD = 20
-"""Names, for each kind of mistake."""
 
 
 @dataclass(frozen=True)
@@ -143,7 +140,7 @@ def _match(given: Mapping[str, Any], places: Mapping[str, Place]) -> tuple[dict[
         "unfit": misfits,
         "one tensor in the model but two values": unequal,
     }
-    return found, [f"{kind}: {_listed(names)}" for kind, names in kinds.items() if names]
+    return found, [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
 
 
 def _misfit(name: str, value: Any, shape: torch.Size) -> Iterable[str]:
@@ -168,8 +165,3 @@ def _whole(value: Any) -> Tensor:
 def _equal(one: Any, other: Any) -> bool:
     one, other = _whole(one), _whole(other)
     return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-
-
-def _listed(names: Sequence[str]) -> str:
-    more = len(names) - MOST_TOLD
-    return ", ".join(names[:MOST_TOLD]) + (f" and {more} more" if more > 0 else "")

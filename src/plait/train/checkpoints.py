@@ -64,7 +64,7 @@ class RunCheckpoints:
             try:
                 return self._load(path)
             except CheckpointError as error:
-                if "is damaged" not in str(error):
+                if not error.damaged:
                     raise
                 self._follower.note(f"WARNING: {error}")
         self._follower.note(f"There is no checkpoint in {self._folder}: the run starts anew.")

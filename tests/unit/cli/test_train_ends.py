@@ -8,7 +8,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -47,7 +47,8 @@ def temporary(tmp_path: Path) -> Iterator[dict[str, str]]:
     # Not below tmp_path: the names of sockets have to be short.
     with tempfile.TemporaryDirectory() as folder:
         yield {**os.environ, "TMPDIR": folder, "PLAIT_TEST": str(tmp_path)}
-        ours = [path for path in Path(folder).iterdir() if not path.name.startswith("torchinductor")]
+        torchs = ("torchinductor", "torchelastic")
+        ours = [path for path in Path(folder).iterdir() if not path.name.startswith(torchs)]
         assert ours == []
 
 
@@ -110,9 +111,29 @@ def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, 
     assert left_running(str(tmp_path)) == []
 
 
-def started(tmp_path: Path, text: str, environment: dict[str, str]) -> subprocess.Popen[str]:
+def test_a_signal_to_torchrun(tmp_path, text, temporary):
+    """It hands the signal on to its ranks: they finish the step, and leave a checkpoint."""
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    program = [torchrun, "--standalone", "--nproc-per-node", "2", "-m", "plait"]
+    process = started(tmp_path, text, temporary, program)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=40)
+    assert process.returncode != 0
+    assert "got SIGTERM while it waited" not in errors
+    assert left_running(str(tmp_path)) == []
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    assert checkpoint.name == f"step-{len(rows):08d}"
+
+
+def started(
+    tmp_path: Path,
+    text: str,
+    environment: dict[str, str],
+    program: Sequence[str] = (sys.executable, "-m", "plait"),
+) -> subprocess.Popen[str]:
     """A run that goes on for long, after its first step."""
-    command = [sys.executable, "-m", "plait", "train", *options(tmp_path)]
+    command = [*program, "train", *options(tmp_path)]
     command += ["--data.source", text, "--train.steps", "1000000"]
     process = subprocess.Popen(
         command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True

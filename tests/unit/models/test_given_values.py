@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.errors import ModelError
-from plait.models.values import MOST_TOLD, Values, places_of
+from plait.errors import MOST_TOLD, ModelError
+from plait.models.values import Values, places_of
 
 
 class Shift(nn.Module):

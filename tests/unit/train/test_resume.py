@@ -102,6 +102,10 @@ def test_a_damaged_one_is_told_and_passed_over(
     assert "step-00000003, after step 3." in told
     assert report.saved
     assert kept(folder) == ["step-00000004.aside-1", "step-00000006"]
+    again = copied(whole, 3, tmp_path / "again")
+    shutil.copytree(folder / "checkpoints" / "step-00000004.aside-1", again / "checkpoints" / "step-00000004")
+    run(rank_pool, make(again, resume="auto", keep_last=1, parallel={"pp": 2}))
+    assert kept(again) == kept(folder), "a rank that read no damaged file passes it over too"
     path = folder / "checkpoints" / "step-00000004.aside-1"
     with pytest.raises(CheckpointError, match=r"is damaged: rank-00001\.safetensors has"):
         run(rank_pool, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))

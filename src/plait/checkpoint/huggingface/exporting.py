@@ -20,7 +20,7 @@ from plait.checkpoint.huggingface.sizes import Sizes
 from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.tensor_file import Item
 from plait.checkpoint.wholes import Wholes, whole_box, write_files
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (
@@ -35,7 +35,6 @@ BESIDE = (
     "chat_template.jinja",
 )
 """Files that belong to a model and that training does not change."""
-_MOST_TOLD = 20
 
 
 def export_own(
@@ -113,9 +112,8 @@ def _require_fit(wholes: Wholes, pairs: Sequence[Pair]) -> None:
         if wanted.get(name) != there.get(name)
     ]
     if flaws:
-        more = f"; and {len(flaws) - _MOST_TOLD} more" if len(flaws) > _MOST_TOLD else ""
         raise CheckpointError(
-            f"the checkpoint {wholes.folder} is of another model ({'; '.join(flaws[:_MOST_TOLD])}{more}): "
+            f"the checkpoint {wholes.folder} is of another model ({listed(flaws, between='; ')}): "
             "give the sizes, or the folder, of the model that was saved."
         )
 

@@ -21,11 +21,10 @@ from plait.checkpoint.huggingface.sizes import Sizes
 from plait.checkpoint.manifest import Global, Manifest
 from plait.checkpoint.tensor_file import Item, Reader
 from plait.checkpoint.wholes import whole_box, write_native
-from plait.errors import CheckpointError
+from plait.errors import CheckpointError, listed
 
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
 """How names end of what older files hold beside parameters: masks and frequencies."""
-_MOST_TOLD = 20
 
 
 def import_folder(
@@ -81,10 +80,9 @@ class Weights:
             if not torch.equal(self.read(HEAD), self.read(embedding)):
                 flaws.append(f"{HEAD} is not {embedding}, though tie_word_embeddings is on")
         if flaws:
-            more = f"; and {len(flaws) - _MOST_TOLD} more" if len(flaws) > _MOST_TOLD else ""
             raise CheckpointError(
                 f"the weights in {self._folder} do not fit its config.json "
-                f"({'; '.join(flaws[:_MOST_TOLD])}{more}): give a folder that is whole."
+                f"({listed(flaws, between='; ')}): give a folder that is whole."
             )
 
     def key(self, theirs: str) -> str:
