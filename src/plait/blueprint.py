@@ -12,13 +12,14 @@ from functools import cached_property
 import torch
 from torch import nn
 
+from plait.checkpoint.spread import Spread
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import LayerSequence, sequence_of
+from plait.pipeline.sequence import LayerSequence, aliases_of, saved_buffers, sequence_of
 from plait.plan import Plan, Recompute
 from plait.planner import LayerCosts, ordered_cut
 from plait.planner.cut import Cut
@@ -70,6 +71,24 @@ class Blueprint:
     def holders(self) -> Holders:
         """The ranks of `pp` that hold each parameter."""
         return parameter_holders(self.sequence, self.shape.units, self.order.rank_of)
+
+    @cached_property
+    def spread(self) -> Spread:
+        """Which rank writes what into a checkpoint."""
+        layers, rank_of = self.sequence.layers, self.order.rank_of
+        slots = (slots for kinds in self.arrangement.values() for slots in kinds.values())
+        buffers = {
+            name: (rank_of[stage], tuple(buffer.shape))
+            for stage in range(len(self.counts))
+            for name, buffer in saved_buffers(layers[layer] for layer in span(stage, self.counts))
+        }
+        return Spread(
+            plan=self.plan,
+            layouts={place.name: self.layouts[place.name] for one in slots for place in one.places},
+            buffer_shapes={name: shape for name, (_, shape) in buffers.items()},
+            aliases=aliases_of(layers),
+            holders={**self.holders, **{name: (rank,) for name, (rank, _) in buffers.items()}},
+        )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
         """Those of `stages` whose layers use a unit, in order."""

@@ -70,6 +70,11 @@ class Run:
             self.optimizer.zero_grad()
 
 
+def model() -> nn.Sequential:
+    """That all of them train."""
+    return plait.models.gpt2(layers=2, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
+
+
 Make = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 """An optimizer of parameter groups."""
 
@@ -82,11 +87,11 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0, make: Make = adamw) -> Iterator[Run]:
     """A model and an optimizer on this rank."""
     mesh = plait.Mesh(plan, timeout=20.0)
-    model = plait.models.gpt2(layers=2, hidden=24, heads=6, vocab=VOCAB, context=CONTEXT)
+    ours = model()
     if dropout:
-        first, *rest = model.named_children()
-        model = nn.Sequential(OrderedDict([first, ("drop", plait.Dropout(dropout)), *rest]))
-    engine = plait.parallelize(model, plan, mesh, loss=plait.cross_entropy, seed=seed)
+        first, *rest = ours.named_children()
+        ours = nn.Sequential(OrderedDict([first, ("drop", plait.Dropout(dropout)), *rest]))
+    engine = plait.parallelize(ours, plan, mesh, loss=plait.cross_entropy, seed=seed)
     groups = engine.parameter_groups(weight_decay=0.1)
     yield Run(engine, make(groups))
 

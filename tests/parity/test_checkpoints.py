@@ -11,7 +11,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from parity.checkpoints import LAYOUTS, link, never_stopped, tensors_of
+from parity.checkpoints import LAYOUTS, link, model, never_stopped, plan_of, tensors_of
+from plait.blueprint import draw
+from plait.checkpoint.converting import convert_for
+from plait.checkpoint.manifest import read
 from plait.comm.pool import RankPool
 
 STEPS = 3
@@ -73,6 +76,14 @@ class Stops:
         return stop, on, run[0]
 
 
+def files_of(path: Path) -> dict[str, set[tuple[object, ...]]]:
+    """Which boxes lie in which file."""
+    manifest = read(path)
+    return {
+        file.name: {(box.tensor, box.offsets, box.sizes) for box in file.boxes} for file in manifest.files
+    }
+
+
 @pytest.fixture(scope="module")
 def stops(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Stops:
     return Stops(rank_pool, tmp_path_factory.mktemp("stops"))
@@ -124,3 +135,15 @@ def test_a_chain_through_all_layouts(stops: Stops, rank_pool: RankPool, tmp_path
     steps = STEPS * len(LAYOUTS)
     rank_pool.run(never_stopped, "one", str(tmp_path / "half"), str(tmp_path / "all"), steps // 2, ranks=1)
     check_close(tensors_of(target), tensors_of(tmp_path / "all"), 1e-10)  # of 36 steps
+
+
+@pytest.mark.parametrize("name", LAYOUTS)
+def test_converted_to_a_layout_it_lies_as_if_written_there(name: str, stops: Stops, tmp_path: Path) -> None:
+    source = stops.of("all" if name == "one" else "one")[0]
+    convert_for(source, tmp_path / "converted", draw(model(), plan_of(name)).spread)
+    assert files_of(tmp_path / "converted") == files_of(stops.of(name)[0])
+    before, after = tensors_of(source), tensors_of(tmp_path / "converted")
+    assert before.keys() == after.keys()
+    for tensor, value in before.items():
+        assert value.dtype == after[tensor].dtype
+        assert torch.equal(value, after[tensor]), tensor

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.optimizer import state_of
+from plait.comm.coordinates import rank_at
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
 from plait.plan import Plan
@@ -72,6 +73,17 @@ def optimizer_state(name: str, key: str = "") -> str:
     return f"optim.state.{name}.{key}"
 
 
+def keys_of_states(tensors: Iterable[str]) -> dict[str, list[str]]:
+    """For each parameter that has a state among these names, the keys of its tensors."""
+    prefix = "optim.state."
+    found: dict[str, list[str]] = {}
+    for full in tensors:
+        if full.startswith(prefix):
+            name, _, key = full.removeprefix(prefix).rpartition(".")
+            found.setdefault(name, []).append(key)
+    return found
+
+
 def contents(engine: Woven, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
     """What this rank holds, in an order that is the same on all ranks that hold a piece."""
     mesh, tied = engine.mesh, engine.tied
@@ -81,33 +93,48 @@ def contents(engine: Woven, optimizer: torch.optim.Optimizer | None) -> Iterator
         yield _held(parameter(name), layout, piece.detach(), stages, mesh)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
-                whole = layout if shape is None else _whole(shape, layout)
-                yield _held(optimizer_state(name, key), whole, tensor.detach(), stages, mesh)
+                of = layout if shape is None else whole_like(layout, shape)
+                yield _held(optimizer_state(name, key), of, tensor.detach(), stages, mesh)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
         yield _held(parameter(name), layout, buffer.detach().contiguous(), (mesh.index("pp"),), mesh)
 
 
-def mine(held: Iterable[Held], rank: int) -> Iterator[Held]:
-    """Those that `rank` is to write: each piece by one of the ranks that hold it, bytes shared out evenly.
+class Writers:
+    """Who writes what: each piece one of the ranks that hold it, bytes shared out evenly.
 
     Every rank decides it by itself: all that hold a piece have met the same ones before it.
     """
-    loads: dict[tuple[int, ...], list[int]] = {}
-    for one in held:
-        load = loads.setdefault(one.ranks, [0] * len(one.ranks))
+
+    def __init__(self) -> None:
+        self._loads: dict[tuple[int, ...], list[int]] = {}
+
+    def of(self, ranks: tuple[int, ...], size: int) -> int:
+        """The rank that writes the next piece, of `size` bytes, which `ranks` hold."""
+        load = self._loads.setdefault(ranks, [0] * len(ranks))
         least = load.index(min(load))
-        load[least] += one.piece.nbytes
-        if one.ranks[least] == rank:
-            yield one
+        load[least] += size
+        return ranks[least]
+
+
+def mine(held: Iterable[Held], rank: int) -> Iterator[Held]:
+    """Those that `rank` is to write."""
+    writers = Writers()
+    return (one for one in held if writers.of(one.ranks, one.piece.nbytes) == rank)
+
+
+def ranks_with(
+    layout: Layout, where: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """The ranks that hold the same piece as the one at `where`, in `stages` (ranks of `pp`)."""
+    alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(where)]
+    return tuple(sorted(rank_at({"pp": stage, **place}, sizes) for stage in stages for place in alike))
+
+
+def whole_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+    """Of what every rank of the same axes has all of."""
+    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)))
 
 
 def _held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int], mesh: Mesh) -> Held:
-    alike = (dict(zip(layout.axes, where, strict=True)) for where in layout.replicas(mesh.coordinate))
-    places = list(alike)
-    ranks = tuple(sorted(mesh.rank_at(pp=stage, **place) for stage in stages for place in places))
-    return Held(name, layout, piece, ranks)
-
-
-def _whole(shape: tuple[int, ...], like: Layout) -> Layout:
-    return Layout(shape, dict(zip(like.axes, like.degrees, strict=True)))
+    return Held(name, layout, piece, ranks_with(layout, mesh.coordinate, stages, mesh.sizes))

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.contents import Woven, optimizer_state, parameter
+from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter, whole_like
 from plait.checkpoint.folders import older, resolve
 from plait.checkpoint.manifest import Global, Manifest, read
 from plait.checkpoint.optimizer import is_number, place_of_number, require_same_class, restore_options
@@ -24,6 +24,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.news import tell, tell_all
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
+from plait.plan import Plan
 
 
 def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
@@ -53,9 +54,7 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
         flaw = CheckpointError(f"{error} Part of the model was already read: it is of no use.")
     _raise_together(flaw, mesh)
     if manifest.run:  # not in what others wrote
-        wished = {name: getattr(engine.plan, name) for name in ("schedule", "memory_limit")}
-        same = all(manifest.plan.get(name, value) == value for name, value in wished.items())
-        engine.run_state = {key: value for key, value in manifest.run.items() if same or key != "order"}
+        engine.run_state = run_under(engine.plan, manifest)
     return dict(manifest.state)
 
 
@@ -85,11 +84,27 @@ def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimizer | None) -> None:
     """CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
-    wanted = {parameter(name): layout.shape for name, layout in engine.layouts.items()}
-    wanted |= {parameter(name): shape for name, shape in engine.buffer_shapes.items()}
+    require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
+    if optimizer is not None and manifest.optimizer is None:
+        raise CheckpointError(
+            "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
+        )
+    if optimizer is not None and manifest.optimizer is not None:
+        require_same_class(optimizer, manifest.optimizer)
+
+
+def require_model(
+    manifest: Manifest,
+    layouts: Mapping[str, Layout],
+    buffer_shapes: Mapping[str, tuple[int, ...]],
+    aliases: Iterable[str],
+) -> None:
+    """CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
+    wanted = {parameter(name): layout.shape for name, layout in layouts.items()}
+    wanted |= {parameter(name): shape for name, shape in buffer_shapes.items()}
     there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
     # What is tied torch writes under all names; plait does not, so here it was not tied.
-    again = set() if manifest.run else set(map(parameter, engine.aliases))
+    again = set() if manifest.run else set(map(parameter, aliases))
     kinds = {
         "missing": [name for name in wanted if name not in there],
         "unexpected": [name for name in there if name not in wanted and name not in again],
@@ -105,12 +120,13 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
             f"the checkpoint is of another model ({'; '.join(flaws).replace('model.', '')}): build the model "
             "that was saved, or give another checkpoint."
         )
-    if optimizer is not None and manifest.optimizer is None:
-        raise CheckpointError(
-            "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
-        )
-    if optimizer is not None and manifest.optimizer is not None:
-        require_same_class(optimizer, manifest.optimizer)
+
+
+def run_under(plan: Plan, manifest: Manifest) -> dict[str, Any]:
+    """What of `manifest.run` holds under `plan`: the order of actions only if it would be asked for alike."""
+    wished = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
+    same = all(manifest.plan.get(name, value) == value for name, value in wished.items())
+    return {key: value for key, value in manifest.run.items() if same or key != "order"}
 
 
 def _agreed_path(path: Path, mesh: Mesh) -> str:
@@ -140,7 +156,7 @@ def _raise_together(flaw: CheckpointError | None, mesh: Mesh) -> None:
 def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path) -> None:
     """Everything that this rank holds."""
     boxes, where = Boxes(folder, manifest), engine.mesh.coordinate
-    states = _keys_of_states(manifest.tensors)
+    states = keys_of_states(manifest.tensors)
     saved = manifest.optimizer or {}
     groups = [] if optimizer is None else optimizer.param_groups
     group_of = {id(piece): group for group in groups for piece in group["params"]}
@@ -182,7 +198,7 @@ def _empty_state(
     `follows`: it had the dtype of the parameter, and has that of the piece now.
     """
     shape, dtype = known.shape, getattr(torch, known.dtype)
-    whole = Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)))
+    whole = whole_like(layout, shape)
     if is_number(key, shape, layout.shape):
         return torch.empty((), dtype=dtype, device=place_of_number(key, group, piece)), whole
     dtype = piece.dtype if follows else dtype
@@ -194,14 +210,3 @@ def _empty_state(
             "parameter is here: load it where parameters are whole (strategy none, tp 1)."
         )
     return torch.empty(shape, dtype=dtype, device=piece.device), whole
-
-
-def _keys_of_states(tensors: Mapping[str, Global]) -> dict[str, list[str]]:
-    """For each parameter that has a state, the keys of its tensors."""
-    prefix = "optim.state."
-    found: dict[str, list[str]] = {}
-    for full in tensors:
-        if full.startswith(prefix):
-            name, _, key = full.removeprefix(prefix).rpartition(".")
-            found.setdefault(name, []).append(key)
-    return found

@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.checkpoint.manifest import Manifest, Stored
 from plait.checkpoint.tensor_file import Reader
 from plait.errors import CheckpointError
-from plait.layout import Layout
+from plait.layout import Box, Layout
 from plait.layout.boxes import inside, intersection, parts
 
 
@@ -31,17 +31,20 @@ class Boxes:
         A dtype that differs is converted. Beside the piece there is memory for a part of one box at a time.
         CheckpointError where the file cannot be read, or has not all of it.
         """
-        found = 0
         for part in parts(layout, where):
-            view = part.view_of(piece)
-            for file, stored in self._of.get(name, ()):
-                common = intersection(part.box, stored.box)
-                if common is not None:
-                    read = self._reader.read(file, stored.key, inside(common, stored.box))
-                    view[inside(common, part.box)].copy_(read)
-                    found += read.numel()
-        if found != piece.numel():
+            self.fill_box(part.view_of(piece), name, part.box)
+
+    def fill_box(self, view: Tensor, name: str, box: Box) -> None:
+        """Read a box of a tensor into memory of its shape; likewise."""
+        found = 0
+        for file, stored in self._of.get(name, ()):
+            common = intersection(box, stored.box)
+            if common is not None:
+                read = self._reader.read(file, stored.key, inside(common, stored.box))
+                view[inside(common, box)].copy_(read)
+                found += read.numel()
+        if found != view.numel():
             raise CheckpointError(
-                f"the checkpoint {self._folder} has {found:,} of the {piece.numel():,} elements of {name} "
+                f"the checkpoint {self._folder} has {found:,} of the {view.numel():,} elements of {name} "
                 "that are needed here: take another checkpoint."
             )

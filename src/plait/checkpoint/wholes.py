@@ -20,7 +20,7 @@ from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.reading import Boxes
 from plait.checkpoint.tensor_file import Item, portions, write_file
 from plait.errors import CheckpointError
-from plait.layout import Box, Layout
+from plait.layout import Box
 
 _FILE_ROOM, _ENTRY_ROOM, _DIM_ROOM = 128, 100, 21
 """Bytes that a header takes at most: by itself, for a tensor beside its name, and for each of its dims."""
@@ -46,10 +46,13 @@ class Wholes:
 
         Memory: that tensor, as read from boxes that are mapped into memory.
         """
-        shape = self.manifest.tensors[name].shape
-        whole = torch.empty(shape, dtype=dtype or self.dtype(name))
-        self._boxes.fill(whole, name, Layout(shape, {"world": 1}), {"world": 0})
-        return whole
+        return self.read_box(name, whole_box(self.manifest.tensors[name].shape), dtype)
+
+    def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """A box of a tensor; likewise."""
+        found = torch.empty(box.sizes, dtype=dtype or self.dtype(name))
+        self._boxes.fill_box(found, name, box)
+        return found
 
     def items(self) -> list[Item]:
         """All of them, to be written as they are; none of those without elements, which have no boxes."""

@@ -119,7 +119,7 @@ def write_share(work: Work) -> None:
     folder = saving(work.path)
     if not folder.is_dir():
         raise CheckpointError(f"rank {work.rank} does not see {folder}: give a folder that all hosts share")
-    file = write_file(folder / f"{_name(work.rank)}.safetensors", work.items, work.disk)
+    file = write_file(folder / file_of(work.rank), work.items, work.disk)
     write_text(work.disk, folder / f"{_name(work.rank)}.json", work.share.with_file(file).as_text())
 
 
@@ -180,7 +180,7 @@ def _give_up(work: Work, flaw: str) -> None:
         if work.rank == 0:
             work.disk.remove(folder)
         elif folder.is_dir():
-            (folder / f"{_name(work.rank)}.safetensors").unlink(missing_ok=True)  # room for a word
+            (folder / file_of(work.rank)).unlink(missing_ok=True)  # room for a word
             write_text(work.disk, folder / f"{_name(work.rank)}.failed", flaw)
     except OSError:
         return
@@ -190,6 +190,11 @@ def _told(error: Exception, rank: int) -> str:
     if isinstance(error, OSError):
         return f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
     return str(error) if isinstance(error, CheckpointError) else f"rank {rank}: {error!r}"
+
+
+def file_of(rank: int) -> str:
+    """What a rank's file is called."""
+    return f"{_name(rank)}.safetensors"
 
 
 def _name(rank: int) -> str:

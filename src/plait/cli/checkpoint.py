@@ -34,10 +34,7 @@ def run(argv: Sequence[str]) -> int:
     if options.action == "inspect":
         return _inspect(options)
     if options.action == "convert":
-        with importing():
-            from plait.checkpoint.converting import convert
-
-        convert(options.path, options.target, max_bytes=options.file_size)
+        _convert(options)
     elif options.format == "dcp":
         with importing():
             dcp = import_module("plait.checkpoint.dcp")
@@ -60,6 +57,20 @@ def _inspect(options: Namespace) -> int:
     else:
         show(found)
     return 1 if found.flaws else 0
+
+
+def _convert(options: Namespace) -> None:
+    with importing():
+        from plait.checkpoint.converting import convert, convert_for
+        from plait.checkpoint.folders import resolve
+        from plait.checkpoint.manifest import read as read_manifest
+        from plait.train.spread import spread_for
+
+    if not options.of_run:
+        convert(options.path, options.target, max_bytes=options.file_size)
+        return
+    spread = spread_for(read_manifest(resolve(options.path)), options.of_run)
+    convert_for(options.path, options.target, spread)
 
 
 def _export(options: Namespace) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from argparse import ArgumentParser, ArgumentTypeError, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Mapping, Sequence
+from itertools import islice
 from math import isfinite
 from pathlib import Path
 from typing import NoReturn
@@ -16,7 +17,7 @@ usage: plait checkpoint ACTION [options]
 
 actions:
   inspect  what is in a checkpoint, and whether all of it is there
-  convert  one of many ranks' files into one of a single file, or of files of a size
+  convert  into one of a single file, of files of a size, or of another layout's ranks
   export   into a folder of Hugging Face, or of torch.distributed.checkpoint
   import   from such a folder
 
@@ -27,7 +28,9 @@ _OF_HUGGINGFACE = ("file_size", "dtype", "model", "heads", "context", "rope_base
 _ABOUT = {
     "inspect": "Says what is in a checkpoint, and whether all of it is there.\n\nexit code: 0 complete, "
     "1 damaged, 2 no checkpoint",
-    "convert": "Writes a checkpoint anew, every tensor whole, in one file or in files of a size.",
+    "convert": "Writes a checkpoint anew: every tensor whole, in one file or in files of a size.\n\n"
+    "Or, with options of `plait train` (--config FILE.toml, --parallel.tp 2, …), as the ranks of that run\n"
+    "would. What these do not say of model and training is as in the checkpoint, but no degree or strategy.",
     "export": "Writes a checkpoint as a folder that transformers, or torch.distributed.checkpoint, loads.",
     "import": "Writes such a folder as a checkpoint. Of Hugging Face: GPT-2 and Llama.",
 }
@@ -41,8 +44,11 @@ def read(argv: Sequence[str]) -> Namespace:
     made = parsers()
     if argv[0] not in made:
         raise ConfigError(f'"{argv[0]}" is no action: give {", ".join(made)}; see `plait checkpoint --help`.')
-    options = made[argv[0]].parse_args(argv[1:])
-    options.action = argv[0]
+    words, of_run = _told_apart(argv[1:]) if argv[0] == "convert" else (argv[1:], [])
+    options = made[argv[0]].parse_args(words)
+    options.action, options.of_run = argv[0], of_run
+    if of_run and options.file_size is not None:
+        raise ConfigError("--file-size goes with whole tensors: leave it out, or the options of a run.")
     if getattr(options, "format", None) == "dcp":
         idle = [name for name in _OF_HUGGINGFACE if getattr(options, name, None) is not None]
         if idle:
@@ -87,6 +93,21 @@ def parsers() -> Mapping[str, ArgumentParser]:
     add("--context", metavar="N", type=_count, help=f"tokens in a sequence, {untold} (llama)")
     add("--rope-base", metavar="X", type=_positive, help="of rotary embedding, likewise (default: 10000)")
     return made
+
+
+def _told_apart(argv: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Our own words, and the options of a run: `--config FILE`, `--section.field value`."""
+    own: list[str] = []
+    of_run: list[str] = []
+    words = iter(argv)
+    for word in words:
+        if not re.match(r"--(config\b|\w+\.)", word):
+            own.append(word)
+            continue
+        of_run.append(word)
+        if "=" not in word:
+            of_run += islice(words, 1)
+    return own, of_run
 
 
 class _Parser(ArgumentParser):

@@ -101,17 +101,25 @@ def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
     return _load(path, _options(overrides))
 
 
-def config_from_arguments(arguments: Sequence[str]) -> Config:
-    """Return the configuration that `arguments` ask for: overrides, and at most one `--config FILE`."""
+def config_from_arguments(
+    arguments: Sequence[str], usual: Mapping[str, object] | None = None, origin: str = ""
+) -> Config:
+    """Return the configuration that `arguments` ask for: overrides, and at most one `--config FILE`.
+
+    `usual` holds, section by section, what stands in place of the defaults, and `origin` says where it does.
+    """
     options = list(_options(arguments))
     paths = [Path(text) for name, text in options if name == "config"]
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: give one configuration file.")
-    return _load(paths[0] if paths else None, [option for option in options if option[0] != "config"])
+    rest = [option for option in options if option[0] != "config"]
+    return _load(paths[0] if paths else None, rest, _settings(usual or {}, origin))
 
 
-def _load(path: Path | None, options: Iterable[tuple[str, str]]) -> Config:
-    settings = {} if path is None else _read_file(path)
+def _load(
+    path: Path | None, options: Iterable[tuple[str, str]], usual: Mapping[str, Setting] | None = None
+) -> Config:
+    settings = dict(usual or {}) | ({} if path is None else _read_file(path))
     for name, text in options:
         field = _field(name, "the command line")
         settings[name] = Setting(_typed(text, field), "the command line")
@@ -130,10 +138,14 @@ def _read_file(path: Path) -> dict[str, Setting]:
         raise ConfigError(f"{path} is not text in UTF-8: give --config a TOML file.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML, mend it there: {error}.") from None
+    return _settings(tree, str(path))
+
+
+def _settings(tree: Mapping[str, object], origin: str) -> dict[str, Setting]:
     settings = {}
     for name, value in _flatten(tree):
-        _field(name, str(path))
-        settings[name] = Setting(value, str(path))
+        _field(name, origin)
+        settings[name] = Setting(value, origin)
     return settings
 
 

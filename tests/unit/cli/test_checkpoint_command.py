@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from math import prod
 from pathlib import Path
 from types import ModuleType
 
@@ -11,13 +12,22 @@ import pytest
 import torch
 
 from parity.one_rank import CONTEXT, MODELS, cut, lively, saved, tensors_in
+from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import read
 from plait.cli.main import main
 
-STATE = {
-    "step": 12,
-    "config": {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}},
+MODEL = {
+    "name": "llama",
+    "layers": 2,
+    "hidden": 24,
+    "heads": 6,
+    "kv_heads": 2,
+    "inner": 20,
+    "tied": False,
+    "context": CONTEXT,
+    "vocab": None,
 }
+STATE = {"step": 12, "config": {"model": MODEL}}
 
 
 @pytest.fixture
@@ -92,6 +102,48 @@ def test_convert(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     assert all(torch.equal(value, ours[name]) for name, value in tensors_in(tmp_path / "many").items())
 
 
+def test_convert_for_the_ranks_of_a_run(
+    path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = [
+        "--parallel.tp",
+        "2",
+        "--train.microbatches=2",
+        "--parallel.dp",
+        "2",
+        "--parallel.strategy",
+        "full",
+    ]
+    assert main(["checkpoint", "convert", *run, str(path), str(tmp_path / "target")]) == 0
+    assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'target'}: 5 files, ")
+    assert not summary(tmp_path / "target", check=True).flaws
+    manifest = read(tmp_path / "target")
+    assert [file.name for file in manifest.files] == [f"rank-{rank:05d}.safetensors" for rank in range(4)]
+    weight = "model.blocks.1.attention.key.weight"
+    held = [sum(prod(box.sizes) for box in file.boxes if box.tensor == weight) for file in manifest.files]
+    assert held == [80, 80, 16, 16], "half for each rank of tp, cut where the layer's buffer is"
+    assert (manifest.plan["tp"], manifest.plan["strategy"]) == (2, "full")
+    theirs = tensors_in(tmp_path / "target")
+    assert all(torch.equal(value, theirs[name]) for name, value in tensors_in(path).items())
+
+
+@pytest.mark.parametrize(
+    ("run", "message"),
+    [
+        (["--parallel.tp", "5"], "model.heads = 6 is not divisible by parallel.tp = 5: set"),
+        (["--parallel.tp"], "--parallel.tp has no value: give a whole number of at least 1"),
+        (["--parallel.pp", "9"], "9 stages need at least 9 layers, but the model has 6"),
+        (["--model.layers", "3"], "of another model (missing: blocks.2.attention.norm.weight, "),
+    ],
+)
+def test_a_run_that_cannot_be(
+    run: list[str], message: str, path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["checkpoint", "convert", str(path), str(tmp_path / "target"), *run]) == 2
+    assert message in capsys.readouterr().err
+    assert not (tmp_path / "target").exists()
+
+
 def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
@@ -144,6 +196,7 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("convert a", "the following arguments are required: TARGET; see"),
         ("convert a b --file-size 5XB", "'5XB' is no size: give bytes, or such as 500MB or 5GB; see"),
         ("convert a b --file-size 0", "'0' is no size"),
+        ("convert a b --parallel.tp 2 --file-size 5GB", "--file-size goes with whole tensors: leave it out"),
         ("export a b", "the following arguments are required: --format; see"),
         ("export a b --format onnx", "invalid choice: 'onnx'"),
         ("export a b --format dcp --rope-base 5", "--rope-base goes with --format huggingface: leave it"),

@@ -50,6 +50,9 @@ def test_options_override_the_file(demo: Path) -> None:
     assert (config.train.lr, config.train.sample) == (0.5, "5")
     assert config.run.dir == Path("a folder")
     assert config_from_arguments(["--config", str(demo)]).train.lr == 1.0
+    usual = {"train": {"lr": 2.0, "clip": 3.0}}
+    trained = config_from_arguments(["--config", str(demo)], usual, "elsewhere").train
+    assert (trained.lr, trained.clip) == (1.0, 3.0), "the file comes before what is usual"
 
 
 @pytest.mark.parametrize(

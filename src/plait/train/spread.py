@@ -1,0 +1,30 @@
+"""How a run would spread the model of a checkpoint over its ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from plait.blueprint import draw
+from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.spread import Spread
+from plait.train.model import build_model
+from plait.train.settings import config_from_arguments
+
+_TOKENS = "model.embedding.token.weight"
+"""Of plait's own models: a row for each token."""
+_KEPT = ("model", "data", "train")
+
+
+def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
+    """The spread of the run that `arguments` (as `plait train` takes them) describe.
+
+    What they do not say of the model and of training is what the run was told that wrote the checkpoint, as
+    far as it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises
+    `PlaitError` for what is no configuration or no plan.
+    """
+    told = manifest.state.get("config", {})
+    usual = {section: told[section] for section in _KEPT if section in told}
+    config = config_from_arguments(arguments, usual, "the checkpoint")
+    tokens = manifest.tensors.get(_TOKENS)
+    vocab = config.model.vocab or (tokens.shape[0] if tokens else 1)
+    return draw(build_model(config.model, vocab), config.plan()).spread
