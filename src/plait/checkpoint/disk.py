@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from pathlib import Path
@@ -29,10 +30,13 @@ class Disk:
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """The same for the names in a folder."""
+        """The same for the names in a folder, on file systems that know of it."""
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP):
+                raise
         finally:
             os.close(handle)
 

@@ -13,7 +13,7 @@ from itertools import count
 from pathlib import Path
 
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import is_complete
+from plait.checkpoint.manifest import FILE, is_complete
 from plait.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d+)")
@@ -48,6 +48,15 @@ def put_in_place(path: Path, disk: Disk) -> None:
     disk.sync_folder(path.parent)
 
 
+def discard(folder: Path, path: Path, disk: Disk) -> None:
+    """Remove a folder that stands for the checkpoint `path`: at once it is gone, then its files. OSError."""
+    gone = path.with_name(f".{path.name}.removed")
+    if gone.exists():
+        disk.remove(gone)
+    disk.rename(folder, gone)
+    disk.remove(gone)
+
+
 def remove_replaced(path: Path, disk: Disk) -> None:
     """Remove what stood at `path` before. OSError."""
     if replaced(path).exists():
@@ -55,9 +64,12 @@ def remove_replaced(path: Path, disk: Disk) -> None:
 
 
 def standing(path: Path) -> Path | None:
-    """The newest complete checkpoint of that name, wherever it waits; None: there is none."""
+    """The newest checkpoint of that name that was complete, wherever it waits; None: there is none.
+
+    What has its name was complete, or it would not have it: whether it still is, `read` says.
+    """
     if path.exists():
-        return path if is_complete(path) else None
+        return path if (path / FILE).is_file() else None
     return next((place for place in (saving(path), replaced(path)) if is_complete(place)), None)
 
 
@@ -91,8 +103,9 @@ def older(path: Path) -> Path | None:
     name = _NAME.search(path.name)
     if name is None:
         return None
-    before = (place for step, place in series(path.parent) if step < int(name[1]))
-    return next(before, None)
+    with suppress(OSError):  # who asks has something worse to tell
+        return next((place for step, place in series(path.parent) if step < int(name[1])), None)
+    return None
 
 
 def set_aside(folder: Path, behind: int, disk: Disk) -> None:
@@ -126,13 +139,13 @@ def tidy(folder: Path, disk: Disk) -> None:
                 disk.remove(entry)
 
 
-def prune(folder: Path, *, keep_last: int, keep_every: int, disk: Disk) -> None:
+def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
     """Remove all checkpoints but the newest `keep_last` and those of every `keep_every` steps; 0: none such.
 
-    With `keep_last` 0 all stay. OSError.
+    Those of more steps than `newest`, which has just been written, are another run's: they are not counted,
+    and stay. With `keep_last` 0 all stay. OSError.
     """
-    for step, path in series(folder)[keep_last:] if keep_last else ():
+    own = [(step, path) for step, path in series(folder) if step <= newest]
+    for step, path in own[keep_last:] if keep_last else ():
         if not (keep_every and step % keep_every == 0):
-            gone = folder / f".{folder_of(step)}.removed"
-            disk.rename(path, gone)  # at once: what is half there must not be called complete
-            disk.remove(gone)
+            discard(path, folder / folder_of(step), disk)

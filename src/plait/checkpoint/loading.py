@@ -7,7 +7,7 @@ that all tensors of the model are there. Then each rank reads what it holds, one
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +16,11 @@ from torch import Tensor, nn
 
 from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter, whole_like
 from plait.checkpoint.folders import older, resolve
-from plait.checkpoint.manifest import Global, Manifest, read
+from plait.checkpoint.manifest import FILE, Global, Manifest, read
 from plait.checkpoint.optimizer import is_number, place_of_number, require_same_class, restore_options
 from plait.checkpoint.reading import Boxes
-from plait.checkpoint.tensor_file import Portion, damage, portions
+from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
+from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell, tell_all
 from plait.errors import CheckpointError, listed
@@ -41,21 +42,35 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     folder = Path(_agreed_path(Path(path), mesh))
     manifest, flaw = None, None
     try:
-        manifest = read(folder)
+        manifest = opened(folder)
         require_fit(manifest, engine, optimizer)
     except CheckpointError as error:
         flaw = error
     _raise_together(flaw, mesh)
     assert manifest is not None
     _look_through(folder, manifest, mesh)
-    try:
-        _read(engine, optimizer, manifest, folder)
-    except CheckpointError as error:
-        flaw = CheckpointError(f"{error} Part of the model was already read: it is of no use.")
-    _raise_together(flaw, mesh)
+    _in_rounds(_read(engine, optimizer, manifest, folder), mesh)
     if manifest.run:  # not in what others wrote
         engine.run_state = run_under(engine.plan, manifest)
     return dict(manifest.state)
+
+
+def opened(folder: Path) -> Manifest:
+    """The manifest in a folder. CheckpointError where there is none, or a damaged one; names an older one."""
+    try:
+        return read(folder)
+    except CheckpointError as error:
+        if not error.damaged:
+            raise
+        raise CheckpointError(
+            f"the checkpoint {folder} is damaged: {FILE} is not what was written: {_way_out(folder)}.",
+            damaged=True,
+        ) from None
+
+
+def _way_out(folder: Path) -> str:
+    before = older(folder)
+    return f"load {before}, the one before it" if before else "take another checkpoint"
 
 
 def require_whole(folder: Path, some: Iterable[Portion]) -> None:
@@ -63,10 +78,9 @@ def require_whole(folder: Path, some: Iterable[Portion]) -> None:
     for one in some:
         found = damage(folder, one)
         if found is not None:
-            before = older(folder)
-            way_out = f"load {before}, the one before it" if before else "take another checkpoint"
             raise CheckpointError(
-                f"the checkpoint {folder} is damaged: {one.file.name} {found}: {way_out}.", damaged=True
+                f"the checkpoint {folder} is damaged: {one.file.name} {found}: {_way_out(folder)}.",
+                damaged=True,
             )
 
 
@@ -152,9 +166,30 @@ def _raise_together(flaw: CheckpointError | None, mesh: Mesh) -> None:
         raise CheckpointError(message, damaged=damaged)
 
 
+def _in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
+    """Go through what this rank reads, of which `sizes` gives the bytes: after some of them all ranks meet.
+
+    So none waits longer for the others than one round takes, however much more these have to read.
+    """
+    done, everyone = False, mesh.group("world")
+    while not done:
+        flaw, read, own = None, 0, False
+        try:
+            while read < BETWEEN_SYNCS and not own:
+                size = next(sizes, None)
+                read, own = read + (size or 0), size is None
+        except CheckpointError as error:
+            flaw = CheckpointError(f"{error} Part of the model was already read: it is of no use.")
+        _raise_together(flaw, mesh)
+        left = torch.tensor(int(not own), device=mesh.device)
+        done = not all_reduce(left, everyone, "max", checked=False).about("whether all is read").wait().item()
+
+
 @torch.no_grad()
-def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path) -> None:
-    """Everything that this rank holds."""
+def _read(
+    engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
+) -> Iterator[int]:
+    """Read everything that this rank holds; gives the bytes of each tensor, when it is there."""
     boxes, where = Boxes(folder, manifest), engine.mesh.coordinate
     states = keys_of_states(manifest.tensors)
     saved = manifest.optimizer or {}
@@ -163,6 +198,7 @@ def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Mani
     for name, piece in engine.named_parameters():
         layout = engine.layouts[name]
         boxes.fill(piece.detach(), parameter(name), layout, where)
+        yield piece.nbytes
         if optimizer is not None and id(piece) in group_of:
             optimizer.state.pop(piece, None)  # before there is memory for what comes in its place
             kept: dict[str, Any] = dict(saved["plain"].get(name, {}))
@@ -172,6 +208,7 @@ def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Mani
                 follows = known.dtype == manifest.tensors[parameter(name)].dtype
                 empty, of = _empty_state(key, piece, layout, known, group, follows=follows)
                 boxes.fill(empty, told, of, where)
+                yield empty.nbytes
                 kept[key] = empty
             if kept:
                 optimizer.state[piece] = kept
@@ -179,6 +216,7 @@ def _read(engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Mani
         whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # as it may be a view
         boxes.fill(whole, parameter(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(whole)
+        yield whole.nbytes
     if optimizer is not None:
         names = {id(piece): name for name, piece in engine.named_parameters()}
         restore_options(optimizer, names, saved)

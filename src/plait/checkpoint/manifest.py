@@ -97,6 +97,14 @@ def key_of(tensor: str, box: Box) -> str:
     return f"{tensor}[{','.join(ranges)}]"
 
 
+def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
+    """What plait left in a state, name by name; empty where it left nothing: a state is the user's."""
+    found: Any = state
+    for name in names:
+        found = found.get(name) if isinstance(found, Mapping) else None
+    return found if isinstance(found, Mapping) else {}
+
+
 def written(manifest: Manifest) -> str:
     """A manifest as text, which `read` reads."""
     content = json.dumps(_plain(manifest), separators=(",", ":"))

@@ -7,7 +7,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import put_in_place, saving, standing
+from plait.checkpoint.folders import put_in_place, remove_replaced, saving, standing
 from plait.errors import CheckpointError
 
 
@@ -28,6 +28,7 @@ def new_folder(path: Path, disk: Disk) -> Iterator[Path]:
         yield hidden
         disk.sync_folder(hidden)
         put_in_place(path, disk)
+        remove_replaced(path, disk)
     except BaseException as error:
         with suppress(OSError):  # what went wrong first is told
             if hidden.exists():

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import platform
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict
 from importlib.metadata import version
 from pathlib import Path
@@ -19,9 +20,13 @@ from plait.checkpoint.manifest import FILE, Global, Manifest, Share
 from plait.checkpoint.optimizer import described
 from plait.checkpoint.staging import Staging, boxes_of, in_place
 from plait.checkpoint.tensor_file import Item
-from plait.checkpoint.writing import Saving, Work
+from plait.checkpoint.writing import Saving, Work, sees
+from plait.comm.mesh import Mesh
 from plait.comm.news import tell_all
 from plait.errors import CheckpointError
+
+_MAY_TAKE = 30.0
+"""Seconds until a folder is seen that another host has made."""
 
 
 def save(
@@ -40,7 +45,7 @@ def save(
     place. With `wait=False` this returns as soon as there are copies in the CPU's memory, as large as what
     this rank writes; call `.wait()` of what it gives before the next, and before the ranks end. Raises
     `CheckpointError`, on all ranks, where one cannot write; older checkpoints are then as they were.
-    Communication: an all-reduce of 8 bytes over `world`, here and in `.wait()`.
+    Communication: two all-reduces of 8 bytes over `world`, and one in `.wait()`.
     """
     writing = start(engine, optimizer, Path(path), state or {}, None if wait else Staging())
     if wait:
@@ -65,8 +70,8 @@ def start(
     Rank 0 calls `first` before anything is written, `before` when the checkpoint is complete and about to get
     its name, and `after` when it has it; all may raise OSError.
     """
-    mesh, disk = engine.mesh, disk or Disk()
-    flaw, items = "", list[Item]()
+    mesh, disk, folder = engine.mesh, disk or Disk(), saving(path)
+    flaw, items, made = "", list[Item](), False
     try:
         held = list(contents(engine, optimizer))
         share = _share(engine, optimizer, held)
@@ -75,12 +80,20 @@ def start(
         if mesh.rank == 0:
             first()
             _prepare(path, disk)
+            made = True
         items = in_place(boxes) if staging is None else staging.copied(boxes)
     except Exception as error:  # whatever it is, the others wait to hear of it
         flaw = f"rank {mesh.rank}: {error if isinstance(error, OSError | CheckpointError) else repr(error)}"
-    flaws = [told for told in tell_all(flaw, mesh.group("world"), mesh.device) if told]
-    if flaws:
-        raise CheckpointError(f"the checkpoint {path} was not written ({flaws[0]}): nothing was changed.")
+    flaw = _first(flaw, mesh)
+    if not flaw:
+        there = sees(folder, min(mesh.timeout / 2, _MAY_TAKE))
+        alone = f"rank {mesh.rank} does not see {folder}: give a folder that all hosts share"
+        flaw = _first("" if there else alone, mesh)
+    if flaw:
+        if made:
+            with suppress(OSError):  # what went wrong first is told
+                disk.remove(folder)
+        raise CheckpointError(f"the checkpoint {path} was not written ({flaw}): nothing was changed.")
     work = Work(
         path=path,
         rank=mesh.rank,
@@ -89,11 +102,16 @@ def start(
         share=share,
         head=head,
         disk=disk,
-        timeout=mesh.timeout,
+        patience=mesh.timeout / 2,  # all are back while those that came first still wait
         before=before,
         after=after,
     )
     return Saving(work, mesh, background=staging is not None)
+
+
+def _first(flaw: str, mesh: Mesh) -> str:
+    """On all ranks what the first has to say that met a flaw; empty: none did."""
+    return next(filter(None, tell_all(flaw, mesh.group("world"), mesh.device)), "")
 
 
 def _prepare(path: Path, disk: Disk) -> None:

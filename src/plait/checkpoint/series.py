@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -44,6 +45,8 @@ class Checkpoints:
         self._disk = disk or Disk()
         self._staging = Staging()
         self._under_way: Saving | None = None
+        self.complete = True
+        """Whether the last one that was waited for is there, even if older ones could not be removed."""
 
     @property
     def flaw(self) -> str:
@@ -67,6 +70,7 @@ class Checkpoints:
         Waits for the one before to be complete, see `finish`. Raises `CheckpointError` on all ranks.
         """
         self.finish()
+        self.complete = False
         path = self._folder / folder_of(step)
         self._under_way = start(
             engine,
@@ -77,14 +81,17 @@ class Checkpoints:
             disk=self._disk,
             first=self._tidy,
             before=self._set_aside,
-            after=self._prune,
+            after=partial(prune, self._folder, step, **self._keep, disk=self._disk),
         )
 
     def finish(self) -> None:
         """Return when nothing is under way. Raises `CheckpointError`, on all ranks, where it failed."""
         under_way, self._under_way = self._under_way, None
         if under_way is not None:
-            under_way.wait()
+            try:
+                under_way.wait()
+            finally:
+                self.complete = under_way.complete
 
     def _tidy(self) -> None:
         if not self._begun:
@@ -95,6 +102,3 @@ class Checkpoints:
         if self._behind is not None:
             set_aside(self._folder, self._behind, self._disk)
         self._behind = None
-
-    def _prune(self) -> None:
-        prune(self._folder, **self._keep, disk=self._disk)

@@ -87,6 +87,7 @@ def write_file(path: Path, items: Sequence[Item], disk: Disk, about: Mapping[str
                 if waiting >= BETWEEN_SYNCS:
                     disk.sync(file)
                     waiting = 0
+                    path.stat()  # FileNotFoundError: who removed it needs it no more
             boxes.append(Stored(item.tensor, item.box.offsets, item.box.sizes, place, f"{told:08x}"))
             place += item.bytes
         disk.sync(file)

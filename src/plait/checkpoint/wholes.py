@@ -14,8 +14,8 @@ from torch import Tensor
 
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.loading import require_whole
-from plait.checkpoint.manifest import FILE, File, Manifest, read, written
+from plait.checkpoint.loading import opened, require_whole
+from plait.checkpoint.manifest import FILE, File, Manifest, written
 from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.reading import Boxes
 from plait.checkpoint.tensor_file import Item, portions, write_file
@@ -32,7 +32,7 @@ class Wholes:
     def __init__(self, path: Path) -> None:
         """`path`: as for `load`. Reads every byte once. CheckpointError where it is damaged, or not there."""
         self.folder = resolve(path)
-        self.manifest = read(self.folder)
+        self.manifest = opened(self.folder)
         require_whole(self.folder, portions(self.manifest.files))
         self._boxes = Boxes(self.folder, self.manifest)
 

@@ -6,27 +6,36 @@
 
 Until the folder has its name there is no such checkpoint. While files are written the ranks do not talk to
 each other: so it can be done in the background, and what they know of each other is in the folder, which has
-to be one that all of them see.
+to be one that all of them see. A rank that fails leaves a word there, rank-00003.failed, and rank 0 removes
+the folder; that it is gone is what ends the others' work. So all are done at about the same time.
 """
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Thread
 
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import put_in_place, remove_replaced, saving
+from plait.checkpoint.folders import discard, put_in_place, remove_replaced, saving
 from plait.checkpoint.manifest import FILE, Manifest, Share, merged, share_of_text, written
 from plait.checkpoint.tensor_file import Item, write_file
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell_all
 from plait.errors import CheckpointError
 
-_BETWEEN_LOOKS = 0.02  # seconds
-_IN_VAIN = "has written nothing"
+_FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the folder: more, the longer it takes
+
+
+_NONE, _OLDER, _IN_VAIN, _FAILED = "0123"
+"""How much a rank has to tell: nothing, of older checkpoints, of what others did, of what it met itself."""
+
+
+class _InVainError(Exception):
+    """This rank has not failed: another one did, or does not go on."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +51,7 @@ class Work:
     head: Manifest
     """The manifest, but for tensors and files."""
     disk: Disk
-    timeout: float
+    patience: float
     """Seconds in which something has to happen in the folder."""
     before: Callable[[], None] = lambda: None
     """Done by rank 0 when the new checkpoint is complete, right before it gets its name."""
@@ -57,6 +66,9 @@ class Saving:
         self._work = work
         self._mesh = mesh
         self._flaw = ""
+        self._weight = _NONE
+        self.complete = False
+        """Whether there is such a checkpoint, as `wait` has learnt."""
         self._thread = Thread(target=self._run, name="plait-checkpoint", daemon=True) if background else None
         if self._thread is not None:
             self._thread.start()
@@ -77,11 +89,12 @@ class Saving:
         """
         if self._thread is not None:
             self._thread.join()
-        told = tell_all(self._flaw, self._mesh.group("world"), self._mesh.device)
-        # Whoever waited in vain knows less than the one that failed.
-        flaws = sorted((flaw for flaw in told if flaw), key=lambda flaw: _IN_VAIN in flaw)
-        if flaws:
-            raise CheckpointError(flaws[0])
+        own = f"{self._weight}{self._flaw}" if self._flaw else ""
+        told = tell_all(own, self._mesh.group("world"), self._mesh.device)
+        worst = max((flaw for flaw in told if flaw), key=lambda flaw: flaw[0], default=f"{_NONE}")
+        self.complete = worst[0] in (_NONE, _OLDER)
+        if worst[1:]:
+            raise CheckpointError(worst[1:])
 
     def _run(self) -> None:
         work = self._work
@@ -94,6 +107,7 @@ class Saving:
         except Exception as error:  # whatever it is, the others wait to hear of it
             told = _told(error, work.rank)
             _give_up(work, told)
+            self._weight = _IN_VAIN if isinstance(error, _InVainError) else _FAILED
             self._flaw = (
                 f"the checkpoint {work.path} was not written ({told}): make room, or choose another "
                 "folder; older checkpoints are as they were."
@@ -108,34 +122,48 @@ class Saving:
             remove_replaced(self._work.path, self._work.disk)
             self._work.after()
         except OSError as error:
+            self._weight = _OLDER
             self._flaw = (
                 f"the checkpoint {self._work.path} is complete, but older ones cannot be removed "
                 f"({_told(error, self._work.rank)}): remove them by hand, or choose another folder."
             )
 
 
+def sees(folder: Path, patience: float) -> bool:
+    """Whether a folder that rank 0 has just made is there; on a network it may take a while."""
+    until = time.monotonic() + patience
+    while not folder.is_dir():
+        if time.monotonic() > until:
+            return False
+        time.sleep(_FIRST_LOOK)
+    return True
+
+
 def write_share(work: Work) -> None:
-    """Write this rank's file, and what is in it. OSError."""
+    """Write this rank's file, and what is in it. OSError; in vain where the folder goes away meanwhile."""
     folder = saving(work.path)
-    if not folder.is_dir():
-        raise CheckpointError(f"rank {work.rank} does not see {folder}: give a folder that all hosts share")
-    file = write_file(folder / file_of(work.rank), work.items, work.disk)
-    write_text(work.disk, folder / f"{_name(work.rank)}.json", work.share.with_file(file).as_text())
+    try:
+        file = write_file(folder / file_of(work.rank), work.items, work.disk)
+        write_text(work.disk, folder / f"{_name(work.rank)}.json", work.share.with_file(file).as_text())
+    except FileNotFoundError:
+        if folder.is_dir():
+            raise
+        raise _InVainError(f"rank {work.rank} stopped, since {folder} was removed") from None
 
 
 def commit(work: Work) -> None:
-    """Make a checkpoint of what all ranks have written. OSError; CheckpointError for a rank that failed."""
+    """Make a checkpoint of what all ranks have written. OSError; in vain for a rank that failed."""
     folder = saving(work.path)
     shares = [folder / f"{_name(rank)}.json" for rank in range(work.ranks)]
 
     def failed() -> str:
         return next((path.read_text() for path in sorted(folder.glob("*.failed"))), "")
 
-    if not _patient(folder, lambda: all(path.exists() for path in shares) or bool(failed()), work.timeout):
+    if not _patient(folder, lambda: all(path.exists() for path in shares) or bool(failed()), work.patience):
         missing = [str(rank) for rank, path in enumerate(shares) if not path.exists()]
-        raise CheckpointError(f"rank {', '.join(missing)} {_IN_VAIN} for {work.timeout:g} s and is not done")
+        raise _late(", ".join(missing), work)
     if failed():
-        raise CheckpointError(failed())
+        raise _InVainError(failed())
     manifest = merged(work.head, [share_of_text(path.read_text()) for path in shares])
     for path in shares:
         work.disk.remove(path)
@@ -148,20 +176,27 @@ def commit(work: Work) -> None:
 def _await_end(work: Work) -> None:
     """Return when rank 0 has made a checkpoint of the folder, or given up."""
     folder = saving(work.path)
-    if not _patient(folder, lambda: not folder.exists(), work.timeout):
-        raise CheckpointError(f"rank 0 {_IN_VAIN} for {work.timeout:g} s and is not done")
+    if not _patient(folder, lambda: not folder.exists(), work.patience):
+        raise _late("0", work)
 
 
-def _patient(folder: Path, done: Callable[[], bool], timeout: float) -> bool:
-    """Wait until `done`, as long as files in the folder come and grow at least every `timeout` seconds."""
-    seen, since = -1, time.monotonic()
+def _late(ranks: str, work: Work) -> _InVainError:
+    return _InVainError(f"rank {ranks} has written nothing for {work.patience:g} s and is not done")
+
+
+def _patient(folder: Path, done: Callable[[], bool], patience: float) -> bool:
+    """Wait until `done`, as long as files in the folder come and grow at least every `patience` seconds."""
+    began = since = looked = time.monotonic()
+    seen = -1
     while not done():
-        size = _size(folder)
-        if size != seen:
-            seen, since = size, time.monotonic()
-        elif time.monotonic() - since > timeout:
-            return done()
-        time.sleep(_BETWEEN_LOOKS)
+        now = time.monotonic()
+        if seen < 0 or now - looked > patience / 10:  # seldom: all ranks look at the files of all
+            size, looked = _size(folder), now
+            if size != seen:
+                seen, since = size, now
+            elif now - since > patience:
+                return done()
+        time.sleep(min(_FIRST_LOOK + (now - began) / 10, _LAST_LOOK))
     return True
 
 
@@ -176,20 +211,20 @@ def _size(folder: Path) -> int:
 def _give_up(work: Work, flaw: str) -> None:
     """Let rank 0 know; rank 0 removes what there is. What fails now is not told: the flaw is."""
     folder = saving(work.path)
-    try:
+    with suppress(OSError):
         if work.rank == 0:
-            work.disk.remove(folder)
+            discard(folder, work.path, work.disk)
         elif folder.is_dir():
             (folder / file_of(work.rank)).unlink(missing_ok=True)  # room for a word
             write_text(work.disk, folder / f"{_name(work.rank)}.failed", flaw)
-    except OSError:
-        return
+    if work.rank != 0:
+        _patient(folder, lambda: not folder.exists(), work.patience)
 
 
 def _told(error: Exception, rank: int) -> str:
     if isinstance(error, OSError):
         return f"rank {rank}: {error.strerror or error}" + (f": {error.filename}" if error.filename else "")
-    return str(error) if isinstance(error, CheckpointError) else f"rank {rank}: {error!r}"
+    return str(error) if isinstance(error, _InVainError) else f"rank {rank}: {error!r}"
 
 
 def file_of(rank: int) -> str:

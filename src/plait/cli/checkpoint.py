@@ -82,11 +82,12 @@ def _export(options: Namespace) -> None:
 
     wholes = Wholes(options.path)
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
-    folder = options.model or _trained_folder(wholes.manifest)
+    told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
+    own = any(value is not None for value in told.values())
+    folder = options.model or (None if own else _trained_folder(wholes.manifest))
     if folder is not None:
         export_adapted(wholes, options.target, model_in(folder), folder, **more)
         return
-    told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
     export_own(wholes, options.target, sizes_of(wholes.manifest, **told), **more)
 
 
@@ -99,8 +100,10 @@ def _import(options: Namespace) -> None:
 
 def _trained_folder(manifest: Manifest) -> Path | None:
     """The model of Hugging Face that `plait train` says it trained."""
-    name = manifest.state.get("config", {}).get("model", {}).get("name", OWN[0])
-    return None if name in OWN else Path(name).expanduser()
+    from plait.checkpoint.manifest import section
+
+    name = section(manifest.state, "config", "model").get("name", OWN[0])
+    return None if name in OWN or not isinstance(name, str) else Path(name).expanduser()
 
 
 def _dtype(options: Namespace) -> torch.dtype | None:

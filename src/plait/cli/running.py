@@ -30,18 +30,14 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
     Gives the signals that this process has got, where its ranks are `local`; it passes the wish on to them.
     """
     from plait.comm.child import STOP_SIGNAL
+    from plait.comm.watchdog import Wish
 
     got: list[int] = []
-    if not local:
-        yield got
-        return
 
-    def pass_on(number: int, frame: object) -> None:
-        for one, handler in before.items():
-            signal.signal(one, handler)
+    def pass_on(number: int) -> None:
         children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
         if not children:  # nothing has begun that could be finished
-            os.kill(os.getpid(), number)
+            wish.leave(number)
             return
         got.append(number)
         name = signal.Signals(number).name
@@ -49,12 +45,8 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
         for child in children:
             os.kill(child, STOP_SIGNAL)
 
-    before = {one: signal.signal(one, pass_on) for one in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    with Wish((signal.SIGINT, signal.SIGTERM) if local else (), pass_on) as wish:
         yield got
-    finally:
-        for one, handler in before.items():
-            signal.signal(one, handler)
 
 
 @contextmanager

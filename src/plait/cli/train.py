@@ -22,7 +22,7 @@ or joins the world that torchrun, mpirun or srun made. Options override the file
 
 def run(argv: Sequence[str]) -> int:
     """Train as `argv` asks. Returns 0; 1 when the first steps do not match those of one rank, or the last
-    checkpoint could not be written; 128 and the signal's number when one ended the run after a step.
+    checkpoint could not be written; else 128 and the signal's number when one ended the run after a step.
 
     Raises `PlaitError` where the user has something to mend.
     """
@@ -51,9 +51,11 @@ def run(argv: Sequence[str]) -> int:
             timeout=config.run.timeout,
             device=config.run.device,
         )
+    if not reports[0].saved:
+        return 1
     if reports[0].stopped:
         return 128 + (got[0] if got else reports[0].stopped)
-    return 0 if reports[0].matches and reports[0].saved else 1
+    return 0 if reports[0].matches else 1
 
 
 def _print_help() -> None:

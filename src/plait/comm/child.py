@@ -63,6 +63,8 @@ def stack_file(folder: str, rank: int) -> Path:
 def serve(connection: Connection) -> None:
     """The life of a local rank: a job after another until the pool lets go of the other end."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
+    signal.signal(signal.SIGTERM, lambda *_: None)  # so may this; data loaders would inherit SIG_IGN
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
     # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).

@@ -123,13 +123,9 @@ class RankPool:
         """Ends the processes; a later run starts new ones."""
         children, self._children = self._children, []
         for child in children:
-            child.process.terminate()
-        deadline = time.monotonic() + _GRACE
+            child.process.kill()  # SIGTERM is the parent's
         for child in children:
-            child.process.join(max(0.0, deadline - time.monotonic()))
-            if child.process.exitcode is None:
-                child.process.kill()
-                child.process.join()
+            child.process.join()
             child.process.close()
             child.connection.close()
 
@@ -159,7 +155,7 @@ def _grow(children: list[_Child], count: int, module: str) -> None:
     while len(children) < count:
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
-        with _without_main():
+        with _without_main(), _held_back(signal.SIGTERM):
             process.start()
         there.close()
         children.append(_Child(process, here))
@@ -175,6 +171,16 @@ def stop_fork_server() -> None:
     if server._forkserver_pid is not None:
         os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()
+
+
+@contextlib.contextmanager
+def _held_back(number: int) -> Iterator[None]:
+    """Blocks a signal that a whole process group may get, for what is started meanwhile: the fork server."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
 
 
 @contextlib.contextmanager

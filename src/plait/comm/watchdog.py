@@ -1,4 +1,4 @@
-"""A watchdog for a launcher's ranks: Ctrl-C and SIGTERM end even one that waits in C++ for a peer."""
+"""Signals: a first one that is only a wish; and a watchdog, so that they end even a rank blocked in C++."""
 
 from __future__ import annotations
 
@@ -7,21 +7,59 @@ import os
 import signal
 import sys
 import threading
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterable
+from types import TracebackType
+from typing import Any, Self
 
 _PROBE = signal.SIGURG  # ignored by default and used by nobody: its Python handler shows that handlers run
 
 
-class Wish:
-    """A signal handler that only takes down what is wished: it may run as late as the main thread likes."""
+TOGETHER = 0.5
+"""Seconds. Launchers signal a process by itself and once more with its group: that is one signal."""
 
-    def __init__(self, hear: Callable[[int], None]) -> None:
-        """`hear` is told the signal's number."""
+
+class Wish:
+    """While entered, the first of some signals is only heard, and may be as late as the main thread likes.
+
+    A second one is left to the handler that was there before.
+    """
+
+    def __init__(self, signals: Iterable[int], hear: Callable[[int], None]) -> None:
+        """`hear` is told the first signal's number."""
+        self._signals = tuple(signals)
         self._hear = hear
+        self._heard_at: float | None = None
+        self._before: dict[int, Any] = {}
+
+    def __enter__(self) -> Self:
+        for number in self._signals:
+            self._before[number] = signal.signal(number, self)
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._restore()
 
     def __call__(self, number: int, frame: object) -> None:
         """As Python calls a handler."""
-        self._hear(number)
+        now = time.monotonic()
+        if self._heard_at is None:
+            self._heard_at = now
+            self._hear(number)
+        elif now - self._heard_at > TOGETHER:
+            self.leave(number)
+
+    def leave(self, number: int) -> None:
+        """To the handlers that were there before: this signal, and all that follow."""
+        self._restore()
+        signal.raise_signal(number)
+
+    def _restore(self) -> None:
+        while self._before:
+            number, handler = self._before.popitem()
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was none of Python's
 
 
 class Watchdog:
@@ -30,7 +68,7 @@ class Watchdog:
     Python runs signal handlers between two instructions of the main thread; a main thread that is blocked
     inside a receive runs none. A second thread therefore learns of the signal through the wake-up descriptor
     and asks the main thread for a sign of life; without one it writes one line to stderr and exits with
-    128 + signal. Where the handler is a `Wish`, that is so for the second signal.
+    128 + signal. Inside of a `Wish` that is so for the second signal.
     It does nothing when entered outside the main thread, where Python allows no signal handlers.
     """
 
@@ -40,7 +78,7 @@ class Watchdog:
         self.grace = grace
         self._alive = threading.Event()
         self._leaving = False
-        self._wished = False
+        self._wished_at: float | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
@@ -76,9 +114,12 @@ class Watchdog:
         self._alive.clear()
         if self._leaving:
             return
-        if isinstance(signal.getsignal(number), Wish) and not self._wished:
-            self._wished = True
-            return
+        if isinstance(signal.getsignal(number), Wish):  # it stays until a second one was handled
+            now = time.monotonic()
+            if self._wished_at is None:
+                self._wished_at = now
+            if now - self._wished_at <= TOGETHER:
+                return
         _thread.interrupt_main(_PROBE)
         if self._alive.wait(self.grace):
             return

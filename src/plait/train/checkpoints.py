@@ -5,14 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from types import TracebackType
+from typing import Any, Self
 
 from plait.checkpoint.folders import series
 from plait.checkpoint.loading import load
+from plait.checkpoint.manifest import section
 from plait.checkpoint.series import Checkpoints
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
-from plait.errors import CheckpointError, ConfigError
+from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.train.config import Config
 from plait.train.progress import Follower
 from plait.train.trainer import Trainer
@@ -46,8 +48,6 @@ class RunCheckpoints:
         self.behind = 0
         """Steps of this run whose checkpoints, and metrics, may be in `run.dir`."""
         self._told = ""
-        self.failed = False
-        """Whether the last checkpoint could not be written."""
 
     def resume(self) -> int:
         """Load what `run.resume` names; how many steps the run has behind it.
@@ -60,6 +60,7 @@ class RunCheckpoints:
             return 0
         if wish != "auto":
             return self._load(Path(wish).expanduser())
+        damaged: list[str] = []
         for path in self._own():
             try:
                 return self._load(path)
@@ -67,8 +68,19 @@ class RunCheckpoints:
                 if not error.damaged:
                     raise
                 self._follower.note(f"WARNING: {error}")
+                damaged.append(path.name)
+        if damaged:
+            raise CheckpointError(
+                f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start anew "
+                "with --run.resume no."
+            )
         self._follower.note(f"There is no checkpoint in {self._folder}: the run starts anew.")
         return 0
+
+    @property
+    def failed(self) -> bool:
+        """Whether the last checkpoint could not be written."""
+        return self._series is not None and not self._series.complete
 
     def after(self, step: int, *, last: bool) -> None:
         """After `step` steps: save where it is time to. What fails is told, and training goes on."""
@@ -82,13 +94,22 @@ class RunCheckpoints:
             "config": json.loads(self._config.model_dump_json()),
         }
         self.finish()
-        self.failed = False
         self._try(lambda: self._open().save(self._trainer.engine, self._trainer.optimizer, step, state))
 
     def finish(self) -> None:
         """Return when nothing is under way any more."""
         if self._series is not None:
             self._try(self._series.finish)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Finish, also where all ranks have met the same error: after another one some may not be there."""
+        if error is None or isinstance(error, NonFiniteError | ReplicaError):
+            self.finish()
 
     def _load(self, path: Path) -> int:
         optimizer = self._trainer.optimizer
@@ -134,7 +155,6 @@ class RunCheckpoints:
         try:
             do()
         except CheckpointError as error:
-            self.failed = True
             self._follower.note(f"WARNING: {error}")
 
     def _tell_early(self) -> None:
@@ -146,12 +166,12 @@ class RunCheckpoints:
 
     def _refuse_other_data(self, state: Mapping[str, Any], path: Path) -> None:
         """ConfigError where steps would see other data than those before them."""
-        before, now = state.get("config", {}), json.loads(self._config.model_dump_json())
+        now = json.loads(self._config.model_dump_json())
         for field in SAME:
-            section, _, name = field.partition(".")
-            was = before.get(section, {}).get(name)
-            if was is not None and was != now[section][name]:
+            part, _, name = field.partition(".")
+            was = section(state, "config", part).get(name)
+            if was is not None and was != now[part][name]:
                 raise ConfigError(
-                    f"{field} is {now[section][name]!r}, and was {was!r} when {path} was written: the data "
+                    f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: the data "
                     "would not go on where it stopped; give the same, or start anew without run.resume."
                 )

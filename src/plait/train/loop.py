@@ -74,12 +74,12 @@ def train(config: Config, stop_on: Collection[int] = ()) -> Report:
         stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, follower)
         with follower:
             follower.begin(done)
-            while done < settings.steps and not stop.number:
-                stepper.step(done)
-                done += 1
-                stop.ask()
-                checkpoints.after(done, last=done == settings.steps or bool(stop.number))
-            checkpoints.finish()
+            with checkpoints:
+                while done < settings.steps and not stop.number:
+                    stepper.step(done)
+                    done += 1
+                    stop.ask()
+                    checkpoints.after(done, last=done == settings.steps or bool(stop.number))
         sample = None if stop.number else trainer.sample()
         report = Report(
             steps=done,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 import math
 from collections.abc import Mapping
@@ -10,7 +11,7 @@ from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Protocol, Self, TextIO
+from typing import Any, Protocol, Self
 
 from plait.errors import ConfigError
 
@@ -53,6 +54,7 @@ class Metrics:
     def __init__(self, sinks: tuple[Sink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks
         self._folder = folder
+        self._told = False
 
     def begin(self, steps: int) -> None:
         """Before the first row: keep those of the `steps` steps that a resumed run has behind it."""
@@ -62,14 +64,21 @@ class Metrics:
         except OSError as error:
             raise _unwritable(self._folder, error) from None
 
-    def write(self, row: Mapping[str, float]) -> None:
-        """Write a step's row, whose keys are among `COLUMNS`, to every sink; none stands for inf and nan."""
+    def write(self, row: Mapping[str, float]) -> str:
+        """Write a step's row, whose keys are among `COLUMNS`, to every sink; none stands for inf and nan.
+
+        A run does not end because a disk is full: rows wait, and are written with a later one. Gives a
+        sentence about it, once; else nothing.
+        """
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        try:
-            for sink in self._sinks:
+        flaw = ""
+        for sink in self._sinks:
+            try:
                 sink.write(finite)
-        except OSError as error:
-            raise _unwritable(self._folder, error) from None
+            except OSError as error:
+                flaw = f"metrics cannot be written to {self._folder} ({error.strerror or error}): they wait."
+        told, self._told = self._told, bool(flaw)
+        return "" if told else flaw
 
     def __enter__(self) -> Self:
         return self
@@ -114,20 +123,37 @@ def _unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
+class _Appended:
+    """A file that text is added to; what there is no room for is tried again with the next."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("ab", buffering=0)
+        self._waiting = b""
+
+    def add(self, text: str) -> None:
+        """OSError as long as not all of it, and of what came before, is written."""
+        self._waiting += text.encode()
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+
+    def close(self) -> None:
+        with self._file:
+            self.add("")
+
+
 class _Lines:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: _Appended | None = None
 
     def begin(self, steps: int) -> None:
         kept = [line for line in _lines_of(self._path, steps) if _step_of(line) <= steps]
         _replace(self._path, kept)
-        self._file = self._path.open("a", encoding="utf-8")
+        self._file = _Appended(self._path)
 
     def write(self, row: Row) -> None:
         assert self._file is not None
-        self._file.write(json.dumps(dict(row), allow_nan=False) + "\n")
-        self._file.flush()
+        self._file.add(json.dumps(dict(row), allow_nan=False) + "\n")
 
     def close(self) -> None:
         if self._file is not None:
@@ -137,19 +163,19 @@ class _Lines:
 class _Table:
     def __init__(self, path: Path) -> None:
         self._path = path
-        self._file: TextIO | None = None
+        self._file: _Appended | None = None
 
     def begin(self, steps: int) -> None:
         lines = (line for line in _lines_of(self._path, steps) if line.partition(",")[0].isdigit())
         kept = [line for line in lines if int(line.partition(",")[0]) <= steps]
         _replace(self._path, [",".join(COLUMNS) + "\n", *kept])
-        self._file = self._path.open("a", encoding="utf-8", newline="")
-        self._writer = csv.DictWriter(self._file, COLUMNS, restval="", lineterminator="\n")
+        self._file = _Appended(self._path)
 
     def write(self, row: Row) -> None:
         assert self._file is not None
-        self._writer.writerow(row)
-        self._file.flush()
+        line = io.StringIO()
+        csv.DictWriter(line, COLUMNS, restval="", lineterminator="\n").writerow(row)
+        self._file.add(line.getvalue())
 
     def close(self) -> None:
         if self._file is not None:

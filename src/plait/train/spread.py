@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from plait.blueprint import draw
-from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.spread import Spread
 from plait.train.model import build_model
 from plait.train.settings import config_from_arguments
@@ -22,8 +22,7 @@ def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
     far as it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises
     `PlaitError` for what is no configuration or no plan.
     """
-    told = manifest.state.get("config", {})
-    usual = {section: told[section] for section in _KEPT if section in told}
+    usual = {name: section(manifest.state, "config", name) for name in _KEPT}
     config = config_from_arguments(arguments, usual, "the checkpoint")
     tokens = manifest.tensors.get(_TOKENS)
     vocab = config.model.vocab or (tokens.shape[0] if tokens else 1)

@@ -58,7 +58,8 @@ class Stepper:
             if self.validation_loss is not None:
                 row["validation_loss"] = self.validation_loss
                 self._follower.note(f"step {step + 1}: validation loss {self.validation_loss:.3f}")
-        self._metrics.write(row)
+        if flaw := self._metrics.write(row):
+            self._follower.note(f"WARNING: {flaw}")
         self.loss, self.peak_memory = row["loss"], row["peak_memory_bytes"]
         if step == len(self.first) < config.run.compare:
             self.first.append((row["loss"], row["grad_norm"]))

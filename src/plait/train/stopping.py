@@ -5,7 +5,7 @@ from __future__ import annotations
 import signal
 from collections.abc import Collection
 from types import TracebackType
-from typing import Any, Self
+from typing import Self
 
 import torch
 
@@ -21,13 +21,12 @@ class Stop:
         self._signals = frozenset(signals)
         self._mesh = mesh
         self._heard = 0
-        self._before: dict[int, Any] = {}
+        self._wish = Wish(self._signals, self._hear)
         self.number = 0
         """The signal that a rank had got when they last asked; 0: none had. The same on all ranks."""
 
     def __enter__(self) -> Self:
-        for number in self._signals:
-            self._before[number] = signal.signal(number, Wish(self._hear))
+        self._wish.__enter__()
         # Local ranks block theirs until somebody can hear it.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
@@ -36,8 +35,7 @@ class Stop:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        for number, handler in self._before.items():
-            signal.signal(number, handler)
+        self._wish.__exit__(kind, error, trace)
 
     def ask(self) -> None:
         """Has any rank got a signal? All ranks ask, after the same step.
@@ -51,5 +49,3 @@ class Stop:
 
     def _hear(self, number: int) -> None:
         self._heard = number
-        for one, handler in self._before.items():
-            signal.signal(one, handler or signal.SIG_DFL)  # the next one is no wish

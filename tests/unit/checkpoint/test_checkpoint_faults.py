@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -12,14 +13,16 @@ import torch
 from torch import nn
 
 import plait
+from plait.checkpoint import tensor_file
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read
 from plait.checkpoint.saving import start
 from plait.checkpoint.series import Checkpoints
-from plait.checkpoint.tensor_file import damage, portions
+from plait.checkpoint.tensor_file import Item, damage, portions, write_file
 from plait.engine import Engine
 from plait.errors import CheckpointError
+from plait.layout import Box
 
 
 class KilledError(BaseException):
@@ -197,6 +200,73 @@ def test_damage_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=message):
         plait.load(engine, None, tmp_path)
     assert all(bool((parameter == 7.0).all()) for parameter in engine.parameters()), "nothing was changed"
+
+
+def test_writing_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another rank has failed, and rank 0 has given up."""
+    monkeypatch.setattr(tensor_file, "BETWEEN_SYNCS", 8)
+    box, read = Box((0,), (2,)), []
+
+    def take(number: int) -> torch.Tensor:
+        read.append(number)
+        if number == 1:
+            (tmp_path / "here").rename(tmp_path / "gone")
+        return torch.zeros(2)
+
+    items = [Item(f"model.{n}", box, torch.float32, partial(take, n)) for n in range(9)]
+    (tmp_path / "here").mkdir()
+    with pytest.raises(FileNotFoundError):
+        write_file(tmp_path / "here" / "x.safetensors", items, Disk())
+    assert read == [0, 1]
+
+
+def test_a_damaged_manifest_is_named_and_the_one_before_offered(tmp_path: Path) -> None:
+    for step in (1, 2):
+        save(tmp_path / f"step-{step:08d}", float(step), Disk())
+    path = tmp_path / "step-00000002" / "manifest.json"
+    data = bytearray(path.read_bytes())
+    data[-40] ^= 1
+    path.write_bytes(data)
+    for asked in (tmp_path, path.parent):
+        with pytest.raises(
+            CheckpointError, match=r"manifest\.json is not what was .*: load .*-00000001, "
+        ) as told:
+            plait.load(engine_of(7.0), None, asked)
+        assert told.value.damaged
+    path.unlink()
+    assert check_sound(resolve(tmp_path)) == 1.0, "without one it is no checkpoint"
+
+
+def test_a_series_keeps_what_it_has_just_written(tmp_path: Path) -> None:
+    """In a folder where another run's were of more steps."""
+    for step in (900, 1000):
+        save(tmp_path / f"step-{step:08d}", float(step), Disk())
+    mine = Checkpoints(tmp_path, keep_last=1)
+    for step in (500, 600):
+        mine.save(engine_of(float(step)), None, step, {"value": float(step)})
+        mine.finish()
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == [
+        f"step-{step:08d}" for step in (600, 900, 1000)
+    ]
+
+
+class Stuck(Disk):
+    """Cannot remove anything."""
+
+    def remove(self, path: Path) -> None:
+        raise OSError(13, "Permission denied")
+
+
+def test_older_ones_that_cannot_be_removed_do_not_make_it_incomplete(tmp_path: Path) -> None:
+    series = Checkpoints(tmp_path, keep_last=1, disk=Stuck())
+    for step in (1, 2):
+        series.save(engine_of(float(step)), None, step, {"value": float(step)})
+        if step == 1:
+            series.finish()
+    with pytest.raises(CheckpointError, match="is complete, but older ones cannot be removed"):
+        series.finish()
+    assert series.complete
+    assert check_sound(resolve(tmp_path)) == 2.0
 
 
 def test_another_model_is_refused_with_its_tensors(tmp_path: Path) -> None:

@@ -144,6 +144,12 @@ class Full(Disk):
         super().write(file, data)
 
 
+def test_an_empty_folder_may_be_the_target(trained: Path, tmp_path: Path) -> None:
+    (tmp_path / "target").mkdir()
+    convert(trained, tmp_path / "target")
+    assert sorted(entry.name for entry in tmp_path.iterdir()) == ["cut", "target", "whole"]
+
+
 @pytest.mark.parametrize("room", [0, 1, 20])
 def test_a_full_disk_leaves_nothing(room: int, trained: Path, tmp_path: Path) -> None:
     with pytest.raises(CheckpointError, match=r"target was not written \(No space left on device\)"):

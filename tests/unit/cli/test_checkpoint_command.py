@@ -158,6 +158,16 @@ def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert {one.dtype for one in read(tmp_path / "back-16").tensors.values()} == {"bfloat16"}
 
 
+@pytest.mark.parametrize("state", [{"config": "run.yaml"}, {"config": {"model": "small"}}, {"sizes": 3}])
+def test_a_state_of_one_s_own(state: dict[str, object], tmp_path: Path) -> None:
+    saved(lively(MODELS["gpt2"]()), tmp_path / "mine", state)
+    there = [str(tmp_path / "mine"), str(tmp_path / "there"), "--heads", "6", "--format", "huggingface"]
+    assert main(["checkpoint", "export", *there]) == 0
+    run = ["--model.layers", "2", "--model.hidden", "24", "--model.heads", "6", "--parallel.tp", "2"]
+    context = ["--model.context", str(CONTEXT)]
+    assert main(["checkpoint", "convert", str(tmp_path / "mine"), str(tmp_path / "cut"), *run, *context]) == 0
+
+
 def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     from parity import huggingface_cases as cases

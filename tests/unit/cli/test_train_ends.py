@@ -13,6 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from plait.comm.watchdog import TOGETHER
+
 SETTINGS = {
     "model.layers": "1",
     "model.hidden": "8",
@@ -104,11 +106,24 @@ def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, 
     process = started(tmp_path, text, temporary)
     os.kill(max(pid for pid, _ in running(str(tmp_path))), signal.SIGSTOP)  # ranks are the youngest
     process.send_signal(number)
-    time.sleep(0.5)
+    time.sleep(2 * TOGETHER)
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors.strip().splitlines()[-1]) == (code, said)
     assert left_running(str(tmp_path)) == []
+
+
+def test_a_signal_to_the_whole_process_group(tmp_path, text, temporary):
+    """As `timeout` and services send it: to the command, to its ranks, and to the command once more."""
+    process = started(tmp_path, text, temporary)
+    os.killpg(process.pid, signal.SIGTERM)
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=20)
+    assert (process.returncode, errors.strip()) == (143, f"plait: SIGTERM: {WISH}")
+    assert left_running(str(tmp_path)) == []
+    (checkpoint,) = (tmp_path / "run" / "checkpoints").iterdir()
+    rows = (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()
+    assert checkpoint.name == f"step-{len(rows):08d}"
 
 
 def test_a_signal_to_torchrun(tmp_path, text, temporary):
@@ -136,7 +151,12 @@ def started(
     command = [*program, "train", *options(tmp_path)]
     command += ["--data.source", text, "--train.steps", "1000000"]
     process = subprocess.Popen(
-        command, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        command,
+        env=environment,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
     )
     metrics = tmp_path / "run" / "metrics.jsonl"
     for _ in range(300):

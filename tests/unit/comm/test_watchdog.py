@@ -7,7 +7,7 @@ import time
 
 import pytest
 
-from plait.comm.watchdog import Watchdog
+from plait.comm.watchdog import TOGETHER, Watchdog, Wish
 
 BLOCKED = """
 import datetime, os, sys, threading, time, signal
@@ -37,18 +37,26 @@ def test_a_signal_ends_a_process_blocked_in_cpp(number):
 
 
 WISHED = BLOCKED.replace("import Watchdog", "import Watchdog, Wish").replace(
-    "signal.signal(signal.SIGTERM, lambda *_: None)", "signal.signal(signal.SIGTERM, Wish(print))"
+    'with Watchdog("rank 1", grace=0.3):',
+    'with Watchdog("rank 1", grace=0.3), Wish([signal.SIGTERM], lambda number: print("heard", flush=True)):',
 )
+HEARD = WISHED.replace("    store.wait", "    time.sleep(0.3)\n    store.wait")
 
 
-def test_a_wish_may_wait_and_a_second_signal_ends_it():
+@pytest.mark.parametrize("program", [WISHED, HEARD], ids=["in C++", "in Python, then in C++"])
+def test_a_wish_may_wait_and_a_second_signal_ends_it(program):
     with subprocess.Popen(
-        [sys.executable, "-c", WISHED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
+        if program == WISHED:
+            time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
-        time.sleep(1.0)  # longer than the grace
+        process.send_signal(signal.SIGTERM)  # at once: the same signal
+        if program == HEARD:
+            assert process.stdout.readline() == "heard\n"
+        time.sleep(1.0)  # longer than the grace, and than what is sent together
         assert process.poll() is None
         process.send_signal(signal.SIGTERM)
         _, errors = process.communicate(timeout=10)
@@ -79,6 +87,22 @@ def test_keyboard_interrupt_comes_through():
     with pytest.raises(KeyboardInterrupt):
         interrupted()
     time.sleep(0.2)  # longer than the grace: the watchdog is gone
+
+
+def test_a_second_signal_is_left_to_the_handler_before():
+    seen = []
+    previous = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
+    try:
+        with Wish([signal.SIGTERM], lambda number: seen.append(-number)):
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+            assert seen == [-signal.SIGTERM]
+            time.sleep(1.1 * TOGETHER)
+            signal.raise_signal(signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+        assert seen == [-signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]
+    finally:
+        signal.signal(signal.SIGTERM, previous)
 
 
 def test_everything_is_put_back():

@@ -1,5 +1,7 @@
 import csv
 import json
+import resource
+import signal
 from pathlib import Path
 
 import pytest
@@ -76,6 +78,27 @@ def test_tensorboard_that_is_not_installed_is_left_out(
     monkeypatch.setattr(metrics, "find_spec", lambda name: None)
     write(tmp_path, tensorboard=True)
     assert not (tmp_path / "tensorboard").exists()
+
+
+def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the first row is written, then nothing, until there is room again."""
+    with open_metrics(tmp_path, "{}", csv_too=True, tensorboard=False) as opened:
+        opened.begin(0)
+        limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+        handler = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (20, limit[1]))
+            told = [opened.write(row) for row in ROWS]
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+            signal.signal(signal.SIGXFSZ, handler)
+        assert told == [f"metrics cannot be written to {tmp_path} (File too large): they wait.", ""]
+        assert (tmp_path / "metrics.jsonl").stat().st_size == 20
+        assert opened.write({"step": 3}) == ""
+    lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line) for line in lines] == [*ROWS, {"step": 3}]
+    table = (tmp_path / "metrics.csv").read_text().splitlines()
+    assert [line.partition(",")[0] for line in table] == ["step", "1", "2", "3"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from plait.comm.pool import RankPool
-from plait.errors import CheckpointError, ConfigError
+from plait.errors import CheckpointError, ConfigError, NonFiniteError
 from plait.train.config import Config
 from plait.train.loop import Report, train
 
@@ -109,6 +109,21 @@ def test_a_damaged_one_is_told_and_passed_over(
     path = folder / "checkpoints" / "step-00000004.aside-1"
     with pytest.raises(CheckpointError, match=r"is damaged: rank-00001\.safetensors has"):
         run(rank_pool, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))
+
+
+def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) -> None:
+    folder = copied(whole, 3, tmp_path / "run")
+    (folder / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
+    before = (folder / "metrics.jsonl").read_text()
+    with pytest.raises(CheckpointError, match=r"are damaged \(step-00000003\): mend one, or start anew"):
+        train(make(folder, resume="auto"))
+    assert (folder / "metrics.jsonl").read_text() == before
+
+
+def test_what_was_being_written_when_the_loss_overflowed(rank_pool: RankPool, tmp_path: Path) -> None:
+    with pytest.raises(NonFiniteError, match="step 2"):
+        run(rank_pool, make(tmp_path, lr=1e38, warmup=0, save_every=1, parallel={"pp": 2}))
+    assert kept(tmp_path) == ["step-00000001"]
 
 
 def test_which_are_kept(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -105,11 +105,13 @@ def _files(folder: Path) -> list[str]:
         return [SINGLE]
     if (folder / INDEX).is_file():
         try:
-            return sorted(
-                set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            )
+            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
+            strange = [name for name in named if Path(name).name != name]
         except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
             raise CheckpointError(f"{folder / INDEX} cannot be read ({error!r}): mend it.") from None
+        if strange:
+            raise CheckpointError(f"{folder / INDEX} names {strange[0]!r}, outside of its folder: mend it.")
+        return sorted(named)
     found = sorted(path.name for path in folder.glob("*.safetensors"))
     if not found:
         raise CheckpointError(

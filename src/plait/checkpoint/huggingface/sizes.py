@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from plait.checkpoint.manifest import Global, Manifest
+from plait.checkpoint.manifest import Global, Manifest, section
 from plait.errors import CheckpointError
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
@@ -76,9 +76,8 @@ def sizes_of(
 
 def _told(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `import_folder` or `plait train` left."""
-    if "sizes" in state:
-        return dict(state["sizes"])
-    return dict(state.get("config", {}).get("model", {}))
+    told = section(state, "sizes") or section(state, "config", "model")
+    return {name: value for name, value in told.items() if isinstance(value, Told)}
 
 
 def _one(name: str, given: Told | None, told: Mapping[str, Any], usual: Told | None) -> Told:

@@ -1,0 +1,76 @@
+"""A rank that cannot write: all hear of it from the one that failed, nothing is left, and the run goes on."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import BinaryIO
+
+import pytest
+
+import plait
+from parity.checkpoints import run_of
+from plait.checkpoint import saving
+from plait.checkpoint.disk import Disk
+from plait.comm.pool import RankPool
+from plait.errors import CheckpointError
+from plait.plan import Plan
+
+PLAN = Plan(dp=2, strategy="full", microbatches=2)
+
+
+class Full(Disk):
+    """Has room for so many writes, and then for none."""
+
+    def __init__(self, room: int) -> None:
+        self._room = room
+
+    def write(self, file: BinaryIO, data: memoryview) -> None:
+        self._room -= 1
+        if self._room < 0:
+            raise OSError(28, "No space left on device")
+        super().write(file, data)
+
+
+def save_twice(path: str, full: int, room: int, staged: bool) -> str:
+    """What is said where one rank's disk is full; then with all disks as they should be."""
+    with run_of(PLAN) as run:
+        disk = Full(room) if run.engine.mesh.rank == full else Disk()
+        staging = saving.Staging() if staged else None
+        with pytest.raises(CheckpointError) as told:
+            saving.start(run.engine, run.optimizer, Path(path), {}, staging, disk=disk).wait()
+        assert not list(Path(path).parent.iterdir())
+        run.train(range(1))
+        plait.save(run.engine, run.optimizer, path)
+        return str(told.value)
+
+
+@pytest.mark.parametrize("staged", [False, True], ids=["waited for", "in the background"])
+@pytest.mark.parametrize("room", [0, 1, 20])
+@pytest.mark.parametrize("full", [0, 1])
+def test_all_hear_of_a_full_disk(
+    rank_pool: RankPool, tmp_path: Path, full: int, room: int, staged: bool
+) -> None:
+    path = tmp_path / "here" / "one"
+    path.parent.mkdir()
+    said = rank_pool.run(save_twice, str(path), full, room, staged, ranks=2)
+    assert said[0] == said[1]
+    assert f"one was not written (rank {full}: No space left on device): make room" in said[0]
+    assert [entry.name for entry in path.parent.iterdir()] == ["one"]
+
+
+def save_apart(folder: str) -> str:
+    """Each rank in a folder of its own."""
+    with run_of(PLAN) as run, pytest.MonkeyPatch.context() as patched:
+        patched.setattr(saving, "_MAY_TAKE", 0.1)
+        own = Path(folder, str(run.engine.mesh.rank))
+        with pytest.raises(CheckpointError) as told:
+            plait.save(run.engine, run.optimizer, own / "one")
+        assert not own.exists() or not list(own.iterdir())
+        return str(told.value)
+
+
+def test_a_folder_that_a_host_does_not_see(rank_pool: RankPool, tmp_path: Path) -> None:
+    said = rank_pool.run(save_apart, str(tmp_path), ranks=2)
+    for told in said:
+        assert "rank 1 does not see" in told
+        assert "give a folder that all hosts share" in told
