@@ -6,8 +6,8 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.loading import require_model, run_under
 from plait.checkpoint.manifest import FILE, written
+from plait.checkpoint.matching import require_model, run_under
 from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.spread import Spread
 from plait.checkpoint.tensor_file import write_file

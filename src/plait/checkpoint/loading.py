@@ -17,15 +17,15 @@ from torch import Tensor, nn
 from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter, whole_like
 from plait.checkpoint.folders import older, resolve
 from plait.checkpoint.manifest import FILE, Global, Manifest, read
-from plait.checkpoint.optimizer import is_number, place_of_number, require_same_class, restore_options
+from plait.checkpoint.matching import require_fit, run_under
+from plait.checkpoint.optimizer import is_number, place_of_number, restore_options
 from plait.checkpoint.reading import Boxes
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell, tell_all
-from plait.errors import CheckpointError, listed
+from plait.errors import CheckpointError
 from plait.layout import Layout
-from plait.plan import Plan
 
 
 def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
@@ -94,53 +94,6 @@ def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
         except CheckpointError as error:
             flaw = error
         _raise_together(flaw, mesh)
-
-
-def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimizer | None) -> None:
-    """CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
-    require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
-    if optimizer is not None and manifest.optimizer is None:
-        raise CheckpointError(
-            "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
-        )
-    if optimizer is not None and manifest.optimizer is not None:
-        require_same_class(optimizer, manifest.optimizer)
-
-
-def require_model(
-    manifest: Manifest,
-    layouts: Mapping[str, Layout],
-    buffer_shapes: Mapping[str, tuple[int, ...]],
-    aliases: Iterable[str],
-) -> None:
-    """CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
-    wanted = {parameter(name): layout.shape for name, layout in layouts.items()}
-    wanted |= {parameter(name): shape for name, shape in buffer_shapes.items()}
-    there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
-    # What is tied torch writes under all names; plait does not, so here it was not tied.
-    again = set() if manifest.run else set(map(parameter, aliases))
-    kinds = {
-        "missing": [name for name in wanted if name not in there],
-        "unexpected": [name for name in there if name not in wanted and name not in again],
-        "of another shape": [
-            f"{name} ({list(there[name])} and not {list(shape)})"
-            for name, shape in wanted.items()
-            if there.get(name, shape) != shape
-        ],
-    }
-    flaws = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
-    if flaws:
-        raise CheckpointError(
-            f"the checkpoint is of another model ({'; '.join(flaws).replace('model.', '')}): build the model "
-            "that was saved, or give another checkpoint."
-        )
-
-
-def run_under(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """What of `manifest.run` holds under `plan`: the order of actions only if it would be asked for alike."""
-    wished = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
-    same = all(manifest.plan.get(name, value) == value for name, value in wished.items())
-    return {key: value for key, value in manifest.run.items() if same or key != "order"}
 
 
 def _agreed_path(path: Path, mesh: Mesh) -> str:
