@@ -26,7 +26,7 @@ IN_TURNS = {"gpt2": slice(0, None, 3), "llama": slice(1, None, 3)}
 EACH = {"gpt2": (4, 29, 62, 165), "llama": (15, 71, 111, 67, 159)}
 """Of 168 plans on four ranks: each layout at least once, each schedule once, in turns; dp is sharded."""
 
-AT_ONCE = 8
+AT_ONCE = 4
 """Plans that the ranks are given together: the pool waits for them for a minute."""
 
 

@@ -6,6 +6,7 @@ import contextlib
 import math
 import multiprocessing
 import multiprocessing.forkserver
+import multiprocessing.resource_tracker
 import os
 import pickle
 import signal
@@ -176,6 +177,7 @@ def stop_fork_server() -> None:
 @contextlib.contextmanager
 def _held_back(number: int) -> Iterator[None]:
     """Blocks a signal that a whole process group may get, for what is started meanwhile: the fork server."""
+    multiprocessing.resource_tracker.ensure_running()  # when it is started SIGTERM is let through
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
