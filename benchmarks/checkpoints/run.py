@@ -34,9 +34,9 @@ Times = dict[str, list[float]]
 class Bench:
     """One rank's part."""
 
-    def __init__(self, plan: Plan, folder: Path) -> None:
+    def __init__(self, plan: Plan, folder: Path, layers: int) -> None:
         self.mesh = plait.Mesh(plan, device="cpu")
-        model = plait.models.gpt2(layers=6, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)
+        model = plait.models.gpt2(layers=layers, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)
         self.engine: Engine = plait.parallelize(model, plan, self.mesh, loss=plait.cross_entropy)
         groups = self.engine.parameter_groups(weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
@@ -86,8 +86,8 @@ class Bench:
         dcp.save(tensors, checkpoint_id=target)
 
 
-def measure(plan: Plan, folder: str, turns: int) -> tuple[dict[str, float], float, float]:
-    bench = Bench(plan, Path(folder))
+def measure(plan: Plan, folder: str, turns: int, layers: int) -> tuple[dict[str, float], float, float]:
+    bench = Bench(plan, Path(folder), layers)
     bench.step()
     times: Times = {}
     for number in range(turns + 1):
@@ -100,11 +100,14 @@ def measure(plan: Plan, folder: str, turns: int) -> tuple[dict[str, float], floa
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--turns", type=int, default=5)
-    turns = parser.parse_args().turns
+    parser.add_argument("--layers", type=int, default=6, help="blocks: how much there is to be written")
+    options = parser.parse_args()
     plans = {"pp 2": Plan(pp=2, microbatches=4), "dp 2, full": Plan(dp=2, strategy="full", microbatches=2)}
     for name, plan in plans.items():
         with tempfile.TemporaryDirectory() as folder:
-            told = plait.launch(measure, plan, folder, turns, ranks=2, threads=1, device="cpu")
+            told = plait.launch(
+                measure, plan, folder, options.turns, options.layers, ranks=2, threads=1, device="cpu"
+            )
         times, written, copies = max(told, key=lambda one: one[1])
         print(f"\n{name}: {written:.1f} MB written by the rank with most, {copies:.1f} MB of copies\n")
         print("| | ms | MB/s |\n|---|---|---|")
