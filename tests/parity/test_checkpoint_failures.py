@@ -6,10 +6,11 @@ from pathlib import Path
 from typing import BinaryIO
 
 import pytest
+import torch
 
 import plait
 from parity.checkpoints import run_of
-from plait.checkpoint import saving
+from plait.checkpoint import loading, saving
 from plait.checkpoint.disk import Disk
 from plait.comm.pool import RankPool
 from plait.errors import CheckpointError
@@ -74,3 +75,21 @@ def test_a_folder_that_a_host_does_not_see(rank_pool: RankPool, tmp_path: Path) 
     for told in said:
         assert "rank 1 does not see" in told
         assert "give a folder that all hosts share" in told
+
+
+def load_in_rounds(path: str) -> int:
+    """As many rounds as the rank with most has tensors: after each all of them meet."""
+    with run_of(Plan(pp=2, microbatches=4)) as run, pytest.MonkeyPatch.context() as patched:
+        run.train(range(1))
+        plait.save(run.engine, run.optimizer, path)
+        before = [piece.clone() for piece in run.engine.parameters()]
+        run.train(range(1, 2))
+        patched.setattr(loading, "BETWEEN_SYNCS", 1)
+        plait.load(run.engine, run.optimizer, path)
+        assert all(map(torch.equal, before, run.engine.parameters()))
+        return len(before)
+
+
+def test_ranks_that_read_more_are_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
+    first, last = rank_pool.run(load_in_rounds, str(tmp_path / "one"), ranks=2)
+    assert first != last, "or nobody is waited for"

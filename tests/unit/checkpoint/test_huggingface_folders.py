@@ -280,6 +280,12 @@ def test_damaged_folders_are_refused(tmp_path: Path) -> None:
         shard.write_bytes(damaged)
         with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
             import_folder(theirs, tmp_path / "ours")
+    index = theirs / "model.safetensors.index.json"
+    as_it_was = index.read_text()
+    index.write_text(as_it_was.replace(shard.name, f"../{shard.name}"))
+    with pytest.raises(CheckpointError, match=f"names '../{shard.name}', outside of its folder: mend it"):
+        import_folder(theirs, tmp_path / "ours")
+    index.write_text(as_it_was)
     shard.unlink()
     with pytest.raises(CheckpointError, match=f"{shard.name} cannot be read"):
         import_folder(theirs, tmp_path / "ours")
