@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
 
 import plait
 from parity.checkpoints import run_of
+from parity.full_disk import Full
 from plait.checkpoint import loading, saving
 from plait.checkpoint.disk import Disk
 from plait.comm.pool import RankPool
@@ -17,19 +17,6 @@ from plait.errors import CheckpointError
 from plait.plan import Plan
 
 PLAN = Plan(dp=2, strategy="full", microbatches=2)
-
-
-class Full(Disk):
-    """Has room for so many writes, and then for none."""
-
-    def __init__(self, room: int) -> None:
-        self._room = room
-
-    def write(self, file: BinaryIO, data: memoryview) -> None:
-        self._room -= 1
-        if self._room < 0:
-            raise OSError(28, "No space left on device")
-        super().write(file, data)
 
 
 def save_twice(path: str, full: int, room: int, staged: bool) -> str:

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import errno
 from dataclasses import replace
 from pathlib import Path
-from typing import BinaryIO
 
 import pytest
 import torch
 
 import plait
+from parity.full_disk import Full
 from parity.memory import MEASURED, Watching, anonymous
 from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tensors_in
 from plait.checkpoint.converting import convert
@@ -129,19 +128,6 @@ def test_a_checkpoint_that_waits_under_another_name_is_not_written_over(
     with pytest.raises(CheckpointError, match="target is there already"):
         convert(tmp_path / "whole", target)
     assert read(saving(target)).state == STATE
-
-
-class Full(Disk):
-    """A disk that is full after some writes."""
-
-    def __init__(self, room: int) -> None:
-        self.room = room
-
-    def write(self, file: BinaryIO, data: memoryview) -> None:
-        self.room -= 1
-        if self.room < 0:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        super().write(file, data)
 
 
 def test_an_empty_folder_may_be_the_target(trained: Path, tmp_path: Path) -> None:
