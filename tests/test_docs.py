@@ -21,6 +21,8 @@ import pytest
 
 from plait.cli.main import main
 from plait.cli.verify import parser as verify_parser
+from plait.comm import Mesh
+from plait.engine import Engine
 from plait.plan import Plan
 from plait.train.settings import config_from_arguments, fields, takes
 
@@ -199,6 +201,13 @@ def test_every_field_of_a_plan_stands_in_the_reference() -> None:
         assert re.search(row, page, re.MULTILINE), (
             f"docs/reference/plan.md has no row for {field.name} = {default}"
         )
+
+
+@pytest.mark.parametrize(("kind", "page"), [(Engine, "engine"), (Mesh, "plan")])
+def test_every_public_member_stands_in_the_reference(kind: type, page: str) -> None:
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+    public = {name for name in dir(kind) if not name.startswith("_")} - {"pipeline_groups"}
+    assert {name for name in public if not re.search(rf"`{name}\b", text)} == set()
 
 
 def test_links_lead_to_files() -> None:
