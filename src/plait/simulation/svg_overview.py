@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from html import escape
 from itertools import groupby
 
@@ -53,6 +54,11 @@ class _Bands:
         wide = max(_COLUMN, _ACTIONS * self.frame.average)
         return max(1, round(self.frame.plot / wide))
 
+    @cached_property
+    def kinds(self) -> list[Kind]:
+        """Those that occur, from the bottom up."""
+        return kinds_of(self.frame.timeline)
+
     def block(self) -> Block:
         """All rows."""
         every = -(-_LINE // self.pitch)
@@ -78,7 +84,7 @@ class _Bands:
         )
         used = self.used(row)
         floor = [0.0] * self.columns
-        for kind in kinds_of(timeline):
+        for kind in self.kinds:
             levels = [below + part for below, part in zip(floor, used[kind], strict=True)]
             path = _area(floor, levels, frame, y, self.row_height)
             if path:
