@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import doctest
 import io
 import json
@@ -10,6 +11,8 @@ import re
 import shlex
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cache
+from importlib import import_module
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +21,9 @@ import pytest
 
 from plait.cli.main import main
 from plait.cli.verify import parser as verify_parser
+from plait.comm import Mesh
+from plait.engine import Engine
+from plait.plan import Plan
 from plait.train.settings import config_from_arguments, fields, takes
 
 ROOT = Path(__file__).parent.parent
@@ -25,6 +31,10 @@ PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").r
 PAGES += [ROOT / "examples" / "README.md", ROOT / "CHANGELOG.md"]
 BLOCK = re.compile(r"^```(\w+)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 LINK = re.compile(r"\]\(([^)#\s]+)[^)]*\)")
+PROMISE = re.compile(
+    r"\bto come(?= ?[.,;|()]|$)|\bnot yet\b|\bplanned\b|\bcoming soon\b|\bin a later (version|part)\b"
+    r"|\bwill (be (added|supported)|come)\b"
+)
 SHORTENED = doctest.ELLIPSIS
 
 
@@ -104,6 +114,100 @@ def test_a_command_is_understood(
     else:
         monkeypatch.chdir(tmp_path)
         assert main(arguments) == 0, where
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
+def test_no_page_promises_what_is_there(page: Path) -> None:
+    wrong = {sentence: names for sentence in sentences(page.read_text()) if (names := promised(sentence))}
+    assert not wrong, "\n".join(f"{sentence!r} names {sorted(names)}" for sentence, names in wrong.items())
+
+
+@pytest.mark.parametrize(
+    ("text", "names"),
+    [
+        ("| `--num-layers-per-virtual-pipeline-stage` | to come (`parallel.chunks`) |", {"chunks"}),
+        ("| `--save`, `--load` | to come |", {"save", "load"}),
+        ("| `SequenceParallel()` | to come |", {"sequence_parallel"}),
+        ("plait's engine leaves optimizer and loop to you; sharding\n  is to come.", {"sharding"}),
+        ("Training runs `gpipe`; `zb-v` is not yet supported.", {"zb_v"}),
+        ("- `fp8` is to come.\n- `save` is there.", set()),
+        ("It waits for gradients to come back.", set()),
+    ],
+)
+def test_a_promise_of_what_is_there_is_found(text: str, names: set[str]) -> None:
+    assert set().union(*map(promised, sentences(text))) == names
+
+
+def sentences(text: str) -> Iterator[str]:
+    """The sentences of a page, its list items and rows of tables, without blocks of code."""
+    paragraphs = re.split(r"\n\s*\n|\n(?=\||- |#)", re.sub(BLOCK, "", text))
+    for paragraph in paragraphs:
+        yield from re.split(r"(?<=[.;:])\s+", " ".join(paragraph.split()))
+
+
+def promised(sentence: str) -> set[str]:
+    """What exists and is named in `sentence`, if that says of something that it will come."""
+    if not PROMISE.search(sentence):
+        return set()
+    words = (re.sub(r"(?<=[a-z])(?=[A-Z])", "_", word).lower() for word in re.findall(r"[\w-]+", sentence))
+    return {word.strip("-").replace("-", "_") for word in words} & existing()
+
+
+@cache
+def existing() -> frozenset[str]:
+    """Fields of the configuration and of plans, values that they take, public names, and packages."""
+    configured = {name.rpartition(".")[2] for name in fields()} - {"name", "dir", "source", "steps"}
+    values = {str(value) for field in fields().values() for value in field.get("enum", ())} - {"none", "full"}
+    public = set().union(*(import_module(name).__all__ for name in ("plait", "plait.comm", "plait.tensor")))
+    packages = {path.parent.name for path in (ROOT / "src" / "plait").glob("*/__init__.py")} - {"train"}
+    names = configured | values | public | packages | set(Plan.__dataclass_fields__)
+    return frozenset(
+        re.sub(r"(?<=[a-z])(?=[A-Z])", "_", name).lower().replace("-", "_") for name in names
+    ) - {"model", "data", "plan", "run"}
+
+
+def test_every_name_of_plait_on_a_page_exists() -> None:
+    wrong = []
+    for page in PAGES:
+        for code in re.findall(r"`([^`\n]+)`", re.sub(BLOCK, "", page.read_text())):
+            names = [match[0] for match in re.finditer(r"\bplait(\.[A-Za-z_]\w*)+", code)]
+            wrong += [f"{page.name}: {name}" for name in names if not is_there(name)]
+            for call in re.finditer(r"\bPlan\(([^)]*)\)", code):
+                given = set(re.findall(r"(\w+)=", call[1]))
+                wrong += [f"{page.name}: Plan({name})" for name in given - set(Plan.__dataclass_fields__)]
+    assert not wrong
+
+
+def is_there(name: str) -> bool:
+    """Whether a dotted name can be imported, or is an attribute of what can."""
+    module, _, last = name.rpartition(".")
+    with contextlib.suppress(ImportError):
+        return import_module(name) is not None
+    return is_there(module) and hasattr(_found(module), last) if module else False
+
+
+def _found(name: str) -> object:
+    with contextlib.suppress(ImportError):
+        return import_module(name)
+    module, _, last = name.rpartition(".")
+    return getattr(_found(module), last)
+
+
+def test_every_field_of_a_plan_stands_in_the_reference() -> None:
+    page = (ROOT / "docs" / "reference" / "plan.md").read_text()
+    for field in dataclasses.fields(Plan):
+        default = "None" if field.default is None else json.dumps(field.default)
+        row = rf"^\| `{field.name}` \| `?{re.escape(default)}`? \|"
+        assert re.search(row, page, re.MULTILINE), (
+            f"docs/reference/plan.md has no row for {field.name} = {default}"
+        )
+
+
+@pytest.mark.parametrize(("kind", "page"), [(Engine, "engine"), (Mesh, "plan")])
+def test_every_public_member_stands_in_the_reference(kind: type, page: str) -> None:
+    text = (ROOT / "docs" / "reference" / f"{page}.md").read_text()
+    public = {name for name in dir(kind) if not name.startswith("_")} - {"pipeline_groups"}
+    assert {name for name in public if not re.search(rf"`{name}\b", text)} == set()
 
 
 def test_links_lead_to_files() -> None:

@@ -6,11 +6,12 @@ import json
 import sys
 from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
 from collections.abc import Sequence
+from difflib import get_close_matches
 from typing import NoReturn
 
 from plait.cli.running import degrees, importing, local_ranks
 from plait.errors import ConfigError
-from plait.train.settings import config_from_arguments
+from plait.train.settings import config_from_arguments, nearest
 
 _ABOUT = """\
 usage: plait verify [--config FILE.toml] [--section.field value ...] [options]
@@ -18,7 +19,8 @@ usage: plait verify [--config FILE.toml] [--section.field value ...] [options]
 Runs the first steps on one rank in plain PyTorch, then on the plan's ranks, and
 compares what every layer gives, every gradient, and what the optimizer makes of
 them. Says equal and how closely, or where the first difference is and what
-probably caused it. The configuration is that of `plait train`.
+probably caused it. The configuration is that of `plait train`: its --help lists
+the fields.
 
 exit code: 0 equal, 1 different, 2 could not run"""
 
@@ -58,6 +60,7 @@ def run(argv: Sequence[str]) -> int:
         print(parser().format_help().removeprefix("usage: \n\n"))
         return 0
     options, rest = parser().parse_known_args(argv)
+    _require_sections(rest)
     if options.ranks is not None and not options.all:
         raise ConfigError("--ranks goes with --all: without it the ranks are those of the configuration.")
     config = config_from_arguments(rest)
@@ -82,6 +85,18 @@ def run(argv: Sequence[str]) -> int:
     if not result.compared:
         return 2  # no plan could be run, so none is different
     return 0 if result else 1
+
+
+def _require_sections(arguments: Sequence[str]) -> None:
+    """ConfigError for an option that is none of this command's and names no section of the configuration."""
+    own = list(vars(parser().parse_args([])))
+    for argument in arguments:
+        name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
+        if not argument.startswith("--") or "." in name or name == "config":
+            continue
+        near = next(iter(get_close_matches(name, own, n=1)), None) or nearest(name)
+        remedy = f"did you mean --{near}?" if near else "see `plait verify --help`."
+        raise ConfigError(f"--{name} is not an option of `plait verify`: {remedy}")
 
 
 def _count_up(done: int, plans: int) -> None:

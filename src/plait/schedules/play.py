@@ -40,12 +40,15 @@ def play(rows: Rows, pace: Pace) -> Played:
     done: dict[int, int] = {}
     """What was made, and when. Keys are 2 * (micro-batch * stages + stage), and one more for a backward."""
     waiting: dict[int, list[int]] = {}
+    left = [iter(row) for row in rows]
+    heads = [next(row, None) for row in left]
     ready = deque(range(len(rows)))
     while ready:
         rank = ready.popleft()
-        row, mine = rows[rank], ends[rank]
+        row, mine, head = left[rank], ends[rank], heads[rank]
         now = mine[-1] if mine else 0
-        for stage, kind, microbatch in row[len(mine) :] if mine else row:
+        while head is not None:
+            stage, kind, microbatch = head
             result = 2 * (microbatch * stages + stage)
             hop, own, need = 0, -1, -1
             if kind is Kind.F:
@@ -69,6 +72,8 @@ def play(rows: Rows, pace: Pace) -> Played:
                 done[result] = now
                 if result in waiting:
                     ready.extend(waiting.pop(result))
+            head = next(row, None)
+        heads[rank] = head
     return Played(ends, {rank: _result(key, stages) for key, ranks in waiting.items() for rank in ranks})
 
 

@@ -116,8 +116,10 @@ class _Settling:
             for place, operation in enumerate(order):
                 self.places[operation] = place
         self.next = [0] * len(orders)
-        count, first = len(view.microbatches), view.microbatches[0]
-        self.heads = [[lane * count + first for lane in lanes] for lanes in view.lanes]
+        microbatches = view.microbatches
+        self.lane = count, _, _ = len(microbatches), microbatches.step, microbatches[-1]
+        """How many operations a lane has, from one to the next, and the micro-batch of the last."""
+        self.heads = [[lane * count + microbatches[0] for lane in lanes] for lanes in view.lanes]
         """The first operation of each lane that is not known to be done."""
         self.free = list(view.opens)
         self.held = [0] * len(orders)
@@ -127,66 +129,68 @@ class _Settling:
         heapify(self.events)
 
     def run(self) -> None:
-        while self.events:
-            now, rank = heappop(self.events)
-            if now == self.woken[rank]:
-                self.woken[rank] = NEVER
-                self._go_on(rank, now)
+        """Let each rank work in its order when it is woken, and fill gaps where it has to wait.
+
+        Everything that the loop reads is a local variable: it is most of the time of a search.
+        """
+        view, ends, free, held, chance = self.view, self.ends, self.free, self.held, self.chance
+        needs, delay, duration, grows = view.needs, view.delay, view.duration, view.grows
+        feeds, rank_of = view.feeds, view.rank
+        events, woken, following, wake, filler = self.events, self.woken, self.next, self._wake, self._filler
+        while events:
+            now, rank = heappop(events)
+            if now != woken[rank]:
+                continue
+            woken[rank] = NEVER
+            start, place, unrest = now, following[rank], self.habits[rank].unrest
+            order, done = self.orders[rank], self.done[rank]
+            size = len(order)
+            while True:
+                while place < size and ends[order[place]] >= 0:
+                    place += 1
+                following[rank] = place
+                if place == size:
+                    break
+                operation = order[place]
+                need = needs[operation]
+                ready = 0
+                if need >= 0:
+                    ready = ends[need] + delay[operation] if ends[need] >= 0 else NEVER
+                if ready > now or (chance is not None and chance.random() < unrest):
+                    if now > start and events and events[0][0] < now:
+                        wake(rank, now)  # what the others do until now may matter
+                        break
+                    operation = filler(rank, operation, now, ready)
+                    if operation < 0:
+                        break
+                now += duration[operation]
+                ends[operation] = free[rank] = now
+                held[rank] += grows[operation]
+                done.append(operation)
+                follower = feeds[operation]
+                if follower >= 0 and (other := rank_of[follower]) != rank:
+                    arrives = now + delay[follower]
+                    time = arrives if arrives > free[other] else free[other]
+                    if time < woken[other]:
+                        wake(other, time)
 
     def _wake(self, rank: int, time: int) -> None:
         if time < self.woken[rank]:
             self.woken[rank] = time
             heappush(self.events, (time, rank))
 
-    def _go_on(self, rank: int, woken: int) -> None:
-        """Let a rank work in its order, and look for something else where that has to wait."""
-        view, ends, order, free = self.view, self.ends, self.orders[rank], self.free
-        habit = self.habits[rank]
-        now, place, size = woken, self.next[rank], len(order)
-        while True:
-            while place < size and ends[order[place]] >= 0:
-                place += 1
-            self.next[rank] = place
-            if place == size:
-                return
-            operation = order[place]
-            need = view.needs[operation]
-            ready = 0
-            if need >= 0:
-                ready = ends[need] + view.delay[operation] if ends[need] >= 0 else NEVER
-            if ready > now or self._happens(habit.unrest):
-                if now > woken and self.events and self.events[0][0] < now:
-                    self._wake(rank, now)  # what the others do until now may matter
-                    return
-                operation = self._filler(rank, now, ready)
-                if operation < 0:
-                    return
-            now += view.duration[operation]
-            ends[operation] = free[rank] = now
-            self.held[rank] += view.grows[operation]
-            self.done[rank].append(operation)
-            follower = view.feeds[operation]
-            if follower >= 0 and view.rank[follower] != rank:
-                other = view.rank[follower]
-                self._wake(other, max(now + view.delay[follower], free[other]))
-
-    def _happens(self, often: float) -> bool:
-        """Whether a rank does this time what it does so often, of 1."""
-        return self.chance is not None and self.chance.random() < often
-
-    def _filler(self, rank: int, now: int, ready: int) -> int:
-        """Something to do before the next operation of the order is `ready`, or -1."""
-        view, ends = self.view, self.ends
-        following = self.orders[rank][self.next[rank]]
-        habit = self.habits[rank]
+    def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
+        """Something to do before `following`, the next operation of the order, is `ready`; or -1."""
+        view, ends, habit = self.view, self.ends, self.habits[rank]
+        needs, after, grows = view.needs, view.after, view.grows
         gap, soonest = habit.gap, ready
         if self.chance is not None:
             gap += habit.noise * (self.chance.random() - 0.5)
         choices = []
         for operation in self._heads(rank):
-            if operation == following or (view.after[operation] >= 0 and ends[view.after[operation]] < 0):
+            if operation == following or (after[operation] >= 0 and ends[after[operation]] < 0):
                 continue
-            need = view.needs[operation]
+            need = needs[operation]
             if need >= 0:
                 if ends[need] < 0:
                     continue
@@ -198,7 +202,7 @@ class _Settling:
                 last = habit.spare_last and view.spare[operation]
                 choices.append((last, self.places[operation], operation))
         for _, place, operation in sorted(choices):
-            if view.grows[operation] <= 0 or self._has_room(rank, place):
+            if grows[operation] <= 0 or self._has_room(rank, place):
                 return operation
         if ready <= now:
             return following
@@ -208,16 +212,18 @@ class _Settling:
 
     def _heads(self, rank: int) -> list[int]:
         """The first operation of each lane that is not done; lanes that are done are dropped."""
-        microbatches = self.view.microbatches
-        count, step, last = len(microbatches), microbatches.step, microbatches[-1]
         ends, heads = self.ends, self.heads[rank]
+        ended = False
         for index, operation in enumerate(heads):
-            while ends[operation] >= 0 and operation % count != last:
-                operation += step
-            heads[index] = operation
-        if any(ends[operation] >= 0 for operation in heads):
-            self.heads[rank] = [operation for operation in heads if ends[operation] < 0]
-        return self.heads[rank]
+            if ends[operation] >= 0:
+                count, step, last = self.lane
+                while ends[operation] >= 0 and operation % count != last:
+                    operation += step
+                heads[index] = operation
+                ended = ended or ends[operation] >= 0
+        if ended:
+            heads = self.heads[rank] = [operation for operation in heads if ends[operation] < 0]
+        return heads
 
     def _has_room(self, rank: int, place: int) -> bool:
         """Whether what stands at `place` of the order can be held from now on."""

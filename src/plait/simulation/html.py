@@ -12,9 +12,9 @@ from html import escape
 from importlib import resources
 from string import Template
 
+from plait.simulation.colours import MIDDLE, page_colours, shade
 from plait.simulation.memory import memory_steps
-from plait.simulation.svg import shade
-from plait.simulation.text import NAMES, kinds_of, title
+from plait.simulation.text import NAMES, amount, kinds_of, title
 from plait.simulation.timeline import Timeline
 
 _SCRIPTS = "data.js", "view.js", "draw.js", "hints.js", "events.js"
@@ -34,13 +34,13 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
     """
     return Template(_page("page.html")).substitute(
         name=escape(name or title(timeline.schedule)),
-        style=_page("page.css"),
+        style=page_colours() + _page("page.css"),
         figures="\n".join(
             f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
             for label, value in _figures(timeline)
         ),
         legend="\n".join(
-            f'<li><b style="background: {shade(kind, 0.3)}">{kind}</b> {NAMES[kind]}</li>'
+            f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {NAMES[kind]}</li>'
             for kind in kinds_of(timeline)
         ),
         data=json.dumps(_data(timeline), separators=(",", ":")),
@@ -58,8 +58,8 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
     yield "ranks", str(schedule.ranks)
     yield "micro-batches", str(schedule.microbatches)
     yield "chunks per rank", f"{schedule.stages / schedule.ranks:g}"
-    yield "makespan", f"{timeline.makespan:g}"
-    yield "span of the longest rank", f"{timeline.span:g}"
+    yield "makespan", amount(timeline, timeline.makespan)
+    yield "span of the longest rank", amount(timeline, timeline.span)
     yield "bubble", f"{timeline.bubble:.1%}"
     yield "bubble of the span", f"{timeline.bubble_span:.1%}"
     many = len(peak) > 16
@@ -96,6 +96,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
     parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
     return {
         "tick": float(timeline.tick * scale),
+        "timeUnit": timeline.unit,
         "length": ticks(timeline.first + timeline.length),
         "hop": timeline.hop // scale,
         "microbatches": schedule.microbatches,

@@ -48,7 +48,7 @@ def measured_timeline(schedule: Schedule, rows: Rows) -> Timeline:
         tuple(Cell(done.action, done.start - first, done.end - first) for done in row) for row in rows
     )
     hops = [consumer.start - producer.end for producer, consumer in _messages(ran, rows)]
-    return Timeline(ran, TICK, cells, Costs().holds(ran), max(0, min(hops, default=0)))
+    return Timeline(ran, TICK, cells, Costs().holds(ran), max(0, min(hops, default=0)), unit="ms")
 
 
 def measured_costs(schedule: Schedule, rows: Rows) -> Costs:

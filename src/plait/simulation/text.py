@@ -11,12 +11,11 @@ from math import floor, log10
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
+from plait.simulation.colours import TERMINAL
 from plait.simulation.timeline import Cell, Timeline
 
 NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
-_SHADES = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
-"""Backgrounds, of a terminal's 256 colours, for even and odd micro-batches."""
 _ON, _FAINT, _OFF = "\x1b[38;5;16;48;5;{}m", "\x1b[2m", "\x1b[0m"
 
 
@@ -47,6 +46,11 @@ def title(schedule: Schedule) -> str:
 def label(action: Action, schedule: Schedule) -> str:
     """`action` as short as it is clear on its rank's line: without the stage where a rank has only one."""
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
+
+
+def amount(timeline: Timeline, time: float) -> str:
+    """A time, and its unit where there is one."""
+    return f"{time:g} {timeline.unit}" if timeline.unit else f"{time:g}"
 
 
 def kinds_of(timeline: Timeline) -> list[Kind]:
@@ -103,7 +107,7 @@ def _bar(text: str, action: Action, width: int, colour: bool) -> str:
     if width <= 0:
         return ""
     if colour:
-        return f"{_ON.format(_SHADES[action.kind][action.microbatch % 2])}{text.ljust(width)}{_OFF}"
+        return f"{_ON.format(TERMINAL[action.kind][action.microbatch % 2])}{text.ljust(width)}{_OFF}"
     apart = " " if width > len(text) > 1 else ""
     return text.ljust(width - len(apart), "-") + apart
 
@@ -123,6 +127,6 @@ def _axis(timeline: Timeline, columns: int) -> str:
 def _legend(timeline: Timeline, colour: bool) -> str:
     entries = []
     for kind in kinds_of(timeline):
-        mark = f"{_ON.format(_SHADES[kind][1])} {kind} {_OFF}" if colour else str(kind)
+        mark = f"{_ON.format(TERMINAL[kind][1])} {kind} {_OFF}" if colour else str(kind)
         entries.append(f"{mark} {NAMES[kind]}")
-    return ", ".join([*entries, "· idle"])
+    return ", ".join([*entries, "· idle"]) + (f"; time in {timeline.unit}" if timeline.unit else "")

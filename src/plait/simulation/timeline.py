@@ -45,6 +45,8 @@ class Timeline:
     holds: Holds
     hop: int
     """How long a result is on its way to another rank, in ticks; 0 where there is no other."""
+    unit: str = ""
+    """The unit of times, as it is written behind them: `ms` of what was measured, none of a simulation."""
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:

@@ -16,7 +16,7 @@ from plait.train.data import Data
 from plait.train.trainer import Trainer
 
 # Largest relative difference that rounding explains, by precision.
-_TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-4, "bf16": 2e-2}
+_TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 
 LossAndNorm = tuple[float, float]
 """Of one step."""
@@ -64,12 +64,28 @@ def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[LossAndNorm]
         differences.copy_(largest_differences(woven, measured))
     all_reduce(differences, world, "sum", checked=False).wait()
     loss_difference, norm_difference = differences.tolist()
-    return Comparison(len(woven), loss_difference, norm_difference, _TOLERANCE[config.train.precision])
+    return Comparison(len(woven), loss_difference, norm_difference, _tolerance(config.plan()))
+
+
+def _tolerance(plan: Plan) -> float:
+    """That of the coarsest precision in which the plan computes, adds up or sends."""
+    used = plan.precision, plan.master_precision, plan.gradient_precision, plan.reduce_precision
+    return max(_TOLERANCE[precision] for precision in used if precision is not None)
 
 
 def single_plan(plan: Plan) -> Plan:
-    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together."""
-    return Plan(microbatches=plan.dp * plan.microbatches, precision=plan.precision, schedule=plan.schedule)
+    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together.
+
+    Precisions and loss scale are the same. What one rank has nobody to send to, it does not send.
+    """
+    return Plan(
+        microbatches=plan.dp * plan.microbatches,
+        precision=plan.precision,
+        master_precision=plan.master_precision,
+        gradient_precision=plan.gradient_precision,
+        loss_scale=plan.loss_scale,
+        schedule=plan.schedule,
+    )
 
 
 def largest_differences(woven: Sequence[LossAndNorm], alone: Sequence[LossAndNorm]) -> Tensor:

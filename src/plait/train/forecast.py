@@ -49,7 +49,14 @@ def summary(memory: Memory) -> str:
 
 
 def outcome(memory: Memory, measured: float, device: torch.device) -> str:
-    """What was measured (an allocator's peak, or all that a process has resident) and what was predicted."""
-    what = "allocated" if device.type == "cuda" else "resident, with all else that a process has"
-    predicted = f"{memory.most / 1e6:,.1f} MB were predicted"
-    return f"Memory: {measured / 1e6:,.1f} MB a rank at most, {what}; {predicted}."
+    """One line: the peak that was measured, and the tensors that were predicted.
+
+    On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
+    are a part.
+    """
+    peak, predicted = f"{measured / 1e6:,.1f} MB", f"{memory.most / 1e6:,.1f} MB were predicted"
+    if device.type == "cuda":
+        return f"Memory: up to {peak} of tensors allocated on a rank; {predicted}."
+    return (
+        f"Memory: up to {peak} resident in a rank's process, with Python and torch; of tensors {predicted}."
+    )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterator
 from functools import cache
+from typing import Any
 
 import pytest
 from hypothesis import given
@@ -11,6 +14,7 @@ from schedule_cases import UNHURRIED, done_by_tokens, legal_schedules, with_row,
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.play import Pace, Played, play
+from plait.schedules.policies import order_by
 from plait.schedules.schedule import Schedule
 
 
@@ -49,6 +53,27 @@ def test_actions_may_take_no_time() -> None:
 def test_a_rank_may_have_nothing_to_do() -> None:
     made = written(["0F0 0B0", ""], rank_of=(0,), microbatches=1)
     assert play(made.actions, steady(1, forward=1, inputs=1, weights=1)) == Played([[1, 3], []], {})
+
+
+def test_every_action_is_read_once() -> None:
+    """Also where ranks wait for each other at every other action: the time is linear in their number."""
+    read: Counter[int] = Counter()
+
+    class Row(list[Action]):
+        def __iter__(self) -> Iterator[Action]:
+            for action in list.__iter__(self):
+                read[id(self)] += 1
+                yield action
+
+        def __getitem__(self, place: Any) -> Any:
+            part = list.__getitem__(self, place)
+            read[id(self)] += len(part) if isinstance(place, slice) else 1
+            return part
+
+    rows = [Row(row) for row in order_by("1f1b", 4, 64).actions]
+    ones, zeros = (1,) * 4, (0,) * 4
+    assert not play(rows, Pace(dict.fromkeys(Kind, ones), zeros, zeros)).missing
+    assert max(read.values()) == 2 * 64
 
 
 @pytest.mark.parametrize(

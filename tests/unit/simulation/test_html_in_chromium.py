@@ -10,9 +10,9 @@ from chromium import CHROMIUM, run_page
 
 from plait.schedules.action import Kind
 from plait.schedules.policies import order_by
+from plait.simulation.colours import shade
 from plait.simulation.costs import Costs
 from plait.simulation.html import draw_html
-from plait.simulation.svg import shade
 from plait.simulation.timeline import simulate
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")

@@ -3,7 +3,8 @@ import math
 import pytest
 
 from plait.plan import Plan
-from plait.train.compare import Comparison, largest_differences, single_plan
+from plait.train.compare import Comparison, _tolerance, largest_differences, single_plan
+from plait.train.settings import config_from_arguments
 
 
 def test_largest_relative_differences() -> None:
@@ -36,3 +37,23 @@ def test_sentences() -> None:
 def test_one_rank_runs_everyone_s_micro_batches() -> None:
     plan = Plan(pp=2, dp=3, microbatches=4, schedule="gpipe", precision="fp64")
     assert single_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
+
+
+def test_one_rank_computes_in_the_precisions_of_the_run() -> None:
+    mixed = {"precision": "fp16", "master_precision": "fp32", "gradient_precision": "fp32", "loss_scale": 8.0}
+    plan = Plan(pp=2, dp=3, tp=2, microbatches=4, reduce_precision="bf16", **mixed)  # type: ignore[arg-type]
+    assert single_plan(plan) == Plan(microbatches=12, **mixed)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("options", "most"),
+    [
+        ("--train.precision fp64", 1e-10),
+        ("", 1e-4),
+        ("--train.precision bf16", 2e-2),
+        ("--train.precision fp16", 1e-2),
+        ("--train.reduce-precision bf16", 2e-2),
+    ],
+)
+def test_the_coarsest_precision_says_how_close(options: str, most: float) -> None:
+    assert _tolerance(config_from_arguments(options.split()).plan()) == most

@@ -68,5 +68,7 @@ def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     memory = forecast(config, build_model(config.model, 256), config.plan(), CPU)
     predicted = f"{memory.most / 1e6:,.1f} MB were predicted."
     assert outcome(memory, 3e8, CPU).endswith(predicted)
-    assert "300.0 MB a rank at most, resident" in outcome(memory, 3e8, CPU)
-    assert "allocated" in outcome(memory, 3e8, torch.device("cuda"))
+    assert "300.0 MB resident in a rank's process, with Python and torch; of tensors" in outcome(
+        memory, 3e8, CPU
+    )
+    assert "300.0 MB of tensors allocated on a rank; " in outcome(memory, 3e8, torch.device("cuda"))

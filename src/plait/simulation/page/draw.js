@@ -7,6 +7,7 @@ const BOLD = `600 11px ${SANS}`;
 const NARROW = 2;  // cells below so many pixels are blended into their neighbours
 const base = document.getElementById('base').getContext('2d');
 const blend = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
+const ON_CELL = colour('on-cell');
 const labels = new Map();  // how wide the longest label is, with and without its stage
 let waiting = false;
 
@@ -24,7 +25,8 @@ function draw() {
   for (let rank = 0; rank < timeline.ranks; rank++) drawStrip(rank);
   lookAgain();
   const part = `${nearText(view.from)} to ${nearText(view.to)} of ${timeText(timeline.length)}`;
-  document.getElementById('shown').textContent = `shown: ${part}`;
+  const unit = timeline.timeUnit && ` ${timeline.timeUnit}`;
+  document.getElementById('shown').textContent = `shown: ${part}${unit}`;
 }
 
 // A pixel of the screen for each pixel of the canvas, as far as browsers make canvases; clears it.
@@ -152,7 +154,7 @@ function drawCell(context, cell, least = 0) {
   context.beginPath();
   context.roundRect(x, y, wide, height, Math.min(4.5, wide / 4, height / 4));
   context.fill();
-  const text = labelOf(cell, wide), style = {align: 'center', fill: '#0b1526', font: BOLD};
+  const text = labelOf(cell, wide), style = {align: 'center', fill: ON_CELL, font: BOLD};
   if (text) write(context, text, x + wide / 2, y + height / 2 + 0.5, style);
 }
 

@@ -1,0 +1,66 @@
+"""The colours of every picture: one hue per kind of action, and greys that are legible on light and dark."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from colorsys import hls_to_rgb
+
+from plait.schedules.action import Kind
+
+_HUES = {Kind.F: (213, 88), Kind.B: (27, 92), Kind.I: (338, 78), Kind.W: (156, 52)}
+"""Hue and saturation of each kind; lightness goes from the first micro-batch to the last."""
+_LIGHTNESS = 58, 78
+MIDDLE = 0.3
+"""What `shade` takes for a kind as a whole: in legends, and where micro-batches are not told apart."""
+
+ON_CELL = "#0b1526"
+"""Text on a cell."""
+TEXT, GREY = "#76808c", "#8a94a0"
+"""Of an SVG, which lies on pages of unknown colour: text, and what tracks and grid lines are a breath of."""
+
+LIGHT_PAGE: Mapping[str, str] = {
+    "page": "#ffffff",
+    "ink": "#1c2530",
+    "faint": "#66707c",
+    "track": "#8a94a022",
+    "grid": "#8a94a04d",
+    "held": "#7a8fb04d",
+    "edge": "#5d7599",
+    "card": "#ffffff",
+    "rim": "#8a94a066",
+    "on-cell": ON_CELL,
+}
+"""Of the HTML page, by the names that its style sheet uses."""
+DARK_PAGE: Mapping[str, str] = {
+    "page": "#12171e",
+    "ink": "#e4e9ef",
+    "faint": "#939daa",
+    "track": "#8a94a026",
+    "grid": "#8a94a040",
+    "held": "#8fa6c93d",
+    "edge": "#8fa6c9",
+    "card": "#1d2530",
+}
+
+TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (157, 114)}
+"""Backgrounds, of a terminal's 256 colours, for even and odd micro-batches."""
+
+
+def shade(kind: Kind, part: float) -> str:
+    """The colour of a kind, as `#rrggbb`: `part` goes from 0, the first micro-batch, to 1, the last."""
+    (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
+    lightness = low + part * (high - low)
+    red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
+    return f"#{round(255 * red):02x}{round(255 * green):02x}{round(255 * blue):02x}"
+
+
+def page_colours() -> str:
+    """The CSS variables of the HTML page, for light and dark."""
+    light, dark = (
+        " ".join(f"--{name}: {colour};" for name, colour in colours.items())
+        for colours in (LIGHT_PAGE, DARK_PAGE)
+    )
+    return (
+        f":root {{ color-scheme: light dark; {light} }}\n"
+        f"@media (prefers-color-scheme: dark) {{ :root {{ {dark} }} }}\n"
+    )
