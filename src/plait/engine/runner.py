@@ -60,7 +60,7 @@ class Runner:
     ) -> Tensor:
         """Cut the batch, carry out a program that ends in the loss; its mean over the global batch, 0-d."""
         self.given_cut = isinstance(inputs, Microbatches)
-        batch, parts = cut(inputs, targets, self.plan.microbatches, (self._as_input, self._as_target))
+        batch, parts = cut(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
@@ -112,7 +112,7 @@ class Runner:
         if group.process_group is not None and group.uses_gloo:
             agree(doing, group, torch.device("cpu"))
 
-    def _as_input(self, tensor: Tensor) -> Tensor:
+    def as_input(self, tensor: Tensor) -> Tensor:
         """In the plan's precision, if floating-point; on the device where the first stage reads it."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.first_rank
