@@ -23,6 +23,7 @@ from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.values import Microbatches, Value, cut, signature, signatures, tensors_of
 from plait.schedules.program import Program
+from plait.tensor.given_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""
@@ -70,6 +71,7 @@ class Runner:
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).about("the loss's weight").wait()
+        weight = divisor(self.parts.loss, weight)
         self.run(program, batch, parts, self.scale.value / weight, input_gradients=input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
@@ -100,7 +102,8 @@ class Runner:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
-            losses = torch.stack(self._totals).double() / torch.stack(self._weights)
+            weights = divisor(self.parts.loss, torch.stack(self._weights))
+            losses = torch.stack(self._totals).double() / weights
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
     def agree(self, doing: str, axis: str) -> None:

@@ -7,6 +7,7 @@ them in the place of a model's own modules, as `plait.rules` says; `regions` pro
 from plait.autograd.redistribution import redistribute
 from plait.tensor.cutting import UNEVENLY, Cut
 from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.given_losses import as_loss, mean_loss
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.vocabulary import Vocabulary
@@ -21,5 +22,7 @@ __all__ = [
     "RowParallelLinear",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "as_loss",
+    "mean_loss",
     "redistribute",
 ]
