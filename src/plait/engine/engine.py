@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.traffic import Counts
+from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
 from plait.engine.output import generated, model_output
 from plait.engine.parts import Observer, Parts
 from plait.engine.recording import Recording
@@ -170,6 +171,34 @@ class Engine:
         """This rank's buffers that belong to the model's `state_dict`, whole, under their names there."""
         for stage in self._worker.stages.values():
             yield from saved_buffers(stage.layers)
+
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return the whole model as `model.state_dict()` names it: parameters and buffers, on the CPU.
+
+        On rank 0, and nothing on the others; with `everywhere` on every rank. Parameters have the dtype that
+        the optimizer updates. Every rank calls it; memory: what is returned, and one tensor.
+        Communication: for each tensor an all-gather over `shard` and `tp`, where it is cut, and a broadcast
+        over `pp`; once the names of a stage's tensors over `pp`.
+        """
+        return state_dict(self._parts, everywhere=everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
+        """Copy whole tensors, by the names of `model.state_dict()`, into the pieces of all ranks.
+
+        Every rank gives the same ones; with `broadcast` those of rank 0 count, and the others may give None.
+        Slices of safetensors files do as well. The optimizer's state is left alone. ModelError on every rank,
+        before anything is changed, for names or shapes that do not fit. Communication: a hash (256 bytes)
+        over `world`; with `broadcast` every tensor over `world`, one by one.
+        """
+        load_state_dict(self._parts, state, from_rank_zero=broadcast)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole gradient of each parameter that has one, by name, on every rank's device.
+
+        Between `forward_backward` and `zero_grad`, one after another: all ranks go through all of them.
+        Memory and communication: as `state_dict(everywhere=True)`.
+        """
+        return named_gradients(self._parts)
 
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """This rank's parameters as torch's own tools see them, without gradients, one after another.
