@@ -173,7 +173,7 @@ def traffic_in_a_rank() -> Any:
 
 
 def test_only_rank_0_is_sent_what_it_has_not(rank_pool: RankPool) -> None:
-    """Pieces travel over `tp` in each stage; over `pp` whole tensors of the second, to the pipeline of rank 0."""
+    """Over `pp` go whole tensors of the second stage, to the pipeline of rank 0."""
     model = materialise(gpt2().build(), torch.float64)
     ranks = rank_pool.run(traffic_in_a_rank, ranks=4)
     sent = [rank["pp"].get("broadcast") for rank in ranks]

@@ -6,12 +6,12 @@ import torch
 from torch import Tensor
 
 from plait.autograd.redistribution import redistribute
-from plait.comm.mesh import Mesh
+from plait.comm.grid import GridMesh
 from plait.layout import Layout, Placement, Shard
 
 
 @torch.no_grad()
-def full_tensor(piece: Tensor, layout: Layout, mesh: Mesh) -> Tensor:
+def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
     """Return the tensor of `layout.shape` that `piece` is this rank's piece of, without a gradient.
 
     Every rank along the axes of the layout calls it and gets all of it; where the piece is all of it already,

@@ -21,14 +21,14 @@ from torch.distributed.tensor import DTensor
 
 from plait.autograd.full import full_tensor
 from plait.autograd.redistribution import redistribute
-from plait.comm.mesh import Mesh
+from plait.comm.grid import GridMesh
 from plait.errors import LayoutError
 from plait.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 
 __all__ = ["DTensor", "as_dtensor", "expressible"]
 
 
-def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
     """The global tensor that `tensor` is this rank's piece of under `layout`, without a gradient.
 
     Its `DeviceMesh` has those axes of the layout that have more than one rank, in their order and under their
@@ -50,7 +50,7 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     )
 
 
-def _shown(tensor: Tensor, layout: Layout, shown: Layout, mesh: Mesh) -> Tensor:
+def _shown(tensor: Tensor, layout: Layout, shown: Layout, mesh: GridMesh) -> Tensor:
     """This rank's piece under `shown`."""
     if layout.blocked_dim is None:
         return redistribute(tensor, _by_rows(layout), shown, mesh)
