@@ -5,6 +5,7 @@ them in the place of a model's own modules, as `plait.rules` says; `regions` pro
 """
 
 from plait.autograd.redistribution import redistribute
+from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.cutting import UNEVENLY, Cut
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.given_losses import as_loss, mean_loss
@@ -20,6 +21,8 @@ __all__ = [
     "Loss",
     "PiecewiseLoss",
     "RowParallelLinear",
+    "TensorParallelAttention",
+    "TensorParallelMLP",
     "VocabParallelEmbedding",
     "Vocabulary",
     "as_loss",
