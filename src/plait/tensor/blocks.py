@@ -176,7 +176,8 @@ def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group 
         return None
     if each == 1 and copies is not None:
         raise PlanError(
-            f"each of {group.size} ranks of {group.name} holds key and value heads of its own: leave copies out."
+            f"each of {group.size} ranks of {group.name} holds key and value heads of its own: leave copies "
+            "out."
         )
     if copies is None or copies.ranks != alike:
         given = (
