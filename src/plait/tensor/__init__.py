@@ -4,6 +4,7 @@ The layers work by themselves, over a group of a mesh, and so does the loss on l
 them in the place of a model's own modules, as `plait.rules` says; `regions` proves that the rules fit.
 """
 
+from plait.autograd.full import full_tensor
 from plait.autograd.redistribution import redistribute
 from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.cutting import UNEVENLY, Cut
@@ -26,6 +27,7 @@ __all__ = [
     "VocabParallelEmbedding",
     "Vocabulary",
     "as_loss",
+    "full_tensor",
     "mean_loss",
     "redistribute",
 ]

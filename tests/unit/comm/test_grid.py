@@ -10,8 +10,8 @@ import torch
 from plait.comm import GridMesh, Mesh, all_gather, all_reduce
 from plait.comm.pool import RankPool
 from plait.errors import LayoutError, MeshError
-from plait.layout import Layout, Partial, Replicate, Shard, shard
-from plait.tensor import redistribute
+from plait.layout import Flat, Layout, Partial, Replicate, Shard, shard
+from plait.tensor import full_tensor, redistribute
 
 
 def of_two_by_three() -> dict[str, Any]:
@@ -75,6 +75,27 @@ def as_torch_has_it() -> bool:
 
 def test_torch_and_dtensor_see_the_same_grid(rank_pool: RankPool) -> None:
     assert rank_pool.run(as_torch_has_it, ranks=4) == [True] * 4
+
+
+def wholes_in_a_rank() -> list[bool]:
+    mesh, axes = GridMesh(rows=2, columns=2), {"rows": 2, "columns": 2}
+    whole = torch.arange(48.0).view(8, 6)
+    layouts = [
+        Layout((8, 6), axes, {"rows": Shard(0), "columns": Shard(1)}),
+        Layout((8, 6), axes, {"rows": Flat((0, 7, 24)), "columns": Shard(0)}),
+        Layout((8, 6), axes, {"columns": Shard(0, blocks=2)}),
+        Layout((8, 6), axes, {"rows": Shard(1), "columns": Shard(0, blocks=2)}),
+        Layout((8, 6), axes),
+    ]
+    pieces = [shard(whole, layout, mesh.coordinate) for layout in layouts]
+    return [
+        torch.equal(full_tensor(piece, layout, mesh), whole)
+        for piece, layout in zip(pieces, layouts, strict=True)
+    ]
+
+
+def test_every_rank_gets_the_whole_of_a_tensor(rank_pool: RankPool) -> None:
+    assert rank_pool.run(wholes_in_a_rank, ranks=4) == [[True] * 5] * 4
 
 
 def neighbours_in_a_rank() -> tuple[tuple[int, ...], ...]:
