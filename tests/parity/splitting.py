@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from parity.layers import CLASSES, HIDDEN
+from plait.rules import column, entrance, row
 
 CALLS: Counter[str] = Counter()
 """Of this process: F, I and W of both classes."""
@@ -69,6 +70,24 @@ class Both(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(self.scale(torch.tanh(self.linear(self.scale(x)))))
+
+
+class Region(nn.Module):
+    """A split module whose output enters a region of tensor parallelism."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.up, self.down = Scale(HIDDEN), nn.Linear(HIDDEN, 8), nn.Linear(8, HIDDEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        result: Tensor = x + self.down(torch.tanh(self.up(self.scale(x))))
+        return result
+
+
+def split_entrance() -> nn.Module:
+    model = nn.Sequential(nn.Linear(HIDDEN, HIDDEN), Region(), nn.Linear(HIDDEN, CLASSES))
+    model.rules = {"1.scale": entrance, "1.up": column, "1.down": row}
+    return model
 
 
 def split_modules() -> nn.Module:

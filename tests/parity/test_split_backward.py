@@ -15,7 +15,7 @@ from parity.case import Recipe
 from parity.cases import case
 from parity.layers import HIDDEN
 from parity.parity import check_parity
-from parity.splitting import CALLS, Scale, split_modules
+from parity.splitting import CALLS, Scale, split_entrance, split_modules
 from plait.comm.pool import RankPool
 from plait.plan import Plan
 from plait.schedules.action import Kind
@@ -32,6 +32,11 @@ PLANS = [
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.strategy}-{plan.recompute}")
 def test_gradients_are_those_of_one_rank(rank_pool: RankPool, plan: Plan) -> None:
     check_parity(rank_pool, SPLIT, replace(plan, precision="fp64"), Recipe(steps=2))
+
+
+def test_an_entrance_may_split_its_backward(rank_pool: RankPool) -> None:
+    plan = Plan(tp=2, dp=2, microbatches=2, strategy="full", precision="fp64")
+    check_parity(rank_pool, case(split_entrance, data.draw_vectors), plan, Recipe(steps=1))
 
 
 COUNTED = case(
