@@ -19,7 +19,6 @@ from plait.blueprint import Blueprint, draw, span
 from plait.comm.agreement import agree
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
-from plait.errors import PlanError
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Source, Values, places_of
@@ -39,6 +38,7 @@ from plait.sharding.holding import counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Maker, Unit
 from plait.tensor.cutting import is_cut
+from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.vocabulary import Vocabulary
 from plait.weaving import Prove, Weaving, build_skeleton, named, prover
@@ -48,7 +48,7 @@ def parallelize(
     model: nn.Module,
     plan: Plan,
     mesh: Mesh,
-    loss: Loss,
+    loss: GivenLoss,
     *,
     rules: Rules | None = None,
     seed: int = 0,
@@ -61,14 +61,15 @@ def parallelize(
     with values keep them; those on the meta device get values that depend on their name, `seed` and
     global index only. `values` stand in place of the model's own: one for each name in `model.state_dict()`,
     read one at a time. With `broadcast` only those of rank 0 count, and all ranks take part in moving each.
-    `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`.
+    `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`. `loss` has `total`
+    and `weight`, or is one of PyTorch's, or a function within `plait.tensor.mean_loss`: see `as_loss`.
     Communication, once: the ranks agree on model, plan and values (256 bytes each), make groups for tied
     parameters and repeated heads, and map each other's gradients where they share a host; with `broadcast`
     every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
     before anything runs, and CommunicationError when the ranks were given different models, plans or values.
     """
     mesh.check_plan(plan)
-    require_loss(loss)
+    loss = as_loss(loss)
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
@@ -102,15 +103,6 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(parts)
-
-
-def require_loss(loss: object) -> None:
-    """PlanError for what is no loss."""
-    if not isinstance(loss, Loss):
-        raise PlanError(
-            f"the loss is {loss!r}: give an object with total(output, targets), a sum, and weight(targets), "
-            "what it is divided by, such as plait.cross_entropy."
-        )
 
 
 def agreed_source(

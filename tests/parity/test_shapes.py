@@ -227,7 +227,7 @@ def test_what_does_not_fit_is_refused(rank_pool: RankPool) -> None:
 def test_verify_and_memory_say_that_they_want_a_whole_batch() -> None:
     given = Microbatches([torch.zeros(1, 3, dtype=torch.int64)])
     model = plait.models.gpt2(layers=1, hidden=8, heads=1, vocab=5, context=4)
-    told = r"the inputs are Microbatches, which only forward_backward and evaluate"
+    told = r"the inputs are Microbatches, which only forward_backward, evaluate and output"
     with pytest.raises(DataError, match=told):
         plait.memory(model, Plan(), given)
     with pytest.raises(DataError, match=told):

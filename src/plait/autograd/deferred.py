@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.regather import Gather, Sources
-from plait.errors import ModelError
+from plait.autograd.split import SplitBackward, refuse_other_orders, require_static, run_split
 
 WeightWork = Callable[[], object]
 """Adds one weight gradient of one micro-batch to its buffer."""
@@ -88,11 +88,15 @@ def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
     """Make what multiplies by a weight in `layer`, or looks up its rows, keep its gradient with `keeper`.
 
     That is every `nn.Linear`, plain `nn.Embedding` and `Conv1D` of Hugging Face, whose weight is that of a
-    linear transposed. Only these instances change (their `forward` is bound anew), so `layer` should be a
-    private copy. Subclasses, parametrised modules and those with a forward of their own are left alone: their
-    gradients are right, only not deferred.
+    linear transposed, and every `SplitBackward`. Only these instances change (their `forward` is bound anew),
+    so `layer` should be a private copy. Subclasses, parametrised modules and those with a forward of their
+    own are left alone: their gradients are right, only not deferred.
     """
     for module in layer.modules():
+        if isinstance(module, SplitBackward) and "forward" not in vars(module):
+            require_static(module)
+            _bind(module, partial(_run_split, module, module.forward, keeper))
+            continue
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations put a computed tensor in its place
         if type(module) is nn.Linear:
@@ -135,6 +139,12 @@ def _run_transposed(module: Any, keeper: Keeper, x: Tensor) -> Tensor:
 
 def _run_embedding(module: nn.Embedding, keeper: Keeper, input: Tensor) -> Tensor:
     return embedding(input, module.weight, module.padding_idx, keeper)
+
+
+def _run_split(module: Any, plain: Callable[..., Any], keeper: Keeper, *inputs: Any, **named: Any) -> Any:
+    if named or not inputs or not _defers(inputs[0]):
+        return plain(*inputs, **named)
+    return run_split(module, keeper, *inputs)
 
 
 def linear(
@@ -188,7 +198,7 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        _refuse_other_orders(ctx, "a linear")
+        refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, keeper, transposed = ctx.weight, ctx.keeper, ctx.transposed
         rows = _rows(gradient)  # a copy, where heads were apart: once for all uses
@@ -261,7 +271,7 @@ class _Embedding(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
-        _refuse_other_orders(ctx, "an embedding")
+        refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
         weight, padding, keeper = ctx.weight, ctx.padding, ctx.keeper
 
@@ -280,13 +290,3 @@ class _Embedding(torch.autograd.Function):
         if weight.requires_grad:
             keeper.keep(work)
         return None, None, None, None
-
-
-def _refuse_other_orders(ctx: Any, name: str) -> None:
-    # Gradients are enabled inside a backward only when it was asked to make a graph of itself.
-    if ctx.ran or torch.is_grad_enabled():
-        raise ModelError(
-            f"{name} met a second backward, or one with create_graph: its weight gradient is added once, "
-            "when it is due, so retain_graph and create_graph cannot be used inside a layer."
-        )
-    ctx.ran = True

@@ -35,9 +35,8 @@ from torch.autograd.function import once_differentiable
 
 from plait.autograd.conjugate import copy, reduce
 from plait.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from plait.comm.coordinates import axes_of
+from plait.comm.grid import GridMesh
 from plait.comm.group import Group
-from plait.comm.mesh import Mesh
 from plait.errors import LayoutError
 from plait.layout import Box, Coordinate, Layout, Move, Partial, Replicate, Shard, moves
 
@@ -45,7 +44,7 @@ _REGION_AXIS = "tp"
 
 
 def redistribute(
-    tensor: Tensor, source: Layout, target: Layout, mesh: Mesh, *, own: Collection[str] = ()
+    tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh, *, own: Collection[str] = ()
 ) -> Tensor:
     """This rank's piece under `target` of what `tensor` is its piece of under `source`.
 
@@ -85,10 +84,10 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
     return Layout(layout.shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
 
 
-def _place(tensor: Tensor, source: Layout, target: Layout, mesh: Mesh) -> Coordinate:
+def _place(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
     """Where this rank is in the layouts. `LayoutError` where they, the mesh and the tensor do not fit."""
     moves(source, target)
-    plain = [part for axis in source.axes for part in axes_of(axis)]
+    plain = [part for axis in source.axes for part in mesh.axes_of(axis)]
     sizes = {axis: mesh.size(axis) for axis in source.axes}
     if len(set(plain)) < len(plain) or tuple(sizes.values()) != source.degrees:
         raise LayoutError(
@@ -115,7 +114,7 @@ def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, b
 
 
 def _apply(
-    tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: Mesh, where: Coordinate
+    tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: GridMesh, where: Coordinate
 ) -> Tensor:
     result: Tensor = _Redistribution.apply(tensor, there, back, mesh, where)  # type: ignore[no-untyped-call]
     return result
@@ -124,7 +123,12 @@ def _apply(
 class _Redistribution(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, tensor: Tensor, there: Sequence[Move], back: Sequence[Move], mesh: Mesh, where: Coordinate
+        ctx: Any,
+        tensor: Tensor,
+        there: Sequence[Move],
+        back: Sequence[Move],
+        mesh: GridMesh,
+        where: Coordinate,
     ) -> Tensor:
         ctx.back, ctx.mesh, ctx.where = back, mesh, where
         return _carry_out(there, tensor, mesh, where) if there else tensor.view_as(tensor)
@@ -135,7 +139,7 @@ class _Redistribution(torch.autograd.Function):
         return _carry_out(ctx.back, gradient, ctx.mesh, ctx.where), None, None, None, None
 
 
-def _carry_out(path: Sequence[Move], tensor: Tensor, mesh: Mesh, where: Coordinate) -> Tensor:
+def _carry_out(path: Sequence[Move], tensor: Tensor, mesh: GridMesh, where: Coordinate) -> Tensor:
     for move in path:
         if tensor.is_meta:
             tensor = tensor.new_empty(move.target.local_shape(where))

@@ -19,15 +19,16 @@ from torch import Tensor
 from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor
 
+from plait.autograd.full import full_tensor
 from plait.autograd.redistribution import redistribute
-from plait.comm.mesh import Mesh
+from plait.comm.grid import GridMesh
 from plait.errors import LayoutError
 from plait.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 
 __all__ = ["DTensor", "as_dtensor", "expressible"]
 
 
-def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
+def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
     """The global tensor that `tensor` is this rank's piece of under `layout`, without a gradient.
 
     Its `DeviceMesh` has those axes of the layout that have more than one rank, in their order and under their
@@ -49,28 +50,11 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: Mesh) -> DTensor:
     )
 
 
-def _shown(tensor: Tensor, layout: Layout, shown: Layout, mesh: Mesh) -> Tensor:
+def _shown(tensor: Tensor, layout: Layout, shown: Layout, mesh: GridMesh) -> Tensor:
     """This rank's piece under `shown`."""
     if layout.blocked_dim is None:
         return redistribute(tensor, _by_rows(layout), shown, mesh)
-    apart = _with_blocks_as_dim(layout)
-    where = tuple(mesh.index(axis) for axis in layout.axes)
-    whole = Layout(apart.shape, dict(zip(layout.axes, layout.degrees, strict=True)))
-    pieces = tensor.reshape(apart.local_shape(where))
-    return redistribute(pieces, apart, whole, mesh).reshape(layout.shape)
-
-
-def _with_blocks_as_dim(layout: Layout) -> Layout:
-    """The same pieces of a tensor whose blocks are a dim of their own, in front of that which is cut."""
-    dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
-    assert dim is not None
-    for axis, placement in zip(layout.axes, layout.placements, strict=True):
-        placements[axis] = placement
-        if isinstance(placement, Shard):
-            blocks = max(blocks, placement.blocks)
-            placements[axis] = Shard(placement.dim + (placement.dim >= dim), placement.copies)
-    shape = *layout.shape[:dim], blocks, layout.shape[dim] // blocks, *layout.shape[dim + 1 :]
-    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+    return full_tensor(tensor, layout, mesh)
 
 
 def expressible(layout: Layout) -> Layout:

@@ -11,6 +11,7 @@ from plait.comm.collectives import (
     reduce_scatter,
     scatter,
 )
+from plait.comm.grid import GridMesh
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.mesh import Mesh
@@ -20,6 +21,7 @@ from plait.comm.traffic import Count, Traffic
 
 __all__ = [
     "Count",
+    "GridMesh",
     "Group",
     "Handle",
     "Mesh",

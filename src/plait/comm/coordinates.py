@@ -1,6 +1,7 @@
 """Ranks and coordinates of a mesh: pure arithmetic, without torch.
 
-Row-major, outermost axis first: ranks that differ by one are neighbours along `tp`.
+`sizes` are the ranks along each axis, outermost first: row-major, so that ranks that differ by one are
+neighbours along the last. The axes may be those of a plan, or any others; `world` stands for all of them.
 """
 
 from __future__ import annotations
@@ -12,14 +13,14 @@ from math import prod
 from plait.errors import MeshError
 
 AXES = ("pp", "replicate", "shard", "tp")
+"""Of a plan."""
 COMBINED = {"dp": ("replicate", "shard"), "model": ("pp", "tp"), "world": AXES}
+"""What stands for several of them."""
 
 
 def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
     """The size of each axis, outermost first. Raises `MeshError` for degrees that make no mesh."""
-    for name, degree in (("pp", pp), ("dp", dp), ("tp", tp), ("replicate", replicate)):
-        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
-            raise MeshError(f"the mesh's {name} is {degree!r}: give a whole number of at least 1.")
+    require_degrees({"pp": pp, "dp": dp, "tp": tp, "replicate": replicate})
     if dp % replicate:
         raise MeshError(
             f"the mesh's replicate = {replicate} does not divide dp = {dp}: "
@@ -28,24 +29,37 @@ def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
     return {"pp": pp, "replicate": replicate, "shard": dp // replicate, "tp": tp}
 
 
-def axes_of(axis: str) -> tuple[str, ...]:
-    """The axes that a name stands for: itself, or those that `dp` and `world` combine. Raises `MeshError`."""
-    if axis in AXES:
+def require_degrees(degrees: Mapping[str, int]) -> None:
+    """Raise `MeshError` for what is no number of ranks."""
+    for name, degree in degrees.items():
+        if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
+            raise MeshError(f"the mesh's {name} is {degree!r}: give a whole number of at least 1.")
+
+
+def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
+    """The names that stand for several of a mesh's axes: those of a plan, or `world` alone."""
+    return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
+
+
+def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
+    """The axes that a name stands for: itself, or those that it combines. Raises `MeshError`."""
+    if axis in axes:
         return (axis,)
-    if axis in COMBINED:
-        return COMBINED[axis]
-    raise MeshError(f"the mesh has no axis {axis!r}: choose one of {', '.join((*AXES, *COMBINED))}.")
+    combined = combined_axes(axes)
+    if axis in combined:
+        return combined[axis]
+    raise MeshError(f"the mesh has no axis {axis!r}: choose one of {', '.join((*axes, *combined))}.")
 
 
 def size_along(axis: str, sizes: Mapping[str, int]) -> int:
     """How many ranks there are along an axis, combined or not."""
-    return prod(sizes[name] for name in axes_of(axis))
+    return prod(sizes[name] for name in axes_of(axis, sizes))
 
 
 def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     """The place of `coordinate` along an axis; for `dp` that is replicate index · shard + shard index."""
     index = 0
-    for name in axes_of(axis):
+    for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]
     return index
 
@@ -56,14 +70,14 @@ def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
     if not 0 <= rank < world:
         raise MeshError(f"the mesh has no rank {rank}: its ranks are 0 to {world - 1}.")
     coordinate = {}
-    for name in reversed(AXES):
+    for name in reversed(tuple(sizes)):
         rank, coordinate[name] = divmod(rank, sizes[name])
-    return {name: coordinate[name] for name in AXES}
+    return {name: coordinate[name] for name in sizes}
 
 
 def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
     """The rank at a coordinate; the inverse of `coordinate_of`. Raises `MeshError` outside the mesh."""
-    for name in AXES:
+    for name in sizes:
         if not 0 <= coordinate[name] < sizes[name]:
             raise MeshError(
                 f"the mesh has no {name} = {coordinate[name]}: there are {sizes[name]}, counted from 0."
@@ -72,24 +86,26 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The same coordinate, with `dp` (if it is there) as `replicate` and `shard`. Raises `MeshError`."""
-    plain = dict(coordinate)
-    if "dp" in plain:
+    """The same coordinate, with `dp` (if a plan's mesh is given it) as `replicate` and `shard`.
+
+    Raises `MeshError` for an axis that the mesh has not.
+    """
+    plain, combined = dict(coordinate), combined_axes(sizes)
+    if "dp" in plain and "dp" in combined:
         if "replicate" in plain or "shard" in plain:
             raise MeshError("a coordinate has dp and also replicate or shard: give one or the other.")
         plain["replicate"], plain["shard"] = divmod(plain.pop("dp"), sizes["shard"])
-    unknown = set(plain) - set(AXES)
+    unknown = set(plain) - set(sizes)
     if unknown:
-        raise MeshError(
-            f"the mesh has no axis {sorted(unknown)[0]!r}: choose among {', '.join((*AXES, 'dp'))}."
-        )
+        known = ", ".join((*sizes, *(["dp"] if "dp" in combined else [])))
+        raise MeshError(f"the mesh has no axis {sorted(unknown)[0]!r}: choose among {known}.")
     return plain
 
 
 def groups_along(axis: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
     """The disjoint groups of ranks that differ along `axis` only, each in order of the index."""
-    moving = axes_of(axis)
-    fixed: Collection[str] = [name for name in AXES if name not in moving]
+    moving = axes_of(axis, sizes)
+    fixed: Collection[str] = [name for name in sizes if name not in moving]
 
     def ranks_at(held: Mapping[str, int]) -> tuple[int, ...]:
         places = product(*(range(sizes[name]) for name in moving))

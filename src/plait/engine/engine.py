@@ -10,8 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from plait.comm.collectives import broadcast
 from plait.comm.traffic import Counts
+from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
+from plait.engine.output import generated, model_output
 from plait.engine.parts import Observer, Parts
 from plait.engine.recording import Recording
 from plait.engine.reordering import (
@@ -24,7 +25,7 @@ from plait.engine.reordering import (
 from plait.engine.runner import Runner
 from plait.errors import NonFiniteError
 from plait.layout import Layout
-from plait.pipeline.fingerprint import fingerprint_of_order, fingerprint_of_tokens
+from plait.pipeline.fingerprint import fingerprint_of_order
 from plait.pipeline.modes import evaluating
 from plait.pipeline.sequence import aliases_of, saved_buffers
 from plait.pipeline.values import Microbatches, Value, with_tensors
@@ -33,7 +34,6 @@ from plait.sharding.elementwise import Guard
 from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.replicas import Held, check_replicas, held_by
 from plait.simulation.costs import Costs
-from plait.tensor.sampling import next_token, padded, require_prompt
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
@@ -86,6 +86,19 @@ class Engine:
                 self._runner.steps.evaluate, inputs, targets, input_gradients=False
             )
 
+    def output(self, inputs: Value, *, whole: bool = True, everywhere: bool = True) -> Value | None:
+        """Return the last stage's output for this data-parallel rank's `inputs`, without gradients.
+
+        Layers run in evaluation mode. `inputs` are as for `forward_backward`, and dim 0 of the output's
+        tensors is that of the inputs; `Microbatches` give `Microbatches`. With `whole` logits that are cut by
+        vocabulary over `tp` are gathered; without, each rank has those of its own classes. With `everywhere`
+        every rank gets the output; without, only those of the last stage do, and the others get None.
+        Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary tensors over
+        `pp`, regions over `tp`; with `everywhere` one broadcast of each tensor over `pp`, with `whole` one
+        all-gather of cut logits over `tp`. DataError where outputs of micro-batches cannot be joined.
+        """
+        return model_output(self._runner, inputs, whole=whole, everywhere=everywhere)
+
     def generate(
         self,
         prompt: Tensor,
@@ -101,30 +114,7 @@ class Engine:
         context's last tokens. Communication: per token the boundary tensors, the token over `pp`, and, where
         the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
-        require_prompt(prompt, tokens, temperature, top_k)
-        start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
-        self._runner.agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
-        generator = torch.Generator().manual_seed(seed)
-        sequence = prompt.to(self.mesh.device)
-        with torch.no_grad(), evaluating(self._runner.modules):
-            for number in range(tokens):
-                seen, length = padded(sequence, self._parts.context)
-                self._runner.run(
-                    self._runner.steps.output, [seen], [], None, input_gradients=False, anew=number == 0
-                )
-                token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=self.mesh.device)
-                if self._runner.is_last:
-                    logits = self._worker.loss_end.outputs[0][:, length - 1]
-                    token = next_token(
-                        logits,
-                        temperature=temperature,
-                        top_k=top_k,
-                        generator=generator,
-                        vocabulary=self._parts.vocabulary,
-                    )
-                broadcast(token, self.mesh.group("pp"), self._runner.steps.last_rank, checked=False).wait()
-                sequence = torch.cat([sequence, token[:, None]], dim=1)
-        return sequence
+        return generated(self._runner, prompt, tokens, temperature=temperature, top_k=top_k, seed=seed)
 
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
@@ -181,6 +171,34 @@ class Engine:
         """This rank's buffers that belong to the model's `state_dict`, whole, under their names there."""
         for stage in self._worker.stages.values():
             yield from saved_buffers(stage.layers)
+
+    def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
+        """Return the whole model as `model.state_dict()` names it: parameters and buffers, on the CPU.
+
+        On rank 0, and nothing on the others; with `everywhere` on every rank. Parameters have the dtype that
+        the optimizer updates. Every rank calls it; memory: what is returned, and one tensor.
+        Communication: for each tensor an all-gather over `shard` and `tp`, where it is cut, and a broadcast
+        over `pp`; once the names of a stage's tensors over `pp`.
+        """
+        return state_dict(self._parts, everywhere=everywhere)
+
+    def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
+        """Copy whole tensors, by the names of `model.state_dict()`, into the pieces of all ranks.
+
+        Every rank gives the same ones; with `broadcast` those of rank 0 count, and the others may give None.
+        Slices of safetensors files do as well. The optimizer's state is left alone. ModelError on every rank,
+        before anything is changed, for names or shapes that do not fit. Communication: a hash (256 bytes)
+        over `world`; with `broadcast` every tensor over `world`, one by one.
+        """
+        load_state_dict(self._parts, state, from_rank_zero=broadcast)
+
+    def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield the whole gradient of each parameter that has one, by name, on every rank's device.
+
+        Between `forward_backward` and `zero_grad`, one after another: all ranks go through all of them.
+        Memory and communication: as `state_dict(everywhere=True)`.
+        """
+        return named_gradients(self._parts)
 
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """This rank's parameters as torch's own tools see them, without gradients, one after another.

@@ -23,6 +23,7 @@ from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.values import Microbatches, Value, cut, signature, signatures, tensors_of
 from plait.schedules.program import Program
+from plait.tensor.given_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""
@@ -60,7 +61,7 @@ class Runner:
     ) -> Tensor:
         """Cut the batch, carry out a program that ends in the loss; its mean over the global batch, 0-d."""
         self.given_cut = isinstance(inputs, Microbatches)
-        batch, parts = cut(inputs, targets, self.plan.microbatches, (self._as_input, self._as_target))
+        batch, parts = cut(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
@@ -70,6 +71,7 @@ class Runner:
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()
         weight = all_reduce(weight, self.mesh.group("dp"), checked=False).about("the loss's weight").wait()
+        weight = divisor(self.parts.loss, weight)
         self.run(program, batch, parts, self.scale.value / weight, input_gradients=input_gradients)
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
@@ -100,7 +102,8 @@ class Runner:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
-            losses = torch.stack(self._totals).double() / torch.stack(self._weights)
+            weights = divisor(self.parts.loss, torch.stack(self._weights))
+            losses = torch.stack(self._totals).double() / weights
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
     def agree(self, doing: str, axis: str) -> None:
@@ -112,7 +115,7 @@ class Runner:
         if group.process_group is not None and group.uses_gloo:
             agree(doing, group, torch.device("cpu"))
 
-    def _as_input(self, tensor: Tensor) -> Tensor:
+    def as_input(self, tensor: Tensor) -> Tensor:
         """In the plan's precision, if floating-point; on the device where the first stage reads it."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.first_rank

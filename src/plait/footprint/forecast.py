@@ -23,6 +23,7 @@ from plait.planner.cut import Cut
 from plait.rules import Rules
 from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
+from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy
 
 
@@ -32,7 +33,7 @@ def memory(
     inputs: Value = None,
     targets: Value = None,
     *,
-    loss: Loss = cross_entropy,
+    loss: GivenLoss = cross_entropy,
     rules: Rules | None = None,
     rows: int | None = None,
     moments: int = 2,
@@ -54,7 +55,7 @@ def memory(
     matrix of weights, and recurrent layers as PyTorch composes them. Raises PlanError, ModelError, DataError
     or ScheduleError, as `parallelize` and the first step would.
     """
-    return Setting(model, inputs, targets, loss, rules, rows, moments, device).forecast(plan)
+    return Setting(model, inputs, targets, as_loss(loss), rules, rows, moments, device).forecast(plan)
 
 
 @dataclass
@@ -76,8 +77,6 @@ class Setting:
     order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: cache(ordered_cut))
 
     def __post_init__(self) -> None:
-        if not isinstance(self.loss, Loss):
-            raise PlanError(f"the loss is {self.loss!r}: give an object with total and weight.")
         for name, least in (("rows", 1), ("moments", 0)):
             value = getattr(self, name)
             counts = isinstance(value, int) and not isinstance(value, bool) and value >= least

@@ -25,6 +25,7 @@ from plait.pipeline.values import Value, cut, leaf_of, map_tensors, signature, t
 from plait.plan import Plan
 from plait.planner import LayerCosts, ordered_cut
 from plait.rules import Rules
+from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
 from plait.weaving import Weaving, build_skeleton
 
@@ -40,7 +41,7 @@ def balance(
     mesh: Mesh,
     inputs: Value,
     targets: Value,
-    loss: Loss = cross_entropy,
+    loss: GivenLoss = cross_entropy,
     *,
     rules: Rules | None = None,
 ) -> Plan:
@@ -57,7 +58,7 @@ def balance(
     given, wanted = batch[0], parts[0]
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
     agree(looks, mesh.group("world"), torch.device("cpu") if mesh.group("world").uses_gloo else mesh.device)
-    mine = measured_costs(drawn, mesh, given, wanted, loss)
+    mine = measured_costs(drawn, mesh, given, wanted, as_loss(loss))
     costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
     _, counts = ordered_cut(
         plan.schedule,

@@ -28,14 +28,14 @@ class LossEnd:
         self.loss = loss
         self.spends = spends
         self._totals: dict[int, Tensor] = {}
-        self.outputs: list[Value] = []
+        self._outputs: dict[int, Value] = {}
         self._targets: Sequence[Value] = ()
         self._scale: Tensor | None = None
         self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
         """Start a step: the targets per micro-batch, and what the gradient is multiplied by (0-d)."""
-        self._totals, self.outputs = {}, []
+        self._totals, self._outputs = {}, {}
         self._targets, self._scale = targets, scale
 
     def compute(self, microbatch: int, output: Value) -> None:
@@ -57,9 +57,14 @@ class LossEnd:
         """The summed loss of each micro-batch, in their order, whatever the schedule's."""
         return [self._totals[microbatch] for microbatch in sorted(self._totals)]
 
-    def keep(self, output: Value) -> None:
-        """Keep an output for the caller; there are no targets."""
-        self.outputs.append(output)
+    def keep(self, microbatch: int, output: Value) -> None:
+        """Keep the output of one micro-batch for the caller; there are no targets."""
+        self._outputs[microbatch] = output
+
+    def take_outputs(self) -> list[Value]:
+        """Return the outputs that were kept, in the order of the micro-batches, and forget them."""
+        outputs, self._outputs = self._outputs, {}
+        return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def seed(self, microbatch: int) -> Gradients:
         """The gradient of the global mean loss in the last layer's output."""
@@ -72,3 +77,4 @@ class LossEnd:
     def clear(self) -> None:
         """Forget what is in flight."""
         self._open.clear()
+        self._outputs.clear()

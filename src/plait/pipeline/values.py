@@ -71,8 +71,8 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
     """
     if isinstance(value, Microbatches):
         raise DataError(
-            f"the {what} are Microbatches, which only forward_backward and evaluate of an engine take: "
-            "give a batch whose dim 0 can be cut."
+            f"the {what} are Microbatches, which only forward_backward, evaluate and output of an engine "
+            "take: give a batch whose dim 0 can be cut."
         )
     rows = {tensor.shape[0] if tensor.dim() else 0 for tensor in tensors_of(value)}
     if len(rows) != 1:
@@ -106,18 +106,23 @@ def cut(
         raise DataError(
             f"the {whole[0]} are not Microbatches, but the others are: give both cut, or both whole."
         )
-    result = []
-    for (what, value), function in zip(given.items(), convert, strict=True):
-        if isinstance(value, Microbatches):
-            if len(value.values) != microbatches:
-                raise PlanError(
-                    f"the {what} are {len(value.values)} micro-batches, but the plan runs {microbatches} a "
-                    "step: give as many, or change plan.microbatches."
-                )
-            result.append([map_tensors(function, one) for one in value.values])
-        else:
-            result.append(split(map_tensors(function, value), microbatches, what))
-    return result
+    convert_of = dict(zip(given, convert, strict=True))
+    return [cut_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
+
+
+def cut_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
+    """The micro-batches of one value, its tensors converted: what stands in `Microbatches`, else `split`.
+
+    PlanError for another number of them; and as `split`.
+    """
+    if not isinstance(value, Microbatches):
+        return split(map_tensors(convert, value), microbatches, what)
+    if len(value.values) != microbatches:
+        raise PlanError(
+            f"the {what} are {len(value.values)} micro-batches, but the plan runs {microbatches} a step: "
+            "give as many, or change plan.microbatches."
+        )
+    return [map_tensors(convert, one) for one in value.values]
 
 
 def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:

@@ -75,6 +75,11 @@ class Worker:
         self._ends = [[one[layer - 1] for one in infos] for layer in behind]
         self.exchange.begin([[info.tensors for info in ends] for ends in self._ends])
 
+    @property
+    def output_infos(self) -> Sequence[LayerInfo]:
+        """For each micro-batch of the latest step, what the model's last layer gives, on every rank."""
+        return self._ends[-1]
+
     def clear(self) -> None:
         """Forget everything in flight, after an exception in the middle of a step."""
         for stage in self.stages.values():
@@ -146,7 +151,10 @@ class Worker:
 
     def _keep_output(self, instruction: KeepOutput) -> None:
         action = instruction.action
-        self.loss_end.keep(self.stages[action.stage].take_output(action.microbatch))
+        output = self.stages[action.stage].take_output(action.microbatch)
+        # A last layer may give what it received, in a buffer that the next micro-batch is received into.
+        kept = map_tensors(lambda tensor: self.exchange.outlasting(tensor.detach()), output)
+        self.loss_end.keep(action.microbatch, kept)
 
     def _seed_gradient(self, instruction: SeedGradient) -> None:
         action = instruction.action

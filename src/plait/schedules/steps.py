@@ -35,7 +35,12 @@ class Steps:
 
     @cached_property
     def output(self) -> Program:
-        """The model's output for one micro-batch."""
+        """The model's output for every micro-batch."""
+        return self._lowered(self._forwards(self.schedule.microbatches), "output")
+
+    @cached_property
+    def output_of_one(self) -> Program:
+        """The model's output for a single micro-batch, whatever the schedule's number of them."""
         return self._lowered(self._forwards(1), "output")
 
     @property

@@ -4,9 +4,12 @@ The layers work by themselves, over a group of a mesh, and so does the loss on l
 them in the place of a model's own modules, as `plait.rules` says; `regions` proves that the rules fit.
 """
 
+from plait.autograd.full import full_tensor
 from plait.autograd.redistribution import redistribute
+from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.cutting import UNEVENLY, Cut
 from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.given_losses import as_loss, mean_loss
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.vocabulary import Vocabulary
@@ -19,7 +22,12 @@ __all__ = [
     "Loss",
     "PiecewiseLoss",
     "RowParallelLinear",
+    "TensorParallelAttention",
+    "TensorParallelMLP",
     "VocabParallelEmbedding",
     "Vocabulary",
+    "as_loss",
+    "full_tensor",
+    "mean_loss",
     "redistribute",
 ]

@@ -24,6 +24,7 @@ from plait.pipeline.modes import evaluating
 from plait.pipeline.precision import convert
 from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
 from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
 from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment
@@ -91,6 +92,7 @@ class Reference:
         rows = [len(next(tensors_of(one))) for one in given]
         self.draws.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
+        weight = divisor(self.loss, weight)
         for parameter in self.trainable.values():
             parameter.grad = torch.zeros_like(parameter)
         totals = []
@@ -191,7 +193,8 @@ class Reference:
                 total = self.loss.total(value, targets)
             for buffer, before in buffers:
                 buffer.copy_(before)
-        return total.double() / torch.as_tensor(self.loss.weight(targets)).to(total.device)
+        weight = torch.as_tensor(self.loss.weight(targets)).to(total.device)
+        return total.double() / divisor(self.loss, weight)
 
 
 @contextmanager

@@ -13,7 +13,8 @@ from plait.errors import ModelError, PlanError
 from plait.pipeline.values import Value
 from plait.plan import Plan
 from plait.rules import Rule, Rules
-from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.given_losses import GivenLoss, as_loss
+from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case, rows_of
 from plait.verification.layouts import Refused, Tell, plans_on, run_all
 from plait.verification.merge import build_report
@@ -30,7 +31,7 @@ def verify(
     plan: Plan,
     inputs: Value,
     targets: Value,
-    loss: Loss = cross_entropy,
+    loss: GivenLoss = cross_entropy,
     *,
     rules: Rules | None = None,
     mode: Mode = "float64",
@@ -81,9 +82,8 @@ def verify(
     steps = usual_steps(mode) if steps is None else steps
     recipe = Recipe(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
     batches = [(inputs, targets)] * steps
-    case = Case(
-        model, loss, batches, recipe, rules, device=None if device == "auto" else device, timeout=timeout
-    )
+    chosen = None if device == "auto" else device
+    case = Case(model, as_loss(loss), batches, recipe, rules, device=chosen, timeout=timeout)
     return verify_case(case, plan, threads=threads)
 
 

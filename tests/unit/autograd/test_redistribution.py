@@ -13,12 +13,18 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.comm import Count, Mesh
+from plait.comm import Count, GridMesh, Mesh
 from plait.errors import LayoutError
 from plait.layout import Flat, Layout, Partial, Placement, Replicate, Shard, assemble, moves, shard
 from plait.tensor import redistribute
 
-AXES = ({"tp": 4}, {"shard": 2, "tp": 2}, {"replicate": 2, "shard": 2}, {"replicate": 2, "shard": 1, "tp": 2})
+AXES = (
+    {"tp": 4},
+    {"shard": 2, "tp": 2},
+    {"replicate": 2, "shard": 2},
+    {"replicate": 2, "shard": 1, "tp": 2},
+    {"rows": 2, "columns": 2},
+)
 """Of meshes of 4 ranks."""
 
 
@@ -56,8 +62,10 @@ def cases(draw: st.DrawFn, axes: Mapping[str, int]) -> Case:
     return Case(source, target, tuple(own))
 
 
-def mesh_of(axes: Mapping[str, int]) -> Mesh:
+def mesh_of(axes: Mapping[str, int]) -> GridMesh:
     """The mesh whose axes these are."""
+    if "rows" in axes:
+        return GridMesh(**axes)
     replicate, shards = axes.get("replicate", 1), axes.get("shard", 1)
     return Mesh(replicate=replicate, dp=replicate * shards, tp=axes.get("tp", 1))
 

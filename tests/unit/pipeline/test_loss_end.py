@@ -52,12 +52,12 @@ def test_a_new_step_forgets_the_last_one() -> None:
     end = LossEnd(SquaredError())
     end.begin([torch.zeros(1)], torch.tensor(1.0))
     end.compute(0, (leaf(2),))
-    end.keep("output")
+    end.keep(0, "output")
     end.clear()
     with pytest.raises(KeyError):
         end.seed(0)
     end.begin([], None)
-    assert (end.totals, end.outputs) == ([], [])
+    assert (end.totals, end.take_outputs()) == ([], [])
 
 
 @pytest.mark.parametrize(("total", "told"), [(torch.zeros(3), r"\[3\]"), (1.5, "float")])

@@ -20,7 +20,12 @@ def test_programs_of_one_rank() -> None:
         post 1F0<0; await 1F0<0; post 1F1<0; 1F0.0; loss 1F0; release 1F0
         await 1F1<0; 1F1.0; loss 1F1; release 1F1; finish
     """)
-    assert words(STEPS.output) == listed("post 1F0<0; await 1F0<0; 1F0.0; keep 1F0; release 1F0; finish")
+    assert words(STEPS.output) == listed("""
+        post 1F0<0; await 1F0<0; post 1F1<0; 1F0.0; keep 1F0; release 1F0
+        await 1F1<0; 1F1.0; keep 1F1; release 1F1; finish
+    """)
+    alone = listed("post 1F0<0; await 1F0<0; 1F0.0; keep 1F0; release 1F0; finish")
+    assert words(STEPS.output_of_one) == alone
 
 
 def test_programs_are_made_once() -> None:
@@ -47,7 +52,7 @@ def test_programs_that_cannot_run_are_refused(monkeypatch: pytest.MonkeyPatch) -
     unreceived = (Send(first, 1),), (AwaitReceive(last, 0),)
     monkeypatch.setattr("plait.schedules.steps.lower", lambda *_: unreceived)
     steps = Steps(order_by("gpipe", 2, 1), SHAPE, rank=0)
-    for step in ("train", "evaluate", "output"):
+    for step in ("train", "evaluate", "output", "output_of_one"):
         with pytest.raises(ScheduleError, match="one order per channel"):
             getattr(steps, step)
 

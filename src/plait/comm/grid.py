@@ -1,0 +1,256 @@
+"""A mesh of any axes: all ranks of a run as a grid, and the groups that run along its axes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from datetime import timedelta
+from functools import cached_property
+from itertools import product
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh
+
+from plait.comm import coordinates
+from plait.comm.group import Group
+from plait.comm.introduction import introduce
+from plait.comm.last_words import of_world
+from plait.comm.traffic import Traffic
+from plait.errors import MeshError
+
+
+class GridMesh:
+    """Ranks along axes of any names and number, outermost first: row-major, the last axis innermost.
+
+    `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. `world` stands for all axes. The world is
+    that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
+    grid of a plan's axes.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+        alone: bool = False,
+        guarded: bool = False,
+        **sizes: int,
+    ) -> None:
+        """Make a group along every axis, with all ranks of the world: call it on each, with the same sizes.
+
+        `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
+        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
+        whatever world it is in, and asks nothing of the others. Raises `MeshError` for sizes whose product is
+        not the number of ranks in the world.
+
+        `guarded` has the ranks of every group agree on each collective before it starts, whoever calls it,
+        and on the bits of what enters a region of tensor parallelism: a difference is a `CommunicationError`
+        on every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for
+        all of them; results stay the same bits. Messages between stages have no such header: the programs
+        that send and receive them are proved to do so in one order, and each step agrees on their shapes.
+        """
+        coordinates.require_degrees(sizes)
+        if not sizes or "world" in sizes:
+            raise MeshError(
+                f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
+                "world, which stands for all."
+            )
+        self.sizes = dict(sizes)
+        joined = self._joined = dist.is_available() and dist.is_initialized() and not alone
+        self.rank = dist.get_rank() if joined else 0
+        self.world = dist.get_world_size() if joined else 1
+        self._check_world()
+        self.device = _device(device, joined)
+        self.timeout = float(timeout)
+        self.guarded = guarded
+        self.traffic = Traffic()
+        self.coordinate = self.coordinate_of(self.rank)
+        self._made: list[dist.ProcessGroup] = []
+        self._words = of_world(self.rank) if joined else None
+        self._host = introduce(self._everyone()) if joined else None
+        # All ranks make all groups in this order, each with a process group of its own, also where two axes
+        # have the same ranks: so that the traffic of one axis never waits behind that of another, and that
+        # what a step that failed has left under way on one meets nothing on another.
+        self._groups = {
+            axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
+            for axis in (*self.sizes, *coordinates.combined_axes(self.sizes))
+        }
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this rank is on a GPU, and NCCL moves what lies there."""
+        return self.device.type == "cuda" and _uses_nccl(self._joined)
+
+    def size(self, axis: str) -> int:
+        """Ranks along an axis, combined or not."""
+        return coordinates.size_along(axis, self.sizes)
+
+    def index(self, axis: str) -> int:
+        """This rank's place along an axis, combined or not; the first of those combined is the outermost."""
+        return coordinates.index_along(axis, self.coordinate, self.sizes)
+
+    def group(self, axis: str) -> Group:
+        """The group along an axis that this rank is in. Raises `MeshError` for an unknown axis."""
+        self.axes_of(axis)
+        return self._groups[axis]
+
+    def coordinate_of(self, rank: int) -> dict[str, int]:
+        """The index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
+        return coordinates.coordinate_of(rank, self.sizes)
+
+    def axes_of(self, axis: str) -> tuple[str, ...]:
+        """The axes that a name stands for: itself, or those that it combines. Raises `MeshError`."""
+        return coordinates.axes_of(axis, self.sizes)
+
+    def rank_at(self, **coordinate: int) -> int:
+        """The global rank at a coordinate; axes that are not given are this rank's own.
+
+        A plan's mesh may be given `dp`. Raises `MeshError` for an unknown axis or an index outside the mesh.
+        """
+        given = coordinates.split_dp(coordinate, self.sizes)
+        return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
+
+    def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
+        """Make disjoint groups, in which traffic is counted as `name`; give the one this rank is in, if any.
+
+        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap, or
+        that the mesh has not.
+        """
+        groups = [tuple(ranks) for ranks in ranks_per_group]
+        members = [rank for ranks in groups for rank in ranks]
+        if len(set(members)) != len(members) or not all(0 <= rank < self.world for rank in members):
+            raise MeshError(
+                f"groups of {name} are {groups}: give each rank from 0 to {self.world - 1} at most once."
+            )
+        return self._make_group(groups, name)
+
+    def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
+        """Those of `axes` with more than one rank, as torch's tools know them; else at this rank's place.
+
+        In this order and under these names, over the groups of this mesh; where no axis has more ranks, this
+        rank alone, under the name of the last. Nothing is sent. What torch's tools then send is no traffic of
+        this mesh. Raises `MeshError` without an initialised world, and for unknown axes.
+        """
+        if not (dist.is_available() and dist.is_initialized()):
+            raise MeshError(
+                "torch's tools need an initialised world, be it of one rank: use plait.launch or torchrun."
+            )
+        sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}
+        if not sizes:
+            own, alone = self._own_process_group, [dist.get_rank()]
+            return DeviceMesh.from_group([own], self.device.type, alone, mesh_dim_names=(axes[-1],))
+        groups = [group for axis in sizes if (group := self.group(axis).process_group) is not None]
+        places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
+        ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+    @cached_property
+    def _own_process_group(self) -> dist.ProcessGroup:
+        """Of this rank alone; no other takes part in making it."""
+        made: dist.ProcessGroup | None = dist.group.WORLD
+        if dist.get_world_size() > 1:
+            made = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="alone")
+            self._made.append(made)
+        assert made is not None
+        return made
+
+    def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
+        """Make groups of `size` ranks in a row along an axis, and give the one that this rank is in.
+
+        All ranks of the world call it with the same arguments; traffic is counted as `name`. Raises
+        `MeshError` unless `size` divides the ranks along the axis.
+        """
+        along = self.size(axis)
+        coordinates.require_degrees({f"number of neighbours along {axis}": size})
+        if along % size:
+            raise MeshError(
+                f"{along} ranks along {axis} do not divide into groups of {size}: give a divisor."
+            )
+        groups = coordinates.groups_along(axis, self.sizes)
+        parts = [ranks[first : first + size] for ranks in groups for first in range(0, along, size)]
+        return self._make_groups(parts, name)
+
+    def close(self) -> None:
+        """Give back the connections of all groups; every rank calls it when none communicates any more.
+
+        Only a process that makes many meshes needs it. Groups of the mesh are of no use afterwards.
+        """
+        if self._host is not None:
+            self._host.close()
+        for process_group in self._made:
+            dist.destroy_process_group(process_group)
+        self._made.clear()
+
+    def __deepcopy__(self, memo: object) -> GridMesh:
+        """A module that is copied goes on communicating with the same ranks."""
+        return self
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
+        return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
+
+    def _described_sizes(self) -> dict[str, int]:
+        """The sizes as the user gave them."""
+        return self.sizes
+
+    def _check_world(self) -> None:
+        needed = prod(self.sizes.values())
+        if needed != self.world:
+            product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
+            raise MeshError(
+                f"the mesh needs {needed} ranks ({product}) but the world has {self.world}: "
+                f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
+            )
+
+    def _everyone(self) -> Group:
+        """All ranks, over the process group that is there before any of the mesh's."""
+        ranks = tuple(range(self.world))
+        return Group("world", ranks, self.rank, dist.group.WORLD, self.traffic, self.timeout)
+
+    def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
+        """As `_make_group`, for groups that cover the world."""
+        group = self._make_group(groups, name)
+        assert group is not None
+        return group
+
+    def _make_group(self, groups: Sequence[tuple[int, ...]], name: str) -> Group | None:
+        mine = None
+        for ranks in groups:
+            process_group = None
+            if len(ranks) > 1:
+                process_group = dist.new_group(
+                    list(ranks), timeout=timedelta(seconds=self.timeout), group_desc=name, sort_ranks=False
+                )
+            if self.rank in ranks:
+                index = ranks.index(self.rank)
+                mine = Group(
+                    name,
+                    ranks,
+                    index,
+                    process_group,
+                    self.traffic,
+                    self.timeout,
+                    self._host,
+                    words=self._words,
+                    guarded=self.guarded,
+                )
+                self._made += [] if process_group is None else [process_group]
+        return mine
+
+
+def _device(device: str | torch.device | None, joined: bool) -> torch.device:
+    """The device asked for, where `cuda` means this rank's own; or the one the backend is made for."""
+    if device is None:
+        device = "cuda" if _uses_nccl(joined) and torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else whoever joined the world chose the device
+        return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
+    return chosen
+
+
+def _uses_nccl(joined: bool) -> bool:
+    return joined and "nccl" in dist.distributed_c10d.get_backend_config()

@@ -1,0 +1,143 @@
+"""The whole model in memory, from the pieces of all ranks and back: parameters, buffers and gradients.
+
+One tensor is gathered at a time: first between the ranks of a stage, over `shard` and `tp`, where it is cut;
+then it is broadcast over `pp`, from the first rank that holds it.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.autograd.full import full_tensor
+from plait.comm.agreement import agree
+from plait.comm.collectives import broadcast
+from plait.comm.news import tell_all
+from plait.engine.parts import Parts
+from plait.errors import ModelError, PlaitError
+from plait.layout import shard
+from plait.models.rank_zero import FromRankZero
+from plait.models.values import Place, Source, Values, places_of
+from plait.pipeline.fingerprint import digest_of_values
+from plait.pipeline.sequence import saved_buffers
+from plait.rules import join
+
+
+def state_dict(parts: Parts, *, everywhere: bool) -> dict[str, Tensor]:
+    """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
+    held = {**_pieces(parts), **dict(_buffers(parts))}
+    keeps = everywhere or parts.mesh.rank == 0
+    found = {
+        name: tensor.to("cpu", copy=True)
+        for name, tensor in _full(parts, held, "a state dict", everywhere=everywhere)
+        if tensor is not None and keeps
+    }
+    first = {alias: name for name, place in _places(parts).items() for alias in place.saved_as}
+    names = [join(layer.path, name) for layer in parts.skeleton for name in layer.module.state_dict()]
+    return {name: found[first[name]] for name in names if first.get(name) in found}
+
+
+def named_gradients(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """Yield the whole gradient of each parameter on every rank; see `Engine.named_gradients`."""
+    held = {name: piece.grad for name, piece in _pieces(parts).items() if piece.grad is not None}
+    for name, gradient in _full(parts, held, "gradients", everywhere=True):
+        assert gradient is not None
+        yield name, gradient
+
+
+@torch.no_grad()
+def load_state_dict(parts: Parts, given: Mapping[str, Any] | None, *, from_rank_zero: bool) -> None:
+    """Copy whole tensors into this rank's pieces and buffers; see `Engine.load_state_dict`."""
+    places = _places(parts)
+    source = _agreed(parts, Values(places, 0, given or {}), from_rank_zero=from_rank_zero)
+    pieces, buffers = _pieces(parts), dict(_buffers(parts))
+    for name, place in places.items():
+        here = [buffers[alias] for alias in place.saved_as if alias in buffers]
+        if name in pieces:
+            pieces[name].copy_(shard(source.read(name), parts.layouts[name], parts.mesh.coordinate))
+        elif here:
+            whole = source.read(name)
+            for buffer in here:
+                buffer.copy_(whole)
+        else:
+            source.skip(name)
+
+
+def _agreed(parts: Parts, values: Values, *, from_rank_zero: bool) -> Source:
+    """What tensors are read from, once all ranks have looked through what they were given.
+
+    ModelError on every rank where one was given what does not fit; CommunicationError where they differ.
+    """
+    mesh, world = parts.mesh, parts.mesh.group("world")
+    flaw, digest = "", ""
+    if mesh.rank == 0 or not from_rank_zero:
+        try:
+            digest = digest_of_values(values.known())
+        except PlaitError as error:  # the others wait
+            flaw = str(error)
+    flaws = [told for told in tell_all(flaw, world, mesh.device) if told]
+    if flaws:
+        raise ModelError(flaws[0])
+    if from_rank_zero:
+        return FromRankZero(values, world, mesh.device)
+    agree(f"load a state dict of values {digest}", world, mesh.device)
+    return values
+
+
+def _full(
+    parts: Parts, held: Mapping[str, Tensor], what: str, *, everywhere: bool
+) -> Iterator[tuple[str, Tensor | None]]:
+    """Yield each name that some rank holds, in the model's order, with the whole tensor where it is wanted.
+
+    That is on every rank, or on those of the pipeline of rank 0. `held`: this rank's pieces.
+    """
+    mesh = parts.mesh
+    mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
+    text = json.dumps(mine)
+    for axis in ("dp", "tp"):  # all of a stage go through the same names
+        agree(f"{what} of {text}", mesh.group(axis), mesh.device)
+    group = mesh.group("pp")
+    told = [json.loads(one) for one in tell_all(text, group, mesh.device)]
+    receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp", "tp"))
+    for name, place in _places(parts).items():
+        holders = [rank for rank, names in enumerate(told) if name in names]
+        if not holders:
+            continue
+        whole = None
+        if name in held:
+            whole = held[name].detach().to(mesh.device)
+            whole = whole if place.is_buffer else full_tensor(whole, parts.layouts[name], mesh)
+        if receives and (everywhere or holders[0] != 0):
+            if whole is None:
+                dtype = getattr(torch, told[holders[0]][name])
+                whole = torch.empty(place.tensor.shape, dtype=dtype, device=mesh.device)
+            whole = broadcast(whole, group, holders[0], checked=False).about(f"all of {name}").wait()
+        yield name, whole if receives else None
+
+
+def _places(parts: Parts) -> dict[str, Place]:
+    """By first name, where each parameter and saved buffer of the model stands, with its whole shape."""
+    found = {}
+    for name, place in places_of([(layer.path, layer.module) for layer in parts.skeleton]).items():
+        if place.saved_as:
+            shape = place.tensor.shape if place.is_buffer else parts.layouts[name].shape
+            empty = torch.empty(shape, dtype=place.tensor.dtype, device="meta")
+            found[name] = replace(place, tensor=empty)
+    return found
+
+
+def _pieces(parts: Parts) -> dict[str, Tensor]:
+    """What the optimizer of this rank updates."""
+    units = parts.reducer.units.values()
+    return {name: piece for unit in units for name, piece in unit.pieces.items()}
+
+
+def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+    """This rank's buffers that are saved."""
+    for stage in parts.worker.stages.values():
+        yield from saved_buffers(stage.layers)

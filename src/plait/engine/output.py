@@ -1,0 +1,117 @@
+"""The model's output: as `Engine.output` returns it, and token by token for `Engine.generate`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from plait.autograd.conjugate import gather
+from plait.comm.collectives import broadcast
+from plait.engine.runner import Runner
+from plait.errors import DataError
+from plait.pipeline.fingerprint import fingerprint_of_tokens
+from plait.pipeline.modes import evaluating
+from plait.pipeline.values import (
+    Microbatches,
+    Value,
+    cut_one,
+    map_tensors,
+    signatures,
+    tensors_of,
+    with_tensors,
+)
+from plait.tensor.sampling import next_token, padded, require_prompt
+
+
+def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
+    """Return the last stage's output for `inputs`; see `Engine.output`."""
+    batch = cut_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
+    looks = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
+    runner.agree(looks, "pp")
+    runner.agree(f"{looks}, tokens {fingerprint_of_tokens(batch)}", "tp")
+    with torch.no_grad(), evaluating(runner.modules):
+        runner.run(runner.steps.output, batch, [], None, input_gradients=False)
+        given_cut = isinstance(inputs, Microbatches)
+        if not given_cut:
+            _require_rows(runner, batch)
+        outputs = runner.worker.loss_end.take_outputs()
+        if everywhere:
+            outputs = list(_broadcast(runner, outputs))
+        if whole:
+            outputs = [_gathered(runner, output) for output in outputs]
+        if not outputs:
+            return None
+        return Microbatches(outputs) if given_cut else _joined(outputs)
+
+
+def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
+    """DataError, on every rank, where outputs of several micro-batches cannot be joined along dim 0."""
+    for part, info in zip(batch, runner.worker.output_infos, strict=True):
+        rows = next(tensors_of(part)).shape[0]
+        strange = [list(one.shape) for one in info.tensors if one.shape[:1] != (rows,)]
+        if strange and len(batch) > 1:
+            raise DataError(
+                f"the model gives a tensor of shape {strange[0]} for a micro-batch of {rows} rows, so the "
+                f"outputs of {len(batch)} micro-batches cannot be joined along dim 0: give the inputs as "
+                "Microbatches, and each one's output comes by itself."
+            )
+
+
+def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
+    """The last stage's `outputs` on every rank of `pp`; the other ranks hand in none."""
+    group, source = runner.mesh.group("pp"), runner.steps.last_rank
+    given = iter(outputs)
+    for info in runner.worker.output_infos:
+        value = (
+            next(given)
+            if runner.is_last
+            else info.rebuild(lambda one: torch.empty(one.shape, dtype=one.dtype, device=runner.mesh.device))
+        )
+        yield map_tensors(
+            lambda tensor: broadcast(tensor, group, source, checked=False).about("the output").wait(), value
+        )
+
+
+def _gathered(runner: Runner, output: Value) -> Value:
+    """Logits of all classes, from this rank's where they are cut over `tp`; any other output as it is."""
+    vocabulary = runner.parts.vocabulary
+    if vocabulary is None:
+        return output
+    return gather(vocabulary.require_piece(output), vocabulary.group, -1, vocabulary.classes)
+
+
+def _joined(outputs: Sequence[Value]) -> Value:
+    """The outputs of all micro-batches as one value, its tensors joined along dim 0."""
+    if len(outputs) == 1:
+        return outputs[0]
+    columns = zip(*map(tensors_of, outputs), strict=True)
+    return with_tensors(outputs[0], (torch.cat(column) for column in columns))
+
+
+def generated(
+    runner: Runner, prompt: Tensor, tokens: int, *, temperature: float, top_k: int | None, seed: int
+) -> Tensor:
+    """Return `prompt` `[rows, length]` with `tokens` more; see `Engine.generate`."""
+    require_prompt(prompt, tokens, temperature, top_k)
+    start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
+    runner.agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
+    generator = torch.Generator().manual_seed(seed)
+    sequence, program = prompt.to(runner.mesh.device), runner.steps.output_of_one
+    with torch.no_grad(), evaluating(runner.modules):
+        for number in range(tokens):
+            seen, length = padded(sequence, runner.parts.context)
+            runner.run(program, [seen], [], None, input_gradients=False, anew=number == 0)
+            token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=runner.mesh.device)
+            for logits in runner.worker.loss_end.take_outputs():  # one, on the last stage's ranks
+                token = next_token(
+                    logits[:, length - 1],
+                    temperature=temperature,
+                    top_k=top_k,
+                    generator=generator,
+                    vocabulary=runner.parts.vocabulary,
+                )
+            broadcast(token, runner.mesh.group("pp"), runner.steps.last_rank, checked=False).wait()
+            sequence = torch.cat([sequence, token[:, None]], dim=1)
+    return sequence

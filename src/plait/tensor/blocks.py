@@ -1,0 +1,191 @@
+"""Tensor-parallel MLP and attention for one's own loop, without an engine (Shoeybi et al. 2019, section 3).
+
+    enter ─ column linears ─ features or heads of this rank ─ row linear ─ leave
+
+Both cost one all-reduce forward and one backward, of a tensor like the input: it enters once, however many
+column linears read it. Biases of the row linear are added once, after the sum.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plait.autograd.conjugate import copy
+from plait.autograd.deferred import linear
+from plait.comm.group import Group
+from plait.errors import PlanError
+from plait.tensor.cutting import EVENLY, Cut
+from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+
+Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
+"""Turns queries and keys, each `[rows, heads, length, head_size]`, such as by rotary positions."""
+
+
+class TensorParallelMLP(nn.Module):
+    """`down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, with `inner` features cut.
+
+    `[..., hidden]`, the same on every rank of `group`, to the same. Its linears are `up`, `gate` (None unless
+    gated) and `down`; each has `layouts`, and takes pieces of a full `nn.Linear` by `take_pieces`.
+    Communication: one all-reduce of the output forward, one of the input's gradient backward, over `group`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        inner: int,
+        group: Group,
+        *,
+        activation: Callable[[Tensor], Tensor] = functional.gelu,
+        gated: bool = False,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As full linears would be made under the same seed, in the order `up`, `gate`, `down`, and cut.
+
+        Seed all ranks of the group alike. PlanError where `inner` does not divide by the ranks.
+        """
+        super().__init__()
+        self.group, self.activation = group, activation
+        self.up = _column(hidden, inner, group, EVENLY, "up", bias=bias, device=device, dtype=dtype)
+        self.gate: ColumnParallelLinear | None = None
+        if gated:
+            self.gate = _column(hidden, inner, group, EVENLY, "gate", bias=bias, device=device, dtype=dtype)
+        self.down = RowParallelLinear(
+            inner, hidden, group, bias=bias, path="down", device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the output without a residual connection."""
+        entered = self.up.border.enter(x)
+        up = self.up(entered)
+        inner = self.activation(up) if self.gate is None else self.activation(self.gate(entered)) * up
+        output: Tensor = self.down(inner)
+        return output
+
+
+class TensorParallelAttention(nn.Module):
+    """Attention whose heads are cut over `group`.
+
+    `[rows, length, hidden]`, the same on every rank, to the same. Its linears are `query`, `key`, `value` and
+    `output`. With fewer `kv_heads` than `heads` each key and value head is read by as many query heads in a
+    row; with fewer than ranks, neighbours hold the same one, and `copies` are those neighbours.
+    Communication: as `TensorParallelMLP`; with `copies` the gradients of the weights and biases of key and
+    value besides, one all-reduce each, over `copies`.
+    """
+
+    def __init__(
+        self,
+        hidden: int,
+        heads: int,
+        group: Group,
+        *,
+        kv_heads: int | None = None,
+        head_size: int | None = None,
+        causal: bool = True,
+        rotate: Rotate | None = None,
+        copies: Group | None = None,
+        bias: bool = True,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        """As full linears would be made under the same seed, in the order of their names above, and cut.
+
+        `head_size` is `hidden / heads` unless given. `copies` is
+        `mesh.neighbours("tp", ranks // kv_heads)` where there are fewer `kv_heads` than ranks. Seed all ranks
+        of the group alike. PlanError where heads do not divide, and for `copies` that do not fit.
+        """
+        super().__init__()
+        kv_heads = heads if kv_heads is None else kv_heads
+        if kv_heads < 1 or heads % kv_heads or (head_size is None and hidden % heads):
+            raise PlanError(
+                f"attention with hidden = {hidden} has {heads} heads and {kv_heads} of keys and values: "
+                "give a multiple of kv_heads that divides hidden, or head_size."
+            )
+        self.group, self.causal, self.rotate = group, causal, rotate
+        self.head_size = hidden // heads if head_size is None else head_size
+        self.copies = _checked_copies(copies, kv_heads, group)
+        of_heads, of_keys = Cut(heads), Cut(kv_heads, repeated=True)
+        sizes = {"query": (heads, of_heads), "key": (kv_heads, of_keys), "value": (kv_heads, of_keys)}
+        self.query, self.key, self.value = (
+            _column(hidden, n * self.head_size, group, cut, name, bias=bias, device=device, dtype=dtype)
+            for name, (n, cut) in sizes.items()
+        )
+        features = heads * self.head_size
+        self.output = RowParallelLinear(
+            features, hidden, group, bias=bias, cut=of_heads, path="output", device=device, dtype=dtype
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Give the output without a residual connection."""
+        entered = self.query.border.enter(x)
+        query = self._heads(self.query(entered))
+        key, value = (self._heads(self._shared(one, entered)) for one in (self.key, self.value))
+        if self.rotate is not None:
+            query, key = self.rotate(query, key)
+        mixed = functional.scaled_dot_product_attention(
+            query, key, value, is_causal=self.causal, enable_gqa=query.shape[1] != key.shape[1]
+        )
+        output: Tensor = self.output(mixed.transpose(1, 2).flatten(2))
+        return output
+
+    def _heads(self, features: Tensor) -> Tensor:
+        """`[rows, length, heads · head_size]` as `[rows, heads, length, head_size]`."""
+        heads: Tensor = features.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
+        return heads.transpose(1, 2)
+
+    def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
+        """The output of a linear whose piece `copies` hold alike, each with a summand of its gradient."""
+        if self.copies is None:
+            result: Tensor = column(entered)
+            return result
+        weight = copy(column.weight, self.copies)
+        bias = None if column.bias is None else copy(column.bias, self.copies)
+        return linear(entered, weight, bias, None)
+
+
+def _column(
+    inputs: int,
+    outputs: int,
+    group: Group,
+    cut: Cut,
+    path: str,
+    *,
+    bias: bool,
+    device: torch.device | str | None,
+    dtype: torch.dtype | None,
+) -> ColumnParallelLinear:
+    """A column linear that reads what has entered the region already."""
+    made = ColumnParallelLinear(
+        inputs, outputs, group, bias=bias, cut=cut, path=path, device=device, dtype=dtype
+    )
+    made.enters = False
+    return made
+
+
+def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:
+    """`copies`, or None where nobody holds the same. PlanError where they are not those who do."""
+    each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
+    first = group.index // each * each
+    alike = group.ranks[first : first + each]
+    if each == 1 and (copies is None or copies.size == 1):
+        return None
+    if each == 1 and copies is not None:
+        raise PlanError(
+            f"each of {group.size} ranks of {group.name} holds key and value heads of its own: leave copies "
+            "out."
+        )
+    if copies is None or copies.ranks != alike:
+        given = (
+            "none are given" if copies is None else f"copies are ranks {', '.join(map(str, copies.ranks))}"
+        )
+        raise PlanError(
+            f"{kv_heads} heads of keys and values on {group.size} ranks of {group.name}: ranks "
+            f"{', '.join(map(str, alike))} hold the same, but {given}: give "
+            f"copies=mesh.neighbours({group.name!r}, {each})."
+        )
+    return copies

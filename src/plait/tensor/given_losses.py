@@ -1,0 +1,282 @@
+"""Losses as users give them: plait's form, those of PyTorch, or a function whose mean is over what they say.
+
+    given                                            total(output, targets)     weight(targets)
+    an object with total and weight                  its own                    its own
+    nn.CrossEntropyLoss(), functional.cross_entropy  the same, reduction 'sum'  targets, or class weights
+    nn.MSELoss(), functional.mse_loss …              the same, reduction 'sum'  elements of the targets
+    mean_loss(function, over="rows")                 function · weight          rows, elements, or as told
+
+With `reduction="sum"` the loss of a step is the sum over the global batch: it is divided by 1.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from types import MappingProxyType
+from typing import Any, Literal, TypeAlias
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from plait.autograd.conjugate import gather
+from plait.errors import ModelError, PlanError
+from plait.tensor.losses import CrossEntropy, Loss
+from plait.tensor.vocabulary import Vocabulary
+
+GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
+"""What `parallelize` takes as a loss: see `as_loss`."""
+Over = Literal["rows", "targets"]
+
+# Each function with the module that calls it, and the options that both have: attributes, and keywords.
+_CLASSES: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
+    {
+        functional.cross_entropy: (nn.CrossEntropyLoss, ("weight", "ignore_index", "label_smoothing")),
+        functional.nll_loss: (nn.NLLLoss, ("weight", "ignore_index")),
+    }
+)
+"""Of a class, or of probabilities of classes, for each row of the output."""
+_ELEMENTS: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
+    {
+        functional.mse_loss: (nn.MSELoss, ()),
+        functional.l1_loss: (nn.L1Loss, ()),
+        functional.smooth_l1_loss: (nn.SmoothL1Loss, ("beta",)),
+        functional.huber_loss: (nn.HuberLoss, ("delta",)),
+        functional.soft_margin_loss: (nn.SoftMarginLoss, ()),
+        functional.binary_cross_entropy: (nn.BCELoss, ("weight",)),
+        functional.binary_cross_entropy_with_logits: (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+        functional.kl_div: (nn.KLDivLoss, ("log_target",)),
+        functional.poisson_nll_loss: (nn.PoissonNLLLoss, ("log_input", "full", "eps")),
+    }
+)
+"""Of each element of the output and that of the targets in its place."""
+_KNOWN = MappingProxyType({**_CLASSES, **_ELEMENTS})
+_FUNCTION_OF = MappingProxyType({module: function for function, (module, _) in _KNOWN.items()})
+
+
+def as_loss(given: object) -> Loss:
+    """Return `given` as an object with `total` and `weight`; `print` it to read what the two are.
+
+    That is the object itself, if it has both; a loss of `torch.nn` or `torch.nn.functional` whose reduction
+    is "mean" or "sum", with its options (as attributes of the module, or as keywords of a
+    `functools.partial`); or what `mean_loss` gives. PlanError for anything else, with the way to wrap it.
+    """
+    if isinstance(given, type):
+        raise PlanError(f"the loss is the class {given.__name__}: give an object of it, {given.__name__}().")
+    if isinstance(given, Loss):
+        return given
+    if isinstance(given, nn.Module) and type(given) in _FUNCTION_OF:  # not those derived from them
+        function = _FUNCTION_OF[type(given)]
+        _, names = _KNOWN[function]
+        options = {name: getattr(given, name) for name in names}
+        return _torch_loss(function, options, str(getattr(given, "reduction", "mean")), given)
+    if isinstance(given, partial) and given.func in _KNOWN and not given.args:
+        options = dict(given.keywords)
+        return _torch_loss(given.func, options, str(options.pop("reduction", "mean")), given)
+    known = next((function for function in _KNOWN if function is given), None)
+    if known is not None:
+        return _torch_loss(known, {}, "mean", given)
+    raise PlanError(_refusal(given))
+
+
+def _refusal(given: object) -> str:
+    if not callable(given):
+        return (
+            f"the loss is {given!r}: give an object with total(output, targets), a sum, and weight(targets), "
+            "what it is divided by, such as plait.cross_entropy."
+        )
+    return (
+        f"the loss is {_name_of(given)}, and what its mean is over is not known: give "
+        "plait.tensor.mean_loss(function, over='rows') where that is dim 0 of the targets, over='targets' "
+        "where it is all of their elements, over=count where count(targets) says how many; or an object with "
+        "total(output, targets), a sum, and weight(targets), what it is divided by."
+    )
+
+
+def _name_of(given: object) -> str:
+    name = getattr(given, "__qualname__", None)
+    return f"the function {name}" if name else repr(given)
+
+
+def _torch_loss(
+    function: Callable[..., Tensor], options: dict[str, Any], reduction: str, given: object
+) -> Loss:
+    """The loss that calls a function of PyTorch with `options`. PlanError for what it cannot keep."""
+    _, names = _KNOWN[function]
+    strange = sorted(set(options) - set(names))
+    if strange:
+        among = ", ".join([*names, "reduction"])
+        raise PlanError(
+            f"the loss {given!r} has {strange[0]} = {options[strange[0]]!r}, which is not carried over: "
+            f"choose among {among}, or wrap it with plait.tensor.mean_loss."
+        )
+    reductions = ("mean", "sum", *(("batchmean",) if function is functional.kl_div else ()))
+    if reduction not in reductions:
+        raise PlanError(
+            f"the loss {given!r} has reduction {reduction!r}, but has to give one number: choose "
+            f"{' or '.join(map(repr, reductions))}."
+        )
+    return (ClassLoss if function in _CLASSES else ElementLoss)(function, options, reduction)
+
+
+@dataclass(frozen=True)
+class TorchLoss:
+    """A loss of `torch.nn.functional`, as a sum and what that is divided by."""
+
+    function: Callable[..., Tensor]
+    options: Mapping[str, Any] = field(default_factory=dict)
+    reduction: str = "mean"
+
+    @property
+    def sums(self) -> bool:
+        """Whether the loss of a step is the sum over the global batch: see `divisor`."""
+        return self.reduction == "sum"
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The sum, 0-d, in at least float32."""
+        wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
+        tensors = {
+            name: value.to(wide) if isinstance(value, Tensor) else value
+            for name, value in self.options.items()
+        }
+        wanted = targets.to(wide.dtype) if targets.is_floating_point() else targets
+        return self.function(wide, wanted, **tensors, reduction="sum")
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """How many elements of the targets count, 0-d."""
+        counts = len(targets) if self.reduction == "batchmean" else targets.numel()
+        return torch.tensor(counts, device=targets.device)
+
+    @property
+    def _counted(self) -> str:
+        return "rows of the targets" if self.reduction == "batchmean" else "elements of the targets"
+
+    def __str__(self) -> str:
+        options = "".join(f", {name}={value}" for name, value in self.options.items() if value is not None)
+        by = "1, for it is a sum" if self.sums else f"the number of {self._counted}"
+        return (
+            f"total is {self.function.__name__}(output, targets{options}, reduction='sum'), divided by {by}"
+        )
+
+
+@dataclass(frozen=True)
+class ElementLoss(TorchLoss):
+    """A loss of each element of the output, and of the targets in its place."""
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The sum. ModelError for targets of another shape, and for weights of the rows of one batch."""
+        name = self.function.__name__
+        if output.shape != targets.shape:
+            raise ModelError(
+                f"{name} was given an output {list(output.shape)} and targets {list(targets.shape)}, whose "
+                "mean would be over what they broadcast to: give targets of the output's shape."
+            )
+        for option, value in self.options.items():
+            if isinstance(value, Tensor) and value.dim() == output.dim() and len(value) > 1:
+                raise ModelError(
+                    f"{name} has a {option} {list(value.shape)} with a value for each row of a batch, but "
+                    "rows are cut into micro-batches: give them with the targets, to a loss of your own."
+                )
+        return super().total(output, targets)
+
+
+@dataclass(frozen=True)
+class ClassLoss(TorchLoss):
+    """A loss of the logits or log-probabilities of classes, dim 1 of the output as PyTorch has it."""
+
+    def total(self, output: Tensor, targets: Tensor) -> Tensor:
+        """The sum. ModelError where the classes are the last of more than two dims."""
+        shape = (*output.shape[:1], *output.shape[2:])
+        if not targets.is_floating_point() and output.dim() > 2 and tuple(targets.shape) != shape:
+            raise ModelError(
+                f"{self.function.__name__} was given an output {list(output.shape)} and targets "
+                f"{list(targets.shape)}: PyTorch takes classes as dim 1, so give plait.cross_entropy, or a "
+                "CrossEntropy of plait.tensor, which take them as the last dim."
+            )
+        return super().total(output, targets)
+
+    def weight(self, targets: Tensor) -> Tensor:
+        """The number of counted targets, or the sum of their classes' weights; of probabilities, of rows."""
+        if targets.is_floating_point():
+            classes = targets.shape[1] if targets.dim() > 1 else targets.shape[0]
+            return torch.tensor(targets.numel() // max(classes, 1), device=targets.device)
+        counted: Tensor = targets != self.options.get("ignore_index", -100)
+        weights = self.options.get("weight")
+        if weights is None:
+            return counted.sum()
+        known: Tensor = weights.to(targets.device)[targets.masked_fill(~counted, 0)]
+        return known.double().where(counted, 0).sum()
+
+    def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
+        """`total` of the whole logits, from this rank's `[rows, len(own)]`.
+
+        Cross-entropy of class numbers without class weights is that of `CrossEntropy`, with its
+        communication; for anything else the logits are gathered: one all-gather of them.
+        """
+        terms = {name: value for name, value in self.options.items() if value is not None}
+        plain = self.function is functional.cross_entropy and "weight" not in terms
+        if not plain or targets.is_floating_point() or logits.dim() > 2:
+            return self.total(gather(logits, vocabulary.group, -1, vocabulary.classes), targets)
+        return CrossEntropy(**terms).total_of_pieces(logits, targets, vocabulary)
+
+    @property
+    def _counted(self) -> str:
+        ignored = f"targets but those of {self.options.get('ignore_index', -100)}"
+        return ignored if self.options.get("weight") is None else f"{ignored}, each by its class's weight"
+
+
+@dataclass(frozen=True)
+class MeanLoss:
+    """A function that gives a mean, and what that mean is over."""
+
+    function: Callable[[Any, Any], Tensor]
+    over: Over | Callable[[Any], Tensor | float] = "rows"
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        """The mean times what it is over; zero where that is nothing (on the CPU, where it can be seen)."""
+        mean, weight = self.function(output, targets), self.weight(targets)
+        if not isinstance(mean, Tensor) or mean.dim():
+            shape = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
+            raise ModelError(
+                f"{_name_of(self.function)} gave {shape}: a function in mean_loss gives its mean, a 0-d "
+                "tensor."
+            )
+        if not weight.is_cuda and not weight:
+            return torch.zeros_like(mean).detach()
+        return mean * weight.to(mean)
+
+    def weight(self, targets: Any) -> Tensor:
+        """How much the targets count, 0-d."""
+        if callable(self.over):
+            return torch.as_tensor(self.over(targets))
+        if not isinstance(targets, Tensor) or not targets.dim():
+            raise ModelError(
+                f"mean_loss(over={self.over!r}) was given a {type(targets).__name__} without rows as "
+                "targets: give over=count, where count(targets) says how much they count."
+            )
+        counts = len(targets) if self.over == "rows" else targets.numel()
+        return torch.tensor(counts, device=targets.device)
+
+
+def mean_loss(
+    function: Callable[[Any, Any], Tensor], over: Over | Callable[[Any], Tensor | float] = "rows"
+) -> Loss:
+    """Return `function(output, targets)`, which gives a mean as a 0-d tensor, as a loss.
+
+    `over` says what that mean is over: "rows", dim 0 of the targets; "targets", all of their elements; or a
+    function of the targets that gives their number, additive over micro-batches, such as
+    `lambda targets: (targets != -100).sum()`. The loss of a step is then one mean over the global batch.
+    """
+    if not callable(function) or not (callable(over) or over in ("rows", "targets")):
+        raise PlanError(
+            f"mean_loss was given {function!r} and over = {over!r}: give a function of output and targets, "
+            "and 'rows', 'targets' or a function of the targets."
+        )
+    return MeanLoss(function, over)
+
+
+def divisor(loss: Loss, weight: Tensor) -> Tensor:
+    """Return what a sum with this weight is divided by: the weight, or 1 where the loss is a sum."""
+    return torch.ones_like(weight) if getattr(loss, "sums", False) else weight
