@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from plait.comm.collectives import all_reduce
-from plait.comm.host import host
 from plait.comm.mesh import Mesh
-from plait.comm.shared import SMALLEST, shared_zeros, sharers
+from plait.comm.shared import SMALLEST, shared_zeros
+from plait.comm.transport.shared_memory import host
 from plait.errors import RankError
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def reduced(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, object]:
     tensor.copy_(filled(mesh.rank, size, dtype))
     result = all_reduce(tensor, group, checked=False).wait()
     assert result is tensor or result.data_ptr() == tensor.data_ptr()
-    return sharers(tensor, group) is not None, tensor.clone(), mesh.traffic.snapshot()
+    return group.transport.shares(tensor), tensor.clone(), mesh.traffic.snapshot()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
