@@ -57,6 +57,22 @@ def launch(
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: the one that a rank raised, as it was.
     """
+    world = find_world()
+    _require_possible(world, ranks, ranks_as, device)
+    if world is not None:
+        return _run_joined(world, function, arguments, threads, timeout, device)
+    if ranks is None:
+        ranks = max(1, torch.cuda.device_count()) if device != "cpu" and ranks_as == "processes" else 1
+    if threads is None:
+        threads = max(1, torch.get_num_threads() // max(1, ranks))
+    if ranks_as == "threads":
+        return run_threads(function, arguments, ranks, threads)
+    with RankPool(ranks, threads=threads, timeout=timeout, device=device) as pool:
+        return pool.run(function, *arguments, timeout=math.inf)
+
+
+def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
+    """MeshError for ranks within a rank, another number than a launcher started, or threads elsewhere."""
     inside = current_ranks()
     if inside is not None:
         raise MeshError(
@@ -64,26 +80,20 @@ def launch(
         )
     if ranks_as not in ("processes", "threads"):
         raise MeshError(f"ranks_as is {ranks_as!r}: choose processes or threads.")
-    world = find_world()
-    if world is not None and ranks_as == "threads":
-        raise MeshError(f"{world.launcher} started {world.world_size} processes: ranks as threads need none.")
-    if world is not None:
-        if ranks not in (None, world.world_size):
-            raise MeshError(
-                f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
-                "give both the same number, or leave ranks out."
-            )
-        return _run_joined(world, function, arguments, threads, timeout, device)
-    if ranks is None:
-        ranks = max(1, torch.cuda.device_count()) if device != "cpu" else 1
-    if threads is None:
-        threads = max(1, torch.get_num_threads() // max(1, ranks))
+    if ranks_as == "threads" and device == "cuda":
+        raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    if world is None:
+        return
     if ranks_as == "threads":
-        if device == "cuda":
-            raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
-        return run_threads(function, arguments, ranks, threads)
-    with RankPool(ranks, threads=threads, timeout=timeout, device=device) as pool:
-        return pool.run(function, *arguments, timeout=math.inf)
+        raise MeshError(
+            f"{world.launcher} started {world.world_size} processes: start the program without it to have "
+            "threads as ranks."
+        )
+    if ranks not in (None, world.world_size):
+        raise MeshError(
+            f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
+            "give both the same number, or leave ranks out."
+        )
 
 
 def _run_joined(

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import random
-import threading
 from collections.abc import Callable
+from functools import partial
 from typing import Any, TypeVar
 
 import torch
 
 from plait.comm.failure import Failure, from_exception, root_cause
-from plait.comm.transport.local import LocalRank, Turns
+from plait.comm.transport.local import LocalRank, RankThread, Turns
 from plait.comm.transport.local.calls import Board
-from plait.comm.transport.local.transport import Key, enter_local_rank
+from plait.comm.transport.local.transport import Key
 from plait.errors import MeshError
 
 Result = TypeVar("Result")
@@ -36,7 +36,6 @@ def run_threads(
     def run(rank: int) -> None:
         turns.begin(rank)
         try:
-            enter_local_rank(LocalRank(rank, turns, boards))
             torch.manual_seed(rank)
             random.seed(rank)
             results[rank] = function(*arguments)
@@ -49,7 +48,7 @@ def run_threads(
     torch.set_num_threads(threads)
     try:
         for rank in range(ranks):
-            threading.Thread(target=run, args=(rank,), name=f"plait-rank-{rank}", daemon=True).start()
+            RankThread(LocalRank(rank, turns, boards), partial(run, rank)).start()
         turns.start()
         turns.join()
     except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait

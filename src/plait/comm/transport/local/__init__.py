@@ -3,7 +3,7 @@
 turns (which thread runs; deadlocks) → calls (collectives and messages of a group) → transport (a rank's view)
 """
 
-from plait.comm.transport.local.transport import LocalRank, current_local_rank
+from plait.comm.transport.local.transport import LocalRank, RankThread, current_local_rank
 from plait.comm.transport.local.turns import Turns
 
-__all__ = ["LocalRank", "Turns", "current_local_rank"]
+__all__ = ["LocalRank", "RankThread", "Turns", "current_local_rank"]

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from contextvars import ContextVar
+from collections.abc import Callable, Sequence
+from threading import Thread, current_thread
 
 import torch
 from torch import Tensor
@@ -168,14 +168,15 @@ class LocalRank:
         """Nothing is held that must be given back."""
 
 
-_current: ContextVar[LocalRank | None] = ContextVar("plait_local_rank", default=None)
+class RankThread(Thread):
+    """The thread of one rank: what runs in it finds the rank by `current_local_rank`."""
+
+    def __init__(self, rank: LocalRank, run: Callable[[], None]) -> None:
+        super().__init__(target=run, name=f"plait-rank-{rank.rank}", daemon=True)
+        self.rank = rank
 
 
 def current_local_rank() -> LocalRank | None:
     """The rank whose thread this is, if it is one."""
-    return _current.get()
-
-
-def enter_local_rank(rank: LocalRank) -> None:
-    """Make this thread the rank's."""
-    _current.set(rank)
+    thread = current_thread()
+    return thread.rank if isinstance(thread, RankThread) else None
