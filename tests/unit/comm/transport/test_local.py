@@ -82,7 +82,7 @@ def test_messages_keep_their_order_and_their_tag() -> None:
     assert on_threads(body, ranks=2)[1] == [1.0, 3.0, 5.0, 0.0, 2.0, 4.0]
 
 
-def test_ranks_run_in_order_until_they_wait() -> None:
+def test_prints_come_in_order_of_ranks() -> None:
     seen: list[str] = []
 
     def body() -> None:
@@ -92,7 +92,7 @@ def test_ranks_run_in_order_until_they_wait() -> None:
         seen.append(f"{mesh.rank} ends")
 
     on_threads(body, ranks=3)
-    assert seen == ["0 begins", "1 begins", "2 begins", "2 ends", "0 ends", "1 ends"]
+    assert seen == ["0 begins", "1 begins", "2 begins", "0 ends", "1 ends", "2 ends"]
 
 
 def test_random_numbers_are_those_of_processes(rank_pool: Any) -> None:

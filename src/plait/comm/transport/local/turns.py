@@ -1,17 +1,16 @@
 """Which of several ranks runs: threads of one process take turns, and a deadlock is known at once.
 
-A rank runs until it waits for another, then the next one that can go on does, in rank order. So a run is the
-same each time, prints come in order of ranks, and when no rank can go on the cycle of who waits for whom is
-the report.
+Whenever a rank waits, the lowest rank that can go on does. So a run is the same each time, what ranks print
+between two collectives comes in order of ranks, and when none can go on the report is who waits for whom.
 """
 
 from __future__ import annotations
 
 import random
 import threading
+import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -45,9 +44,10 @@ class Turns:
         self._ended: set[int] = set()
         self._without_turn: set[int] = set()
         """Ranks whose wait timed out while another rank ran: they only run to their end."""
+        self._paused: dict[int, None] = {}
+        """Ranks that wait for what happens outside of all ranks, the oldest first."""
         self._running = 0
         self._deadlock: str | None = None
-        self._random_states: dict[int, tuple[torch.Tensor, Any]] = {}
         self._all_ended = threading.Event()
 
     def start(self) -> None:
@@ -64,74 +64,77 @@ class Turns:
         self._ended.add(rank)
         if len(self._ended) == self.size:
             self._all_ended.set()
-        elif rank not in self._without_turn:
-            self._pass_on(rank)
+        elif rank not in self._without_turn and (next_rank := self._next()) is not None:
+            self._go[next_rank].release()
 
     def join(self) -> None:
         """Block until all ranks have ended."""
         self._all_ended.wait()
 
     def wait(self, rank: int, wait: Wait, timeout: float) -> None:
-        """Let the other ranks run until `wait` is ready.
+        """Return when `wait` is ready, and no lower rank can go on; other ranks run meanwhile.
 
         Raises `DeadlockError` when no rank can go on, `PeerEndedError` when a missing one has ended, and
         `TimeoutError` when another rank has run for `timeout` seconds without waiting for anything.
         """
-        if wait.ready():
-            return
-        self._raise_if_impossible(wait)
+        if not wait.ready():
+            self._raise_if_impossible(wait)
         if rank in self._without_turn:
             raise TimeoutError(f"rank {rank} timed out before")
         self._waits[rank] = wait
-        self._save_random_state(rank)
-        self._pass_on(rank)
-        if not self._go[rank].acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
-            self._without_turn.add(rank)
-            raise TimeoutError(f"rank {self._running} has run for {timeout:g} s without waiting for anything")
-        self._running = rank
-        self._restore_random_state(rank)
+        next_rank = self._next()
+        if next_rank is not None and next_rank != rank:
+            self._switch(rank, next_rank, timeout)
         del self._waits[rank]
         if not wait.ready():
             self._raise_if_impossible(wait)
             raise DeadlockError(self._deadlock)
+
+    def _switch(self, rank: int, next_rank: int, timeout: float) -> None:
+        """Give another rank the turn, and block until this one gets it back."""
+        states = torch.get_rng_state(), random.getstate()
+        self._go[next_rank].release()
+        if not self._go[rank].acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):
+            self._without_turn.add(rank)
+            raise TimeoutError(f"rank {self._running} has run for {timeout:g} s without waiting for anything")
+        self._running = rank
+        torch.set_rng_state(states[0])
+        random.setstate(states[1])
 
     def cancel(self, reason: str) -> None:
         """Let every rank fail at its next wait."""
         self._deadlock = reason
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Let the other ranks run for a while: what is waited for happens outside of all ranks."""
-        wait = Wait("what happens outside of the ranks", lambda: True, lambda: ())
-        self._waits[rank] = wait
-        self._save_random_state(rank)
-        self._pass_on(rank)
-        self._go[rank].acquire()
-        del self._waits[rank]
-        self._running = rank
-        self._restore_random_state(rank)
-        threading.Event().wait(seconds)
+        """Let the others run until each waits, then sleep: for what happens outside of all ranks."""
+        self._paused[rank] = None
+        next_rank = self._next()
+        if next_rank is not None and next_rank != rank:
+            self._switch(rank, next_rank, threading.TIMEOUT_MAX)
+        del self._paused[rank]
+        time.sleep(seconds)
 
     def _raise_if_impossible(self, wait: Wait) -> None:
         ended = [rank for rank in wait.missing() if rank in self._ended]
         if ended:
             raise PeerEndedError(f"rank {' and '.join(map(str, ended))} ended before it took part")
 
-    def _pass_on(self, rank: int) -> None:
-        """Give the next rank that can go on its turn, in cyclic order; where none can, one raises."""
-        others = [(rank + step) % self.size for step in range(1, self.size + 1)]
-        alive = [other for other in others if other not in self._ended | self._without_turn]
-        able = [other for other in alive if self._can_go_on(other)]
-        if not able and alive:
+    def _next(self) -> int | None:
+        """The lowest rank that can go on; else that which has paused the longest; else one that raises."""
+        alive = [rank for rank in range(self.size) if rank not in self._ended | self._without_turn]
+        able = next((rank for rank in alive if rank not in self._paused and self._can_go_on(rank)), None)
+        if able is None:
+            able = next(iter(self._paused), None)
+        if able is None and alive:
             self._deadlock = self._deadlock or self._cycle(alive)
-            able = sorted(alive)
-        if able:
-            self._go[able[0]].release()
+            able = alive[0]
+        return able
 
     def _can_go_on(self, rank: int) -> bool:
         wait = self._waits.get(rank)
         if wait is None or wait.ready() or self._deadlock is not None:
             return True
-        return any(missing in self._ended for missing in wait.missing())
+        return not self._ended.isdisjoint(wait.missing())
 
     def _cycle(self, blocked: Sequence[int]) -> str:
         """Who waits for whom, from the lowest blocked rank round to the first that is met again."""
@@ -143,11 +146,3 @@ class Turns:
         cycle = chain[chain.index(rank) :]
         told = ", ".join(f"rank {each} waits for {self._waits[each].awaited}" for each in cycle)
         return f"deadlock: {told}"
-
-    def _save_random_state(self, rank: int) -> None:
-        self._random_states[rank] = torch.get_rng_state(), random.getstate()
-
-    def _restore_random_state(self, rank: int) -> None:
-        torch_state, python_state = self._random_states[rank]
-        torch.set_rng_state(torch_state)
-        random.setstate(python_state)
