@@ -41,7 +41,7 @@ def run(argv: Sequence[str]) -> int:
     plan = config.plan()
     local = find_world() is None
     in_processes = config.run.ranks_as == "processes"
-    stop_signals = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
+    stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
     if not in_processes:
         stop_signals = ()  # which only a main thread can handle: the first one ends the run
     with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as got:
