@@ -15,10 +15,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm import Group, Mesh, arithmetic, barrier, nearby
-from plait.comm.backend import all_gather_single, reduce_scatter_single
-from plait.comm.call import swap
+from plait.comm import Group, Mesh, barrier
 from plait.comm.pool import RankPool
+from plait.comm.transport.reduction import fold
+from plait.comm.transport.shared_memory import collectives
+from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
+from plait.comm.transport.torch_distributed import TorchTransport
 
 KIB = 1024
 SIZES = [4 * KIB, 64 * KIB, 256 * KIB, 512 * KIB, 1024 * KIB, 4096 * KIB, 32768 * KIB]
@@ -32,47 +34,47 @@ NAMES = {
 Ways = dict[str, Callable[[], object]]
 
 
+def over_torch(group: Group) -> TorchTransport:
+    """The same ranks without shared memory."""
+    assert isinstance(group.transport, SharedMemoryTransport)
+    return TorchTransport(group.transport.process_group, group.index)
+
+
+def in_shared_memory(group: Group) -> SharedMemoryTransport:
+    assert isinstance(group.transport, SharedMemoryTransport)
+    return group.transport
+
+
 def ways_to_all_reduce(tensor: Tensor, group: Group) -> Ways:
     """Each reduces `tensor` to another place, as `all_reduce(tensor, group, out=...)` does."""
-    out = torch.empty_like(tensor)
-
-    def backend() -> None:
-        dist.all_reduce(out.copy_(tensor), group=group.process_group)
-
+    out, process_group = torch.empty_like(tensor), over_torch(group).process_group
+    scratch = in_shared_memory(group).scratch
     return {
-        "backend": backend,
+        "backend": lambda: dist.all_reduce(out.copy_(tensor), group=process_group),
         "exchange": partial(exchange, tensor.expand(group.size, -1), out, group),
-        "whole": lambda: nearby.reduce_whole(tensor, out, "sum", group).wait(),
-        "pieces": lambda: nearby.reduce_in_pieces(tensor, out, "sum", group).wait(),
+        "whole": lambda: collectives.reduce_whole(tensor, out, "sum", scratch).wait(),
+        "pieces": lambda: collectives.reduce_in_pieces(tensor, out, "sum", scratch).wait(),
     }
 
 
 def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
     """Each reduces this rank's piece of `tensor`."""
-    out = torch.empty(tensor.numel() // group.size)
-
-    def backend() -> None:
-        work = reduce_scatter_single(out, tensor, arithmetic.native("sum"), group)
-        assert work is not None
-        work.wait()
-
+    out, process_group = torch.empty(tensor.numel() // group.size), over_torch(group).process_group
+    scratch = in_shared_memory(group).scratch
     return {
-        "backend": backend,
+        "backend": lambda: dist.reduce_scatter_single(out, tensor, group=process_group),
         "exchange": partial(exchange, tensor, out, group),
-        "whole": lambda: nearby.reduce_to_pieces(tensor, out, "sum", group).wait(),
+        "whole": lambda: collectives.reduce_to_pieces(tensor, out, "sum", scratch).wait(),
     }
 
 
 def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
     """Each fills `tensor` from the ranks' pieces, of which this rank's stands there already."""
-    own = tensor.tensor_split(group.size)[group.index]
-
-    def backend() -> None:
-        work = all_gather_single(tensor, own, group)
-        assert work is not None
-        work.wait()
-
-    return {"backend": backend, "whole": lambda: nearby.gather_whole(own, tensor, group).wait()}
+    own, scratch = tensor.tensor_split(group.size)[group.index], in_shared_memory(group).scratch
+    return {
+        "backend": lambda: over_torch(group).all_gather(own, tensor).wait(),
+        "whole": lambda: collectives.gather_whole(own, tensor, scratch).wait(),
+    }
 
 
 class Operation(NamedTuple):
@@ -84,9 +86,17 @@ class Operation(NamedTuple):
     choose: Callable[[Tensor, Group], str]
 
 
+def choose_to_all_reduce(tensor: Tensor, group: Group) -> str:
+    return in_shared_memory(group).all_reduce_algorithm(tensor)
+
+
+def choose_to_reduce_scatter(tensor: Tensor, group: Group) -> str:
+    return in_shared_memory(group).reduce_scatter_algorithm(tensor)
+
+
 def choose_to_gather(tensor: Tensor, group: Group) -> str:
     """What plait takes: it decides by the piece."""
-    return arithmetic.way_to_all_gather(tensor.tensor_split(group.size)[group.index], group)
+    return in_shared_memory(group).all_gather_algorithm(tensor.tensor_split(group.size)[group.index])
 
 
 OPERATIONS = {
@@ -94,13 +104,13 @@ OPERATIONS = {
         "All-reduce, ms:",
         ("backend", "exchange", "whole", "pieces"),
         ways_to_all_reduce,
-        arithmetic.way_to_all_reduce,
+        choose_to_all_reduce,
     ),
     "reduce-scatter": Operation(
         "Reduce-scatter, ms:",
         ("backend", "exchange", "whole"),
         ways_to_reduce_scatter,
-        arithmetic.way_to_reduce_scatter,
+        choose_to_reduce_scatter,
     ),
     "all-gather": Operation(
         "All-gather, in place, ms:", ("backend", "whole"), ways_to_all_gather, choose_to_gather
@@ -112,10 +122,8 @@ def exchange(parcels: Tensor, out: Tensor, group: Group) -> None:
     """Send each rank its parcel, and reduce what comes in rank order."""
     parcels = parcels.contiguous()
     arrived = torch.empty_like(parcels)
-    work = swap(arrived, parcels, group)
-    assert work is not None
-    work.wait()
-    arithmetic.fold(arrived.view(group.size, -1).unbind(), "sum", out)
+    over_torch(group).all_to_all(parcels, arrived).wait()
+    fold(arrived.view(group.size, -1).unbind(), "sum", out)
 
 
 def measure(size: int, rounds: int, name: str) -> tuple[str, dict[str, list[float]]]:

@@ -27,6 +27,7 @@ from torch.nn import functional
 import plait
 from plait.comm import Group
 from plait.comm.collectives import all_gather, all_reduce, reduce_scatter
+from plait.comm.transport.torch_distributed import TorchTransport
 from plait.engine import Engine
 from plait.models.gpt2 import MLP
 from plait.rules import column, entrance, row, sequence
@@ -175,7 +176,9 @@ def shown(piece: Tensor, group: Group) -> Callable[[], Tensor]:
 
 def sent(piece: Tensor, group: Group) -> Callable[[], Tensor]:
     whole = piece.new_empty(2 * len(piece), *piece.shape[1:])
-    under_way = dist.all_gather_single(whole, piece, group=group.process_group, async_op=True)
+    assert isinstance(group.transport, TorchTransport)
+    over_torch = TorchTransport(group.transport.process_group, group.index)
+    under_way = over_torch.all_gather(piece, whole)
 
     def finish() -> Tensor:
         under_way.wait()

@@ -129,7 +129,7 @@ def counting(calls: Counter[str]) -> Iterator[None]:
     original = Handle.__init__
 
     def start(self: Handle[Any], begin: Any, finish: Any, awaited: str, group: Any, *peer: int) -> None:
-        if group.process_group is not None:
+        if group.transport is not None:
             calls[f"{awaited.split()[0]} over {group.name}"] += 1
         original(self, begin, finish, awaited, group, *peer)
 

@@ -14,8 +14,8 @@ from torch import Tensor
 import plait
 from parity.case import SEED
 from parity.cases import gpt2
-from plait.comm.host.scratch import CAPACITY
 from plait.comm.traffic import Count
+from plait.comm.transport.shared_memory.scratch import CAPACITY
 from plait.engine import Engine
 from plait.plan import Plan
 

@@ -11,10 +11,9 @@ from torch import Tensor
 
 from parity.defects import norm_of_own_stage_only, tie_not_reduced
 from plait import composer
-from plait.comm.collectives import all_reduce
+from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.reductions import reduce_scatter
 from plait.engine import engine
 from plait.pipeline.stage import Stage
 from plait.schedules import reducing

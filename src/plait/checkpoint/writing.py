@@ -25,6 +25,7 @@ from plait.checkpoint.manifest import FILE, Manifest, Share, merged, share_of_te
 from plait.checkpoint.tensor_file import Item, write_file
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell_all
+from plait.comm.pausing import join, pause
 from plait.errors import CheckpointError
 
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the folder: more, the longer it takes
@@ -88,7 +89,7 @@ class Saving:
         Communication: an all-reduce of 8 bytes over `world`, and where something failed what did.
         """
         if self._thread is not None:
-            self._thread.join()
+            join(self._thread)
         own = f"{self._weight}{self._flaw}" if self._flaw else ""
         told = tell_all(own, self._mesh.group("world"), self._mesh.device)
         worst = max((flaw for flaw in told if flaw), key=lambda flaw: flaw[0], default=f"{_NONE}")
@@ -135,7 +136,7 @@ def sees(folder: Path, patience: float) -> bool:
     while not folder.is_dir():
         if time.monotonic() > until:
             return False
-        time.sleep(_FIRST_LOOK)
+        pause(_FIRST_LOOK)
     return True
 
 
@@ -196,7 +197,7 @@ def _patient(folder: Path, done: Callable[[], bool], patience: float) -> bool:
                 seen, since = size, now
             elif now - since > patience:
                 return done()
-        time.sleep(min(_FIRST_LOOK + (now - began) / 10, _LAST_LOOK))
+        pause(min(_FIRST_LOOK + (now - began) / 10, _LAST_LOOK))
     return True
 
 

@@ -40,16 +40,21 @@ def run(argv: Sequence[str]) -> int:
 
     plan = config.plan()
     local = find_world() is None
-    with local_ranks(plan.world, degrees(plan)), stoppable(local=local) as got:
+    in_processes = config.run.ranks_as == "processes"
+    stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
+    if not in_processes:
+        stop_signals = ()  # which only a main thread can handle: the first one ends the run
+    with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as got:
         check_data(config)
         reports = launch(
             train,
             config,
-            (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM),
+            stop_signals,
             ranks=plan.world,
             threads=config.run.threads,
             timeout=config.run.timeout,
             device=config.run.device,
+            ranks_as=config.run.ranks_as,
         )
     if not reports[0].saved:
         return 1

@@ -10,11 +10,10 @@ from __future__ import annotations
 import hashlib
 
 import torch
-import torch.distributed as dist
 
-from plait.comm.backend import all_gather_single
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 HEADER_BYTES = 256
@@ -27,14 +26,15 @@ def agree(call: str, group: Group, device: torch.device) -> None:
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
     without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with who calls what.
     """
-    if group.process_group is None:
+    transport = group.transport
+    if transport is None:
         return
-    place = torch.device("cpu") if group.uses_gloo else device
+    place = group.device_for_text(device)
     mine = torch.frombuffer(bytearray(_encode(call)), dtype=torch.uint8).to(place)
     everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=place)
 
-    def start() -> dist.Work | None:
-        return all_gather_single(everyone, mine, group)
+    def start() -> Pending:
+        return transport.all_gather(mine, everyone)
 
     awaited = f"agreement on {call} over {group.name} with ranks {_numbers(group.ranks)}"
     headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.agreement import HEADER_BYTES, agree
-from plait.comm.backend import describe
+from plait.comm.buffers import describe
 from plait.comm.group import Group
 
 _ROW = 2**12
@@ -57,7 +57,7 @@ def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
     as `guard`; it waits for all ranks and for the device. Raises `CommunicationError` that says which ranks
     have which dtype, shape and bits.
     """
-    if not group.guarded or group.process_group is None or tensor.is_meta:
+    if not group.guarded or group.transport is None or tensor.is_meta:
         return
     agree(f"{doing} {describe(tensor)} of bits {as_hex(hash_of_bits(tensor))}", group, tensor.device)
     group.traffic.record(group.name, "guard", HEADER_BYTES)

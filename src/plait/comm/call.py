@@ -6,13 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import TypeVar
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.agreement import HEADER_BYTES, agree
-from plait.comm.backend import as_bytes, describe
+from plait.comm.buffers import describe
 from plait.comm.group import Group
-from plait.comm.handle import Handle, Waiting
+from plait.comm.handle import Handle
+from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
@@ -33,7 +33,7 @@ def begin(
     `payload` is in bytes, by default all of `tensor`. In a guarded group every call is checked, and the check
     counts as traffic.
     """
-    alone = group.process_group is None
+    alone = group.transport is None
     checked = checked or group.guarded
     if flaw or (checked and not alone):
         words = (kind, detail, tensor is not None and f"of {describe(tensor)}", flaw and f"but {flaw}")
@@ -50,28 +50,10 @@ def begin(
         group.traffic.record(group.name, kind, size if payload is None else payload)
 
 
-def start(
-    kind: str,
-    group: Group,
-    launch: Callable[[], Waiting | None],
-    finish: Callable[[], T],
-    *keep: Tensor | None,
-) -> Handle[T]:
-    """Launch the collective; `keep` are tensors that must live until then and that `finish` does not hold."""
+def start(kind: str, group: Group, launch: Callable[[], Pending], finish: Callable[[], T]) -> Handle[T]:
+    """Launch the collective; `finish` gives the result of the handle's wait."""
     others = ", ".join(str(rank) for rank in group.ranks if rank != group.rank)
-
-    def finish_and_let_go(_keep: tuple[Tensor | None, ...] = keep) -> T:
-        return finish()
-
-    return Handle(launch, finish_and_let_go, f"{kind} over {group.name} with {others}", group)
-
-
-def swap(output: Tensor, input: Tensor, group: Group) -> dist.Work | None:
-    """Start an all-to-all of contiguous tensors: equal pieces, in order of the index."""
-    work: dist.Work | None = dist.all_to_all_single(
-        as_bytes(output), as_bytes(input), group=group.process_group, async_op=True
-    )
-    return work
+    return Handle(launch, finish, f"{kind} over {group.name} with {others}", group)
 
 
 def alone(result: Tensor, out: Tensor | None) -> Tensor:

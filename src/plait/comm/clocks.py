@@ -32,9 +32,9 @@ def clock_offset(group: Group, device: torch.device) -> Offset:
     `device` is where tensors travel if Gloo is not there. Communication: none within one host, else `PINGS`
     messages of 8 bytes to the first rank and back, one rank after the other.
     """
-    if group.size == 1 or group.on_one_host:
+    if group.on_one_host:
         return Offset(0, 0)
-    return compare_clocks(group, torch.device("cpu") if group.uses_gloo else device, time.perf_counter_ns)
+    return compare_clocks(group, group.device_for_text(device), time.perf_counter_ns)
 
 
 def compare_clocks(group: Group, device: torch.device, clock: Clock) -> Offset:

@@ -13,27 +13,83 @@ from __future__ import annotations
 
 from functools import partial
 
-import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm import arithmetic, nearby
-from plait.comm.backend import all_gather_single, as_bytes, deliver, dense, landing
-from plait.comm.call import alone, begin, outside, start, swap, undivided, unfit, whole_shape
+from plait.comm.buffers import copy_out, dense, output_buffer
+from plait.comm.call import alone, begin, outside, piece_shape, start, undivided, unfit, whole_shape
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.reductions import all_reduce, reduce, reduce_scatter
+from plait.comm.transport import reduction
+from plait.comm.transport.reduction import Op
 
-__all__ = [
-    "all_gather",
-    "all_reduce",
-    "all_to_all",
-    "barrier",
-    "broadcast",
-    "gather",
-    "reduce",
-    "reduce_scatter",
-    "scatter",
-]
+
+def all_reduce(
+    tensor: Tensor, group: Group, op: Op = "sum", *, out: Tensor | None = None, checked: bool = True
+) -> Handle[Tensor]:
+    """Reduce over the group, in place on every rank; or into `out`, and `tensor` stays what it is.
+
+    On the CPU in rank order, 16-bit floats in float32, but for large tensors that go over Gloo from host to
+    host. Tensors made by `shared_zeros` are reduced where they lie.
+    """
+    flaw = reduction.refusal(op, tensor.dtype) or unfit(out, tensor.shape, tensor)
+    transport = group.transport
+    in_place = out is None and transport is not None and transport.shares(tensor)
+    begin(
+        "all_reduce",
+        tensor,
+        group,
+        detail=f"{op} in shared memory" if in_place else op,
+        flaw=flaw,
+        checked=checked,
+    )
+    if transport is None:
+        return Handle.done(alone(tensor, out), group)
+    target = tensor if out is None else out
+    total = output_buffer(target, tensor.shape, tensor)
+    launch = partial(transport.all_reduce, tensor, total, op)
+    return start("all_reduce", group, launch, lambda: copy_out(total, target))
+
+
+def reduce(
+    tensor: Tensor, group: Group, op: Op = "sum", *, destination: int = 0, checked: bool = True
+) -> Handle[Tensor]:
+    """Reduce in place on the rank with index `destination`; what the others then hold is undefined."""
+    flaw = reduction.refusal(op, tensor.dtype) or outside(destination, group)
+    begin("reduce", tensor, group, detail=f"{op} to {destination}", flaw=flaw, checked=checked)
+    if group.transport is None:
+        return Handle.done(tensor, group)
+    mine = dense(tensor)
+
+    def finish() -> Tensor:
+        return copy_out(mine, tensor) if group.index == destination else tensor
+
+    return start("reduce", group, partial(group.transport.reduce, mine, op, destination), finish)
+
+
+def reduce_scatter(
+    tensor: Tensor, group: Group, op: Op = "sum", *, out: Tensor | None = None, checked: bool = True
+) -> Handle[Tensor]:
+    """Reduce over the group and keep this rank's piece: `[size * n, ...]` to `[n, ...]`, in `out` if given.
+
+    On the CPU in rank order (16-bit floats in float32). `out` may be a piece of `tensor`.
+    """
+    shape = piece_shape(tensor, group)
+    flaw = reduction.refusal(op, tensor.dtype) or undivided(tensor, group) or unfit(out, shape, tensor)
+    transport = group.transport
+    in_place = transport is not None and transport.shares(tensor)
+    begin(
+        "reduce_scatter",
+        tensor,
+        group,
+        detail=f"{op} in shared memory" if in_place else op,
+        flaw=flaw,
+        checked=checked,
+    )
+    if transport is None:
+        return Handle.done(alone(tensor, out), group)
+    piece = output_buffer(out, shape, tensor)
+    launch = partial(transport.reduce_scatter, tensor, piece, op)
+    return start("reduce_scatter", group, launch, lambda: copy_out(piece, out))
 
 
 def all_gather(
@@ -45,15 +101,12 @@ def all_gather(
     """
     shape = whole_shape(tensor, group)
     begin("all_gather", tensor, group, flaw=unfit(out, shape, tensor), checked=checked)
-    if group.process_group is None:
+    if group.transport is None:
         return Handle.done(alone(tensor.reshape(shape), out), group)
     mine = dense(tensor)
-    landed = landing(out, shape, mine)
-    if arithmetic.way_to_all_gather(mine, group) == "whole":
-        show = partial(nearby.gather_whole, mine, landed, group)
-        return start("all_gather", group, show, lambda: deliver(landed, out))
-    launch = partial(all_gather_single, as_bytes(landed), as_bytes(mine), group)
-    return start("all_gather", group, launch, lambda: deliver(landed, out), mine)
+    whole = output_buffer(out, shape, mine)
+    launch = partial(group.transport.all_gather, mine, whole)
+    return start("all_gather", group, launch, lambda: copy_out(whole, out))
 
 
 def all_to_all(
@@ -65,24 +118,22 @@ def all_to_all(
     """
     flaw = undivided(tensor, group) or unfit(out, tensor.shape, tensor)
     begin("all_to_all", tensor, group, flaw=flaw, checked=checked)
-    if group.process_group is None:
+    if group.transport is None:
         return Handle.done(alone(tensor, out), group)
-    mine = dense(tensor)
-    landed = landing(out, mine.shape, mine)
-    return start("all_to_all", group, partial(swap, landed, mine, group), lambda: deliver(landed, out), mine)
+    received = output_buffer(out, tensor.shape, tensor)
+    launch = partial(group.transport.all_to_all, dense(tensor), received)
+    return start("all_to_all", group, launch, lambda: copy_out(received, out))
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = True) -> Handle[Tensor]:
     """Overwrite the tensor of every rank by that of the rank with index `source`, in place."""
     flaw = outside(source, group)
     begin("broadcast", tensor, group, detail=f"from {source}", flaw=flaw, checked=checked)
-    if group.process_group is None:
+    if group.transport is None:
         return Handle.done(tensor, group)
     mine = dense(tensor)
-    launch = partial(
-        dist.broadcast, as_bytes(mine), group=group.process_group, async_op=True, group_src=source
-    )
-    return start("broadcast", group, launch, lambda: deliver(mine, tensor))
+    launch = partial(group.transport.broadcast, mine, source)
+    return start("broadcast", group, launch, lambda: copy_out(mine, tensor))
 
 
 def gather(
@@ -92,20 +143,15 @@ def gather(
     shape = whole_shape(tensor, group)
     flaw = outside(destination, group) or unfit(out, shape, tensor)
     begin("gather", tensor, group, detail=f"to {destination}", flaw=flaw, checked=checked)
-    if group.process_group is None:
+    if group.transport is None:
         return Handle.done(alone(tensor.reshape(shape), out), group)
     mine = dense(tensor)
-    receives = group.index == destination
-    landed = landing(out, shape, mine) if receives else None
-    pieces = None if landed is None else list(as_bytes(landed).tensor_split(group.size))
-    launch = partial(
-        dist.gather, as_bytes(mine), pieces, group=group.process_group, async_op=True, group_dst=destination
-    )
+    whole = output_buffer(out, shape, mine) if group.index == destination else None
 
     def finish() -> Tensor | None:
-        return None if landed is None else deliver(landed, out)
+        return None if whole is None else copy_out(whole, out)
 
-    return start("gather", group, launch, finish, mine)
+    return start("gather", group, partial(group.transport.gather, mine, whole, destination), finish)
 
 
 def scatter(
@@ -123,22 +169,18 @@ def scatter(
     payload = pieces if sends else None
     sent = 0 if payload is None else payload.nbytes
     begin("scatter", out, group, detail=f"from {source}", flaw=flaw, checked=checked, payload=sent)
-    if group.process_group is None:
+    if group.transport is None:
         assert payload is not None
         return Handle.done(alone(payload.reshape(out.shape), out), group)
     mine = None if payload is None else dense(payload)
-    parcels = None if mine is None else list(as_bytes(mine).tensor_split(group.size))
-    landed = landing(out, out.shape, out)
-    launch = partial(
-        dist.scatter, as_bytes(landed), parcels, group=group.process_group, async_op=True, group_src=source
-    )
-    return start("scatter", group, launch, lambda: deliver(landed, out), mine)
+    own = output_buffer(out, out.shape, out)
+    launch = partial(group.transport.scatter, mine, own, source)
+    return start("scatter", group, launch, lambda: copy_out(own, out))
 
 
 def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
     """Done when every rank of the group has come. Blocks the host when waited for, on NCCL too."""
     begin("barrier", None, group, flaw=None, checked=checked)
-    if group.process_group is None:
+    if group.transport is None:
         return Handle.done(None, group)
-    launch = partial(dist.barrier, group.process_group, async_op=True)
-    return start("barrier", group, launch, lambda: None)
+    return start("barrier", group, group.transport.barrier, lambda: None)

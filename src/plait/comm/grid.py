@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from datetime import timedelta
-from functools import cached_property
 from itertools import product
 from math import prod
 
 import torch
-import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import coordinates
 from plait.comm.group import Group
-from plait.comm.introduction import introduce
-from plait.comm.last_words import of_world
+from plait.comm.handle import Handle
 from plait.comm.traffic import Traffic
+from plait.comm.transport.interface import Ranks
+from plait.comm.transport.processes import Processes, joined_processes
+from plait.comm.transport.ranks import current_ranks
+from plait.comm.transport.torch_distributed import TorchTransport
 from plait.errors import MeshError
 
 
@@ -58,18 +58,15 @@ class GridMesh:
                 "world, which stands for all."
             )
         self.sizes = dict(sizes)
-        joined = self._joined = dist.is_available() and dist.is_initialized() and not alone
-        self.rank = dist.get_rank() if joined else 0
-        self.world = dist.get_world_size() if joined else 1
+        self._ranks = None if alone else current_ranks()
+        self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self._check_world()
-        self.device = _device(device, joined)
+        self.device = _device(device, self._ranks)
         self.timeout = float(timeout)
         self.guarded = guarded
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
-        self._made: list[dist.ProcessGroup] = []
-        self._words = of_world(self.rank) if joined else None
-        self._host = introduce(self._everyone()) if joined else None
+        self._discover()
         # All ranks make all groups in this order, each with a process group of its own, also where two axes
         # have the same ranks: so that the traffic of one axis never waits behind that of another, and that
         # what a step that failed has left under way on one meets nothing on another.
@@ -81,7 +78,7 @@ class GridMesh:
     @property
     def uses_nccl(self) -> bool:
         """Whether this rank is on a GPU, and NCCL moves what lies there."""
-        return self.device.type == "cuda" and _uses_nccl(self._joined)
+        return self.device.type == "cuda" and self._ranks is not None and self._ranks.uses_nccl
 
     def size(self, axis: str) -> int:
         """Ranks along an axis, combined or not."""
@@ -133,28 +130,21 @@ class GridMesh:
         rank alone, under the name of the last. Nothing is sent. What torch's tools then send is no traffic of
         this mesh. Raises `MeshError` without an initialised world, and for unknown axes.
         """
-        if not (dist.is_available() and dist.is_initialized()):
+        world = self._ranks if isinstance(self._ranks, Processes) else joined_processes()
+        if world is None:
             raise MeshError(
-                "torch's tools need an initialised world, be it of one rank: use plait.launch or torchrun."
+                "torch's tools need an initialised world of processes, be it of one rank: use plait.launch "
+                "or torchrun, and no threads as ranks."
             )
         sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}
         if not sizes:
-            own, alone = self._own_process_group, [dist.get_rank()]
+            own, alone = world.own_process_group, [world.rank]
             return DeviceMesh.from_group([own], self.device.type, alone, mesh_dim_names=(axes[-1],))
-        groups = [group for axis in sizes if (group := self.group(axis).process_group) is not None]
+        transports = [self.group(axis).transport for axis in sizes]
+        groups = [one.process_group for one in transports if isinstance(one, TorchTransport)]
         places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
         ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
-
-    @cached_property
-    def _own_process_group(self) -> dist.ProcessGroup:
-        """Of this rank alone; no other takes part in making it."""
-        made: dist.ProcessGroup | None = dist.group.WORLD
-        if dist.get_world_size() > 1:
-            made = dist.new_group([dist.get_rank()], use_local_synchronization=True, group_desc="alone")
-            self._made.append(made)
-        assert made is not None
-        return made
 
     def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
         """Make groups of `size` ranks in a row along an axis, and give the one that this rank is in.
@@ -177,11 +167,8 @@ class GridMesh:
 
         Only a process that makes many meshes needs it. Groups of the mesh are of no use afterwards.
         """
-        if self._host is not None:
-            self._host.close()
-        for process_group in self._made:
-            dist.destroy_process_group(process_group)
-        self._made.clear()
+        if self._ranks is not None:
+            self._ranks.close()
 
     def __deepcopy__(self, memo: object) -> GridMesh:
         """A module that is copied goes on communicating with the same ranks."""
@@ -205,10 +192,15 @@ class GridMesh:
                 f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
             )
 
-    def _everyone(self) -> Group:
-        """All ranks, over the process group that is there before any of the mesh's."""
-        ranks = tuple(range(self.world))
-        return Group("world", ranks, self.rank, dist.group.WORLD, self.traffic, self.timeout)
+    def _discover(self) -> None:
+        """Find out what the ranks share, with an error that says so where one does not come."""
+        if self._ranks is None:
+            return
+        everyone = tuple(range(self.world))
+        world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
+        others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
+        awaited = f"host discovery over world with ranks {others}"
+        Handle(self._ranks.discover, lambda: None, awaited, world).wait()
 
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         """As `_make_group`, for groups that cover the world."""
@@ -217,40 +209,23 @@ class GridMesh:
         return group
 
     def _make_group(self, groups: Sequence[tuple[int, ...]], name: str) -> Group | None:
-        mine = None
-        for ranks in groups:
-            process_group = None
-            if len(ranks) > 1:
-                process_group = dist.new_group(
-                    list(ranks), timeout=timedelta(seconds=self.timeout), group_desc=name, sort_ranks=False
-                )
-            if self.rank in ranks:
-                index = ranks.index(self.rank)
-                mine = Group(
-                    name,
-                    ranks,
-                    index,
-                    process_group,
-                    self.traffic,
-                    self.timeout,
-                    self._host,
-                    words=self._words,
-                    guarded=self.guarded,
-                )
-                self._made += [] if process_group is None else [process_group]
-        return mine
+        ranks = self._ranks
+        transport = None if ranks is None else ranks.connect(groups, name, self.timeout)
+        mine = next((group for group in groups if self.rank in group), None)
+        if mine is None:
+            return None
+        words = None if ranks is None else ranks.failure_log
+        index = mine.index(self.rank)
+        return Group(name, mine, index, transport, self.traffic, self.timeout, words, self.guarded)
 
 
-def _device(device: str | torch.device | None, joined: bool) -> torch.device:
+def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
     """The device asked for, where `cuda` means this rank's own; or the one the backend is made for."""
     if device is None:
-        device = "cuda" if _uses_nccl(joined) and torch.cuda.is_available() else "cpu"
+        uses_nccl = ranks is not None and ranks.uses_nccl
+        device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else whoever joined the world chose the device
         return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return chosen
-
-
-def _uses_nccl(joined: bool) -> bool:
-    return joined and "nccl" in dist.distributed_c10d.get_backend_config()

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from contextlib import suppress
-from typing import Generic, Protocol, Self, TypeVar
+from typing import Generic, Self, TypeVar
 
 from plait.comm.group import Group
 from plait.comm.last_words import Account, ended_by
+from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
@@ -17,13 +17,6 @@ _PATIENCE = 0.5
 """Seconds for other ranks to say whom they waited for, after a connection was closed."""
 _PATIENCE_AFTER_TIMEOUT = 3.0
 """The same after a timeout, which strikes not all of them at once."""
-
-
-class Waiting(Protocol):
-    """What has been started: a `Work` of `torch.distributed`, or a wait of ours."""
-
-    def wait(self) -> object:
-        """Return when it is done; raise `RuntimeError` or `OSError` when it failed."""
 
 
 class Handle(Generic[T]):
@@ -35,7 +28,7 @@ class Handle(Generic[T]):
 
     def __init__(
         self,
-        start: Callable[[], Waiting | None],
+        start: Callable[[], Pending | None],
         finish: Callable[[], T],
         awaited: str,
         group: Group,
@@ -54,7 +47,7 @@ class Handle(Generic[T]):
         )
         self._cause: Exception | None = None
         self._finish: Callable[[], T] | None = finish
-        self._work: Waiting | None = None
+        self._work: Pending | None = None
         self._result: list[T] = []
         self._error: CommunicationError | None = None
         try:
@@ -82,7 +75,7 @@ class Handle(Generic[T]):
         if self._finish is not None:
             try:
                 if self._work is not None:
-                    self._work.wait()
+                    self._work.wait(self._awaited + self._about)
             except (RuntimeError, OSError) as cause:
                 self._fail(cause)
             else:
@@ -100,9 +93,7 @@ class Handle(Generic[T]):
         What a backend has started goes on by itself; what ranks of one host show each other is read and
         written only by those who wait.
         """
-        if self._work is not None and hasattr(self._work, "abandon"):
-            with suppress(OSError):  # after another error the lines are closed
-                self._work.abandon()
+        if self._work is not None and self._work.abandon():
             self._work = None
         if self._work is None:
             self._finish = None
@@ -113,7 +104,7 @@ class Handle(Generic[T]):
         self._work = self._finish = None
         if self._group.words is not None:
             self._group.words.say(f"{self._awaited}{self._about}", self._suspects)
-        self._group.fail(cause)
+        self._group.abort(cause)
 
     def _told(self, cause: Exception) -> CommunicationError:
         group, timed_out = self._group, _is_timeout(cause)

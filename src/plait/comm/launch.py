@@ -7,13 +7,15 @@ import math
 import pickle
 import signal
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import cloudpickle
 import torch
 import torch.distributed as dist
 
 from plait.comm.pool import RankPool
+from plait.comm.threads import run_threads
+from plait.comm.transport.ranks import current_ranks
 from plait.comm.watchdog import Watchdog
 from plait.comm.world import World, find_world, join_world, leave_world
 from plait.errors import MeshError, PlaitError
@@ -28,6 +30,7 @@ def launch(
     threads: int | None = None,
     timeout: float = 600.0,
     device: str = "auto",
+    ranks_as: Literal["processes", "threads"] = "processes",
 ) -> list[Result]:
     """Calls `function(*arguments)` in every rank, within a default process group, and returns all results.
 
@@ -43,6 +46,8 @@ def launch(
         threads: of torch, in each rank; alone this process's, shared out; under a launcher as it is.
         timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
+        ranks_as: `processes`, or `threads` of this process that take turns, for debugging: one debugger,
+            prints in order of ranks, a deadlock reported at once; on the CPU, and not under a launcher.
 
     Returns:
         The results, rank 0 first.
@@ -52,25 +57,43 @@ def launch(
         RankError: a local rank failed or died; names it and shows its traceback.
         PlaitError: the one that a rank raised, as it was.
     """
-    if dist.is_initialized():
-        raise MeshError(
-            f"launch was called inside rank {dist.get_rank()} of {dist.get_world_size()}: "
-            "call the function itself."
-        )
     world = find_world()
+    _require_possible(world, ranks, ranks_as, device)
     if world is not None:
-        if ranks not in (None, world.world_size):
-            raise MeshError(
-                f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
-                "give both the same number, or leave ranks out."
-            )
         return _run_joined(world, function, arguments, threads, timeout, device)
     if ranks is None:
-        ranks = max(1, torch.cuda.device_count()) if device != "cpu" else 1
+        ranks = max(1, torch.cuda.device_count()) if device != "cpu" and ranks_as == "processes" else 1
     if threads is None:
         threads = max(1, torch.get_num_threads() // max(1, ranks))
+    if ranks_as == "threads":
+        return run_threads(function, arguments, ranks, threads)
     with RankPool(ranks, threads=threads, timeout=timeout, device=device) as pool:
         return pool.run(function, *arguments, timeout=math.inf)
+
+
+def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
+    """MeshError for ranks within a rank, another number than a launcher started, or threads elsewhere."""
+    inside = current_ranks()
+    if inside is not None:
+        raise MeshError(
+            f"launch was called inside rank {inside.rank} of {inside.size}: call the function itself."
+        )
+    if ranks_as not in ("processes", "threads"):
+        raise MeshError(f"ranks_as is {ranks_as!r}: choose processes or threads.")
+    if ranks_as == "threads" and device == "cuda":
+        raise MeshError("ranks as threads run on the CPU: choose device cpu, or ranks as processes.")
+    if world is None:
+        return
+    if ranks_as == "threads":
+        raise MeshError(
+            f"{world.launcher} started {world.world_size} processes: start the program without it to have "
+            "threads as ranks."
+        )
+    if ranks not in (None, world.world_size):
+        raise MeshError(
+            f"launch was asked for {ranks} ranks and {world.launcher} started {world.world_size}: "
+            "give both the same number, or leave ranks out."
+        )
 
 
 def _run_joined(

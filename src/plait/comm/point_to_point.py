@@ -8,12 +8,14 @@ longer than the buffer.
 
 from __future__ import annotations
 
-import torch.distributed as dist
+from functools import partial
+
 from torch import Tensor
 
-from plait.comm.backend import as_bytes, deliver, dense, landing
+from plait.comm.buffers import copy_out, output_buffer
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.transport.interface import Transport
 from plait.errors import CommunicationError
 
 
@@ -23,18 +25,10 @@ def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag
     `label` names the message in errors, e.g. `"1F3"`. Any shape, dtype and strides. Traffic: its bytes.
     Raises `CommunicationError` for an index that is no other rank; the wait raises what happens on the way.
     """
-    peer = _peer(destination, group, "send to")
-    mine = dense(tensor)
+    peer, transport = _peer(destination, group, "send to")
     group.traffic.record(group.name, "send", tensor.nbytes)
-
-    def start() -> dist.Work | None:
-        return dist.isend(as_bytes(mine), group=group.process_group, tag=tag, group_dst=destination)
-
-    def finish(_keep: Tensor = mine) -> None:
-        return None
-
     awaited = f"{label or 'its message'} to reach rank {peer} over {group.name}"
-    return Handle(start, finish, awaited, group, peer)
+    return Handle(partial(transport.send, tensor, destination, tag), lambda: None, awaited, group, peer)
 
 
 def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: int = 0) -> Handle[Tensor]:
@@ -42,22 +36,20 @@ def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: 
 
     Shape and dtype are the sender's; strides may differ. Otherwise as `send`.
     """
-    peer = _peer(source, group, "receive from")
-    landed = landing(buffer, buffer.shape, buffer)
+    peer, transport = _peer(source, group, "receive from")
+    received = output_buffer(buffer, buffer.shape, buffer)
     group.traffic.record(group.name, "receive", buffer.nbytes)
-
-    def start() -> dist.Work | None:
-        return dist.irecv(as_bytes(landed), group=group.process_group, tag=tag, group_src=source)
-
     awaited = f"{label or 'a message'} from rank {peer} over {group.name}"
-    return Handle(start, lambda: deliver(landed, buffer), awaited, group, peer)
+    start = partial(transport.receive, received, source, tag)
+    return Handle(start, lambda: copy_out(received, buffer), awaited, group, peer)
 
 
-def _peer(index: int, group: Group, what: str) -> int:
-    """The global rank of another member."""
+def _peer(index: int, group: Group, what: str) -> tuple[int, Transport]:
+    """The global rank of another member, and the way there."""
     if not 0 <= index < group.size or index == group.index:
         raise CommunicationError(
             f"rank {group.rank} cannot {what} index {index} of {group.name}: the group has indices 0 to "
             f"{group.size - 1} and this rank is {group.index}, give another one of them."
         )
-    return group.ranks[index]
+    assert group.transport is not None, "a group of several ranks is connected"
+    return group.ranks[index], group.transport

@@ -13,7 +13,6 @@ from torch import Tensor
 
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.host.memory import SharedMemory
 
 SMALLEST = 2**18
 """Bytes. Below, copying a tensor costs next to nothing, and a mapping of its own is a waste."""
@@ -28,27 +27,14 @@ def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Gro
     well. Raises `CommunicationError` where a rank is gone or does not come within the group's timeout.
     """
     nbytes = size * dtype.itemsize
-    if group is None or device.type != "cpu" or nbytes < SMALLEST or not group.on_one_host:
+    transport = None if group is None else group.transport
+    if group is None or transport is None or device.type != "cpu" or nbytes < SMALLEST:
         return torch.zeros(size, dtype=dtype, device=device)
     awaited = f"shared memory over {group.name} with ranks {', '.join(map(str, group.ranks))}"
-    made: list[SharedMemory] = []
+    made: list[Tensor | None] = []
 
-    def start() -> SharedMemory:
-        made.append(SharedMemory(group.lines, nbytes))
-        return made[0]
+    def start() -> None:
+        made.append(transport.shared_zeros(size, dtype, awaited))
 
-    def finish() -> tuple[Tensor, ...]:
-        return tuple(part.view(dtype) for part in made[0].everyone())
-
-    everyone = Handle(start, finish, awaited, group).wait()
-    mine = everyone[group.index]
-    group.shared[mine] = everyone[: group.index], everyone[group.index + 1 :]
-    return mine
-
-
-def sharers(tensor: Tensor, group: Group) -> tuple[Tensor, ...] | None:
-    """Everyone's tensor in rank order, if `tensor` was made by `shared_zeros` for this group."""
-    if tensor not in group.shared:
-        return None
-    before, after = group.shared[tensor]
-    return (*before, tensor, *after)
+    shared = Handle(start, made.pop, awaited, group).wait()
+    return torch.zeros(size, dtype=dtype, device=device) if shared is None else shared

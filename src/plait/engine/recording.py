@@ -78,7 +78,7 @@ def _gathered(row: tuple[Measured, ...], mesh: Mesh) -> tuple[tuple[Measured, ..
     group = mesh.group("pp")
     if group.size == 1:
         return (row,)
-    place = torch.device("cpu") if group.uses_gloo else mesh.device
+    place = group.device_for_text(mesh.device)
     offset = clock_offset(group, mesh.device).nanoseconds
     mine = torch.tensor([_encoded(done, offset) for done in row], dtype=torch.int64, device=place)
     counts = all_gather(torch.tensor([len(row)], dtype=torch.int64, device=place), group).wait().tolist()

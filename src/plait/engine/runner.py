@@ -89,7 +89,7 @@ class Runner:
         counts = [next((len(one) if one.dim() else 1 for one in tensors_of(value)), 1) for value in batch]
         group, before = self.mesh.group("dp"), 0
         if group.size > 1:
-            device = torch.device("cpu") if group.uses_gloo else self.mesh.device
+            device = group.device_for_text(self.mesh.device)
             shares = torch.zeros(group.size, dtype=torch.int64, device=device)
             shares[self.mesh.index("dp")] = sum(counts)
             every = all_reduce(shares, group, checked=False).about("the batch's rows").wait()
@@ -112,7 +112,7 @@ class Runner:
         Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
         """
         group = self.mesh.group(axis)
-        if group.process_group is not None and group.uses_gloo:
+        if group.device_for_text(self.mesh.device).type == "cpu":
             agree(doing, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:

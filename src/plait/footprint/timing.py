@@ -57,7 +57,7 @@ def balance(
     batch, parts = cut(inputs, targets, plan.microbatches, (_same, _same))
     given, wanted = batch[0], parts[0]
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
-    agree(looks, mesh.group("world"), torch.device("cpu") if mesh.group("world").uses_gloo else mesh.device)
+    agree(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
     mine = measured_costs(drawn, mesh, given, wanted, as_loss(loss))
     costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
     _, counts = ordered_cut(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from plait.blueprint import Blueprint
-from plait.comm.arithmetic import SHOW_LIMIT
+from plait.comm.transport.shared_memory.transport import SHOW_LIMIT
 from plait.footprint.ledger import Block, Category, Ledger
 from plait.schedules.program import (
     AwaitScatter,

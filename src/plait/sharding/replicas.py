@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.comm.backend import describe
 from plait.comm.bits import as_hex, hash_of_bits
+from plait.comm.buffers import describe
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh

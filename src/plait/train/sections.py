@@ -189,6 +189,10 @@ class RunConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is one"
     )
+    ranks_as: Literal["processes", "threads"] = Field(
+        default="processes",
+        description="processes; threads: of one process, in turns, to debug a parallel run on the CPU",
+    )
     memory_limit: float | None = Field(
         default=None,
         gt=0,

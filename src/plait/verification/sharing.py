@@ -64,7 +64,7 @@ def _share_moment(
 def from_first_rank(thing: Thing | None, mesh: Mesh) -> Thing:
     """Rank 0's `thing`, on every rank. Communication: two broadcasts over the world."""
     world = mesh.group("world")
-    device = torch.device("cpu") if world.process_group is None or world.uses_gloo else mesh.device
+    device = world.device_for_text(mesh.device)
     data = pickle.dumps(thing) if world.index == 0 else b""
     size = torch.tensor([len(data)], dtype=torch.int64, device=device)
     broadcast(size, world, checked=False).wait()

@@ -21,7 +21,7 @@ from plait.comm import (
     scatter,
     shared_zeros,
 )
-from plait.comm.arithmetic import way_to_all_reduce
+from plait.comm.transport.torch_distributed import TorchTransport
 from plait.errors import CommunicationError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
@@ -58,7 +58,7 @@ OPS = {
 
 def over_messages(group: Group) -> Group:
     """The same ranks, as if they were on several hosts."""
-    return replace(group, host=None)
+    return replace(group, transport=TorchTransport(group.transport.process_group, group.index))
 
 
 WAYS = {
@@ -81,7 +81,7 @@ def test_all_reduce_in_place_and_elsewhere(rank_pool, way):
         for op in OPS:
             before = mesh.traffic.snapshot()
             tensor = value(mesh.rank, (elements,))
-            taken = way_to_all_reduce(tensor, group)
+            taken = group.transport.all_reduce_algorithm(tensor)
             other = all_reduce(tensor, group, op, out=torch.empty_like(tensor)).wait()
             assert torch.equal(tensor, value(mesh.rank, (elements,)))
             result = all_reduce(tensor, group, op).wait()

@@ -67,7 +67,7 @@ def test_a_mesh_of_one_needs_no_backend():
     assert mesh.sizes == dict.fromkeys(coordinates.AXES, 1)
     assert mesh.coordinate == dict.fromkeys(coordinates.AXES, 0)
     for group in (mesh.group("dp"), mesh.group("world"), *mesh.pipeline_groups):
-        assert (group.ranks, group.index, group.process_group) == ((0,), 0, None)
+        assert (group.ranks, group.index, group.transport) == ((0,), 0, None)
     assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, tp=1; rank 0)"
 
 
@@ -104,7 +104,7 @@ def test_a_mesh_of_eight(rank_pool):
     def body():
         mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
         groups = [*(mesh.group(axis) for axis in (*coordinates.AXES, "dp", "world")), *mesh.pipeline_groups]
-        made = [group.process_group for group in groups if group.process_group is not None]
+        made = [group.transport.process_group for group in groups if group.transport is not None]
         default = torch.distributed.group.WORLD
         return {
             "text": repr(mesh),
@@ -169,7 +169,7 @@ def test_the_world_knows_the_groups_of_a_mesh(rank_pool):
     def body():
         import torch.distributed as dist
 
-        group = Mesh(dp=2).group("dp").process_group
+        group = Mesh(dp=2).group("dp").transport.process_group
         return group in dist.distributed_c10d._world.pg_names and dist.group.WORLD is not group
 
     assert rank_pool.run(body, ranks=2) == [True, True]

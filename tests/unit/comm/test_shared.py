@@ -5,14 +5,15 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import weakref
 
 import pytest
 import torch
 
 from plait.comm.collectives import all_reduce
-from plait.comm.host import host
 from plait.comm.mesh import Mesh
-from plait.comm.shared import SMALLEST, shared_zeros, sharers
+from plait.comm.shared import SMALLEST, shared_zeros
+from plait.comm.transport.shared_memory import host
 from plait.errors import RankError
 
 CPU = torch.device("cpu")
@@ -41,7 +42,7 @@ def reduced(size: int, dtype: torch.dtype) -> tuple[bool, torch.Tensor, object]:
     tensor.copy_(filled(mesh.rank, size, dtype))
     result = all_reduce(tensor, group, checked=False).wait()
     assert result is tensor or result.data_ptr() == tensor.data_ptr()
-    return sharers(tensor, group) is not None, tensor.clone(), mesh.traffic.snapshot()
+    return group.transport.shares(tensor), tensor.clone(), mesh.traffic.snapshot()
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -96,17 +97,17 @@ def test_several_are_in_flight_and_rounds_do_not_mix(rank_pool):
     assert rank_pool.run(several_rounds, ranks=2) == [wanted, wanted]
 
 
-def let_go() -> tuple[int, int]:
+def let_go() -> tuple[bool, bool]:
     group = Mesh(dp=2).group("dp")
     tensor = shared_zeros(SIZE, torch.float32, CPU, group)
-    before = len(group.shared)
+    shared, alive = group.transport.shares(tensor), weakref.ref(tensor)
     del tensor
     gc.collect()
-    return before, len(group.shared)
+    return shared, alive() is not None
 
 
 def test_memory_goes_with_the_tensor(rank_pool):
-    assert rank_pool.run(let_go, ranks=2) == [(1, 0), (1, 0)]
+    assert rank_pool.run(let_go, ranks=2) == [(True, False)] * 2
 
 
 def one_dies() -> None:

@@ -7,8 +7,8 @@ import os
 import torch
 from torch import Tensor
 
-from plait.comm.host.line import Word
-from plait.comm.host.lines import Lines
+from plait.comm.transport.shared_memory.line import Word
+from plait.comm.transport.shared_memory.lines import Lines
 
 
 class SharedMemory:

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 
 from torch import Tensor
 
-from plait.comm.host.line import Word
-from plait.comm.host.lines import Lines
-from plait.comm.host.memory import SharedMemory
+from plait.comm.transport.shared_memory.line import Word
+from plait.comm.transport.shared_memory.lines import Lines
+from plait.comm.transport.shared_memory.memory import SharedMemory
 
 CAPACITY = 2**28
 """Bytes a rank for tensors under way; only what was used is taken. Beyond, what is under way is finished."""
@@ -35,7 +36,7 @@ class Showing:
         self._dtype, self._nbytes = like.dtype, like.nbytes
         self._use: Use | None = use
 
-    def wait(self) -> None:
+    def wait(self, awaited: str = "") -> None:
         """Wait for the others and do it, once. Raises as `Lines.hear`; nothing works any more then."""
         if self._use is None:
             return
@@ -47,11 +48,13 @@ class Showing:
         self._use = None
         self._scratch.done(self._tickets)
 
-    def abandon(self) -> None:
-        """Do nothing with what the others show: this rank reads none of it."""
+    def abandon(self) -> bool:
+        """True: do nothing with what the others show; this rank reads none of it."""
         if self._use is not None:
             self._use = None
-            self._scratch.done(self._tickets)
+            with suppress(OSError):  # after an error the channels are closed
+                self._scratch.done(self._tickets)
+        return True
 
 
 class Scratch:

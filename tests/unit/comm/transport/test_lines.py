@@ -9,9 +9,9 @@ import time
 
 import pytest
 
-from plait.comm.host.door import Door
-from plait.comm.host.line import Line, Word
-from plait.comm.host.lines import Lines
+from plait.comm.transport.shared_memory.door import Door
+from plait.comm.transport.shared_memory.line import Line, Word
+from plait.comm.transport.shared_memory.lines import Lines
 
 OWN = Word(-1)
 

@@ -9,9 +9,9 @@ import signal
 import pytest
 import torch
 
-from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, arithmetic, nearby, reduce_scatter
-from plait.comm.host import scratch
+from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, reduce_scatter
 from plait.comm.shared import SMALLEST, shared_zeros
+from plait.comm.transport.shared_memory import collectives, scratch, transport
 from plait.errors import CommunicationError, RankError
 
 RANKS = (2, 3, 4)
@@ -36,9 +36,9 @@ def test_whole_and_in_pieces_are_the_same_bits(rank_pool, ranks):
         totals = []
         for size in (0, 1, 2, 1000, 70_001):
             mine = numbers(group.index, size)
-            for reduction in (nearby.reduce_whole, nearby.reduce_in_pieces):
+            for reduction in (collectives.reduce_whole, collectives.reduce_in_pieces):
                 totals.append(torch.empty(size))
-                reduction(mine, totals[-1], "sum", group).wait()
+                reduction(mine, totals[-1], "sum", group.transport.scratch).wait()
         return totals
 
     results = rank_pool.run(body, ranks=ranks)
@@ -115,13 +115,14 @@ def test_what_is_gathered_from_may_change_once_it_is_started(rank_pool):
 def test_too_large_pieces_are_sent(rank_pool):
     def body():
         group = Mesh(dp=2).group("dp")
-        limit, arithmetic.SHOW_LIMIT = arithmetic.SHOW_LIMIT, 2**10
+        limit, transport.SHOW_LIMIT = transport.SHOW_LIMIT, 2**10
         try:
-            ways = [arithmetic.way_to_all_gather(torch.zeros(size), group) for size in (256, 257)]
+            choose = group.transport.all_gather_algorithm
+            ways = [choose(torch.zeros(size)) for size in (256, 257)]
             piece = torch.full((257,), float(group.index))
             return ways, all_gather(piece, group, checked=False).wait().unique_consecutive().tolist()
         finally:
-            arithmetic.SHOW_LIMIT = limit
+            transport.SHOW_LIMIT = limit
 
     assert rank_pool.run(body, ranks=2) == [(["whole", "backend"], [0.0, 1.0])] * 2
 

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.host import scratch as module
-from plait.comm.host.door import Door
-from plait.comm.host.lines import Lines
-from plait.comm.host.scratch import Scratch, Showing
+from plait.comm.transport.shared_memory import scratch as module
+from plait.comm.transport.shared_memory.door import Door
+from plait.comm.transport.shared_memory.lines import Lines
+from plait.comm.transport.shared_memory.scratch import Scratch, Showing
 
 MIB = 2**20
 

@@ -8,8 +8,8 @@ import socket
 import weakref
 from collections.abc import Mapping, Sequence
 
-from plait.comm.host.door import Door
-from plait.comm.host.lines import Lines
+from plait.comm.transport.shared_memory.door import Door
+from plait.comm.transport.shared_memory.lines import Lines
 
 Card = Mapping[str, str]
 """What a rank says about itself when the mesh is made: its home, and the name of its door there."""

@@ -9,7 +9,7 @@ import struct
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from plait.comm.host.door import Door
+from plait.comm.transport.shared_memory.door import Door
 
 NO_TICKET = -1
 _WORD = struct.Struct("=qqq")  # ticket, value, finished

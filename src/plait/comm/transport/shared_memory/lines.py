@@ -12,8 +12,8 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from plait.comm.host.door import Door
-from plait.comm.host.line import NO_TICKET, Line, Word
+from plait.comm.transport.shared_memory.door import Door
+from plait.comm.transport.shared_memory.line import NO_TICKET, Line, Word
 
 
 class Lines:
@@ -24,7 +24,7 @@ class Lines:
 
         `label` is the group's, alike on all its ranks. `timeout`, in seconds, holds for every wait.
         """
-        self.index = index
+        self.index, self.size = index, len(doors)
         self._door = door
         self._timeout = timeout
         self._lines = [

@@ -1,0 +1,41 @@
+"""Tensors as they are handed to a transport: contiguous, without autograd, of bytes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+
+def dense(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor without autograd and contiguous: itself (an alias) where it is already, else a copy."""
+    return tensor.detach().contiguous()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor of any dtype and shape as a flat view of bytes: backends know only some dtypes."""
+    flat = tensor.view(-1)
+    if flat.stride(0) != 1:  # of one element or none, which is contiguous whatever its stride
+        flat = flat.as_strided(flat.shape, (1,))
+    return flat.view(torch.uint8)
+
+
+def output_buffer(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
+    """Return contiguous memory of `shape` to receive into: `out` itself where that is possible."""
+    if out is not None and out.is_contiguous():
+        return out.detach()
+    return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)
+
+
+def copy_out(received: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
+    """Return `out`, filled from `output_buffer(out, ...)` or `dense(out)`; without it what was received."""
+    if out is None:
+        return received
+    if not out.is_contiguous():
+        out.detach().copy_(received)
+    return out
+
+
+def describe(tensor: torch.Tensor) -> str:
+    """Dtype and shape as text, e.g. `float32[4, 6]`."""
+    return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,0 +1,182 @@
+"""A group among threads, seen from one rank, and the ranks themselves."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from threading import Thread, current_thread
+
+import torch
+from torch import Tensor
+
+from plait.comm.buffers import describe
+from plait.comm.last_words import LastWords
+from plait.comm.transport.interface import Pending
+from plait.comm.transport.local import calls
+from plait.comm.transport.local.calls import Board, Call, CarryOut, Message, Part
+from plait.comm.transport.local.turns import Turns, Wait
+from plait.comm.transport.reduction import Op
+
+Key = tuple[tuple[int, ...], int]
+"""The ranks of a group, and how many groups of the same ranks were made before it."""
+
+
+class LocalPending:
+    """A collective or a message that this thread takes part in."""
+
+    def __init__(self, transport: LocalTransport, under_way: Call | Message, suspects: Sequence[int]) -> None:
+        self._transport, self._under_way, self._suspects = transport, under_way, suspects
+
+    def wait(self, awaited: str = "") -> None:
+        """Let the other ranks run until it is complete. Raises as `Turns.wait`."""
+        under_way = self._under_way
+        self._transport.wait(Wait(awaited, self._is_over, self._missing))
+        if under_way.error is not None:
+            raise RuntimeError(under_way.error)
+
+    def abandon(self) -> bool:
+        """A collective goes on without this rank's tensors; a message stays posted."""
+        if isinstance(self._under_way, Call):
+            self._under_way.withdraw(self._transport.index)
+        return isinstance(self._under_way, Call) or self._under_way.complete
+
+    def _is_over(self) -> bool:
+        return self._under_way.complete or self._under_way.error is not None
+
+    def _missing(self) -> Sequence[int]:
+        if isinstance(self._under_way, Message):
+            return self._suspects
+        ranks = self._transport.ranks
+        return [rank for index, rank in enumerate(ranks) if index not in self._under_way.parts]
+
+
+class LocalTransport:
+    """One rank's view of a group of threads. See `Transport`."""
+
+    carries_cpu_tensors = True
+    on_one_host = True
+
+    def __init__(self, board: Board, turns: Turns, index: int, timeout: float) -> None:
+        self.ranks, self.index = board.ranks, index
+        self._board, self._turns, self._timeout = board, turns, timeout
+        self._count = 0
+
+    def wait(self, wait: Wait) -> None:
+        """Let the other ranks run until `wait` is ready."""
+        self._turns.wait(self.ranks[self.index], wait, self._timeout)
+
+    def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
+        """In rank order."""
+        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, calls.all_reduce(op))
+
+    def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
+        """In rank order; the other ranks keep what they have."""
+        written = tensor if self.index == destination else None
+        kind = f"reduce {op} to {destination} {describe(tensor)}"
+        return self._call(kind, tensor, written, calls.all_reduce(op))
+
+    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+        """In rank order."""
+        return self._call(f"reduce_scatter {op} {describe(tensor)}", tensor, piece, calls.reduce_scatter(op))
+
+    def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
+        """By copies."""
+        return self._call(f"all_gather {describe(tensor)}", tensor, whole, calls.all_gather)
+
+    def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
+        """By copies."""
+        return self._call(f"all_to_all {describe(tensor)}", tensor, received, calls.all_to_all)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """By copies."""
+        kind = f"broadcast from {source} {describe(tensor)}"
+        return self._call(kind, tensor, tensor, calls.broadcast(source))
+
+    def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
+        """By copies."""
+        return self._call(f"gather to {destination} {describe(tensor)}", tensor, whole, calls.all_gather)
+
+    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+        """By copies."""
+        return self._call(f"scatter from {source} {describe(own)}", pieces, own, calls.scatter(source))
+
+    def barrier(self) -> Pending:
+        """Nothing is copied."""
+        return self._call("barrier", None, None, calls.nothing)
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+        """A rendezvous."""
+        message = self._board.send(self.index, destination, tag, tensor.detach())
+        return LocalPending(self, message, [self.ranks[destination]])
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """Filled when the message is sent."""
+        message = self._board.receive(source, self.index, tag, buffer)
+        return LocalPending(self, message, [self.ranks[source]])
+
+    def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
+        """None: all memory is shared."""
+        return None
+
+    def shares(self, tensor: Tensor) -> bool:
+        """False."""
+        return False
+
+    def abort(self, cause: Exception) -> None:
+        """Nothing: ranks that wait for this one learn of its end."""
+
+    def _call(self, kind: str, read: Tensor | None, written: Tensor | None, carry_out: CarryOut) -> Pending:
+        call = self._board.call(self._count, kind)
+        self._count += 1
+        part = Part(None if read is None else read.detach(), None if written is None else written.detach())
+        call.join(self.index, kind, part, carry_out)
+        return LocalPending(self, call, self.ranks)
+
+
+class LocalRank:
+    """One thread among those that started together. See `Ranks`."""
+
+    uses_nccl = False
+    failure_log: LastWords | None = None
+
+    def __init__(self, rank: int, turns: Turns, boards: dict[Key, Board]) -> None:
+        """`boards` is one dictionary for all ranks."""
+        self.rank, self.size = rank, turns.size
+        self._turns, self._boards = turns, boards
+        self._made: dict[tuple[int, ...], int] = {}
+
+    def world(self) -> LocalTransport | None:
+        """None: nothing has to travel before groups are made."""
+        return None
+
+    def discover(self) -> None:
+        """Nothing is to be found out."""
+
+    def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:
+        """The n-th group of the same ranks is the same on all of them."""
+        mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
+        if mine is None:
+            return None
+        number = self._made[mine] = self._made.get(mine, 0) + 1
+        board = self._boards.setdefault((mine, number), Board(mine))
+        return LocalTransport(board, self._turns, mine.index(self.rank), timeout)
+
+    def pause(self, seconds: float) -> None:
+        """Sleep, and let the other ranks run."""
+        self._turns.pause(self.rank, seconds)
+
+    def close(self) -> None:
+        """Nothing is held that must be given back."""
+
+
+class RankThread(Thread):
+    """The thread of one rank: what runs in it finds the rank by `current_local_rank`."""
+
+    def __init__(self, rank: LocalRank, run: Callable[[], None]) -> None:
+        super().__init__(target=run, name=f"plait-rank-{rank.rank}", daemon=True)
+        self.rank = rank
+
+
+def current_local_rank() -> LocalRank | None:
+    """The rank whose thread this is, if it is one."""
+    thread = current_thread()
+    return thread.rank if isinstance(thread, RankThread) else None

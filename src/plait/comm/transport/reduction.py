@@ -1,0 +1,73 @@
+"""Sums, means, products, minima and maxima of the tensors of several ranks, in rank order."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Literal, get_args
+
+import torch
+
+Op = Literal["sum", "mean", "product", "min", "max"]
+
+BLOCK = 2**16
+"""Elements that are reduced at once, so that the total stays in the cache."""
+
+_FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+_WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
+
+
+def refusal(op: str, dtype: torch.dtype) -> str | None:
+    """Why tensors of `dtype` cannot be reduced by `op`, or None where they can."""
+    if op not in get_args(Op):
+        return f"the reduction {op!r} is none of {', '.join(get_args(Op))}"
+    if dtype not in (*_FLOATS, *_WHOLE_NUMBERS):
+        return f"{dtype} cannot be reduced (use view_as_real for complex numbers, else another dtype)"
+    if op == "mean" and dtype in _WHOLE_NUMBERS:
+        return f"{dtype} has no mean (use sum)"
+    return None
+
+
+def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    """Reduce the ranks' flat `pieces` into `out` in rank order; 16-bit floats are reduced in float32.
+
+    `out` may be one of the first two pieces, but overlap no piece otherwise.
+    """
+    for *block, total in blocks((*pieces, out)):
+        _fold_block(block, op, total)
+
+
+def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
+    """Flat tensors of one size cut alike, in pieces that fit the cache together."""
+    size = tensors[0].numel()
+    if size <= BLOCK:
+        return iter((tensors,))
+    return zip(*(torch.split(tensor, BLOCK) for tensor in tensors), strict=True)
+
+
+def _fold_block(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
+    half = out.dtype in (torch.bfloat16, torch.float16)
+    total = torch.empty_like(out, dtype=torch.float32) if half else out
+    before = pieces[0].float() if half else pieces[0]
+    for piece in pieces[1:]:
+        _combine(before, piece.float() if half else piece, op, total)
+        before = total
+    divide_mean(total, op, len(pieces))
+    if half:
+        out.copy_(total)
+
+
+def _combine(a: torch.Tensor, b: torch.Tensor, op: Op, out: torch.Tensor) -> None:
+    if op == "product":
+        torch.mul(a, b, out=out)
+    elif op == "min":
+        torch.minimum(a, b, out=out)
+    elif op == "max":
+        torch.maximum(a, b, out=out)
+    else:
+        torch.add(a, b, out=out)
+
+
+def divide_mean(total: torch.Tensor, op: Op, size: int) -> None:
+    """Divide the sum in place, where a mean was asked for."""
+    if op == "mean":
+        total.div_(size)

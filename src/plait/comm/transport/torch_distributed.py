@@ -1,0 +1,208 @@
+"""Transport over process groups of `torch.distributed`: Gloo for tensors on the CPU, NCCL for those on GPUs.
+
+Gloo's own reduce-scatter is a whole all-reduce, and its all-reduce of a small tensor takes longer than an
+exchange of all tensors: there the ranks exchange what they have and each reduces it in rank order
+(`benchmarks/collectives` measures each choice).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cached_property
+from typing import ClassVar, Literal, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.comm.buffers import as_bytes, dense
+from plait.comm.transport.interface import Pending
+from plait.comm.transport.reduction import Op, divide_mean, fold
+
+EXCHANGE_LIMIT = 2**20
+"""Bytes that a rank may send in all for a whole exchange to be preferred to Gloo's ring."""
+
+Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
+"""How a collective is carried out: in memory that all ranks reach, where the tensors lie; by way of a copy
+there, of which each rank reduces all, or a piece for all; by sending all ranks what they need, to be reduced
+there; by one call of the backend. Measured in `benchmarks/collectives`, for each choice."""
+
+_Single = Callable[..., "dist.Work | None"]
+
+
+class TorchPending:
+    """A `Work` of torch, the tensors that it needs, and what is to be done once it is complete."""
+
+    def __init__(self, work: dist.Work | None, *keep: Tensor | None, then: Callable[[], None] | None = None):
+        self._work, self._keep, self._then = work, keep, then
+
+    def wait(self, awaited: str = "") -> None:
+        """Block until it is complete; on NCCL, order the current stream behind it."""
+        if self._work is not None:
+            self._work.wait()
+        if self._then is not None:
+            self._then()
+
+    def abandon(self) -> bool:
+        """False: what torch has started goes on by itself."""
+        return False
+
+
+class TorchTransport:
+    """One process group. See `Transport`."""
+
+    on_one_host: ClassVar[bool] = False
+
+    def __init__(self, process_group: dist.ProcessGroup, index: int) -> None:
+        self.process_group = process_group
+        self.size = process_group.size()
+        self.index = index
+
+    @cached_property
+    def carries_cpu_tensors(self) -> bool:
+        """Whether the group has Gloo."""
+        return "cpu:gloo" in backends_of(self.process_group)
+
+    def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
+        """Chosen by what all ranks know alike: device, backend, size."""
+        small = tensor.nbytes * self.size <= EXCHANGE_LIMIT
+        return "exchange" if small and self._over_gloo(tensor) else "backend"
+
+    def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
+        """Likewise. Gloo's own is a whole all-reduce, so it is never chosen."""
+        return "exchange" if self._over_gloo(tensor) else "backend"
+
+    def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
+        """Likewise: the backend's moves as little as possible."""
+        return "backend"
+
+    def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
+        """By an exchange where that is quicker, else the backend's own order of sums."""
+        if self.all_reduce_algorithm(tensor) == "exchange":
+            copies = tensor.detach().expand(self.size, *tensor.shape).contiguous()
+            return self._exchange(copies, total, op)
+        if total.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
+            total.copy_(tensor.detach())
+        work = dist.all_reduce(total, _native(op), self.process_group, async_op=True)
+        return TorchPending(work, total, then=lambda: divide_mean(total, op, self.size))
+
+    def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
+        """The backend's own order of sums."""
+        work = dist.reduce(
+            tensor, op=_native(op), group=self.process_group, async_op=True, group_dst=destination
+        )
+
+        def finish() -> None:
+            if self.index == destination:
+                divide_mean(tensor, op, self.size)
+
+        return TorchPending(work, tensor, then=finish)
+
+    def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
+        """In rank order on the CPU; the backend's own order elsewhere."""
+        mine = dense(tensor)
+        if self.reduce_scatter_algorithm(tensor) == "exchange":
+            return self._exchange(mine, piece, op)
+        work = _single("reduce_scatter_single", dist.reduce_scatter_tensor)(
+            piece, mine, op=_native(op), group=self.process_group, async_op=True
+        )
+        return TorchPending(work, mine, piece, then=lambda: divide_mean(piece, op, self.size))
+
+    def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
+        """One call of the backend."""
+        mine = dense(tensor)
+        work = _single("all_gather_single", dist.all_gather_into_tensor)(
+            as_bytes(whole), as_bytes(mine), group=self.process_group, async_op=True
+        )
+        return TorchPending(work, mine, whole)
+
+    def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
+        """One call of the backend."""
+        mine = dense(tensor)
+        return TorchPending(self._swap(mine, received), mine, received)
+
+    def broadcast(self, tensor: Tensor, source: int) -> Pending:
+        """One call of the backend."""
+        work = dist.broadcast(as_bytes(tensor), group=self.process_group, async_op=True, group_src=source)
+        return TorchPending(work, tensor)
+
+    def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
+        """One call of the backend."""
+        mine = dense(tensor)
+        pieces = None if whole is None else list(as_bytes(whole).tensor_split(self.size))
+        work = dist.gather(
+            as_bytes(mine), pieces, group=self.process_group, async_op=True, group_dst=destination
+        )
+        return TorchPending(work, mine, whole)
+
+    def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
+        """One call of the backend."""
+        mine = None if pieces is None else dense(pieces)
+        parts = None if mine is None else list(as_bytes(mine).tensor_split(self.size))
+        work = dist.scatter(as_bytes(own), parts, group=self.process_group, async_op=True, group_src=source)
+        return TorchPending(work, mine, own)
+
+    def barrier(self) -> Pending:
+        """On NCCL it blocks the host when waited for."""
+        return TorchPending(dist.barrier(self.process_group, async_op=True))
+
+    def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+        """A rendezvous: done when the other rank has posted its receive."""
+        mine = dense(tensor)
+        work = dist.isend(as_bytes(mine), group=self.process_group, tag=tag, group_dst=destination)
+        return TorchPending(work, mine)
+
+    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+        """NCCL knows no tags."""
+        work = dist.irecv(as_bytes(buffer), group=self.process_group, tag=tag, group_src=source)
+        return TorchPending(work, buffer)
+
+    def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
+        """None: processes that only exchange messages share no memory."""
+        return None
+
+    def shares(self, tensor: Tensor) -> bool:
+        """False."""
+        return False
+
+    def abort(self, cause: Exception) -> None:
+        """Nothing: torch's own timeouts end what is pending."""
+
+    def _over_gloo(self, tensor: Tensor) -> bool:
+        return tensor.device.type == "cpu" and self.carries_cpu_tensors
+
+    def _swap(self, parts: Tensor, received: Tensor) -> dist.Work | None:
+        work: dist.Work | None = dist.all_to_all_single(
+            as_bytes(received), as_bytes(parts), group=self.process_group, async_op=True
+        )
+        return work
+
+    def _exchange(self, parts: Tensor, total: Tensor, op: Op) -> Pending:
+        """Send each rank its part, as many along dim 0, and reduce what comes into `total`."""
+        received = torch.empty_like(parts)
+
+        def finish() -> None:
+            fold(received.view(-1).tensor_split(self.size), op, total.view(-1))
+
+        return TorchPending(self._swap(parts, received), parts, then=finish)
+
+
+def backends_of(process_group: dist.ProcessGroup | None) -> str:
+    """For example "cpu:gloo,cuda:nccl". A public function that the package does not re-export."""
+    return dist.distributed_c10d.get_backend_config(process_group)
+
+
+def _single(name: str, older: _Single) -> _Single:
+    """torch 2.13 renamed the functions of one tensor, and warns about the old names."""
+    return cast(_Single, getattr(dist, name, None) or older)
+
+
+def _native(op: Op) -> dist.ReduceOp.RedOpType:
+    """The backend's operation; a mean is a sum, divided afterwards."""
+    return {
+        "sum": dist.ReduceOp.SUM,
+        "mean": dist.ReduceOp.SUM,
+        "product": dist.ReduceOp.PRODUCT,
+        "min": dist.ReduceOp.MIN,
+        "max": dist.ReduceOp.MAX,
+    }[op]
