@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import ModelError
+from plait.errors import ModelError, listed
 from plait.models.huggingface.adapter import FAMILIES, from_huggingface
+from plait.weight_files import NO_WEIGHTS, files_of_tensors
+
+_MOST_TOLD = 5
 
 
 @dataclass(frozen=True)
@@ -53,35 +57,49 @@ def model_in(folder: Path) -> nn.Sequential:
 
 
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
-    """By name in `model`, of `model_in`, a slice of a safetensors file; None where there are no weights.
+    """Return, by name in `model` (of `model_in`), slices of safetensors files; None without weights.
 
-    Nothing is read before `parallelize` asks for it. ModelError for weights in another format.
+    The files are those that transformers would read. No tensor is read before `parallelize` asks for it.
+    ModelError for files that are missing or damaged, for weights in another format, and for those that do not
+    fit `config.json`.
     """
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
-        others = sorted(folder.glob("pytorch_model*.bin"))
-        if others:
-            raise ModelError(
-                f"the weights in {others[0]} are no safetensors: load the model with transformers and save "
-                "it again with save_pretrained, or take the file away to train from values by the seed."
-            )
-        return None
     _transformers()
     from safetensors import safe_open
 
-    held: dict[str, Any] = {}
-    for file in files:
-        opened = safe_open(file, framework="pt")
-        held |= {key: opened.get_slice(key) for key in opened.keys()}  # noqa: SIM118 (no mapping)
+    file_of = files_of_tensors(folder)
+    if not file_of:
+        return None
+    opened = {name: safe_open(folder / name, framework="pt") for name in sorted(set(file_of.values()))}
     names: dict[str, str] = model.huggingface_names  # type: ignore[assignment]
-    found = {}
+    found, used = {}, set()
     for name, full in names.items():
         body = full.partition(".")[2]  # how models were saved before they had a head
         older = full.replace("lm_head.", "embed_out.")  # how GPT-NeoX calls it in files
-        key = next((key for key in (full, body, older) if key in held), None)
+        key = next((key for key in (full, body, older) if key in file_of), None)
         if key is not None:
-            found[name] = held[key]
+            found[name] = opened[file_of[key]].get_slice(key)
+            used.add(key)
+    unused = [key for key in file_of if key not in used and not key.endswith(NO_WEIGHTS)]
+    _require_fit(folder, model, found, unused)
     return found
+
+
+def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], unused: list[str]) -> None:
+    """ModelError unless the files have each parameter in its shape, under one of its names, and no others."""
+    parameters = dict(model.named_parameters(remove_duplicate=False))
+    there = {id(one) for name, one in parameters.items() if name in found}
+    flaws = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in there]
+    flaws += [
+        f"{name} is {list(one.get_shape())} and not {list(parameters[name].shape)}"
+        for name, one in found.items()
+        if list(one.get_shape()) != list(parameters[name].shape)
+    ]
+    flaws += [f"{key} is unexpected" for key in unused]
+    if flaws:
+        raise ModelError(
+            f"the weights in {folder} do not fit its config.json "
+            f"({listed(flaws, between='; ', most=_MOST_TOLD)}): give a folder that is whole."
+        )
 
 
 def _config(folder: Path) -> Any:
