@@ -49,8 +49,8 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
     wrong = [f"{key} (in {name})" for key, name in places.items() if found.get(key) != name]
     if wrong:
         raise ModelError(
-            f"{folder / str(index)} names {listed(wrong, most=_MOST_TOLD)}, which is not there: copy the folder "
-            "anew, as save_pretrained wrote it."
+            f"{folder / str(index)} names {listed(wrong, most=_MOST_TOLD)}, which is not there: copy the "
+            "folder anew, as save_pretrained wrote it."
         )
     return found
 
