@@ -29,7 +29,7 @@ from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
 from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
 from plait.checkpoint.dcp_source import Source
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import Global, Manifest
+from plait.checkpoint.manifest import Global, Manifest, require_form
 from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.renaming import inverse, renamed
 from plait.checkpoint.tensor_file import DTYPES, Item
@@ -84,6 +84,7 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
         **{name: own.get(name, {}) for name in OWN_PARTS},
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
+    require_form(manifest, source)
     write_native(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
     return tuple(key for key in told.left_out if key != OWN)
 

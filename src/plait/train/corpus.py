@@ -58,6 +58,10 @@ def open_tokens(source: str, dtype: str) -> Tokens:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
         raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {error}.") from None
+    if not isinstance(tokens, np.ndarray):
+        raise DataError(
+            f"data.source = {source!r} is an archive of arrays: save the tokens as one .npy array."
+        )
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"data.source = {source!r} holds {tokens.dtype} of shape {tokens.shape}: "

@@ -144,8 +144,8 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _settings(tree: Mapping[str, object], origin: str) -> dict[str, Setting]:
     settings = {}
     for name, value in _flatten(tree):
-        _field(name, origin)
-        settings[name] = Setting(value, origin)
+        is_none = _takes_none(_field(name, origin)) and value == "none"  # TOML itself has no word for it
+        settings[name] = Setting(None if is_none else value, origin)
     return settings
 
 
@@ -179,10 +179,16 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _typed(text: str, field: Schema) -> object:
     """Read `text` as the first kind of value that the field takes; what is none of them stays text."""
+    if text.lower() == "none" and _takes_none(field):
+        return None
     for option in field.get("anyOf", [field]):
         with suppress(ValueError, KeyError, RecursionError):
             return _read(text, option["type"])
     return text
+
+
+def _takes_none(field: Schema) -> bool:
+    return any(option.get("type") == "null" for option in field.get("anyOf", ()))
 
 
 def _read(text: str, kind: str) -> object:

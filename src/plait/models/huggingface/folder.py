@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,9 @@ from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
 _MOST_TOLD = 5
+_MOST_OF_A_REASON = 200
+MOST_LAYERS, MOST = 10_000, 2**31 - 1
+"""Of layers, and of any other size: more would only take time, or overflow, until it is refused."""
 
 
 @dataclass(frozen=True)
@@ -33,26 +36,41 @@ def sizes_in(folder: Path) -> Sizes:
     """The sizes of the model in `folder`. ModelError where it cannot be read."""
     config = _config(folder)
     try:
-        return Sizes(
+        sizes = Sizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
             vocab=config.vocab_size,
             context=config.max_position_embeddings,
-            tied=config.tie_word_embeddings,
+            tied=bool(config.tie_word_embeddings),
         )
     except AttributeError as error:
         raise ModelError(
             f"{folder / 'config.json'} is that of a {type(config).__name__}, whose sizes plait cannot read "
             f"({error}): give the folder of one of {', '.join(FAMILIES)}."
         ) from None
+    for name, size in asdict(sizes).items():
+        most = MOST_LAYERS if name == "layers" else MOST
+        if name != "tied" and (type(size) is not int or not 1 <= size <= most):
+            raise ModelError(
+                f"{folder / 'config.json'} has {size!r} for {name}: give a whole number from 1 to {most}."
+            )
+    return sizes
 
 
 def model_in(folder: Path) -> nn.Sequential:
     """The model in `folder` as layers on the meta device. ModelError as `from_huggingface`."""
     transformers = _transformers()
-    with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(_config(folder))
+    config = _config(folder)
+    if getattr(config, "num_hidden_layers", None) is not None:  # else the family is not known either
+        sizes_in(folder)
+    try:
+        with torch.device("meta"):
+            model = transformers.AutoModelForCausalLM.from_config(config)
+    except Exception as error:  # of any kind, likewise
+        raise ModelError(
+            f"transformers makes no model of {folder / 'config.json'}: {_brief(error)}."
+        ) from None
     return from_huggingface(model)
 
 
@@ -106,9 +124,14 @@ def _config(folder: Path) -> Any:
     transformers = _transformers()
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except (OSError, ValueError, KeyError) as error:
-        reason = str(error).strip().partition("\n")[0].rstrip(".")
-        raise ModelError(f"{folder / 'config.json'} describes no model of transformers: {reason}.") from None
+    except Exception as error:  # of any kind: what transformers meets in a file that it does not expect
+        raise ModelError(
+            f"{folder / 'config.json'} describes no model of transformers: {_brief(error)}."
+        ) from None
+
+
+def _brief(error: Exception) -> str:
+    return " ".join(str(error).split())[:_MOST_OF_A_REASON].rstrip(".") or type(error).__name__
 
 
 def _transformers() -> Any:
