@@ -19,6 +19,7 @@ _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to allocate|^MemoryError", re.MULTILINE
 )
 """What torch and NumPy say where there is none."""
+_LONG_WORD = re.compile(r"\S{200,}")
 _MOST_TOLD = 80
 """Characters of a path in a sentence."""
 
@@ -75,9 +76,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         if error.filename is None:
             raise
-        name = str(error.filename)
-        name = name if len(name) <= _MOST_TOLD else f"{name[:_MOST_TOLD]}…"
-        _complain(f"{name} cannot be used ({error.strerror}): give another path.")
+        _complain(f"{error.filename} cannot be used ({error.strerror}): give another path.")
         return 2
     except KeyboardInterrupt:
         _complain("interrupted.")
@@ -127,4 +126,6 @@ def _help() -> str:
 
 
 def _complain(message: str) -> None:
-    print(f"plait: {message}", file=sys.stderr)
+    """Print a message, of whose words none is longer than a line or two: paths may be."""
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:_MOST_TOLD]}…", message)
+    print(f"plait: {short}", file=sys.stderr)

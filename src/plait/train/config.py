@@ -28,6 +28,7 @@ LIMITS = {
     "heads": 2**16,
     "kv_heads": 2**16,
     "inner": 2**26,
+    "context": 2**24,
     "microbatches": 2**16,
     "pp": 2**16,
     "tp": 2**16,

@@ -222,10 +222,22 @@ def nearest(name: str) -> str | None:
     return lasts[near[0]] if near else None
 
 
+def _require_json(name: str, setting: Setting) -> None:
+    """ConfigError for what JSON cannot hold: numbers of thousands of digits, text that is no UTF-8."""
+    try:
+        json.dumps(setting.value, default=str, ensure_ascii=False).encode()
+    except ValueError:
+        raise ConfigError(
+            f"{name} (from {setting.origin}) is no UTF-8 text, or a number that is too long: give "
+            f"{takes(fields()[name])}."
+        ) from None
+
+
 def _build(settings: Mapping[str, Setting]) -> Config:
     tree: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
         section, _, field = name.partition(".")
+        _require_json(name, setting)
         tree.setdefault(section, {})[field] = setting.value
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
