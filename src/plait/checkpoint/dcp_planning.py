@@ -90,7 +90,7 @@ class Planner(DefaultSavePlanner):
             one = self._tensors[name]
             return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
         file, stored = self._boxes[name][tuple(index.offset or ())]
-        return self._reader.read(file, stored.key, ())
+        return self._reader.read(file, stored.key, (), getattr(torch, self._tensors[name].dtype))
 
 
 class Writer(FileSystemWriter):

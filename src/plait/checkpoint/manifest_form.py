@@ -21,6 +21,8 @@ Dtype = Literal[
 """What a file may hold: the names of `tensor_file.DTYPES`."""
 Told = dict[StrictStr, Any]
 _MOST_ELEMENTS = 2**62
+_MOST_LEVELS = 200
+"""Of dictionaries and lists in each other: what goes through them calls itself for each."""
 
 
 class _Form(BaseModel):
@@ -76,15 +78,27 @@ class _Content(_Form):
 
 def flaw_of(content: object) -> str | None:
     """Return what is wrong with the content of a manifest, as the end of "…: KEY …"; None: nothing."""
+    if _is_deep(content):
+        return f"content: it is nested more than {_MOST_LEVELS} times"
     try:
         found = _Content.model_validate(content)
     except ValidationError as error:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "content"
         return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-    except RecursionError:
-        return "content: it is nested too deeply"
     return next(_misfits(found), None)
+
+
+def _is_deep(content: object) -> bool:
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
+        level = [one for values in inner for one in values]
+        if not level:
+            return False
+    return True
 
 
 def _misfits(found: _Content) -> Iterator[str]:

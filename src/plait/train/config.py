@@ -6,7 +6,7 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
 from plait.search.schedule import usual_chunks
 from plait.sizes import usual_inner
@@ -37,6 +37,8 @@ LIMITS = {
     "chunks": 2**16,
 }
 """Of those that take time or memory with each one more."""
+LONGEST = 10**6
+"""Seconds: what waits counts milliseconds in 32 bits."""
 NOT_COUNTS = ("seed",)
 PATHS = ("model.name", "data.source", "data.tokenizer", "run.dir", "run.resume")
 
@@ -89,6 +91,11 @@ def _check_magnitudes(config: Config) -> None:
                     f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST)}, the most "
                     "that plait takes: give a smaller one."
                 )
+
+    if config.run.timeout > LONGEST:
+        raise ConfigError(
+            f"run.timeout = {config.run.timeout:g} is more than {LONGEST} seconds: give a shorter time."
+        )
 
 
 def _short(value: int) -> str:
@@ -209,7 +216,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     chunks = parallel.chunks or usual_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
     if len(counts) != parallel.pp * chunks:
         raise ConfigError(
-            f"parallel.layers_per_stage = {list(counts)} cuts another number of stages than "
+            f"parallel.layers_per_stage = [{listed([*map(str, counts)])}] cuts another number of stages than "
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "
             "give one count for each stage, or leave it out."
         )

@@ -56,8 +56,9 @@ def open_tokens(source: str, dtype: str) -> Tokens:
         return np.memmap(path, dtype=dtype, mode="r")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {error}.") from None
+    except Exception as error:  # of any kind: what NumPy meets in a header that it did not write
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {reason}.") from None
     if not isinstance(tokens, np.ndarray):
         raise DataError(
             f"data.source = {source!r} is an archive of arrays: save the tokens as one .npy array."

@@ -242,8 +242,9 @@ def _build(settings: Mapping[str, Setting]) -> Config:
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        name = ".".join(str(part) for part in error.errors()[0]["loc"][:2])
-    setting = settings[name]
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][:2])
+    setting = settings.get(name) or Setting(first["input"], f"the folder {settings['model.name'].value}")
     shown = json.dumps(setting.value, default=str, ensure_ascii=False)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     raise ConfigError(f"{name} is {shown} (from {setting.origin}): give {takes(fields()[name])}.")

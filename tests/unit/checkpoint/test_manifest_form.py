@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,8 @@ from typing import Any
 import pytest
 
 from parity.one_rank import MODELS, lively, saved
+from plait.checkpoint.converting import convert
+from plait.checkpoint.dcp import export_dcp
 from plait.checkpoint.manifest import FILE, checksum, read
 from plait.checkpoint.manifest_form import Dtype
 from plait.checkpoint.tensor_file import DTYPES
@@ -110,8 +113,12 @@ def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(CheckpointError, match="is not what was written: take another"):
         read(tmp_path)
-    signed(tmp_path, '{"state":' + '{"a":' * 100_000 + "1" + "}" * 100_001)
-    with pytest.raises(CheckpointError):
+
+
+def test_a_state_that_is_nested_deeply_is_ill_formed(written: Path, tmp_path: Path) -> None:
+    text = json.dumps(content_of(written) | {"state": {"a": "deep"}}, separators=(",", ":"))
+    signed(tmp_path, text.replace('"deep"', '{"a":' * 300 + "1" + "}" * 300))
+    with pytest.raises(CheckpointError, match="content: it is nested more than 200 times"):
         read(tmp_path)
 
 
@@ -125,6 +132,19 @@ def test_a_link_that_leads_out_of_the_folder_is_refused(written: Path, tmp_path:
         read(folder)
     (tmp_path / "whole").symlink_to(written)  # the folder itself may be one
     assert read(tmp_path / "whole") == read(written)
+
+
+def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path) -> None:
+    """Or numbers would be converted without a word."""
+    folder = tmp_path / "native"
+    shutil.copytree(written, folder)
+    content = content_of(written)
+    content["tensors"][NAME]["dtype"] = "int8"
+    signed(folder, content)
+    with pytest.raises(CheckpointError, match=r"as torch\.float64, where the manifest says torch\.int8"):
+        convert(folder, tmp_path / "whole")
+    with pytest.raises(CheckpointError, match=r"as torch\.float64, where the manifest says torch\.int8"):
+        export_dcp(folder, tmp_path / "dcp")
 
 
 @pytest.mark.parametrize("action", ["inspect", "convert", "export"])

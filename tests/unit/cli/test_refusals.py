@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import zipfile
 from pathlib import Path
 
 import pytest
@@ -34,6 +35,7 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
         ("train.microbatches", 10**6, "train.microbatches = 1000000 is more than 65536"),
         ("train.microbatches", 10**4000, "train.microbatches = about 2^13287 is more than 65536"),
         ("train.batch", 2**31, "train.batch = 2147483648 is more than 2147483647"),
+        ("run.timeout", 10**7, "run.timeout = 1e+07 is more than 1000000 seconds"),
         ("parallel.tp", 2**40, "parallel.tp = 1099511627776 is more than 65536"),
         ("parallel.pp", 2**16, "parallel.pp = 65536 times parallel.dp = 1 times parallel.tp = 1 needs 65536"),
     ],
@@ -108,6 +110,14 @@ def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -
         assert getattr(getattr(config, section), field) is None
 
 
+def test_a_size_of_a_folder_that_is_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("transformers")
+    usual = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 1}
+    (tmp_path / "config.json").write_text(json.dumps(usual))
+    err = refused(["train", "--model.name", str(tmp_path)], capsys)
+    assert f"model.vocab is 1 (from the folder {tmp_path}): give a whole number of at least 2" in err
+
+
 def test_a_rank_without_memory_is_told_in_one_sentence(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -132,6 +142,7 @@ BAD_CONFIGS = {
     "rotary embedding is unheard of": {"rope_parameters": {"rope_type": "evil", "rope_theta": 1}},
     "the activation is unheard of": {"hidden_act": "evil"},
     "the dtype is unheard of": {"dtype": "evil"},
+    "the dropout is unheard of": {"attention_dropout": 2},
 }
 
 
@@ -151,5 +162,54 @@ def test_configurations_that_transformers_refuses(
             read(tmp_path)
         assert "config.json" in str(refusal.value)
         assert "\n" not in str(refusal.value)
-    if "unheard" not in flaw:
+    if "unheard" not in flaw:  # sizes are looked at first
         refused(["train", "--model.name", str(tmp_path)], capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--microbatches", "1000000", "--ranks", "2"], "make 2,000,000 forwards, and plait schedule takes"),
+        (
+            ["--microbatches", "2", "--ranks", str(2**63)],
+            "forwards, and plait schedule takes 262,144 at most",
+        ),
+    ],
+)
+def test_schedules_that_would_take_minutes(
+    arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert told in refused(["schedule", "1f1b", *arguments], capsys)
+
+
+def test_a_csv_with_a_huge_gap(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "s.csv").write_text("0F0,0F999999999,0B0\n")
+    assert "there is a micro-batch 999999999 among 3 actions" in refused(
+        ["schedule", str(tmp_path / "s.csv")], capsys
+    )
+
+
+HEADERS = {
+    "a length beyond 64 bits": "(99999999999999999999,)",
+    "a length beyond memory": "(4611686018427387904,)",
+    "an open bracket": "[[[",
+    "a call": "__import__('os')",
+}
+
+
+@pytest.mark.parametrize("flaw", HEADERS)
+def test_arrays_with_a_header_that_is_none(
+    flaw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {HEADERS[flaw]}, }}".ljust(117) + "\n"
+    magic = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
+    (tmp_path / "a.npy").write_bytes(magic + header.encode() + bytes(64))
+    err = refused(["train", "--data.source", str(tmp_path / "a.npy")], capsys)
+    assert "cannot be read as a .npy array" in err
+
+
+def test_an_archive_of_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with zipfile.ZipFile(tmp_path / "a.npy", "w") as archive:
+        archive.writestr("a", "b")
+    err = refused(["train", "--data.source", str(tmp_path / "a.npy")], capsys)
+    assert "is an archive of arrays" in err

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.errors import ModelError, listed
+from plait.errors import ModelError, PlaitError, listed
 from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
@@ -67,11 +67,13 @@ def model_in(folder: Path) -> nn.Sequential:
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config)
+        return from_huggingface(model)
+    except PlaitError:
+        raise
     except Exception as error:  # of any kind, likewise
         raise ModelError(
             f"transformers makes no model of {folder / 'config.json'}: {_brief(error)}."
         ) from None
-    return from_huggingface(model)
 
 
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
