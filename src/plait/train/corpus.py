@@ -68,7 +68,7 @@ def open_tokens(source: str, dtype: str) -> Tokens:
             f"data.source = {source!r} holds {tokens.dtype} of shape {tokens.shape}: "
             "save the tokens as whole numbers in one dim."
         )
-    return tokens  # type: ignore[no-any-return]
+    return tokens
 
 
 def _standard_library(root: Path) -> Iterator[bytes]:
