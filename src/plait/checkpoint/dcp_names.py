@@ -72,9 +72,8 @@ def meaning(source: Source) -> Meaning:
     prefix = _model_prefix(source, tensors, found)
     chosen = [key for key in tensors if key.startswith(prefix)]
     if not prefix and any(len(source.paths.get(key, ())) < 2 for key in chosen):
-        chosen = [
-            key for key in chosen if len(source.paths.get(key, ())) < 2
-        ]  # a flat model, and more beside
+        # A flat model, and further dictionaries beside it.
+        chosen = [key for key in chosen if len(source.paths.get(key, ())) < 2]
     found.model = {key: key.removeprefix(prefix) for key in chosen}
     if not found.model:
         raise CheckpointError(
@@ -157,6 +156,9 @@ def _model_prefix(source: Source, tensors: Sequence[str], found: Meaning) -> str
             return _common(source, tensors, found)
     called = {prefix for prefix in fitting if f".{prefix}".endswith(".model.")}
     fitting = called if len(called) == 1 else fitting
+    shortest = min(fitting, key=len, default="")
+    if all(prefix.startswith(shortest) for prefix in fitting):  # the others are modules in it
+        fitting = fitting & {shortest}
     if len(fitting) > 1:
         raise CheckpointError(
             f"the checkpoint {source.folder} has several models (under "
@@ -202,7 +204,7 @@ def _outermost(keys: Iterable[str], kept: Iterable[str], source: Source) -> list
         return [".".join(map(str, path[:count])) for count in range(1, len(path) + 1)]
 
     used = {prefix for key in kept for prefix in prefixes(key)}
-    return list(dict.fromkeys(next(one for one in prefixes(key) if one not in used) for key in keys))
+    return list(dict.fromkeys(next((one for one in prefixes(key) if one not in used), key) for key in keys))
 
 
 def _options(source: Source, found: Meaning) -> dict[str, dict[str, Any]]:

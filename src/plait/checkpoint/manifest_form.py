@@ -19,7 +19,7 @@ Dtype = Literal[
     "float8_e4m3fn", "float8_e5m2",
 ]  # fmt: skip
 """What a file may hold: the names of `tensor_file.DTYPES`."""
-Told = dict[StrictStr, Any]
+Plain = dict[StrictStr, Any]
 _MOST_ELEMENTS = 2**62
 _MOST_LEVELS = 200
 """Of dictionaries and lists in each other: what goes through them calls itself for each."""
@@ -43,9 +43,9 @@ class _File(_Form):
 
 class _Optimizer(_Form):
     kind: StrictStr = Field(alias="class")
-    groups: list[Told]
+    groups: list[Plain]
     group_of: dict[StrictStr, Size]
-    plain: dict[StrictStr, Told]
+    plain: dict[StrictStr, Plain]
 
 
 class _LossScale(_Form):
@@ -69,11 +69,11 @@ class _Content(_Form):
     tensors: dict[StrictStr, _Tensor]
     files: list[_File]
     optimizer: _Optimizer | None = None
-    run: _Run | Annotated[dict[StrictStr, Any], Field(max_length=0)] = {}
-    state: Told = {}
-    plan: Told = {}
-    versions: dict[StrictStr, StrictStr] = {}
-    aliases: dict[StrictStr, StrictStr] = {}
+    run: _Run | Annotated[dict[StrictStr, Any], Field(max_length=0)] = Field(default_factory=dict)
+    state: Plain = Field(default_factory=dict)
+    plan: Plain = Field(default_factory=dict)
+    versions: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+    aliases: dict[StrictStr, StrictStr] = Field(default_factory=dict)
 
 
 def flaw_of(content: object) -> str | None:

@@ -127,6 +127,19 @@ def test_a_model_alone_is_found_too(tmp_path: Path, form: Any) -> None:
     assert tensors_in(tmp_path / "native").keys() == {f"model.{name}" for name in model.state_dict()}
 
 
+def test_of_a_module_and_the_model_around_it_the_model_is_taken(tmp_path: Path) -> None:
+    """The optimizer's names fit both."""
+    weights = {"weight": torch.ones(2), "inner.weight": torch.zeros(2)}
+    optimizer = {"state": {"weight": {"exp_avg": torch.ones(2)}}}
+    source = written(tmp_path, {"net": weights, "optim": optimizer, "average": {"weight": torch.ones(2)}})
+    with pytest.raises(CheckpointError, match=r"several models .under average, net, net\.inner."):
+        import_dcp(source, tmp_path / "native")
+    source = written(tmp_path / "again", {"net": weights, "optim": optimizer})
+    import_dcp(source, tmp_path / "native")
+    expected = {"model.weight", "model.inner.weight", "optim.state.weight.exp_avg"}
+    assert tensors_in(tmp_path / "native").keys() == expected
+
+
 def test_what_is_not_clear_is_refused(tmp_path: Path) -> None:
     model, optimizer = small()
     state, of_optimizer = get_state_dict(model, optimizer)

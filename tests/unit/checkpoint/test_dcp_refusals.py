@@ -112,6 +112,14 @@ def grow(metadata: Metadata) -> None:
     entry.size = entry.chunks[0].sizes = torch.Size([1 << 40, 3])
 
 
+def another_path(metadata: Metadata) -> None:
+    metadata.planner_data["model.0.weight"] = ("optim", "state", "0.weight")
+
+
+def no_path(metadata: Metadata) -> None:
+    metadata.planner_data["model.0.weight"] = ({}, "0.weight")
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
@@ -124,6 +132,8 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "half of a file": (lambda source: cut_short(source / "__0_0.distcp"), "cannot be read"),
     "another folder": (lambda source: changed(source, lead_out), "it has no file ../torch/"),
     "overlapping pieces": (lambda source: changed(source, overlap), "do not make up"),
+    "another path": (lambda source: changed(source, another_path), "is not that of model.0.weight"),
+    "no path": (lambda source: changed(source, no_path), "is no path"),
     "missing pieces": (lambda source: changed(source, grow), "cannot be read"),
     "something else": (lambda source: (source / ".metadata").write_bytes(pickle.dumps({})), "damaged"),
     "text": (lambda source: (source / ".metadata").write_text("hello"), "damaged"),
