@@ -136,7 +136,7 @@ def _own(source: Source) -> Mapping[str, Any]:
         return {}
     try:
         told = json.loads(source.value(OWN))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         told = None
     kinds = {"class": str} | dict.fromkeys(OWN_PARTS, dict)
     if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):

@@ -171,6 +171,8 @@ def _place(told: object, folder: Path) -> _Place:
     name, (offset, length) = _text(state["relative_path"]), _size((state["offset"], state["length"]))
     if Path(name).name != name or not (folder / name).is_file():
         raise damaged(folder, f"it has no file {name}")
+    if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+        raise damaged(folder, f"its file {name} is a link that leads out of it")
     return _Place(name, offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
 
 

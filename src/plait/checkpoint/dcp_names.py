@@ -215,6 +215,8 @@ def _options(source: Source, found: Meaning) -> dict[str, dict[str, Any]]:
         try:
             value = source.value(key)
         except CheckpointError:
+            if option == "params":
+                raise  # whose options they are
             found.left_out.append(key)  # an object of some class: options that matter are numbers
             continue
         value = value.item() if getattr(value, "numel", int)() == 1 else value

@@ -10,8 +10,9 @@ import pytest
 
 from plait.cli import main as module
 from plait.cli.main import main
-from plait.errors import RankError
+from plait.errors import DataError, RankError
 from plait.train.config import LIMITS, MOST
+from plait.train.corpus import open_tokens
 from plait.train.settings import load_config
 
 
@@ -198,18 +199,16 @@ HEADERS = {
 
 
 @pytest.mark.parametrize("flaw", HEADERS)
-def test_arrays_with_a_header_that_is_none(
-    flaw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_arrays_with_a_header_that_is_none(flaw: str, tmp_path: Path) -> None:
     header = f"{{'descr': '<u2', 'fortran_order': False, 'shape': {HEADERS[flaw]}, }}".ljust(117) + "\n"
     magic = b"\x93NUMPY\x01\x00" + len(header).to_bytes(2, "little")
     (tmp_path / "a.npy").write_bytes(magic + header.encode() + bytes(64))
-    err = refused(["train", "--data.source", str(tmp_path / "a.npy")], capsys)
-    assert "cannot be read as a .npy array" in err
+    with pytest.raises(DataError, match=r"cannot be read as a \.npy array: [^\n]*$"):
+        open_tokens(str(tmp_path / "a.npy"), "uint16")
 
 
-def test_an_archive_of_arrays(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_archive_of_arrays(tmp_path: Path) -> None:
     with zipfile.ZipFile(tmp_path / "a.npy", "w") as archive:
         archive.writestr("a", "b")
-    err = refused(["train", "--data.source", str(tmp_path / "a.npy")], capsys)
-    assert "is an archive of arrays" in err
+    with pytest.raises(DataError, match="is an archive of arrays"):
+        open_tokens(str(tmp_path / "a.npy"), "uint16")
