@@ -171,7 +171,7 @@ def test_configurations_that_transformers_refuses(
     ("arguments", "told"),
     [
         (["--microbatches", "1000000", "--ranks", "2"], "make 2,000,000 forwards, and plait schedule takes"),
-        (["--microbatches", "1" + "0" * 400, "--ranks", "2"], "is no whole number of at least 1"),
+        (["--microbatches", "1" + "0" * 400, "--ranks", "2"], "is no number"),
         (["--microbatches", "2", "--ranks", "2", "--cost.F", "1" + "0" * 400], "is no number"),
         (
             ["--microbatches", "2", "--ranks", str(2**63)],
