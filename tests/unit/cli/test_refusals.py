@@ -114,6 +114,7 @@ def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -
 def test_a_size_of_a_folder_that_is_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     usual = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 1}
+    usual |= {"bos_token_id": None, "eos_token_id": None}  # of which transformers would tell, too
     (tmp_path / "config.json").write_text(json.dumps(usual))
     err = refused(["train", "--model.name", str(tmp_path)], capsys)
     assert f"model.vocab is 1 (from the folder {tmp_path}): give a whole number of at least 2" in err
