@@ -30,12 +30,22 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("simulation",),
     ("schedules",),
     ("layout",),
-    ("plan", "rules", "sizes"),
+    ("plan", "rules", "sizes", "weight_files"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
-WITHOUT_TORCH = {"planner", "search", "simulation", "schedules", "plan", "rules", "sizes", "errors"}
+WITHOUT_TORCH = {
+    "planner",
+    "search",
+    "simulation",
+    "schedules",
+    "plan",
+    "rules",
+    "sizes",
+    "weight_files",
+    "errors",
+}
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",

@@ -80,3 +80,28 @@ def load_in_rounds(path: str) -> int:
 def test_ranks_that_read_more_are_waited_for(rank_pool: RankPool, tmp_path: Path) -> None:
     first, last = rank_pool.run(load_in_rounds, str(tmp_path / "one"), ranks=2)
     assert first != last, "or nobody is waited for"
+
+
+def load_without(path: str, name: str) -> tuple[str, str]:
+    """What `load` says where one rank's file is lost, and then where it is another's."""
+    with run_of(PLAN) as run:
+        run.train(range(1))
+        plait.save(run.engine, run.optimizer, path)
+        told = []
+        for missing in (name, "rank-00000.safetensors"):
+            if run.engine.mesh.rank == 0:
+                Path(path, missing).rename(Path(path, f"{missing}.lost"))
+            before = [piece.clone() for piece in run.engine.parameters()]
+            with pytest.raises(CheckpointError) as refusal:
+                plait.load(run.engine, run.optimizer, path)
+            assert refusal.value.damaged
+            assert all(map(torch.equal, before, run.engine.parameters())), "nothing was changed"
+            told.append(str(refusal.value))
+        return told[0], told[1]
+
+
+def test_a_lost_file_of_a_rank_is_named_by_load_on_all_ranks(rank_pool: RankPool, tmp_path: Path) -> None:
+    said = rank_pool.run(load_without, str(tmp_path / "one"), "rank-00001.safetensors", ranks=2)
+    assert said[0] == said[1]
+    assert "one is damaged: rank-00001.safetensors is missing: take another checkpoint." in said[0][0]
+    assert "one is damaged: rank-00000.safetensors is missing: take another checkpoint." in said[0][1]

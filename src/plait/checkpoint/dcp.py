@@ -29,8 +29,9 @@ from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
 from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
 from plait.checkpoint.dcp_source import Source
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import Global, Manifest
+from plait.checkpoint.manifest import Global, Manifest, require_form
 from plait.checkpoint.new_folder import new_folder
+from plait.checkpoint.renaming import inverse, renamed
 from plait.checkpoint.tensor_file import DTYPES, Item
 from plait.checkpoint.wholes import Wholes, write_native
 from plait.errors import CheckpointError
@@ -38,42 +39,59 @@ from plait.layout import Box
 from plait.layout.boxes import tile
 
 
-def export_dcp(source: Path, target: Path) -> None:
+def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> None:
     """Write the checkpoint `source`, or the newest in that folder, to the folder `target` as torch does.
 
     `dcp.load` reads it into `{"model": …, "optim": …}` as `get_state_dict` gives them, and into a flat
     dictionary of native keys; `dcp_to_torch_save` makes such nested dictionaries of it, with the options of
     the optimizer's groups. One key more, `plait`, is text: what `import_dcp` needs to make the same
-    checkpoint again. Memory: what goes into one file, at most 256 MiB, or one box if that is larger. Raises
-    `CheckpointError` where the source is damaged, or the target cannot be written; then there is none.
+    checkpoint again. `names`: for plait's name of each parameter the one that it gets, such as the
+    `huggingface_names` of a model, or `renaming.LLAMA_NAMES`; None: plait's. Memory: what goes into one file,
+    at most 256 MiB, or one box if that is larger. Raises `CheckpointError` where the source is damaged, or
+    the target cannot be written; then there is none.
     """
     opened = Wholes(source)
     _require_all(opened.folder, opened.manifest)
+    planner = Planner(opened.folder, opened.manifest, names)
     with _folder_for(target, Disk()) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
-        save({}, storage_writer=Writer(place), planner=Planner(opened.folder, opened.manifest), no_dist=True)
+        save({}, storage_writer=Writer(place), planner=planner, no_dist=True)
 
 
-def import_dcp(source: Path, target: Path) -> None:
+def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> tuple[str, ...]:
     """Write what torch wrote to the folder `source` as a native checkpoint, to the folder `target`.
 
-    It may be of `{"model": …, "optim": …}`, as `get_state_dict` gives them, or of a model alone. What else is
-    in it (states of schedulers, of random numbers, values that are no tensors) is not taken along. Of the
-    optimizer's class nothing is known: `plait.load` gives its state to one whose options have the same names.
+    It may be of `{"model": …, "optim": …}`, as `get_state_dict` gives them, in further dictionaries or not,
+    or of a model alone. What else is in it (states of schedulers, of random numbers, values that are no
+    tensors) is not taken along; its keys are returned. `names`: for plait's name of each parameter the one
+    that it has there, as for `export_dcp`; None: the same. Of the optimizer's class nothing is known:
+    `plait.load` gives its state to one whose options have the same names.
     Nothing in the files is run. Memory: three pieces of tensors, as torch stored them. Raises
     `CheckpointError` for what is damaged, not torch's, or has no place in a checkpoint; then there is none.
     """
     found = Source(source)
     told, own = meaning(found), _own(found)
+    table = None
+    if names is not None:
+        table = inverse(names)
+        told.rename(table)
+        own = {**own, "aliases": _renamed_aliases(own.get("aliases", {}), table)}
     told.model = {key: name for key, name in told.model.items() if name not in own.get("aliases", {})}
     manifest = Manifest(
         tensors=_tensors(found, told),
         files=(),
-        optimizer=optimizer_of(found, told, own.get("class", "")),
+        optimizer=optimizer_of(found, told, own.get("class", ""), table),
         **{name: own.get(name, {}) for name in OWN_PARTS},
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
+    require_form(manifest, source)
     write_native(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
+    return tuple(key for key in told.left_out if key != OWN)
+
+
+def _renamed_aliases(aliases: Mapping[str, str], table: Mapping[str, str]) -> dict[str, str]:
+    names = renamed([*aliases, *aliases.values()], table)
+    return {names[alias]: names[name] for alias, name in aliases.items()}
 
 
 def _require_all(folder: Path, manifest: Manifest) -> None:
@@ -118,7 +136,7 @@ def _own(source: Source) -> Mapping[str, Any]:
         return {}
     try:
         told = json.loads(source.value(OWN))
-    except (TypeError, ValueError):
+    except (TypeError, ValueError, RecursionError):
         told = None
     kinds = {"class": str} | dict.fromkeys(OWN_PARTS, dict)
     if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):

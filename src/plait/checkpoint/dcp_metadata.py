@@ -141,7 +141,7 @@ def _metadata(told: object, folder: Path) -> Metadata:
             raise damaged(folder, f"its pieces of {key} do not make up {list(entry.size)}")
     places = {_index(key): _place(one, folder) for key, one in state["storage_data"].items()}
     paths = state.get("planner_data")
-    paths = {_text(key): tuple(path) for key, path in paths.items()} if isinstance(paths, dict) else {}
+    paths = {key: _path(key, path) for key, path in paths.items()} if isinstance(paths, dict) else {}
     return Metadata(entries, planner_data=paths, storage_data=places)
 
 
@@ -171,7 +171,18 @@ def _place(told: object, folder: Path) -> _Place:
     name, (offset, length) = _text(state["relative_path"]), _size((state["offset"], state["length"]))
     if Path(name).name != name or not (folder / name).is_file():
         raise damaged(folder, f"it has no file {name}")
+    if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+        raise damaged(folder, f"its file {name} is a link that leads out of it")
     return _Place(name, offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
+
+
+def _path(key: object, told: object) -> tuple[str | int, ...]:
+    """The keys of nested dictionaries, and places in lists, which make up a key."""
+    if not isinstance(told, tuple | list) or not all(isinstance(part, str | int) for part in told):
+        raise TypeError(f"{told} is no path")
+    if ".".join(map(str, told)) != key:
+        raise ValueError(f"the path {told} is not that of {key}")
+    return tuple(told)
 
 
 def _state(told: object, kind: str) -> Any:

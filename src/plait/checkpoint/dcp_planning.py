@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -30,6 +30,7 @@ from torch.futures import Future
 
 from plait.checkpoint.contents import parameter
 from plait.checkpoint.manifest import Global, Manifest, Stored
+from plait.checkpoint.renaming import renamed_manifest
 from plait.checkpoint.tensor_file import Reader
 from plait.layout import Box
 
@@ -46,7 +47,8 @@ KeyPath = tuple[str | int, ...]
 class Planner(DefaultSavePlanner):
     """Has every box of a checkpoint written as a chunk of its tensor, and read when its turn comes."""
 
-    def __init__(self, folder: Path, manifest: Manifest) -> None:
+    def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
+        """`names`: for each parameter the name that it gets; None: those in `manifest`. CheckpointError."""
         super().__init__()
         self._reader = Reader(folder)
         self._tensors = manifest.tensors
@@ -55,7 +57,11 @@ class Planner(DefaultSavePlanner):
             for box in file.boxes:
                 self._boxes.setdefault(box.tensor, {})[box.offsets] = file.name, box
         self._names = {name: name for name in manifest.tensors}  # by the keys that torch is to have
-        self._names |= {parameter(alias): parameter(name) for alias, name in manifest.aliases.items()}
+        if names is not None:
+            manifest, self._names = renamed_manifest(manifest, names)
+        self._names |= {
+            parameter(alias): self._names[parameter(name)] for alias, name in manifest.aliases.items()
+        }
         values = {key_of(path): (path, value) for path, value in _values(manifest).items()}
         self._values = {key: value for key, (_, value) in values.items()}
         self._paths: dict[str, KeyPath] = {name: _path(name) for name in self._names}
@@ -84,7 +90,7 @@ class Planner(DefaultSavePlanner):
             one = self._tensors[name]
             return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
         file, stored = self._boxes[name][tuple(index.offset or ())]
-        return self._reader.read(file, stored.key, ())
+        return self._reader.read(file, stored.key, (), getattr(torch, self._tensors[name].dtype))
 
 
 class Writer(FileSystemWriter):

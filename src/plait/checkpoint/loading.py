@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter, whole_like
 from plait.checkpoint.folders import older, resolve
-from plait.checkpoint.manifest import FILE, Global, Manifest, read
+from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Global, Manifest, read
 from plait.checkpoint.matching import require_fit, run_under
 from plait.checkpoint.optimizer import is_number, place_of_number, restore_options
 from plait.checkpoint.reading import Boxes
@@ -62,9 +62,9 @@ def opened(folder: Path) -> Manifest:
     except CheckpointError as error:
         if not error.damaged:
             raise
+        reason = str(error).removeprefix(f"{folder / FILE} ").removesuffix(TAKE_ANOTHER)
         raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {FILE} is not what was written: {_way_out(folder)}.",
-            damaged=True,
+            f"the checkpoint {folder} is damaged: {FILE} {reason}: {_way_out(folder)}.", damaged=True
         ) from None
 
 

@@ -12,16 +12,19 @@ from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from plait.checkpoint.manifest_form import flaw_of
 from plait.errors import CheckpointError
 from plait.layout import Box
 
 FILE = "manifest.json"
 FORMAT = 1
+TAKE_ANOTHER = ": take another checkpoint."
+"""How the sentence about a damaged manifest ends."""
 
 
 @dataclass(frozen=True)
@@ -127,15 +130,37 @@ def read(folder: Path) -> Manifest:
         known, told = whole["plait_checkpoint"], whole["checksum"]
         content = text[text.index('"content":') + len('"content":') : text.rindex("}")]
         sound = checksum(content.encode()) == told
-    except (ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, RecursionError):
         known, sound = FORMAT, False
     if not sound:
-        raise CheckpointError(f"{path} is damaged: take another checkpoint.", damaged=True)
+        raise CheckpointError(f"{path} is not what was written{TAKE_ANOTHER}", damaged=True)
     if known != FORMAT:
         raise CheckpointError(
             f"{path} has format {known}, and this plait reads {FORMAT}: read it with the plait that wrote it."
         )
+    flaw = flaw_of(whole["content"])
+    if flaw is None:
+        flaw = next(
+            (link for file in whole["content"]["files"] for link in _outside(folder, file["name"])), None
+        )
+    if flaw is not None:
+        raise CheckpointError(f"{path} is ill formed ({flaw}){TAKE_ANOTHER}", damaged=True)
     return _manifest(whole["content"])
+
+
+def _outside(folder: Path, name: str) -> Iterator[str]:
+    """What is wrong with the name of a file, if it leads out of the folder, by itself or as a link."""
+    if not name or Path(name).name != name or "\0" in name:
+        yield f"files: it names {name!r}, outside of its folder"
+    elif (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+        yield f"files: {name} is a link that leads out of its folder"
+
+
+def require_form(manifest: Manifest, where: Path) -> None:
+    """CheckpointError where a manifest of what stands at `where` would be ill formed."""
+    flaw = flaw_of(json.loads(json.dumps(_plain(manifest))))
+    if flaw is not None:
+        raise CheckpointError(f"{where} cannot be taken over ({flaw}){TAKE_ANOTHER}")
 
 
 def is_complete(folder: Path) -> bool:
@@ -228,8 +253,6 @@ def _tensors(plain: Mapping[str, Any]) -> dict[str, Global]:
 
 
 def _file(plain: Mapping[str, Any]) -> File:
-    if Path(plain["name"]).name != plain["name"]:
-        raise CheckpointError(f"a manifest names the file {plain['name']!r}, outside of its folder.")
     boxes = (
         Stored(tensor, tuple(offsets), tuple(sizes), start, told)
         for tensor, offsets, sizes, start, told in plain["boxes"]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
 from plait.checkpoint.manifest import Manifest, Stored
@@ -20,6 +21,7 @@ class Boxes:
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = Reader(folder)
         self._folder = folder
+        self._tensors = manifest.tensors
         self._of: dict[str, list[tuple[str, Stored]]] = {}
         for file in manifest.files:
             for box in file.boxes:
@@ -40,7 +42,8 @@ class Boxes:
         for file, stored in self._of.get(name, ()):
             common = intersection(box, stored.box)
             if common is not None:
-                read = self._reader.read(file, stored.key, inside(common, stored.box))
+                saved: torch.dtype = getattr(torch, self._tensors[name].dtype)
+                read = self._reader.read(file, stored.key, inside(common, stored.box), saved)
                 view[inside(common, box)].copy_(read)
                 found += read.numel()
         if found != view.numel():

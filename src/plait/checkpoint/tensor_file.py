@@ -150,10 +150,20 @@ class Reader:
         self._folder = folder
         self._opened: dict[str, Any] = {}
 
-    def read(self, file: str, key: str, within: tuple[slice, ...]) -> Tensor:
-        """A part of a box, on the CPU: new memory for that part alone. CheckpointError."""
+    def read(
+        self, file: str, key: str, within: tuple[slice, ...], dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """A part of a box, on the CPU: new memory for that part alone.
+
+        CheckpointError where it cannot be read, and where it is of another dtype than `dtype`, if given.
+        """
         with self._open(file) as opened:
             found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)
+        if dtype is not None and found.dtype != dtype:
+            raise CheckpointError(
+                f"{self._folder / file} holds {key} as {found.dtype}, where the manifest says {dtype}: take "
+                "another checkpoint."
+            )
         return found
 
     def known(self, file: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from importlib import import_module
 from pathlib import Path
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from plait.cli.checkpoint_options import ABOUT, parsers, read
 from plait.cli.checkpoint_table import show
 from plait.cli.running import importing
+from plait.errors import ConfigError, listed
 from plait.train.folder import OWN
 
 if TYPE_CHECKING:
@@ -36,9 +37,7 @@ def run(argv: Sequence[str]) -> int:
     if options.action == "convert":
         _convert(options)
     elif options.format == "dcp":
-        with importing():
-            dcp = import_module("plait.checkpoint.dcp")
-        (dcp.export_dcp if options.action == "export" else dcp.import_dcp)(options.path, options.target)
+        _to_or_from_torch(options)
     elif options.action == "export":
         _export(options)
     else:
@@ -73,6 +72,36 @@ def _convert(options: Namespace) -> None:
     convert_for(options.path, options.target, spread)
 
 
+def _to_or_from_torch(options: Namespace) -> None:
+    with importing():
+        dcp = import_module("plait.checkpoint.dcp")
+    names = _names_of(options.model)
+    if options.action == "export":
+        dcp.export_dcp(options.path, options.target, names)
+        return
+    left_out = dcp.import_dcp(options.path, options.target, names)
+    if left_out:
+        print(f"left out {listed(left_out)}")
+
+
+def _names_of(model: str | None) -> Mapping[str, str] | None:
+    """Return for each of plait's names of parameters that of transformers; None: names stay."""
+    if model is None:
+        return None
+    if model == "gpt2":
+        raise ConfigError(
+            "--model gpt2: plait's own gpt2 keeps apart what transformers' GPT-2 keeps in one matrix: give "
+            "the FOLDER of a GPT-2 of transformers, which `plait train --model.name FOLDER` trains as it is."
+        )
+    with importing():
+        from plait.checkpoint.renaming import LLAMA_NAMES
+        from plait.models.huggingface.folder import model_in
+    if model == "llama":
+        return LLAMA_NAMES
+    names: Mapping[str, str] = model_in(Path(model).expanduser()).huggingface_names  # type: ignore[assignment]
+    return names
+
+
 def _export(options: Namespace) -> None:
     with importing():
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
@@ -84,7 +113,8 @@ def _export(options: Namespace) -> None:
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
     told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
     own = any(value is not None for value in told.values())
-    folder = options.model or (None if own else _trained_folder(wholes.manifest))
+    folder = None if own else _trained_folder(wholes.manifest)
+    folder = folder if options.model is None else Path(options.model).expanduser()
     if folder is not None:
         export_adapted(wholes, options.target, model_in(folder), folder, **more)
         return

@@ -24,7 +24,7 @@ actions:
 `plait checkpoint ACTION --help` lists an action's options. All run in one process."""
 FORMATS = ("huggingface", "dcp")
 DTYPES = ("float64", "float32", "float16", "bfloat16")
-_OF_HUGGINGFACE = ("file_size", "dtype", "model", "heads", "context", "rope_base")
+_OF_HUGGINGFACE = ("file_size", "dtype", "heads", "context", "rope_base")
 _ABOUT = {
     "inspect": "Says what is in a checkpoint, and whether all of it is there.\n\nexit code: 0 complete, "
     "1 damaged, 2 no checkpoint",
@@ -35,6 +35,7 @@ _ABOUT = {
     "import": "Writes such a folder as a checkpoint. Of Hugging Face: GPT-2 and Llama.",
 }
 _UNITS = {"": 1, "B": 1, "KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30}
+_UNTOLD = "where the checkpoint does not say it"
 _PATH = "a checkpoint, or a folder of them: then the newest"
 _TARGET = "a folder, which must not be there"
 
@@ -54,6 +55,8 @@ def read(argv: Sequence[str]) -> Namespace:
         if idle:
             told = idle[0].replace("_", "-")
             raise ConfigError(f"--{told} goes with --format huggingface: leave it out.")
+    elif argv[0] == "import" and options.model is not None:
+        raise ConfigError("--model goes with --format dcp: leave it out.")
     return options
 
 
@@ -79,6 +82,10 @@ def parsers() -> Mapping[str, ArgumentParser]:
         if action in ("export", "import"):
             parser.add_argument("--format", choices=FORMATS, required=True, help="of the folder")
             kinds = "float64, float32, float16 or bfloat16 (default: as they are)"
+            names = "dcp: the model whose names transformers has there, llama or the FOLDER of one"
+            if action == "export":
+                names = f"the FOLDER of the model of Hugging Face that was trained, {_UNTOLD}; {names}"
+            parser.add_argument("--model", metavar="MODEL", help=names)
             parser.add_argument("--dtype", choices=DTYPES, help=f"of parameters: {kinds}", metavar="DTYPE")
         if action != "inspect":
             size = "most that a file may have, such as 5GB (default: one file for all)"
@@ -87,10 +94,8 @@ def parsers() -> Mapping[str, ArgumentParser]:
     add("--check", action="store_true", help="read every byte, and compare it with what was written")
     add("--json", action="store_true", help="print one object with all of it")
     add = made["export"].add_argument
-    untold = "where the checkpoint does not say it"
-    add("--model", metavar="FOLDER", type=Path, help=f"the model of Hugging Face that was trained, {untold}")
-    add("--heads", metavar="N", type=_count, help=f"attention heads, {untold}")
-    add("--context", metavar="N", type=_count, help=f"tokens in a sequence, {untold} (llama)")
+    add("--heads", metavar="N", type=_count, help=f"attention heads, {_UNTOLD}")
+    add("--context", metavar="N", type=_count, help=f"tokens in a sequence, {_UNTOLD} (llama)")
     add("--rope-base", metavar="X", type=_positive, help="of rotary embedding, likewise (default: 10000)")
     return made
 

@@ -6,6 +6,7 @@ Commands are imported only when they run, so that those without tensors start wi
 from __future__ import annotations
 
 import os
+import re
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -13,6 +14,14 @@ from difflib import get_close_matches
 from importlib import import_module, metadata
 
 from plait.errors import CommunicationError, PlaitError, RankError
+
+_NO_MEMORY = re.compile(
+    r"can't allocate memory|not enough memory|out of memory|Unable to allocate|^MemoryError", re.MULTILINE
+)
+"""What torch and NumPy say where there is none."""
+_LONG_WORD = re.compile(r"\S{200,}")
+_MOST_TOLD = 80
+"""Characters of a path in a sentence."""
 
 
 @dataclass(frozen=True)
@@ -50,15 +59,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except RankError as error:
+        if _ran_out_of_memory(error):
+            return 2
         told = error.traceback in str(error)
         _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")
         return _code_of_failure(arguments)
     except CommunicationError as error:
         # A lost peer is not for the user to mend; what the other ranks did helps to find it.
+        if isinstance(error.__cause__, RankError) and _ran_out_of_memory(error.__cause__):
+            return 2
         _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
         return _code_of_failure(arguments)
     except PlaitError as error:
         _complain(str(error))
+        return 2
+    except OSError as error:
+        if error.filename is None:
+            raise
+        _complain(f"{error.filename} cannot be used ({error.strerror}): give another path.")
         return 2
     except KeyboardInterrupt:
         _complain("interrupted.")
@@ -81,6 +99,19 @@ def _dispatch(arguments: list[str]) -> int:
     raise PlaitError(f'"{name}" is not a command: {remedy}')
 
 
+def _ran_out_of_memory(error: RankError) -> bool:
+    """Whether that is why a rank failed; if so, it is told in one sentence."""
+    if not _NO_MEMORY.search(error.traceback):
+        return False
+    size = re.search(r"allocate ([\d.]+ ?\w+)", error.traceback)
+    wanted = f" for {size[1]}" if size else ""
+    _complain(
+        f"rank {error.rank} has no memory{wanted}: make the model, train.batch or model.context smaller, "
+        "take more train.microbatches, or spread it by parallel.strategy, parallel.tp or parallel.pp."
+    )
+    return True
+
+
 def _code_of_failure(arguments: Sequence[str]) -> int:
     return next((command.failed for command in COMMANDS if command.name in arguments[:1]), 1)
 
@@ -95,4 +126,6 @@ def _help() -> str:
 
 
 def _complain(message: str) -> None:
-    print(f"plait: {message}", file=sys.stderr)
+    """Print a message, of whose words none is longer than a line or two: paths may be."""
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:_MOST_TOLD]}…", message)
+    print(f"plait: {short}", file=sys.stderr)

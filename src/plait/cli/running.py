@@ -12,6 +12,9 @@ from contextlib import contextmanager
 from plait.errors import ConfigError
 from plait.plan import Plan
 
+_MOST_LOCAL, _MOST_A_CORE = 64, 8
+"""Ranks that are started here: each is a process."""
+
 
 @contextmanager
 def importing() -> Iterator[None]:
@@ -54,7 +57,7 @@ def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
     """Around a launch of `ranks` ranks, here or in a launcher's world of that size.
 
     Gives whether this process is the one that speaks. `needed_by` completes "… needs 4 ranks". Raises
-    ConfigError for a world of another size.
+    ConfigError for a world of another size, and for more local ranks than a machine can carry.
     """
     from plait.comm.pool import stop_fork_server
     from plait.comm.world import find_world
@@ -64,6 +67,12 @@ def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
         raise ConfigError(
             f"{needed_by} needs {ranks} ranks, but {world.launcher} started {world.world_size}: "
             f"start {ranks}, or change the degrees."
+        )
+    most = max(_MOST_LOCAL, _MOST_A_CORE * (os.cpu_count() or 1))
+    if world is None and ranks > most:
+        raise ConfigError(
+            f"{needed_by} needs {ranks} ranks, and this machine starts at most {most}: "
+            "lower the degrees, or start the ranks on several hosts with torchrun."
         )
     if world is None:
         signal.signal(signal.SIGTERM, _terminate)

@@ -23,6 +23,9 @@ from plait.simulation.pictures import FORMATS, write_pictures
 from plait.simulation.text import draw_text, title
 from plait.simulation.timeline import Timeline, simulate
 
+_MOST_ACTIONS = 2**18
+"""Of one kind: more would take minutes without a word."""
+
 
 def run(argv: Sequence[str]) -> int:
     """Do what `argv` asks and return 0. Raises `PlaitError` where the user has something to mend."""
@@ -55,6 +58,12 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
     if missing:
         raise ConfigError(
             f"the following arguments are required: {', '.join(missing)}; see `plait schedule --help`."
+        )
+    cells = options.ranks * options.microbatches * (options.chunks or 1)
+    if cells > _MOST_ACTIONS:
+        raise ConfigError(
+            f"--ranks, --microbatches and --chunks make {cells:,} forwards, and plait schedule takes "
+            f"{_MOST_ACTIONS:,} at most: give fewer micro-batches, whose pattern repeats."
         )
     return schedule(
         policy,

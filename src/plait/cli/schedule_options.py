@@ -71,7 +71,7 @@ def _limit(text: str) -> float:
 def _read(text: str) -> float:
     try:
         value = float(text)
-        return int(text) if text.lstrip("+-").isdecimal() else value
+        return int(text) if text.lstrip("+-").isdecimal() and isfinite(value) else value
     except (ValueError, OverflowError):
         return nan
 

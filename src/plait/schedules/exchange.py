@@ -59,7 +59,12 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
         )
     rows = [_row(number, line) for number, line in enumerate(lines, start=1)]
     actions = tuple(tuple(action for _, action in row) for row in rows)
-    microbatches = 1 + max(action.microbatch for row in actions for action in row)
+    microbatches, count = 1 + max(action.microbatch for row in actions for action in row), sum(map(len, rows))
+    if microbatches > count:
+        raise ScheduleError(
+            f"there is a micro-batch {microbatches - 1} among {count} actions; number micro-batches from 0, "
+            "without gaps."
+        )
     return Schedule(name, microbatches, _rank_of(rows), actions)
 
 

@@ -118,7 +118,7 @@ class RunCheckpoints:
         for group, options in zip(optimizer.param_groups, wished, strict=True):
             group.update(options)
         step = state.get("step")
-        if not isinstance(step, int):
+        if type(step) is not int or step < 0:
             raise CheckpointError(
                 f"the checkpoint {path} does not say after how many steps it was written: give one of plait "
                 "train, or of save with a state of {'step': …}."

@@ -6,10 +6,11 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.errors import ConfigError
+from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
 from plait.search.schedule import usual_chunks
 from plait.sizes import usual_inner
+from plait.train.paths import unusable
 from plait.train.sections import (
     DataConfig,
     ModelConfig,
@@ -18,6 +19,28 @@ from plait.train.sections import (
     Section,
     TrainConfig,
 )
+
+MOST = 2**31 - 1
+"""Of any size or count."""
+LIMITS = {
+    "layers": 10_000,
+    "hidden": 2**24,
+    "heads": 2**16,
+    "kv_heads": 2**16,
+    "inner": 2**26,
+    "context": 2**24,
+    "microbatches": 2**16,
+    "pp": 2**16,
+    "tp": 2**16,
+    "dp": 2**16,
+    "replicate": 2**16,
+    "chunks": 2**16,
+}
+"""Of those that take time or memory with each one more."""
+LONGEST = 10**6
+"""Seconds: what waits counts milliseconds in 32 bits."""
+NOT_COUNTS = ("seed",)
+PATHS = ("model.name", "data.source", "data.tokenizer", "run.dir", "run.resume")
 
 
 class Config(Section):
@@ -31,6 +54,8 @@ class Config(Section):
 
     @model_validator(mode="after")
     def _consistent(self) -> Self:
+        _check_magnitudes(self)
+        _check_paths(self)
         if self.model.folder is None:
             _check_family(self.model)
             _check_heads(self.model)
@@ -55,6 +80,38 @@ class Config(Section):
     def _usual_master(self) -> Precision | None:
         """Training in 16 bits loses an optimizer's small steps: they are added up in fp32."""
         return "fp32" if self.train.precision in ("bf16", "fp16") else None
+
+
+def _check_magnitudes(config: Config) -> None:
+    """Refuse sizes and counts that no machine could hold or run, before anything goes through them."""
+    for section, fields in config:
+        for name, value in fields:
+            if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST):
+                raise ConfigError(
+                    f"{section}.{name} = {_short(value)} is more than {LIMITS.get(name, MOST)}, the most "
+                    "that plait takes: give a smaller one."
+                )
+
+    if config.run.timeout > LONGEST:
+        raise ConfigError(
+            f"run.timeout = {config.run.timeout:g} is more than {LONGEST} seconds: give a shorter time."
+        )
+
+
+def _short(value: int) -> str:
+    return str(value) if value < 10**24 else f"about 2^{value.bit_length() - 1}"
+
+
+def _check_paths(config: Config) -> None:
+    """Refuse paths that no file system takes."""
+    for field in PATHS:
+        section, _, name = field.partition(".")
+        text = str(getattr(getattr(config, section), name))
+        reason = unusable(text)
+        if reason is not None:
+            raise ConfigError(
+                f"{field} is {text[:60]!r}{'…' * (len(text) > 60)}, {reason}: give another path."
+            )
 
 
 def _check_steps(config: Config) -> None:
@@ -159,7 +216,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     chunks = parallel.chunks or usual_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
     if len(counts) != parallel.pp * chunks:
         raise ConfigError(
-            f"parallel.layers_per_stage = {list(counts)} cuts another number of stages than "
+            f"parallel.layers_per_stage = [{listed([*map(str, counts)])}] cuts another number of stages than "
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "
             "give one count for each stage, or leave it out."
         )

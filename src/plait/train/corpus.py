@@ -56,14 +56,19 @@ def open_tokens(source: str, dtype: str) -> Tokens:
         return np.memmap(path, dtype=dtype, mode="r")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {error}.") from None
+    except Exception as error:  # of any kind: what NumPy meets in a header that it did not write
+        reason = " ".join(str(error).split()).rstrip(".")
+        raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {reason}.") from None
+    if not isinstance(tokens, np.ndarray):
+        raise DataError(
+            f"data.source = {source!r} is an archive of arrays: save the tokens as one .npy array."
+        )
     if tokens.ndim != 1 or not np.issubdtype(tokens.dtype, np.integer):
         raise DataError(
             f"data.source = {source!r} holds {tokens.dtype} of shape {tokens.shape}: "
             "save the tokens as whole numbers in one dim."
         )
-    return tokens  # type: ignore[no-any-return]
+    return tokens
 
 
 def _standard_library(root: Path) -> Iterator[bytes]:

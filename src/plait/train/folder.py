@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, ModelError
+from plait.train.paths import unusable
 
 OWN = ("gpt2", "llama")
 """The models that plait has itself; any other name is a folder."""
@@ -18,6 +19,9 @@ def complete(given: Any) -> dict[str, Any]:
     Raises ConfigError where there is no such model, or a field says something else than the folder.
     """
     name = given["name"]
+    reason = unusable(name)
+    if reason is not None:
+        raise ConfigError(f"model.name is {name[:60]!r}…, {reason}: give another path.")
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(

@@ -10,14 +10,26 @@ from plait.train.config import Config
 from plait.train.data import Data
 
 
-def introduce(config: Config, mesh: Mesh, data: Data, parameters: int) -> Iterator[str]:
-    """Give the lines; `parameters` are counted over the whole model."""
+def introduce(
+    config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
+) -> Iterator[str]:
+    """Give the lines; `parameters` are counted over the whole model.
+
+    `has_weights`: whether a model in a folder starts from weights there, and not from random values.
+    """
     model, settings, plan = config.model, config.train, config.plan()
     size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
     yield (
         f"Model: {model.name}, {size} parameters ({model.layers} blocks, hidden {model.hidden}, "
         f"context {model.context}, vocabulary {data.vocab:,})."
     )
+    if model.folder is not None and has_weights:
+        yield f"Weights: those in {model.folder}."
+    elif model.folder is not None:
+        yield (
+            f"WARNING: {model.folder} holds no weights: the run starts from random values (train.seed = "
+            f"{settings.seed})."
+        )
     ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
     yield (
         f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}{_sharding(plan)}), "

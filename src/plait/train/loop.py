@@ -105,7 +105,7 @@ def _begin(
     config: Config, trainer: Trainer, mesh: Mesh, data: Data, memory: Memory | None, follower: Follower
 ) -> None:
     """What is told before the first step."""
-    for line in introduce(config, mesh, data, trainer.parameters):
+    for line in introduce(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights):
         follower.note(line)
     if memory is not None:
         follower.note(summary(memory))

@@ -144,8 +144,8 @@ def _read_file(path: Path) -> dict[str, Setting]:
 def _settings(tree: Mapping[str, object], origin: str) -> dict[str, Setting]:
     settings = {}
     for name, value in _flatten(tree):
-        _field(name, origin)
-        settings[name] = Setting(value, origin)
+        is_none = _takes_none(_field(name, origin)) and value == "none"  # TOML itself has no word for it
+        settings[name] = Setting(None if is_none else value, origin)
     return settings
 
 
@@ -179,10 +179,16 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 def _typed(text: str, field: Schema) -> object:
     """Read `text` as the first kind of value that the field takes; what is none of them stays text."""
+    if text.lower() == "none" and _takes_none(field):
+        return None
     for option in field.get("anyOf", [field]):
         with suppress(ValueError, KeyError, RecursionError):
             return _read(text, option["type"])
     return text
+
+
+def _takes_none(field: Schema) -> bool:
+    return any(option.get("type") == "null" for option in field.get("anyOf", ()))
 
 
 def _read(text: str, kind: str) -> object:
@@ -216,16 +222,29 @@ def nearest(name: str) -> str | None:
     return lasts[near[0]] if near else None
 
 
+def _require_json(name: str, setting: Setting) -> None:
+    """ConfigError for what JSON cannot hold: numbers of thousands of digits, text that is no UTF-8."""
+    try:
+        json.dumps(setting.value, default=str, ensure_ascii=False).encode()
+    except ValueError:
+        raise ConfigError(
+            f"{name} (from {setting.origin}) is no UTF-8 text, or a number that is too long: give "
+            f"{takes(fields()[name])}."
+        ) from None
+
+
 def _build(settings: Mapping[str, Setting]) -> Config:
     tree: dict[str, dict[str, object]] = {}
     for name, setting in settings.items():
         section, _, field = name.partition(".")
+        _require_json(name, setting)
         tree.setdefault(section, {})[field] = setting.value
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
-        name = ".".join(str(part) for part in error.errors()[0]["loc"][:2])
-    setting = settings[name]
+        first = error.errors()[0]
+        name = ".".join(str(part) for part in first["loc"][:2])
+    setting = settings.get(name) or Setting(first["input"], f"the folder {settings['model.name'].value}")
     shown = json.dumps(setting.value, default=str, ensure_ascii=False)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
     raise ConfigError(f"{name} is {shown} (from {setting.origin}): give {takes(fields()[name])}.")

@@ -25,5 +25,5 @@ def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
     usual = {name: section(manifest.state, "config", name) for name in _KEPT}
     config = config_from_arguments(arguments, usual, "the checkpoint")
     tokens = manifest.tensors.get(_TOKENS)
-    vocab = config.model.vocab or (tokens.shape[0] if tokens else 1)
+    vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
     return draw(build_model(config.model, vocab), config.plan()).spread

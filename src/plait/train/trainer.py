@@ -33,6 +33,7 @@ class Trainer:
         model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
         values = weights_of(config.model, model)
+        self.has_weights = values is not None
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
         self.optimizer = adamw(groups, settings)

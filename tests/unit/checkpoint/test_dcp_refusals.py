@@ -112,8 +112,26 @@ def grow(metadata: Metadata) -> None:
     entry.size = entry.chunks[0].sizes = torch.Size([1 << 40, 3])
 
 
+def another_path(metadata: Metadata) -> None:
+    metadata.planner_data["model.0.weight"] = ("optim", "state", "0.weight")
+
+
+def no_path(metadata: Metadata) -> None:
+    metadata.planner_data["model.0.weight"] = ({}, "0.weight")
+
+
 def cut_short(path: Path) -> None:
     path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def link_out(source: Path) -> None:
+    (source / "__0_0.distcp").rename(source.parent / "elsewhere.distcp")
+    (source / "__0_0.distcp").symlink_to(source.parent / "elsewhere.distcp")
+
+
+def junk(source: Path) -> None:
+    path = source / "__0_0.distcp"
+    path.write_bytes(b"x" * path.stat().st_size)
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
@@ -121,9 +139,13 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "no metadata": (lambda source: (source / ".metadata").unlink(), "it has no .metadata"),
     "half of the metadata": (lambda source: cut_short(source / ".metadata"), "damaged"),
     "no file": (lambda source: (source / "__0_0.distcp").unlink(), "it has no file __0_0.distcp"),
+    "a link": (link_out, "is a link that leads out of it"),
+    "junk": (junk, "cannot be read"),
     "half of a file": (lambda source: cut_short(source / "__0_0.distcp"), "cannot be read"),
     "another folder": (lambda source: changed(source, lead_out), "it has no file ../torch/"),
     "overlapping pieces": (lambda source: changed(source, overlap), "do not make up"),
+    "another path": (lambda source: changed(source, another_path), "is not that of model.0.weight"),
+    "no path": (lambda source: changed(source, no_path), "is no path"),
     "missing pieces": (lambda source: changed(source, grow), "cannot be read"),
     "something else": (lambda source: (source / ".metadata").write_bytes(pickle.dumps({})), "damaged"),
     "text": (lambda source: (source / ".metadata").write_text("hello"), "damaged"),
@@ -150,6 +172,11 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
     "lists": (
         {"model": {"w": torch.ones(2)}, "optim": {"state": {"w": {"m": [torch.ones(2)]}}}},
         "under 'm.0'",
+    ),
+    "a deep plait": ({"w": torch.ones(2), "plait": "[" * 100_000}, "a key plait that plait did not write"),
+    "an ill-formed plait": (
+        {"w": torch.ones(2), "plait": '{"class":"","run":{"passes":-1},"state":{},"plan":{},"aliases":{}}'},
+        "cannot be taken over .run",
     ),
     "another plait": ({"w": torch.ones(2), "plait": "curls"}, "a key plait that plait did not write"),
 }

@@ -189,12 +189,14 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     called = []
     dcp = ModuleType("plait.checkpoint.dcp")
     for name in ("export_dcp", "import_dcp"):
-        setattr(dcp, name, lambda *paths, name=name: (paths[1].mkdir(), called.append((name, *paths))))
+        setattr(dcp, name, lambda *told, name=name: (told[1].mkdir(), called.append((name, *told)), ())[-1])
     monkeypatch.setitem(sys.modules, dcp.__name__, dcp)
     for action in ("export", "import"):
         arguments = [str(tmp_path / "a"), str(tmp_path / action), "--format", "dcp"]
         assert main(["checkpoint", action, *arguments]) == 0
-    assert called == [(f"{action}_dcp", tmp_path / "a", tmp_path / action) for action in ("export", "import")]
+    assert called == [
+        (f"{action}_dcp", tmp_path / "a", tmp_path / action, None) for action in ("export", "import")
+    ]
 
 
 @pytest.mark.parametrize(
@@ -209,6 +211,8 @@ def test_dcp_is_called(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("convert a b --parallel.tp 2 --file-size 5GB", "--file-size goes with whole tensors: leave it out"),
         ("export a b", "the following arguments are required: --format; see"),
         ("export a b --format onnx", "invalid choice: 'onnx'"),
+        ("import a b --format huggingface --model c", "--model goes with --format dcp: leave it out"),
+        ("import a b --format dcp --model gpt2", "keeps apart what transformers' GPT-2 keeps in one matrix"),
         ("export a b --format dcp --rope-base 5", "--rope-base goes with --format huggingface: leave it"),
         ("export a b --format huggingface --heads 0", "'0' is no count: give a whole number of at least 1"),
         ("import nowhere b --format huggingface", "nowhere has no config.json: give a folder as"),

@@ -14,12 +14,14 @@ import torch
 from torch.nn import functional
 
 from parity import huggingface_cases as cases
+from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface.adapter import from_huggingface
 from plait.models.huggingface.folder import weights_in
 from plait.train.config import Config
 from plait.train.data import load_data
+from plait.train.introduction import introduce
 from plait.train.loop import train
 from plait.train.model import build_model
 from plait.train.settings import load_config
@@ -109,6 +111,15 @@ def test_the_weights_of_every_family_are_found(tmp_path: Path, name: str) -> Non
     missing = sequence.state_dict().keys() - weights.keys()
     assert missing <= ({"head.lm_head.weight"} if model.config.tie_word_embeddings else set())
     assert all(torch.equal(weights[key][...], theirs[sequence.huggingface_names[key]]) for key in weights)
+
+
+@pytest.mark.parametrize(("has_weights", "told"), [(True, "Weights: those in "), (False, "WARNING: ")])
+def test_a_run_says_what_values_it_starts_from(folder: Path, has_weights: bool, told: str) -> None:
+    config = config_of(folder)
+    lines = list(introduce(config, Mesh(config.plan()), load_data(config), 1, has_weights=has_weights))
+    line = next(line for line in lines if str(folder) in line and not line.startswith("Model: "))
+    assert line.startswith(f"{told}{folder}")
+    assert has_weights or "random values (train.seed = 0)" in line
 
 
 def test_a_run_begins_with_the_weights_and_matches_one_rank(

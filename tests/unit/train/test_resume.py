@@ -5,14 +5,17 @@ from __future__ import annotations
 import json
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from plait.comm.pool import RankPool
 from plait.errors import CheckpointError, ConfigError, NonFiniteError
+from plait.train import checkpoints
 from plait.train.config import Config
 from plait.train.loop import Report, train
+from plait.train.progress import Follower
 
 
 def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: Any) -> Config:
@@ -158,3 +161,16 @@ def test_training_goes_on_where_nothing_can_be_written(
     report = train(make(tmp_path, save_every=2))
     assert (report.steps, report.saved) == (6, False)
     assert capsys.readouterr().out.count("WARNING: the checkpoint") == 3
+
+
+@pytest.mark.parametrize("step", [-5, 2.0, True, None, "3"])
+def test_a_step_that_is_none_is_refused(
+    step: object, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(checkpoints, "load", lambda *told: {"step": step})
+    trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]))
+    mesh: Any = SimpleNamespace(rank=0)
+    config = make(tmp_path, resume=str(tmp_path / "one"))
+    run = checkpoints.RunCheckpoints(config, trainer, mesh, Follower(1, shown=False))
+    with pytest.raises(CheckpointError, match="does not say after how many steps it was written"):
+        run.resume()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ from plait.checkpoint.huggingface.sizes import Sizes
 from plait.errors import CheckpointError
 
 FILE = "config.json"
+MOST_BLOCKS, MOST = 10_000, 2**31 - 1
 EPSILON = 1e-5
 """Of the norms of both families."""
 NEEDED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
@@ -81,7 +83,7 @@ def read_config(folder: Path) -> dict[str, Any]:
         raise CheckpointError(
             f"{folder} has no {FILE}: give a folder as save_pretrained of transformers leaves it."
         ) from None
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise CheckpointError(f"{folder / FILE} cannot be read ({error}): mend it.") from None
     if not isinstance(config, dict):
         raise CheckpointError(f"{folder / FILE} is not a configuration: give another folder.")
@@ -126,8 +128,14 @@ def _llama(config: Mapping[str, Any], where: Path) -> Sizes:
     known = {key: value for key, value in config.items() if value is not None}
     rope = {"rope_theta": config.get("rope_theta", Sizes.rope_base)}  # where files had it once
     for key in ("rope_scaling", "rope_parameters"):
-        rope |= config.get(key) or {}
+        told = config.get(key) or {}
+        if not isinstance(told, dict):
+            raise CheckpointError(f"{where / FILE} has {key} = {told!r}: give an object with a rope_theta.")
+        rope |= told
     _require(config, where, "rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
+    base = rope["rope_theta"]
+    if not isinstance(base, int | float) or not 0 < base < inf:
+        raise CheckpointError(f"{where / FILE} has rope_theta = {base!r}: give a number above 0.")
     return Sizes(
         family="llama",
         layers=_size(config, where, "num_hidden_layers"),
@@ -138,14 +146,16 @@ def _llama(config: Mapping[str, Any], where: Path) -> Sizes:
         vocab=_size(config, where, "vocab_size"),
         context=_size(config, where, "max_position_embeddings"),
         tied=config.get("tie_word_embeddings", False),
-        rope_base=float(rope["rope_theta"]),
+        rope_base=float(base),
     )
 
 
 def _size(config: Mapping[str, Any], where: Path, key: str) -> int:
-    size = config.get(key)
-    if not isinstance(size, int) or size < 1:
-        raise CheckpointError(f"{where / FILE} has {key} = {size!r}: give a whole number of at least 1.")
+    size, most = config.get(key), MOST_BLOCKS if key in ("n_layer", "num_hidden_layers") else MOST
+    if type(size) is not int or not 1 <= size <= most:
+        raise CheckpointError(
+            f"{where / FILE} has {key} = {size!r}: give a whole number of at least 1, and at most {most}."
+        )
     return size
 
 

@@ -21,8 +21,8 @@ from plait.checkpoint.new_folder import new_folder
 from plait.checkpoint.tensor_file import Item
 from plait.checkpoint.wholes import Wholes, whole_box, write_files
 from plait.errors import CheckpointError, listed
+from plait.weight_files import INDEX
 
-SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 BESIDE = (
     "generation_config.json",
     "tokenizer.json",

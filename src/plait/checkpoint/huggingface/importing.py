@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
 from functools import partial
@@ -15,16 +14,13 @@ from torch import Tensor
 from plait.checkpoint.contents import parameter
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.huggingface.configs import read_config, sizes_in
-from plait.checkpoint.huggingface.exporting import INDEX, SINGLE
 from plait.checkpoint.huggingface.naming import HEAD, Pair, pairs_of
 from plait.checkpoint.huggingface.sizes import Sizes
 from plait.checkpoint.manifest import Global, Manifest
 from plait.checkpoint.tensor_file import Item, Reader
 from plait.checkpoint.wholes import whole_box, write_native
-from plait.errors import CheckpointError, listed
-
-NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".rotary_emb.inv_freq")
-"""How names end of what older files hold beside parameters: masks and frequencies."""
+from plait.errors import CheckpointError, ModelError, listed
+from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
 
 def import_folder(
@@ -57,14 +53,13 @@ class Weights:
     """The safetensors of a folder, in whichever files they are."""
 
     def __init__(self, folder: Path) -> None:
-        """CheckpointError where there are none."""
+        """CheckpointError where there are none, or a file is missing or damaged."""
         self._folder = folder
         self._reader = Reader(folder)
-        self._file: dict[str, str] = {}
+        self._file = _file_of(folder)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for file in _files(folder):
-            for key, known in self._reader.known(file).items():
-                self._file[key], self._known[key] = file, known
+        for file in sorted(set(self._file.values())):
+            self._known |= self._reader.known(file)
 
     def require_fit(self, pairs: Iterable[Pair], *, tied: bool) -> None:
         """CheckpointError unless the folder has just these, and, if `tied`, no other head."""
@@ -99,20 +94,12 @@ class Weights:
         return self._reader.read(self._file[key], key, within)
 
 
-def _files(folder: Path) -> list[str]:
-    """As transformers looks for them: other files may hold the same in other words."""
-    if (folder / SINGLE).is_file():
-        return [SINGLE]
-    if (folder / INDEX).is_file():
-        try:
-            named = set(json.loads((folder / INDEX).read_text(encoding="utf-8"))["weight_map"].values())
-            strange = [name for name in named if Path(name).name != name]
-        except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-            raise CheckpointError(f"{folder / INDEX} cannot be read ({error!r}): mend it.") from None
-        if strange:
-            raise CheckpointError(f"{folder / INDEX} names {strange[0]!r}, outside of its folder: mend it.")
-        return sorted(named)
-    found = sorted(path.name for path in folder.glob("*.safetensors"))
+def _file_of(folder: Path) -> dict[str, str]:
+    """The file of each tensor. CheckpointError where there are none, or files are not as they should be."""
+    try:
+        found = files_of_tensors(folder)
+    except ModelError as error:
+        raise CheckpointError(str(error)) from None
     if not found:
         raise CheckpointError(
             f"{folder} has no safetensors: load the model with transformers and save it with save_pretrained."

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import isfinite
 from typing import Any, Literal
 
 from plait.checkpoint.manifest import Global, Manifest, section
@@ -50,7 +51,8 @@ def sizes_of(
     tensors = manifest.tensors
     blocks = {int(found[1]) for name in tensors if (found := _BLOCK.fullmatch(name))}
     first = "model.blocks.0.{}.weight".format
-    if not {_TOKEN, first("attention.key"), first("mlp.up")} <= tensors.keys():
+    needed = {_TOKEN, first("attention.key"), first("mlp.up"), *({_POSITION} & tensors.keys())}
+    if not all(name in tensors and len(tensors[name].shape) == 2 for name in needed):
         raise CheckpointError(
             "the checkpoint is of no gpt2 or llama of plait's own: if it is of a model of Hugging Face, give "
             "the folder of that model."
@@ -77,7 +79,7 @@ def sizes_of(
 def _told(state: Mapping[str, Any]) -> Mapping[str, Any]:
     """What `import_folder` or `plait train` left."""
     told = section(state, "sizes") or section(state, "config", "model")
-    return {name: value for name, value in told.items() if isinstance(value, Told)}
+    return {name: value for name, value in told.items() if isinstance(value, Told) and isfinite(value)}
 
 
 def _one(name: str, given: Told | None, told: Mapping[str, Any], usual: Told | None) -> Told:

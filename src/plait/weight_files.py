@@ -1,0 +1,142 @@
+"""Which files in a folder of Hugging Face hold a model's weights, and which tensor is in which file.
+
+The order of precedence is that of transformers:
+
+    1. the file or index that config.json names under `transformers_weights`
+    2. model.safetensors
+    3. model.safetensors.index.json, and the shards that it names
+    4. pytorch_model*.bin, which plait does not read
+
+Only where there is none of these are other *.safetensors read, all of them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from plait.errors import ModelError, listed
+
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
+NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".inv_freq")
+"""How names end of what older files hold beside parameters: masks and rotary frequencies."""
+_INDEX_ENDS = ".safetensors.index.json"
+_SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
+_MOST_TOLD = 5
+
+
+def files_of_tensors(folder: Path) -> dict[str, str]:
+    """Return the file of each tensor among the weights in `folder`; empty where there are no weights.
+
+    Reads headers only. Needs the package safetensors. ModelError for a file that is missing or damaged, for a
+    tensor that stands in two files, for an index that does not fit its files, and for weights in another
+    format.
+    """
+    index = _index_of(folder)
+    places = {} if index is None else _weight_map(folder, index)
+    names = sorted(set(places.values())) if index is not None else _files_without_index(folder)
+    found: dict[str, str] = {}
+    for name in names:
+        for key in _keys(folder, name, index):
+            if key in found:
+                raise ModelError(
+                    f"{key} stands in both {found[key]} and {name} of {folder}: remove the file that is old."
+                )
+            found[key] = name
+    wrong = [f"{key} (in {name})" for key, name in places.items() if found.get(key) != name]
+    if wrong:
+        raise ModelError(
+            f"{folder / str(index)} names {listed(wrong, most=_MOST_TOLD)}, which is not there: copy the "
+            "folder anew, as save_pretrained wrote it."
+        )
+    return found
+
+
+def _index_of(folder: Path) -> str | None:
+    """Return the name of the index that transformers would follow, if any."""
+    named = _named_in_config(folder)
+    if named is not None:
+        return named if named.endswith(_INDEX_ENDS) else None
+    return INDEX if not (folder / SINGLE).is_file() and (folder / INDEX).is_file() else None
+
+
+def _files_without_index(folder: Path) -> list[str]:
+    named = _named_in_config(folder)
+    if named is not None:
+        return [named]
+    if (folder / SINGLE).is_file():
+        return [SINGLE]
+    others = sorted(folder.glob("pytorch_model*.bin"))
+    if others:
+        raise ModelError(
+            f"the weights in {others[0]} are no safetensors: load the model with transformers and save it "
+            "again with save_pretrained, or take the file away."
+        )
+    found = sorted(path.name for path in folder.glob("*.safetensors"))
+    _require_all_shards(folder, found)
+    return found
+
+
+def _named_in_config(folder: Path) -> str | None:
+    """Return what config.json gives as `transformers_weights`. ModelError where that is outside."""
+    try:
+        config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError, RecursionError):
+        return None  # whoever reads the configuration says what is wrong with it
+    named = config.get("transformers_weights") if isinstance(config, dict) else None
+    if named is None:
+        return None
+    if not _is_inside(named) or not named.endswith((".safetensors", _INDEX_ENDS)):
+        raise ModelError(
+            f"{folder / 'config.json'} has transformers_weights = {named!r}: give the name of a safetensors "
+            "file in the folder, or of its index."
+        )
+    return str(named)
+
+
+def _weight_map(folder: Path, index: str) -> Mapping[str, str]:
+    """Return the file of each tensor as an index gives it."""
+    path = folder / index
+    try:
+        places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
+        raise ModelError(f"{path} cannot be read ({error!r}): copy the folder anew.") from None
+    if not isinstance(places, dict) or not places:
+        raise ModelError(f"{path} has no weight_map with names of tensors and files: copy the folder anew.")
+    for key, name in places.items():
+        if not _is_inside(name):
+            raise ModelError(f"{path} names {name!r} for {key}, outside of its folder: copy the folder anew.")
+    return places
+
+
+def _is_inside(name: Any) -> bool:
+    return isinstance(name, str) and bool(name) and Path(name).name == name
+
+
+def _require_all_shards(folder: Path, names: Sequence[str]) -> None:
+    """ModelError where files are numbered as shards and one of them is missing."""
+    present = set(names)
+    for matched in filter(None, map(_SHARD.fullmatch, names)):
+        stem, count = matched[1], int(matched[3])
+        for number in range(1, count + 1):
+            name = f"{stem}{number:05d}-of-{count:05d}.safetensors"
+            if name not in present:
+                raise ModelError(f"{folder / name} is missing, one of {count} shards: copy the folder anew.")
+
+
+def _keys(folder: Path, name: str, index: str | None) -> list[str]:
+    """Return the names of the tensors in a file."""
+    from safetensors import SafetensorError, safe_open
+
+    path = folder / name
+    if not path.is_file():
+        named = f", though {index} names it" if index else ""
+        raise ModelError(f"{path} is missing{named}: copy the folder anew.")
+    try:
+        with safe_open(path, framework="np") as opened:
+            return list(opened.keys())
+    except (OSError, SafetensorError) as error:
+        raise ModelError(f"{path} is damaged ({error}): copy the file anew.") from None
