@@ -43,6 +43,8 @@ def state_of(
             found[key] = None, value
         elif tuple(piece.shape) == layout.shape:
             found[key] = tuple(value.shape), value
+        elif value.dim() == 0 and layout.shape == ():
+            continue  # nothing of a number lies here; the rank that has it writes what belongs to it
         else:
             raise CheckpointError(
                 f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a piece "
