@@ -50,9 +50,9 @@ def fingerprint_of_tokens(*values: Value) -> str:
 
 
 def fingerprint_of_values(values: Iterable[Tensor]) -> str:
-    """The values that are brought along; ranks that start differently would never come together."""
+    """Return the hash of the values that a model is brought with."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         digest.update(bits_of(value))
         del value  # before the next is read
-    return f"start from values {digest.hexdigest()} (seed each rank alike before it builds the model)"
+    return digest.hexdigest()
