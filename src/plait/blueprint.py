@@ -16,6 +16,7 @@ from plait.checkpoint.spread import Spread
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
+from plait.pipeline.compiled import refuse_compiled_modules
 from plait.pipeline.cost import layer_costs
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.refusals import refuse_layout_dependence
@@ -123,6 +124,7 @@ def draw(
     `order_of` is asked as `ordered_cut` is; who draws many plans gives one that remembers.
     """
     sequence = sequence_of(model)
+    refuse_compiled_modules(model)
     recompute = recompute_of_layers(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)
     cuts = matched_rules(model, rules, plan, sequence)

@@ -16,12 +16,14 @@ from torch import Tensor, nn
 from plait.autograd.deferred import Keeper, defer_weight_gradients
 from plait.autograd.dropout import Draws
 from plait.blueprint import Blueprint, draw, span
-from plait.comm.agreement import agree
+from plait.comm.agreement import agree, unlike_first
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
+from plait.errors import ModelError, listed
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Source, Values, places_of
+from plait.pipeline.compiled import refuse_compiled_loss
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.fingerprint import fingerprint, fingerprint_of_values
 from plait.pipeline.loss_end import LossEnd
@@ -66,9 +68,11 @@ def parallelize(
     Communication, once: the ranks agree on model, plan and values (256 bytes each), make groups for tied
     parameters and repeated heads, and map each other's gradients where they share a host; with `broadcast`
     every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
-    before anything runs, and CommunicationError when the ranks were given different models, plans or values.
+    before anything runs, ModelError, too, when the ranks bring different values without `broadcast`, and
+    CommunicationError when they were given different models or plans.
     """
     mesh.check_plan(plan)
+    refuse_compiled_loss(loss)
     loss = as_loss(loss)
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
@@ -108,13 +112,25 @@ def parallelize(
 def agreed_source(
     drawn: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> Source:
-    """What the model starts from, once all ranks have said that they mean the same."""
+    """What the model starts from, once all ranks have said that they mean the same.
+
+    ModelError where they bring other values than rank 0.
+    """
     world, sequence = mesh.group("world"), drawn.sequence
     own = Values(places_of(named(sequence.layers)), seed, given)
-    start = "start from the values of rank 0" if broadcast else fingerprint_of_values(own.known())
-    for told in (fingerprint(sequence, drawn.plan, drawn.counts, drawn.cuts, seed), start):
-        agree(told, world, mesh.device)
-    return FromRankZero(own, world, mesh.device) if broadcast else own
+    print_of_model = fingerprint(sequence, drawn.plan, drawn.counts, drawn.cuts, seed)
+    start = "start from the values of rank 0" if broadcast else "start from each rank's own values"
+    agree(f"{start}, {print_of_model}", world, mesh.device)
+    if broadcast:
+        return FromRankZero(own, world, mesh.device)
+    others = unlike_first(fingerprint_of_values(own.known()), world, mesh.device)
+    if others:
+        raise ModelError(
+            f"the model starts from other values on {'rank' if len(others) == 1 else 'ranks'} "
+            f"{listed(list(map(str, others)))} than on rank 0: give parallelize broadcast=True, and those of "
+            "rank 0 count, or seed each rank alike (torch.manual_seed) before it builds the model."
+        )
+    return own
 
 
 def proof(drawn: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from difflib import get_close_matches
 from typing import Literal, get_args
 
 from plait.errors import PlanError
@@ -13,8 +14,10 @@ Recompute = Literal["none", "selective", "full"]
 Precision = Literal["fp64", "fp32", "bf16", "fp16"]
 Offload = Literal["none", "parameters", "full"]
 SequenceParallel = Literal["none", "keep", "regather"]
+Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
 
 _CHOICES = {
+    "schedule": Policy,
     "strategy": Strategy,
     "reduce": Reduce,
     "offload": Offload,
@@ -131,6 +134,8 @@ class Plan:
         if isinstance(modes, tuple | list):
             # A list would make the plan unhashable and unequal to its twin.
             object.__setattr__(self, "recompute", tuple(modes))
+            if not modes:
+                raise PlanError("plan.recompute is (): give one of them for each layer of the model, or one.")
         for mode in modes if isinstance(modes, tuple | list) else (modes,):
             _require_choice("recompute", mode, get_args(Recompute))
 
@@ -162,7 +167,9 @@ class Plan:
 
 def _require_choice(name: str, value: object, choices: tuple[str, ...]) -> None:
     if value not in choices:
-        raise PlanError(f"plan.{name} is {value!r}: choose one of {', '.join(choices)}.")
+        near = get_close_matches(str(value).lower(), choices, n=1)
+        remedy = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(choices)}."
+        raise PlanError(f"plan.{name} is {value!r}: {remedy}")
 
 
 def _require_positive(name: str, value: object) -> None:

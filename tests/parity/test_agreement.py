@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import traceback
+
 import pytest
 import torch
 from torch import nn
 
 import plait
-from plait.errors import CommunicationError
+from plait.errors import CommunicationError, ModelError
 
 
 def weave_with_seed(seeds: tuple[int, ...]) -> None:
@@ -27,8 +29,16 @@ def weave_with_width(widths: tuple[int, ...]) -> None:
 
 def test_ranks_that_start_from_other_values_are_refused(rank_pool):
     rank_pool.run(weave_with_seed, (1, 1), ranks=2)
-    with pytest.raises(CommunicationError, match="seed each rank alike before it builds the model"):
+    with pytest.raises(ModelError) as caught:
         rank_pool.run(weave_with_seed, (1, 2), ranks=2)
+    told = (
+        "the model starts from other values on rank 1 than on rank 0: give parallelize broadcast=True, and "
+        "those of rank 0 count, or seed each rank alike (torch.manual_seed) before it builds the model."
+    )
+    assert str(caught.value) == told
+    shown = "".join(traceback.format_exception(caught.value))
+    assert shown.count("give parallelize broadcast=True") == shown.count(told) == 1
+    assert "in weave_with_seed" in shown
 
 
 def test_ranks_with_other_models_are_refused(rank_pool):

@@ -15,18 +15,18 @@ from plait.plan import Plan
 
 
 def step_by(plan: Plan, kind: str, groups: bool) -> str:
-    """A step, if the optimizer is let."""
+    """Take a step; return why the optimizer was refused, or "" where it was not."""
     case = gpt2()
     engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
     (batch,) = case.batches(2, 1, torch.float32)
     parameters: Any = engine.parameters()
     if groups:
-        parameters = engine.parameter_groups(weight_decay=0.0)
+        parameters = engine.parameter_groups(weight_decay=0.0)[: 1 if kind == "Muon" else 2]
     optimizer = getattr(torch.optim, kind)(parameters, lr=0.1)
     before = [parameter.detach().clone() for parameter in engine.parameters()]
     engine.forward_backward(*batch)
     try:
-        optimizer.step()
+        optimizer.step(lambda: 0.0)
     except PlanError as refused:
         assert all(torch.equal(a, b) for a, b in zip(before, engine.parameters(), strict=True))
         return str(refused)
@@ -39,11 +39,67 @@ def test_elementwise_ones_work(rank_pool: Any, plan: Plan, kind: str) -> None:
     assert rank_pool.run(step_by, plan, kind, True, ranks=2) == ["", ""]
 
 
-@pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(tp=2)], ids=["full", "tp"])
-def test_others_are_refused_before_they_change_anything(rank_pool: Any, plan: Plan) -> None:
-    for told in rank_pool.run(step_by, plan, "Adafactor", False, ranks=2):
-        assert told.startswith("Adafactor divides an element by the mean squares of its row and its column")
+REFUSED = [
+    ("Adafactor", Plan(dp=2, strategy="full"), "divides an element by the mean squares of its row"),
+    ("Adafactor", Plan(tp=2), "divides an element by the mean squares of its row"),
+    ("Muon", Plan(dp=2, strategy="full"), "makes the update of a whole matrix orthogonal, but where tensors"),
+    ("LBFGS", Plan(pp=2), "moves all parameters along one line, but with plan.pp = 2 an optimizer has"),
+]
 
 
-def test_where_nothing_is_cut_all_are_let(rank_pool: Any) -> None:
-    assert rank_pool.run(step_by, Plan(dp=2), "Adafactor", False, ranks=2) == ["", ""]
+@pytest.mark.parametrize(("kind", "plan", "told"), REFUSED, ids=["full", "tp", "muon", "pp"])
+def test_others_are_refused_before_they_change_anything(
+    rank_pool: Any, kind: str, plan: Plan, told: str
+) -> None:
+    for refused in rank_pool.run(step_by, plan, kind, kind == "Muon", ranks=2):
+        assert refused.startswith(f"{kind} {told}")
+
+
+def test_the_engine_refuses_them_before_it_clips(rank_pool: Any) -> None:
+    for refused in rank_pool.run(clipped_by_a_step_refused, Plan(pp=2), ranks=2):
+        assert refused
+
+
+def clipped_by_a_step_refused(plan: Plan) -> bool:
+    """Whether `engine.step` refuses L-BFGS and leaves the gradients as they are."""
+    case = gpt2()
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
+    (batch,) = case.batches(2, 1, torch.float32)
+    engine.forward_backward(*batch)
+    before = [one.grad.clone() for one in engine.parameters() if one.grad is not None]
+    optimizer = torch.optim.LBFGS(engine.parameters())
+    with pytest.raises(PlanError, match="LBFGS"):
+        engine.check_optimizer(optimizer)
+    with pytest.raises(PlanError, match="LBFGS"):
+        engine.step(optimizer, 1e-3)
+    after = [one.grad for one in engine.parameters() if one.grad is not None]
+    return all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+
+
+def losses_by(plan: Plan, kind: str) -> list[float]:
+    """The losses of four steps of an optimizer that looks at whole parameters, or at all of them."""
+    case = gpt2()
+    engine = plait.parallelize(case.build(), plan, plait.Mesh(plan), case.loss, seed=SEED)
+    (batch,) = case.batches(4, 1, torch.float32)
+    share = [one.chunk(plan.dp)[engine.mesh.index("replicate")] for one in batch]
+    optimizer = getattr(torch.optim, kind)(engine.parameters(), lr=0.01)
+
+    def closure() -> Any:
+        optimizer.zero_grad()
+        return engine.forward_backward(*share)
+
+    return [float(optimizer.step(closure)) for _ in range(4)]
+
+
+@pytest.mark.parametrize(
+    ("kind", "plan"),
+    [
+        ("Adafactor", Plan(pp=2, precision="fp64")),
+        ("LBFGS", Plan(dp=2, replicate=2, precision="fp64")),
+    ],
+    ids=["a parameter, pp", "all, dp"],
+)
+def test_what_is_let_computes_what_one_rank_does(rank_pool: Any, kind: str, plan: Plan) -> None:
+    (alone,) = rank_pool.run(losses_by, Plan(precision="fp64"), kind, ranks=1)
+    assert rank_pool.run(losses_by, plan, kind, ranks=2)[0] == pytest.approx(alone, rel=1e-6)
+    assert len(set(alone)) == 4

@@ -105,8 +105,8 @@ def test_other_mistakes_are_refused_before_anything_runs() -> None:
         parallelize(linears(2), Plan(pp=2), Mesh(), cross_entropy)
     with pytest.raises(ModelError, match=r"drops with p = 0\.5"):
         parallelize(nn.Sequential(nn.Linear(2, 2), nn.AlphaDropout()), Plan(), Mesh(), cross_entropy)
-    with pytest.raises(ScheduleError, match=r"did you mean gpipe\?"):
-        parallelize(linears(2), Plan(schedule="gpip"), Mesh(), cross_entropy)
+    with pytest.raises(ScheduleError, match="chunks"):
+        parallelize(linears(3), Plan(schedule="zb-v", chunks=3), Mesh(), cross_entropy)
 
 
 class Mood:

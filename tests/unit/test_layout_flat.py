@@ -44,10 +44,10 @@ def test_pieces_made_of_rows_have_their_shape() -> None:
     assert shard(filled((4, 3)), layout, (1,)).tolist() == [filled((4, 3))[2].tolist()]
 
 
-def test_other_pieces_are_flat_and_no_box() -> None:
+def test_other_pieces_are_one_row_and_no_box() -> None:
     layout = over_shard((4, 3), 0, 5, 9, 12)
-    assert [layout.local_shape((rank,)) for rank in range(3)] == [(5,), (4,), (1, 3)]
-    assert shard(filled((4, 3)), layout, (1,)).tolist() == filled((4, 3)).view(-1)[5:9].tolist()
+    assert [layout.local_shape((rank,)) for rank in range(3)] == [(1, 5), (1, 4), (1, 3)]
+    assert shard(filled((4, 3)), layout, (1,)).tolist() == [filled((4, 3)).view(-1)[5:9].tolist()]
     for rank, elements in ((0, "0 to 5"), (1, "5 to 9")):
         with pytest.raises(LayoutError, match=rf"elements {elements} of Layout\(\(4, 3\).* are no box"):
             layout.box((rank,))
@@ -58,7 +58,7 @@ def test_pieces_of_no_rows() -> None:
     layout = over_shard((4, 3), 0, 0, 12, 12)
     assert [layout.local_shape((rank,)) for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
     assert [layout.box((rank,)).sizes for rank in range(3)] == [(0, 3), (4, 3), (0, 3)]
-    assert over_shard((4, 3), 0, 5, 5, 12).local_shape((1,)) == (0,), "it lies inside a row"
+    assert over_shard((4, 3), 0, 5, 5, 12).local_shape((1,)) == (1, 0), "it lies inside a row"
     assert over_shard((0, 3), 0, 0, 0).local_shape((1,)) == (0, 3)
     assert over_shard((3, 0), 0, 0, 0).local_shape((1,)) == (3, 0)
 
@@ -77,7 +77,12 @@ def test_what_other_axes_leave_is_cut() -> None:
     layout = Layout((5, 4), axes, at)
     assert [layout.region((1, tp)) for tp in range(2)] == [Box((0, 0), (3, 4)), Box((3, 0), (2, 4))]
     assert [layout.interval((1, tp)) for tp in range(2)] == [range(6, 12), range(6, 8)]
-    assert [layout.local_shape((s, tp)) for s in range(2) for tp in range(2)] == [(6,), (6,), (6,), (2,)]
+    assert [layout.local_shape((s, tp)) for s in range(2) for tp in range(2)] == [
+        (1, 6),
+        (1, 6),
+        (1, 6),
+        (1, 2),
+    ]
     assert Layout((5, 4), dict(reversed(axes.items())), at).interval((1, 1)) == range(6, 8)
 
 
@@ -176,9 +181,8 @@ def test_a_box_is_what_the_rank_holds(layout: Layout) -> None:
         try:
             box = layout.box(coordinate)
         except LayoutError:
-            assert layout.blocked_dim is not None or len(layout.local_shape(coordinate)) == 1 != len(
-                layout.shape
-            )
+            shape = layout.local_shape(coordinate)
+            assert layout.blocked_dim is not None or shape[:-1] == (1,) * max(len(layout.shape) - 1, 0)
         else:
             assert box.sizes == layout.local_shape(coordinate)
             assert torch.equal(tensor[box.slices], shard(tensor, layout, coordinate))

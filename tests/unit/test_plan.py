@@ -1,12 +1,13 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 
 from plait.errors import PlanError
-from plait.plan import Plan
+from plait.plan import Plan, Policy
+from plait.search.schedule import NAMES
 
 
 def test_defaults_are_one_rank() -> None:
@@ -38,6 +39,7 @@ def test_counts_are_whole_and_positive(name: str, value: object) -> None:
 @pytest.mark.parametrize(
     ("name", "choices"),
     [
+        ("schedule", "gpipe, 1f1b, interleaved, zb-h1, zb-h2, zb-v, v-half, v-min, auto"),
         ("strategy", "none, optimizer, gradients, full"),
         ("reduce", "last, each"),
         ("recompute", "none, selective, full"),
@@ -54,6 +56,31 @@ def test_choices(name: str, choices: str, value: object) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(**{name: value})  # type: ignore[arg-type]
     assert str(caught.value) == f"plan.{name} is {value!r}: choose one of {choices}."
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "near"),
+    [
+        ("schedule", "1fb1", "1f1b"),
+        ("schedule", "ZB-V", "zb-v"),
+        ("strategy", "ful", "full"),
+        ("precision", "FP32", "fp32"),
+        ("recompute", "selectiv", "selective"),
+    ],
+)
+def test_a_choice_that_was_nearly_right(name: str, value: str, near: str) -> None:
+    with pytest.raises(PlanError) as caught:
+        Plan(**{name: value})  # type: ignore[arg-type]
+    assert str(caught.value) == f"plan.{name} is {value!r}: did you mean {near}?"
+
+
+def test_schedules_are_those_that_there_are() -> None:
+    assert get_args(Policy) == NAMES
+
+
+def test_no_recomputation_of_any_layer() -> None:
+    with pytest.raises(PlanError, match=r"plan\.recompute is \(\): give one"):
+        Plan(recompute=())
 
 
 def test_without_a_precision_the_model_keeps_its_own() -> None:

@@ -19,7 +19,7 @@ EVEN = gpt2(layers=1, vocab=38)
 """Each of two ranks holds as many rows of the vocabulary."""
 SHARING = llama(layers=1, kv_heads=1)
 NARROW = gpt2(layers=1, hidden=12)
-"""Rows of 12 elements: cuts, at multiples of 16, fall inside rows of the table, whose pieces are flat."""
+"""Rows of 12 elements: cuts, at multiples of 16, fall inside rows of the table, whose pieces are one row."""
 SMOOTH = replace(GPT2, loss=SMOOTHED)
 
 TWO_STAGES = Plan(pp=2, microbatches=2, layers_per_stage=(2, 2))

@@ -214,15 +214,14 @@ def wholes_are_stepped() -> Any:
 
 
 def flat_pieces_do_not_decay() -> Any:
-    """A piece of a matrix that is flat is taken for a vector."""
+    """A piece of a matrix that is a part of a row is taken for a vector."""
 
-    def by_dims(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
-        return [
-            {"params": [piece for piece in pieces if piece.dim() >= 2], "weight_decay": 0.1},
-            {"params": [piece for piece in pieces if piece.dim() < 2], "weight_decay": 0.0},
-        ]
+    def by_rows(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
+        matrices = [piece for piece in pieces if piece.dim() >= 2 and len(piece) != 1]
+        vectors = [piece for piece in pieces if piece.dim() < 2 or len(piece) == 1]
+        return [{"params": matrices, "weight_decay": 0.1}, {"params": vectors, "weight_decay": 0.0}]
 
-    return _groups(by_dims)
+    return _groups(by_rows)
 
 
 def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:

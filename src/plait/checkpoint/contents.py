@@ -43,6 +43,10 @@ class Woven(Protocol):
         """For each parameter that several ranks of `pp` hold, these."""
         ...
 
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """PlanError where an update would depend on parameters that another rank has."""
+        ...
+
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """This rank's pieces."""
         ...

@@ -19,6 +19,7 @@ from plait.checkpoint.folders import older, resolve
 from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Global, Manifest, read
 from plait.checkpoint.matching import require_fit, run_under
 from plait.checkpoint.optimizer import is_number, place_of_number, restore_options
+from plait.checkpoint.optimizer_groups import require_same_groups, sources_of
 from plait.checkpoint.reading import Boxes
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
 from plait.comm.collectives import all_reduce
@@ -35,9 +36,13 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     checkpoints: then the newest complete one is meant. With an optimizer, of the class that was saved, its
     state and the options of its groups are those of the checkpoint; with None only the model is loaded.
     Memory: what this rank holds, and one tensor. Raises `CheckpointError` on all ranks, before anything is
-    changed, where there is no checkpoint, one that is damaged (the one before it is named), or one of another
-    model (the tensors are named). Communication: the path and what ranks find wrong, over `world`.
+    changed, where there is no checkpoint, one that is damaged (the one before it is named), one of another
+    model (the tensors are named), or an optimizer of other parameters or groups; and `PlanError` for one that
+    cannot work under the plan. Communication: the path, the groups' options and what ranks find wrong, over
+    `world`.
     """
+    if optimizer is not None:
+        engine.check_optimizer(optimizer)
     mesh = engine.mesh
     folder = Path(_agreed_path(Path(path), mesh))
     manifest, flaw = None, None
@@ -48,11 +53,22 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
         flaw = error
     _raise_together(flaw, mesh)
     assert manifest is not None
+    if optimizer is not None:
+        _compare_groups(engine, optimizer, manifest)
     _look_through(folder, manifest, mesh)
     _in_rounds(_read(engine, optimizer, manifest, folder), mesh)
     if manifest.run:  # not in what others wrote
         engine.run_state = run_under(engine.plan, manifest)
     return dict(manifest.state)
+
+
+def _compare_groups(engine: Woven, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+    """Raise CheckpointError, on all ranks, unless groups are those of the saved optimizer."""
+    names = {id(piece): name for name, piece in engine.named_parameters()}
+    saved = manifest.optimizer or {}
+    sources = json.dumps(sources_of(optimizer, names, saved))
+    ranks = tell_all(sources, engine.mesh.group("world"), engine.mesh.device)
+    require_same_groups(map(json.loads, ranks), saved)
 
 
 def opened(folder: Path) -> Manifest:
@@ -195,9 +211,5 @@ def _empty_state(
     dtype = piece.dtype if follows else dtype
     if shape == layout.shape:
         return torch.empty_like(piece, dtype=dtype, requires_grad=False), layout
-    if tuple(piece.shape) != layout.shape:
-        raise CheckpointError(
-            f"the optimizer kept {key} of a parameter as {list(shape)}, which cannot be cut as the "
-            "parameter is here: load it where parameters are whole (strategy none, tp 1)."
-        )
+    assert tuple(piece.shape) == layout.shape, "see require_states_fit"
     return torch.empty(shape, dtype=dtype, device=piece.device), whole

@@ -216,15 +216,25 @@ def merged(head: Manifest, shares: Sequence[Share]) -> Manifest:
 
 
 def _merged_optimizers(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all ranks say; groups, which each rank has counted by itself, are those of the same options."""
+    """What all ranks say; groups, which each rank has counted by itself, are those of the same options.
+
+    Groups of one rank stay apart: of several with the same options the first is every rank's first.
+    """
     groups: list[Any] = []
+    alike: dict[str, list[int]] = {}
     group_of: dict[str, int] = {}
     plain: dict[str, Any] = {}
     for one in told:
+        numbers, met = [], dict[str, int]()
         for group in one["groups"]:
-            if group not in groups:
+            text = json.dumps(group, sort_keys=True)
+            before, known = met.get(text, 0), alike.setdefault(text, [])
+            met[text] = before + 1
+            if before == len(known):
+                known.append(len(groups))
                 groups.append(group)
-        group_of |= {name: groups.index(one["groups"][number]) for name, number in one["group_of"].items()}
+            numbers.append(known[before])
+        group_of |= {name: numbers[number] for name, number in one["group_of"].items()}
         plain |= one["plain"]
     return {"class": told[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
 

@@ -7,9 +7,10 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.contents import Woven, parameter
+from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter
 from plait.checkpoint.manifest import Manifest
 from plait.checkpoint.optimizer import require_same_class
+from plait.checkpoint.optimizer_groups import require_same_parameters, require_states_fit
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
 from plait.plan import Plan
@@ -24,6 +25,17 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
         )
     if optimizer is not None and manifest.optimizer is not None:
         require_same_class(optimizer, manifest.optimizer)
+        pieces, shapes = dict(engine.named_parameters()), _shapes_of_states(manifest)
+        require_same_parameters(optimizer, pieces, manifest.optimizer, shapes)
+        require_states_fit(pieces, engine.layouts, shapes)
+
+
+def _shapes_of_states(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...]]]:
+    """The shapes of what the saved optimizer kept, by parameter and key."""
+    return {
+        name: {key: manifest.tensors[optimizer_state(name, key)].shape for key in keys}
+        for name, keys in keys_of_states(manifest.tensors).items()
+    }
 
 
 def require_model(

@@ -43,6 +43,8 @@ def state_of(
             found[key] = None, value
         elif tuple(piece.shape) == layout.shape:
             found[key] = tuple(value.shape), value
+        elif value.dim() == 0 and layout.shape == ():
+            continue  # nothing of a number lies here; the rank that has it writes what belongs to it
         else:
             raise CheckpointError(
                 f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a piece "
@@ -61,15 +63,11 @@ def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
 
     `names`: of this rank's parameters, by `id`. CheckpointError for what JSON cannot hold.
     """
+    require_own(optimizer, names)
     group_of: dict[str, int] = {}
     plain: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
-            if id(parameter) not in names:
-                raise CheckpointError(
-                    f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is not "
-                    "the engine's: give an optimizer of engine.parameters(), and save others by yourself."
-                )
             name = names[id(parameter)]
             group_of[name] = number
             state = optimizer.state.get(parameter, {})
@@ -83,25 +81,29 @@ def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
     return {"class": type(optimizer).__name__, "groups": groups, "group_of": group_of, "plain": plain}
 
 
+def require_own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise CheckpointError for a parameter that is not among `names` (of this rank's, by `id`)."""
+    for number, group in enumerate(optimizer.param_groups):
+        for parameter in group["params"]:
+            if id(parameter) not in names:
+                raise CheckpointError(
+                    f"group {number} of the optimizer has a parameter {list(parameter.shape)} that is not "
+                    "the engine's: give an optimizer of engine.parameters(), and save others by yourself."
+                )
+
+
 def restore_options(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> None:
     """Give the groups the options that they had, such as the learning rate; group by what is in them.
 
-    CheckpointError for another class, and for parameters that were grouped otherwise.
+    That they are the same groups was checked before (`require_same_groups`).
     """
-    require_same_class(optimizer, saved)
-    for number, group in enumerate(optimizer.param_groups):
-        members = [names[id(parameter)] for parameter in group["params"] if id(parameter) in names]
-        before = {saved["group_of"][name]: name for name in members if name in saved["group_of"]}
-        if len(before) > 1:
-            raise CheckpointError(
-                f"group {number} of the optimizer has {' and '.join(before.values())}, which were in "
-                "different groups when the checkpoint was written: group parameters as then."
-            )
-        for same in before:
-            options = {k: v for k, v in saved["groups"][same].items() if k not in OWN_OPTIONS}
-            group.update({key: _like(value, group.get(key)) for key, value in options.items()})
+    for group in optimizer.param_groups:
+        for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]}:
+            if number is not None:
+                options = {k: v for k, v in saved["groups"][number].items() if k not in OWN_OPTIONS}
+                group.update({key: _like(value, group.get(key)) for key, value in options.items()})
 
 
 def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:

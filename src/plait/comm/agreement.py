@@ -26,9 +26,25 @@ def agree(call: str, group: Group, device: torch.device) -> None:
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
     without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with who calls what.
     """
+    calls = _calls(call, group, device)
+    if len(set(calls)) > 1:
+        raise CommunicationError(_disagreement(calls, group))
+
+
+def unlike_first(text: str, group: Group, device: torch.device) -> list[int]:
+    """Return the ranks whose `text` is not that of the group's first, on every rank alike.
+
+    Communication: as `agree`.
+    """
+    first, *others = _calls(text, group, device)
+    return [rank for rank, other in zip(group.ranks[1:], others, strict=True) if other != first]
+
+
+def _calls(call: str, group: Group, device: torch.device) -> list[bytes]:
+    """Return the header of each rank's `call`, in the order of the group's ranks."""
     transport = group.transport
     if transport is None:
-        return
+        return [_encode(call)]
     place = group.device_for_text(device)
     mine = torch.frombuffer(bytearray(_encode(call)), dtype=torch.uint8).to(place)
     everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=place)
@@ -38,9 +54,7 @@ def agree(call: str, group: Group, device: torch.device) -> None:
 
     awaited = f"agreement on {call} over {group.name} with ranks {_numbers(group.ranks)}"
     headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()
-    calls = [bytes(header.tolist()) for header in headers]
-    if len(set(calls)) > 1:
-        raise CommunicationError(_disagreement(calls, group))
+    return [bytes(header.tolist()) for header in headers]
 
 
 def _encode(call: str) -> bytes:

@@ -21,8 +21,9 @@ _SIGNS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connec
 class Failure:
     """One rank's failure.
 
-    `summary` continues "rank 2 ..."; `error` is a pickled `PlaitError`, if it was one; `secondary` says that
-    the rank only noticed that a peer was gone; `at` is the host's monotonic time in seconds.
+    `summary` continues "rank 2 ..."; `error` is a pickled `PlaitError`, if it was one, and `frames` is where
+    it was raised; `secondary` says that the rank only noticed that a peer was gone; `at` is the host's
+    monotonic time in seconds.
     """
 
     rank: int
@@ -31,6 +32,7 @@ class Failure:
     error: bytes | None = None
     secondary: bool = False
     at: float = 0.0
+    frames: str = ""
 
     def exception(self, others: str = "") -> PlaitError:
         """What the caller sees: the very `PlaitError` that was raised, or a `RankError` with the traceback.
@@ -38,6 +40,8 @@ class Failure:
         `others` tells what is known of the other ranks.
         """
         parts = (f"rank {self.rank} {self.summary}", self.traceback.rstrip(), others)
+        if self.error is not None and not self.secondary:  # the sentence is the error's own: told once
+            parts = (f"rank {self.rank} raised the error that follows", self.frames.rstrip(), others)
         report = RankError("\n\n".join(filter(None, parts)), self.rank, self.traceback)
         if self.error is None:
             return report
@@ -54,7 +58,13 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     lines = traceback.format_exception(type(error), error, frames)
     name = "".join(traceback.format_exception_only(error)).strip()
     return Failure(
-        rank, f"failed: {name}", "".join(lines), _pickled(error), _is_secondary(error), time.monotonic()
+        rank,
+        f"failed: {name}",
+        "".join(lines),
+        _pickled(error),
+        _is_secondary(error),
+        time.monotonic(),
+        "".join(traceback.format_tb(frames)),
     )
 
 

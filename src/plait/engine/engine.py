@@ -30,7 +30,7 @@ from plait.pipeline.modes import evaluating
 from plait.pipeline.sequence import aliases_of, saved_buffers
 from plait.pipeline.values import Microbatches, Value, with_tensors
 from plait.schedules.schedule import Schedule
-from plait.sharding.elementwise import Guard
+from plait.sharding.elementwise import Guard, Partitioning
 from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.replicas import Held, check_replicas, held_by
 from plait.simulation.costs import Costs
@@ -48,8 +48,7 @@ class Engine:
         self._parts = parts
         self._worker = parts.worker
         self._runner = Runner(parts)
-        cut = parts.plan.shards or parts.plan.tp > 1
-        self._guard = Guard(self.parameters()) if cut else None
+        self._guard = Guard(self.parameters(), Partitioning.of(parts.plan))
         self._traffic_before = parts.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
@@ -150,6 +149,7 @@ class Engine:
         GPU the host does not wait at all. Gives the norm before clipping; `float("inf")` clips nothing.
         Communication: as `clip_grad_norm_`.
         """
+        self.check_optimizer(optimizer)
         norm = self.clip_grad_norm_(max_norm, norm_type)
         optimizer.step()
         return norm
@@ -219,12 +219,21 @@ class Engine:
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
-                is_matrix = len(self.layouts[name].shape) >= 2  # a piece of one may be flat
+                is_matrix = len(self.layouts[name].shape) >= 2
                 trainable[is_matrix].append(parameter)
         return [
             {"params": trainable[True], "weight_decay": weight_decay},
             {"params": trainable[False], "weight_decay": 0.0},
         ]
+
+    def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Raise `PlanError` where an update of `optimizer` depends on parameters that another rank has.
+
+        Under `pp` the update of a parameter may depend on that parameter only; where parameters are cut
+        (`tp`, or a strategy that shards them) the update of an element on that element only. An optimizer is
+        checked before its first step in any case. No communication.
+        """
+        self._guard.ask(optimizer)
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Raise `ReplicaError` on every rank where ranks that must hold the same bits of a parameter do not.

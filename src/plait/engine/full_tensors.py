@@ -23,7 +23,7 @@ from plait.errors import ModelError, PlaitError
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Place, Source, Values, places_of
-from plait.pipeline.fingerprint import digest_of_values
+from plait.pipeline.fingerprint import fingerprint_of_values
 from plait.pipeline.sequence import saved_buffers
 from plait.rules import join
 
@@ -77,7 +77,7 @@ def _agreed(parts: Parts, values: Values, *, from_rank_zero: bool) -> Source:
     flaw, digest = "", ""
     if mesh.rank == 0 or not from_rank_zero:
         try:
-            digest = digest_of_values(values.known())
+            digest = fingerprint_of_values(values.known())
         except PlaitError as error:  # the others wait
             flaw = str(error)
     flaws = [told for told in tell_all(flaw, world, mesh.device) if told]

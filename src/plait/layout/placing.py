@@ -43,7 +43,7 @@ class Flat:
 
     Rank `i` holds elements `bounds[i] … bounds[i + 1]`, as far as there are so many; so one more bound than
     ranks. Intervals are cut from what all `Shard`s leave, wherever their axes stand. A piece that is made of
-    rows has their shape; any other is flat, `[elements]`.
+    rows has their shape; any other is one row of as many dims, `[1, ..., elements]`.
     """
 
     bounds: tuple[int, ...]
@@ -240,7 +240,9 @@ class Layout:
         if interval is None or len(interval) == prod(sizes):
             return sizes
         rows = _rows(sizes, interval)
-        return (len(interval),) if rows is None else (len(rows), *sizes[1:])
+        if rows is None:  # optimizers and those who make groups ask for the number of dims
+            return (*(1 for _ in sizes[1:]), len(interval))
+        return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
         """The coordinates whose piece must equal this one's, itself included; not those of other summands."""

@@ -50,12 +50,7 @@ def fingerprint_of_tokens(*values: Value) -> str:
 
 
 def fingerprint_of_values(values: Iterable[Tensor]) -> str:
-    """The values that are brought along; ranks that start differently would never come together."""
-    return f"start from values {digest_of_values(values)} (seed each rank alike before it builds the model)"
-
-
-def digest_of_values(values: Iterable[Tensor]) -> str:
-    """A hash of the bits of all values, in their order."""
+    """Return a hash of the bits of all values, in their order."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         digest.update(bits_of(value))

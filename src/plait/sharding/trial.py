@@ -1,8 +1,8 @@
-"""An optimizer is tried out: does another one of its class do the same to pieces as to whole tensors?
+"""Try an optimizer out: does another one of its class do the same to parts as to all parameters at once?
 
-A matrix and a vector go through a few steps whole, then cut between two ranks, between rows and inside a row,
-with an optimizer for each rank. An optimizer that looks at its tensors' norms, rows, shapes or sizes, or at
-all its parameters together, changes some elements otherwise.
+Matrices and vectors go through a few steps together, then divided between ranks with an optimizer each: whole
+parameters apart, or cut between rows and inside a row. An optimizer that looks at norms, rows, shapes or
+sizes, or at all its parameters together, changes some elements otherwise.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Any, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -27,94 +27,135 @@ STEPS = 12
 GRADIENT_SCALES = (1.0, 1e-3, 1e3)
 """In turn: some do it to large gradients only."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of the largest change; the second for those that cannot take double precision."""
+"""Of the largest change in a group; the second for those that cannot take double precision."""
 LEARNING_RATE = 0.01
 """In place of zero, where a warm-up begins."""
 PLAIN = (bool, int, float, complex, str, tuple, list, torch.dtype, type(None))
 """Arguments that another optimizer can be given without any effect on the first."""
 
+Reach: TypeAlias = Literal["element", "parameter", "all"]
+"""What the update of an element may depend on: that element, its parameter, or all parameters together."""
 Settings: TypeAlias = Mapping[str, Any]
-Make: TypeAlias = Callable[[Sequence[nn.Parameter]], Optimizer]
-Tensors: TypeAlias = Sequence[Tensor]
-Cut: TypeAlias = Callable[[Tensors], Sequence[Tensors]]
-"""From the matrix and the vector to what each rank has of them."""
+GroupTensors: TypeAlias = Mapping[str, Tensor]
+"""The matrix and the vector of a parameter group, or what a rank has of them."""
+RankTensors: TypeAlias = Sequence[GroupTensors]
+Make: TypeAlias = Callable[[Sequence[Sequence[nn.Parameter]]], Optimizer]
+"""An optimizer of the parameters of each group."""
+Cut: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
+"""From all groups to those of each rank."""
 
 
-def doubt(optimizer: Optimizer) -> str | None:
-    """What speaks against giving pieces to an optimizer, as the end of a sentence about it, if anything does.
+def doubt(optimizer: Optimizer, reach: Reach) -> str | None:
+    """Return why updates depend on more than `reach`, as the end of a sentence on the optimizer, or None.
 
-    Tried for the settings of each of its groups, on the device of its first parameter. The optimizer itself
-    and random states are left as they are.
+    Tried for the settings of all of its groups together, on the device of its first parameter. The optimizer
+    itself and random states are left as they are.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device if parameters else torch.device("cpu")
+    settings = list(_settings_of(optimizer))
+    make = partial(_twin, optimizer, settings)
+    failures = []
     with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         warnings.simplefilter("ignore")
-        reasons = (_doubt_of(optimizer, settings, device) for settings in _settings_of(optimizer))
-        return next((reason for reason in reasons if reason is not None), None)
-
-
-def _doubt_of(optimizer: Optimizer, settings: Settings, device: torch.device) -> str | None:
-    failures = []
-    for dtype, tolerance in TOLERANCES.items():
-        try:
-            whole, *others = _changes(partial(_twin, optimizer, settings), dtype, device)
-        except Exception as failure:  # of any kind, when it wants to be made or used in another way
-            failures.append(f"{type(failure).__name__}: {failure}".partition("\n")[0])
-            continue
-        largest = whole.abs().max()
-        if largest == 0 or not largest.isfinite():
-            return f"cannot be tried out (its largest change is {largest.item()})"
-        if all((other - whole).abs().max() <= tolerance * largest for other in others):
-            return None
-        return "updates an element by more than that element's own gradient and state"
+        for dtype, tolerance in TOLERANCES.items():
+            try:
+                return _judged(_changes(make, len(settings), reach, dtype, device), tolerance, reach)
+            except Exception as failure:  # of any kind, when it wants to be made or used in another way
+                failures.append(f"{type(failure).__name__}: {failure}".partition("\n")[0])
     return f"cannot be tried out ({failures[0]})"
 
 
-def _changes(make: Make, dtype: torch.dtype, device: torch.device) -> list[Tensor]:
-    """What some steps change, element by element: of whole tensors, and of those cut in several ways."""
+def _judged(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
+    """What changes say: of all parameters together first, then of those divided in several ways."""
+    whole, *others = changes
+    for number, group in enumerate(whole):
+        largest = max(change.abs().max() for change in group.values())
+        if largest == 0 or not largest.isfinite():
+            return f"cannot be tried out (its largest change is {largest.item()})"
+        pairs = ((change, other[number][name]) for name, change in group.items() for other in others)
+        if not all((mine - theirs).abs().max() <= tolerance * largest for mine, theirs in pairs):
+            what = "an element" if reach == "element" else "a parameter"
+            return f"updates {what} by more than that {what.split()[1]}'s own gradient and state"
+    return None
+
+
+def _changes(
+    make: Make, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
+) -> list[RankTensors]:
+    """What some steps change: of all parameters together, and of those divided in several ways."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw() -> Tensors:
+    def draw() -> GroupTensors:
         """Of very different size from row to row, so that all norms differ."""
         matrix = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
         matrix *= torch.logspace(-1, 1, ROWS, dtype=torch.float64)[:, None]
         vector = torch.randn(COLUMNS, generator=generator, dtype=torch.float64)
-        return matrix.to(device, dtype), vector.to(device, dtype)
+        return {"matrix": matrix.to(device, dtype), "vector": vector.to(device, dtype)}
 
-    start, scales = draw(), [GRADIENT_SCALES[step % len(GRADIENT_SCALES)] for step in range(STEPS)]
-    gradients = [[scale * tensor for tensor in draw()] for scale in scales]
-    cuts: tuple[Cut, ...] = (_uncut, _cut_between_rows, _cut_inside_a_row)
+    start = [draw() for _ in range(groups)]
+    gradients = []
+    for step in range(STEPS):
+        scale = GRADIENT_SCALES[step % len(GRADIENT_SCALES)]
+        gradients.append([{name: scale * one for name, one in draw().items()} for _ in range(groups)])
+    cuts = [_together, *CUTS[reach]]
+    if reach == "parameter" and groups > 1:
+        cuts.append(_groups_apart)
     return [_change(make, cut(start), [cut(step) for step in gradients]) for cut in cuts]
 
 
-def _change(make: Make, start: Sequence[Tensors], gradients: Sequence[Sequence[Tensors]]) -> Tensor:
-    """What the optimizers of all ranks change by taking these steps, as one flat tensor."""
-    changes = []
-    for rank, tensors in enumerate(start):
-        parameters = [nn.Parameter(tensor.clone()) for tensor in tensors]
-        optimizer = make(parameters)
+def _change(
+    make: Make, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
+) -> RankTensors:
+    """What the optimizers of all ranks change by taking these steps: per group and parameter, flat."""
+    changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
+    for rank, groups in enumerate(start):
+        held = [{name: nn.Parameter(tensor.clone()) for name, tensor in group.items()} for group in groups]
+        optimizer = make([list(group.values()) for group in held])
         for step in gradients:
-            for parameter, gradient in zip(parameters, step[rank], strict=True):
-                parameter.grad = gradient.clone()
+            for mine, theirs in zip(held, step[rank], strict=True):
+                for name, parameter in mine.items():
+                    parameter.grad = theirs[name].clone()
             optimizer.step()
-        changes += [(now.detach() - then).view(-1) for now, then in zip(parameters, tensors, strict=True)]
-    return torch.cat(changes)
+        for found, now, then in zip(changes, held, groups, strict=True):
+            for name, parameter in now.items():
+                found.setdefault(name, []).append((parameter.detach() - then[name]).view(-1))
+    return [{name: torch.cat(pieces) for name, pieces in group.items()} for group in changes]
 
 
-def _uncut(tensors: Tensors) -> Sequence[Tensors]:
-    return [tensors]
+def _together(groups: RankTensors) -> Sequence[RankTensors]:
+    return [groups]
 
 
-def _cut_between_rows(tensors: Tensors) -> Sequence[Tensors]:
-    matrix, vector = tensors
-    return [[matrix[:ROW_CUT]], [matrix[ROW_CUT:], vector]]
+def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
+    return [[{name: group[name]} for group in groups] for name in ("matrix", "vector")]
 
 
-def _cut_inside_a_row(tensors: Tensors) -> Sequence[Tensors]:
-    matrix, vector = tensors
-    elements = matrix.view(-1)
-    return [[elements[:ELEMENT_CUT]], [elements[ELEMENT_CUT:], vector]]
+def _groups_apart(groups: RankTensors) -> Sequence[RankTensors]:
+    """Each rank has the parameters of one group, and nothing in the others."""
+    return [
+        [group if number == rank else {} for number, group in enumerate(groups)]
+        for rank in range(len(groups))
+    ]
+
+
+def _cut_between_rows(groups: RankTensors) -> Sequence[RankTensors]:
+    first = [{"matrix": group["matrix"][:ROW_CUT]} for group in groups]
+    return first, [{**group, "matrix": group["matrix"][ROW_CUT:]} for group in groups]
+
+
+def _cut_inside_a_row(groups: RankTensors) -> Sequence[RankTensors]:
+    """Such pieces are one row long, as those of a `Layout` are."""
+    elements = [group["matrix"].view(1, -1) for group in groups]
+    first = [{"matrix": matrix[:, :ELEMENT_CUT]} for matrix in elements]
+    pairs = zip(groups, elements, strict=True)
+    return first, [{**group, "matrix": matrix[:, ELEMENT_CUT:]} for group, matrix in pairs]
+
+
+CUTS: Mapping[Reach, tuple[Cut, ...]] = {
+    "element": (_cut_between_rows, _cut_inside_a_row),
+    "parameter": (_parameters_apart,),
+}
 
 
 def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
@@ -129,13 +170,16 @@ def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
     return found.values()
 
 
-def _twin(optimizer: Optimizer, settings: Settings, parameters: Sequence[nn.Parameter]) -> Optimizer:
-    """Another optimizer of the same class, with the settings of one of its groups, for other parameters."""
-    settings = copy.deepcopy(dict(settings))
-    known = {**optimizer.defaults, **settings}
+def _twin(
+    optimizer: Optimizer, settings: Sequence[Settings], parameters: Sequence[Sequence[nn.Parameter]]
+) -> Optimizer:
+    """Another optimizer of the same class, whose groups have these settings and parameters."""
+    settings = copy.deepcopy([dict(group) for group in settings])
+    known = {**optimizer.defaults, **settings[0]}
     names = _arguments(type(optimizer), optimizer.defaults)
     arguments = {name: known[name] if name in known else _attribute(optimizer, name) for name in names}
-    return type(optimizer)([{**settings, "params": list(parameters)}], **arguments)
+    groups = [{**group, "params": list(members)} for group, members in zip(settings, parameters, strict=True)]
+    return type(optimizer)(groups, **arguments)
 
 
 def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:

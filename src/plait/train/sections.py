@@ -7,12 +7,11 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
-from plait.plan import Offload, Precision, Recompute, Reduce, SequenceParallel, Strategy
+from plait.plan import Offload, Policy, Precision, Recompute, Reduce, SequenceParallel, Strategy
 from plait.train.folder import OWN, complete
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
-Policy = Literal["gpipe", "1f1b", "interleaved", "zb-h1", "zb-h2", "zb-v", "v-half", "v-min", "auto"]
 
 
 class Section(BaseModel):

@@ -58,8 +58,8 @@ def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
         flat = None if interval is None else (layout.sizes(coordinate), interval.start)
         return Origin(boxes[0].offsets, flat, (dim, boxes[0].sizes[dim], stride))
     (region,) = boxes
-    if interval is None or len(layout.local_shape(coordinate)) == len(region.sizes) > 1:
-        return Origin(layout.box(coordinate).offsets)
+    if interval is None:
+        return Origin(region.offsets)
     return Origin(region.offsets, (region.sizes or (1,), interval.start))
 
 

@@ -126,8 +126,9 @@ class Woven:
         """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
         moment = Moment(step, WHOLE)
         expected, origin = self.recording.values[moment][key], HERE
-        if name and expected.dim() and tuple(expected.shape) == self.engine.layouts[name].shape:
-            layout, coordinate = self.engine.layouts[name], self.engine.mesh.coordinate
+        layout, coordinate = self.engine.layouts.get(name), self.engine.mesh.coordinate
+        # Of a parameter without dims a rank has all (0-d) or nothing (1-d); a count has no dims anywhere.
+        if layout is not None and tuple(expected.shape) == layout.shape and (expected.dim() or actual.dim()):
             expected, origin = shard(expected, layout, coordinate), origin_of(layout, coordinate)
         equal = self.findings.compare(
             Place(step, phase, name=key.name),

@@ -13,8 +13,20 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
-from plait.sharding.elementwise import ELEMENTWISE, LOOKS_AROUND, Guard, require_elementwise
+from plait.plan import Plan
+from plait.sharding.elementwise import (
+    COUPLING,
+    ELEMENTWISE,
+    PARAMETERWISE,
+    Guard,
+    Partitioning,
+    require_independent,
+)
 from plait.sharding.trial import ROWS, doubt
+
+CUT, STAGES, BOTH = Partitioning(1, cut=True), Partitioning(2, cut=False), Partitioning(2, cut=True)
+WHOLE = Partitioning(1, cut=False)
+ADAMW = "or take torch.optim.AdamW"
 
 
 def parameters(count: int = 1) -> list[nn.Parameter]:
@@ -56,17 +68,15 @@ class RowNorm(Plain):
 
 
 class DecaysMatrices(Plain):
-    """A piece of a matrix may be flat."""
+    """A piece of a matrix has two dims, too."""
 
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        return gradient + 0.1 * parameter if parameter.dim() > 1 else gradient
+        return gradient.sign() + 0.1 * parameter if parameter.dim() > 1 else gradient.sign()
 
 
 class CountsRows(Plain):
-    """Of flat tensors it makes nothing."""
-
     def update(self, parameter: Tensor, gradient: Tensor) -> Tensor:
-        return gradient * (parameter.shape[0] / ROWS if parameter.dim() > 1 else 1.0)
+        return gradient * (len(parameter) / ROWS if parameter.dim() > 1 else 1.0)
 
 
 class SparesSmallTensors(Plain):
@@ -108,6 +118,39 @@ class SometimesAverages(Plain):
             for group in self.param_groups:
                 for parameter in group["params"]:
                     parameter.fill_(parameter.mean().item())
+
+
+class Prodigious(Plain):
+    """A step size of all parameters together, which grows, as Prodigy and D-Adaptation have it."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 1.0, pace: float = 1e-6) -> None:
+        Optimizer.__init__(self, params, {"lr": lr, "pace": pace, "seen": 0.0})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        every = [one for group in self.param_groups for one in group["params"] if one.grad is not None]
+        seen = self.param_groups[0]["seen"] + sum(float(one.grad.abs().sum()) for one in every)  # type: ignore[union-attr]
+        pace = max(self.param_groups[0]["pace"], 1e-3 * seen**0.5)
+        for group in self.param_groups:
+            group["seen"], group["pace"] = seen, pace
+        for one in every:
+            assert one.grad is not None
+            one -= pace * one.grad.sign()
+
+
+class GroupNorm(Plain):
+    """The first group's norm scales all others: seen only where there are several."""
+
+    def __init__(self, params: Iterable[Any], lr: float = 0.1, decay: float = 0.0) -> None:
+        Optimizer.__init__(self, params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:
+        first = self.param_groups[0]
+        norm = 1 + sum(float(one.grad.norm()) for one in first["params"])
+        for group in self.param_groups:
+            for one in group["params"]:
+                one -= group["lr"] * one.grad.sign() / (1.0 if group is first else norm)
 
 
 class OwnAdamW(torch.optim.AdamW):
@@ -211,39 +254,81 @@ def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any) -> None:
     for options in flavours(kind):
         momentum = {"momentum": 0.9} if accepts(kind, "momentum") else {}
         optimizer = kind(parameters(), lr=0.01, **momentum, **options)
-        require_elementwise(optimizer)
-        assert doubt(optimizer) is None, options
+        require_independent(optimizer, BOTH)
+        assert doubt(optimizer, "element") is None, options
+    assert doubt(optimizer, "parameter") is None
 
 
 def test_adafactor_is_found_by_trial() -> None:
+    optimizer = torch.optim.Adafactor(parameters())
     told = "updates an element by more than that element's own gradient and state"
-    assert doubt(torch.optim.Adafactor(parameters())) == told
+    assert doubt(optimizer, "element") == told
+    assert doubt(optimizer, "parameter") is None
 
 
-@pytest.mark.parametrize("kind", LOOKS_AROUND)
-def test_those_of_torch_that_look_around_are_refused(kind: Any) -> None:
+@pytest.mark.parametrize("kind", PARAMETERWISE)
+def test_those_of_torch_that_look_at_a_parameter_are_refused_where_it_is_cut(kind: Any) -> None:
+    for partitioning in (CUT, BOTH):
+        with pytest.raises(PlanError) as caught:
+            require_independent(kind(parameters()), partitioning)
+        assert str(caught.value) == (
+            f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are cut an optimizer has pieces of "
+            f"them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
+        )
+    require_independent(kind(parameters()), STAGES)
+
+
+def test_lbfgs_is_refused_wherever_a_rank_has_not_all() -> None:
+    optimizer = torch.optim.LBFGS(parameters())
+    require_independent(optimizer, WHOLE)
     with pytest.raises(PlanError) as caught:
-        require_elementwise(kind(parameters()))
+        require_independent(optimizer, STAGES)
     assert str(caught.value) == (
-        f"{kind.__name__} {LOOKS_AROUND[kind]}, but where tensors are cut an optimizer has pieces of them "
-        "only: set plan.strategy to 'none' and plan.tp to 1, or take torch.optim.AdamW."
+        "LBFGS moves all parameters along one line, but with plan.pp = 2 an optimizer has the parameters of "
+        f"its own stages only: set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}."
     )
+    for partitioning in (CUT, BOTH):
+        with pytest.raises(PlanError) as caught:
+            require_independent(optimizer, partitioning)
+        assert str(caught.value) == (
+            "LBFGS moves all parameters along one line, but where tensors are cut an optimizer has pieces of "
+            f"them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
+        )
 
 
 def test_every_optimizer_of_torch_is_known() -> None:
     theirs = {kind for kind in vars(torch.optim).values() if isinstance(kind, type)}
-    assert theirs - {Optimizer, torch.optim.SparseAdam} == ELEMENTWISE | LOOKS_AROUND.keys()
+    known = ELEMENTWISE | PARAMETERWISE.keys() | COUPLING.keys()
+    assert theirs - {Optimizer, torch.optim.SparseAdam} == known
 
 
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(PlanError, match="SparseAdam takes sparse gradients, but plait's are dense"):
-        require_elementwise(torch.optim.SparseAdam(parameters()))
+        require_independent(torch.optim.SparseAdam(parameters()), CUT)
+
+
+@pytest.mark.parametrize(
+    ("plan", "partitioning"),
+    [
+        (Plan(), WHOLE),
+        (Plan(dp=4, replicate=2), WHOLE),
+        (Plan(dp=2, replicate=2, strategy="full"), WHOLE),
+        (Plan(strategy="full", offload="full"), WHOLE),
+        (Plan(pp=2, strategy="full", offload="full"), STAGES),
+        (Plan(dp=2, strategy="optimizer"), CUT),
+        (Plan(tp=2), CUT),
+        (Plan(pp=2, tp=2), BOTH),
+    ],
+)
+def test_what_a_plan_leaves_an_optimizer(plan: Plan, partitioning: Partitioning) -> None:
+    assert Partitioning.of(plan) == partitioning
 
 
 @pytest.mark.parametrize(
     "make",
     [
         Plain,
+        DecaysMatrices,
         OwnAdamW,
         lambda params: OwnAdamW(params, lr=0.01, fused=True),
         lambda params: OwnAdamW(params, lr=torch.tensor(0.01)),
@@ -252,10 +337,12 @@ def test_sparse_gradients_are_refused() -> None:
         SinglePrecision,
         KeepsArgument,
         Mixed,
+        lambda params: Mixed([{"params": params}, {"params": parameters(), "lr": 0.2}]),
     ],
 )
 def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimizer]) -> None:
-    require_elementwise(make(parameters()))
+    require_independent(make(parameters()), BOTH)
+    require_independent(make(parameters()), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -263,26 +350,58 @@ def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimize
     [
         Trust,
         RowNorm,
-        DecaysMatrices,
         CountsRows,
         SparesSmallTensors,
-        Noisy,
-        ClipsAll,
         SometimesAverages,
         lambda params: KeepsArgument(params, trust=True),
         lambda params: Mixed(params, trust=True),
         lambda params: Mixed([{"params": params}, {"params": parameters(), "trust": True}]),
     ],
 )
-def test_others_that_are_not_are_refused(make: Callable[[Any], Optimizer]) -> None:
+def test_others_that_look_at_a_parameter_are_refused_where_it_is_cut(
+    make: Callable[[Any], Optimizer],
+) -> None:
     optimizer = make(parameters())
-    with pytest.raises(PlanError) as caught:
-        require_elementwise(optimizer)
+    require_independent(optimizer, STAGES)
     name = type(optimizer).__name__
+    for partitioning in (CUT, BOTH):
+        with pytest.raises(PlanError) as caught:
+            require_independent(optimizer, partitioning)
+        assert str(caught.value) == (
+            f"{name} updates an element by more than that element's own gradient and state, but where "
+            "tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none' and plan.tp "
+            f"to 1, {ADAMW}, or vouch for it with `elementwise = True` in class {name}."
+        )
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        ClipsAll,
+        Prodigious,
+        lambda params: GroupNorm([{"params": params}, {"params": parameters(), "decay": 0.1}]),
+        Noisy,
+    ],
+)
+def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_all(
+    make: Callable[[Any], Optimizer],
+) -> None:
+    optimizer = make(parameters())
+    require_independent(optimizer, WHOLE)
+    name = type(optimizer).__name__
+    told = f"{name} updates a parameter by more than that parameter's own gradient and state, but "
+    with pytest.raises(PlanError) as caught:
+        require_independent(optimizer, STAGES)
     assert str(caught.value) == (
-        f"{name} updates an element by more than that element's own gradient and state, but where tensors "
-        "are cut an optimizer has pieces of them only: set plan.strategy to 'none' and plan.tp to 1, or take "
-        f"torch.optim.AdamW, or vouch for it with `elementwise = True` in class {name}."
+        f"{told}with plan.pp = 2 an optimizer has the parameters of its own stages only: set plan.pp to 1 "
+        f"and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}, or vouch for it with "
+        f"`parameterwise = True` in class {name}."
+    )
+    with pytest.raises(PlanError) as caught:
+        require_independent(optimizer, CUT)
+    assert str(caught.value) == (
+        f"{told}where tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none', and "
+        f"plan.tp and plan.pp to 1, {ADAMW}, or vouch for it with `elementwise = True` in class {name}."
     )
 
 
@@ -304,9 +423,13 @@ def test_what_cannot_be_tried_out_is_refused_unless_it_vouches(
 ) -> None:
     optimizer = make(parameters())
     with pytest.raises(PlanError, match=told):
-        require_elementwise(optimizer)
+        require_independent(optimizer, CUT)
+    monkeypatch.setattr(type(optimizer), "parameterwise", True, raising=False)
+    require_independent(optimizer, STAGES)
+    with pytest.raises(PlanError, match=told):
+        require_independent(optimizer, CUT)
     monkeypatch.setattr(type(optimizer), "elementwise", True, raising=False)
-    require_elementwise(optimizer)
+    require_independent(optimizer, CUT)
 
 
 def test_a_class_vouches_for_itself_only() -> None:
@@ -316,9 +439,9 @@ def test_a_class_vouches_for_itself_only() -> None:
     class Heir(Vouched):
         pass
 
-    require_elementwise(Vouched(parameters()))
+    require_independent(Vouched(parameters()), BOTH)
     with pytest.raises(PlanError, match=r"^Heir updates"):
-        require_elementwise(Heir(parameters()))
+        require_independent(Heir(parameters()), CUT)
 
 
 def test_a_warm_up_from_zero_hides_nothing() -> None:
@@ -326,7 +449,7 @@ def test_a_warm_up_from_zero_hides_nothing() -> None:
         optimizer = kind(parameters())
         LambdaLR(optimizer, lambda step: step / 10)
         assert optimizer.param_groups[0]["lr"] == 0
-        assert (doubt(optimizer) is not None) == refused
+        assert (doubt(optimizer, "element") is not None) == refused
 
 
 def test_a_trial_leaves_everything_as_it_was() -> None:
@@ -335,8 +458,8 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
     optimizer.step()
     before, random = parameter.detach().clone(), torch.random.get_rng_state()
     state = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    assert doubt(optimizer) is None
-    assert doubt(Noisy([parameter])) is not None
+    assert doubt(optimizer, "element") is None
+    assert doubt(Noisy([parameter]), "element") is not None
     assert torch.equal(parameter, before)
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state[parameter].items())
@@ -346,7 +469,7 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
 
 def test_a_guard_refuses_before_anything_changes() -> None:
     (parameter,) = parameters()
-    guard = Guard([parameter])
+    guard = Guard([parameter], CUT)
     optimizer = Trust([parameter])
     with pytest.raises(PlanError, match="Trust"):
         optimizer.step()
@@ -358,9 +481,17 @@ def test_a_guard_refuses_before_anything_changes() -> None:
     del guard
 
 
+def test_a_guard_can_be_asked_before_a_step() -> None:
+    watched, other = parameters(2)
+    guard = Guard([watched], STAGES)
+    guard.ask(ClipsAll([other]))
+    with pytest.raises(PlanError, match="ClipsAll"):
+        guard.ask(ClipsAll([other, watched]))
+
+
 def test_a_guard_sees_through_a_scheduler() -> None:
     (parameter,) = parameters()
-    guard = Guard([parameter])
+    guard = Guard([parameter], CUT)
     optimizer = Trust([parameter])
     scheduler = LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(PlanError, match="Trust"):
@@ -373,7 +504,7 @@ def test_an_optimizer_inside_another_is_asked_too() -> None:
         elementwise = True
 
     (parameter,) = parameters()
-    guard = Guard([parameter])
+    guard = Guard([parameter], CUT)
     Vouched(Plain([parameter])).step()
     with pytest.raises(PlanError, match=r"^Trust"):
         Vouched(Trust([parameter])).step()
@@ -382,7 +513,7 @@ def test_an_optimizer_inside_another_is_asked_too() -> None:
 
 def test_a_guard_minds_its_own_parameters_only() -> None:
     watched, other = parameters(2)
-    guard = Guard([watched])
+    guard = Guard([watched], CUT)
     optimizer = Trust([other])
     optimizer.step()
     optimizer.add_param_group({"params": [watched]})
@@ -393,9 +524,9 @@ def test_a_guard_minds_its_own_parameters_only() -> None:
 
 def test_each_optimizer_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Optimizer] = []
-    monkeypatch.setattr("plait.sharding.elementwise.doubt", tried.append)
+    monkeypatch.setattr("plait.sharding.elementwise.doubt", lambda optimizer, reach: tried.append(optimizer))
     watched = parameters(2)
-    guard = Guard(watched)
+    guard = Guard(watched, STAGES)
     first, second = Plain(watched[:1]), Plain(watched[:1])
     for _ in range(3):
         first.step()
@@ -409,7 +540,7 @@ def test_each_optimizer_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_guards_of_two_engines_stand_beside_each_other() -> None:
     first, second = parameters(2)
-    guards = [Guard([first]), Guard([second])]
+    guards = [Guard([first], CUT), Guard([second], CUT)]
     del guards[0]
     Trust([first]).step()
     with pytest.raises(PlanError, match="Trust"):
@@ -422,7 +553,7 @@ def test_a_guard_keeps_nothing_alive_and_goes_with_the_engine() -> None:
     class Engine:
         def __init__(self) -> None:
             self.parameters = parameters()
-            self.guard = Guard(self.parameters)
+            self.guard = Guard(self.parameters, CUT)
 
     hooks = len(home._global_optimizer_pre_hooks)
     gc.disable()
@@ -443,7 +574,7 @@ def test_a_guard_keeps_nothing_alive_and_goes_with_the_engine() -> None:
 
 def test_a_parameter_that_has_the_number_of_another_that_is_gone_is_not_watched() -> None:
     (watched,) = parameters()
-    guard = Guard([watched])
+    guard = Guard([watched], CUT)
     number, gone = id(watched), weakref.ref(watched)
     del watched
     assert gone() is None, "the guard does not keep it"

@@ -246,7 +246,7 @@ def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(rank_pool: Any, str
     before, *told, after = results[0]
     assert before == after == "nothing"
     for what, sentence in zip(("value", "optimizer state exp_avg"), told, strict=True):
-        kind = r"float64\[440\]"
+        kind = r"float64\[1, 440\]"
         assert re.match(the(what, FIRST, kind, r"rank 1 \(dp 1\)", r"rank 3 \(dp 3\)"), sentence), sentence
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 

@@ -86,9 +86,9 @@ def flat(shape: tuple[int, ...], *bounds: int, rows_over_tp: bool = False, block
     [
         (Layout((8, 6), AXES), Origin((0, 0))),
         (Layout((8, 6), AXES, {"tp": Shard(0)}), Origin((4, 0))),
-        (flat((8, 6), 0, 12, 36, 48), Origin((2, 0))),  # rows 2 to 5
+        (flat((8, 6), 0, 12, 36, 48), Origin((0, 0), ((8, 6), 12))),  # rows 2 to 5
         (flat((8, 6), 0, 16, 32, 48), Origin((0, 0), ((8, 6), 16))),  # from the middle of a row
-        (flat((8, 6), 0, 6, 18, 24, rows_over_tp=True), Origin((5, 0))),
+        (flat((8, 6), 0, 6, 18, 24, rows_over_tp=True), Origin((4, 0), ((4, 6), 6))),
         (flat((8, 6), 0, 16, 24, 24, rows_over_tp=True), Origin((4, 0), ((4, 6), 16))),
         (flat((5,), 0, 2, 4, 5), Origin((0,), ((5,), 2))),
         (flat((), 0, 0, 1, 1), Origin((), ((1,), 0))),
@@ -125,16 +125,16 @@ def test_what_is_whole_begins_at_zero() -> None:
 
 def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Findings) -> None:
     """Elements 9 to 18 of `EXPECTED`, from the middle of a row to the end of another, in rows 10 to 13."""
-    actual, piece = changed((1, 5), (2, 3)).view(-1)[9:18], EXPECTED.view(-1)[9:18]
+    actual, piece = changed((1, 5), (2, 3)).view(1, -1)[:, 9:18], EXPECTED.view(1, -1)[:, 9:18]
     findings.compare(FORWARD, actual, piece, BOUND, origin=Origin((10, 100), ((4, 6), 9)))
     (difference,) = findings.differences
     assert difference.box == ((11, 13), (103, 106))
     assert difference.worst == (11, 105)
-    assert (difference.shape, difference.share, difference.whole_box) == ((9,), 2 / 9, False)
+    assert (difference.shape, difference.share, difference.whole_box) == ((1, 9), 2 / 9, False)
 
 
 def test_all_of_a_flat_piece_may_differ(findings: Findings) -> None:
-    piece = EXPECTED.view(-1)[9:18]
+    piece = EXPECTED.view(1, -1)[:, 9:18]
     findings.compare(FORWARD, piece + 1, piece, BOUND, origin=Origin((0, 0), ((4, 6), 9)))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((1, 3), (0, 6))

@@ -299,7 +299,7 @@ def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, rank
     assert first.differences == []
     (difference,) = second.differences
     assert difference.place == Place(1, Phase.REDUCTION, name="0.weight")
-    assert (difference.shape, difference.box) == ((16,), ((7, 8), (5, 6)))
+    assert (difference.shape, difference.box) == ((1, 16), ((7, 8), (5, 6)))
     assert (difference.worst, difference.share) == ((7, 5), 1 / 16)
 
 

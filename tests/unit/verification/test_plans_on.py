@@ -202,10 +202,10 @@ def test_fewer_micro_batches_where_the_rows_do_not_divide(rows: int, expected: i
 
 def test_plans_that_cannot_be_are_given_with_the_reason() -> None:
     case = mlp_case(steps=1)
-    plans = [Plan(schedule="nobody's"), Plan(microbatches=3), Plan(chunks=2), Plan(microbatches=2)]
+    plans = [Plan(schedule="zb-v", chunks=3), Plan(microbatches=3), Plan(chunks=2), Plan(microbatches=2)]
     one, two, three, four = run_all(case, plans)
     assert isinstance(one, Refused)
-    assert one.reason.startswith('there is no schedule policy "nobody\'s": choose one of ')
+    assert "chunks" in one.reason
     assert isinstance(two, Refused)
     assert "4 rows, which do not divide into 3 micro-batches" in two.reason
     assert isinstance(three, Refused)
