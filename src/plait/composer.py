@@ -72,8 +72,7 @@ def parallelize(
     CommunicationError when they were given different models or plans.
     """
     mesh.check_plan(plan)
-    refuse_compiled_loss(loss)
-    loss = as_loss(loss)
+    loss = accepted_loss(loss)
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
@@ -107,6 +106,12 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(parts)
+
+
+def accepted_loss(given: GivenLoss) -> Loss:
+    """Return a loss as `as_loss` does. PlanError also for one that was given to `torch.compile`."""
+    refuse_compiled_loss(given)
+    return as_loss(given)
 
 
 def agreed_source(
