@@ -1,11 +1,13 @@
-"""What all tests share: one pool of ranks for the whole session, one thread each; how examples are drawn."""
+"""What all tests share: ranks, as threads or as one pool of processes; how examples are drawn."""
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
+import plait
 from plait.comm.pool import RankPool
 
 
@@ -21,7 +23,7 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers, one pool: what uses the ranks runs on one worker, in its order, all else beside it."""
+    """Two workers, one pool: what needs processes runs on one worker, in its order, all else beside it."""
     for item in items:
         if "rank_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group("ranks"))
@@ -32,3 +34,19 @@ def rank_pool() -> Iterator[RankPool]:
     """Local CPU ranks: `rank_pool.run(function, *arguments, ranks=4)`; they start when asked for."""
     with RankPool(8, threads=1, timeout=60.0, device="cpu") as pool:
         yield pool
+
+
+class ThreadRanks:
+    """Ranks as threads of the test's own process, asked as a `RankPool` is."""
+
+    def run(
+        self, function: Callable[..., Any], *arguments: Any, ranks: int, timeout: float = 60.0
+    ) -> list[Any]:
+        """What `function(*arguments)` gives on each rank; one thread of torch each."""
+        return plait.launch(function, *arguments, ranks=ranks, ranks_as="threads", threads=1, timeout=timeout)
+
+
+@pytest.fixture(scope="session")
+def thread_ranks() -> ThreadRanks:
+    """Ranks without processes, for what does not depend on how bytes travel: quick, on either worker."""
+    return ThreadRanks()

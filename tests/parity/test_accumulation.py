@@ -20,6 +20,6 @@ CASES = {"gpt2": gpt2(), **{case.name: case for case in USER_CASES}}
         ("gpt2", 1, "sgd", 1, 1),
     ],
 )
-def test_gradients_add_up(rank_pool, name, calls, optimizer, pp, dp, set_to_none):
+def test_gradients_add_up(thread_ranks, name, calls, optimizer, pp, dp, set_to_none):
     recipe = Recipe(calls=calls, optimizer=optimizer, set_to_none=set_to_none)
-    check_parity(rank_pool, CASES[name], Plan(pp=pp, dp=dp, microbatches=3, precision="fp64"), recipe)
+    check_parity(thread_ranks, CASES[name], Plan(pp=pp, dp=dp, microbatches=3, precision="fp64"), recipe)

@@ -77,8 +77,8 @@ def differences(plan: Plan) -> list[float]:
     ],
     ids=["none", "full", "zb-h1"],
 )
-def test_inside_a_layer_it_is_right(rank_pool: Any, plan: Plan) -> None:
-    for found in rank_pool.run(differences, plan, ranks=plan.world):
+def test_inside_a_layer_it_is_right(thread_ranks: Any, plan: Plan) -> None:
+    for found in thread_ranks.run(differences, plan, ranks=plan.world):
         assert found
         assert max(found) < 1e-6, "the same operations, added up in another order"
 

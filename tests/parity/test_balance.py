@@ -60,9 +60,9 @@ def balanced(plan: Plan) -> tuple[Plan, Plan]:
 
 
 @pytest.mark.parametrize("plan", [Plan(pp=2, microbatches=4), Plan(pp=2, microbatches=4, schedule="auto")])
-def test_a_layer_that_takes_long_gets_a_stage_for_itself(rank_pool: Any, plan: Plan) -> None:
+def test_a_layer_that_takes_long_gets_a_stage_for_itself(thread_ranks: Any, plan: Plan) -> None:
     assert draw(lopsided(), Plan(pp=2, microbatches=4)).counts != (1, 5)
-    (first, _), (second, _) = rank_pool.run(balanced, plan, ranks=2)
+    (first, _), (second, _) = thread_ranks.run(balanced, plan, ranks=2)
     assert first == second  # although each rank has measured for itself
     assert first.layers_per_stage is not None
     assert first.layers_per_stage[0] == 1
@@ -80,9 +80,9 @@ def costs_in_a_rank(case: Case, plan: Plan) -> Any:
     [Plan(), Plan(tp=2), Plan(tp=2, precision="bf16", recompute="full")],
     ids=["alone", "cut", "mixed"],
 )
-def test_every_layer_of_every_rank_is_measured(rank_pool: Any, plan: Plan) -> None:
+def test_every_layer_of_every_rank_is_measured(thread_ranks: Any, plan: Plan) -> None:
     case = llama(layers=2)
-    for costs in rank_pool.run(costs_in_a_rank, case, plan, ranks=plan.world):
+    for costs in thread_ranks.run(costs_in_a_rank, case, plan, ranks=plan.world):
         assert len(costs.total) == woven.layer_count(case)
         assert all(cost > 0 for cost in costs.F)
 
@@ -95,10 +95,10 @@ def test_users_models_are_measured(case: Case) -> None:
     assert len(costs.total) == woven.layer_count(case)
 
 
-def test_a_balanced_plan_computes_the_same(rank_pool: Any) -> None:
+def test_a_balanced_plan_computes_the_same(thread_ranks: Any) -> None:
     case, plan = gpt2(layers=2), Plan(pp=2, schedule="zb-h1", microbatches=3, precision="fp64")
-    found = rank_pool.run(balanced_case, case, plan, ranks=2)[0]
-    check_parity(rank_pool, case, found)
+    found = thread_ranks.run(balanced_case, case, plan, ranks=2)[0]
+    check_parity(thread_ranks, case, found)
 
 
 def balanced_case(case: Case, plan: Plan) -> Plan:

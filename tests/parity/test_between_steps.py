@@ -68,8 +68,8 @@ def evaluate_between(plan: Plan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_evaluating_changes_no_gradient(rank_pool: Any, name: str) -> None:
-    rank_pool.run(evaluate_between, PLANS[name], ranks=2)
+def test_evaluating_changes_no_gradient(thread_ranks: Any, name: str) -> None:
+    thread_ranks.run(evaluate_between, PLANS[name], ranks=2)
 
 
 class Table(nn.Module):
@@ -98,9 +98,9 @@ def hand_on(plan: Plan) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
-def test_a_layer_may_hand_on_its_parameter(rank_pool: Any, strategy: Any) -> None:
-    (alone,) = rank_pool.run(hand_on, Plan(precision="fp64"), ranks=1)
-    for rank in rank_pool.run(hand_on, Plan(dp=2, strategy=strategy, precision="fp64"), ranks=2):
+def test_a_layer_may_hand_on_its_parameter(thread_ranks: Any, strategy: Any) -> None:
+    (alone,) = thread_ranks.run(hand_on, Plan(precision="fp64"), ranks=1)
+    for rank in thread_ranks.run(hand_on, Plan(dp=2, strategy=strategy, precision="fp64"), ranks=2):
         torch.testing.assert_close(rank, alone, rtol=1e-12, atol=0)
 
 
@@ -125,9 +125,9 @@ def told(call: Callable[[], object]) -> str:
     return str(caught.value)
 
 
-def test_replaced_data_is_refused(rank_pool: Any) -> None:
+def test_replaced_data_is_refused(thread_ranks: Any) -> None:
     plan = Plan(dp=2, strategy="full")
-    for message in rank_pool.run(replace_data, plan, ranks=2):
+    for message in thread_ranks.run(replace_data, plan, ranks=2):
         assert message.startswith("the data of 0."), "of the first that a rank has a piece of"
         assert message.endswith(
             " was replaced, which the layers would not see: write to it in place, with copy_()."
@@ -144,8 +144,8 @@ def add_up_with_a_frozen_stage(plan: Plan) -> float:
     return float(engine.clip_grad_norm_(float("inf")))
 
 
-def test_adding_up_where_one_stage_is_frozen(rank_pool: Any) -> None:
-    first, second = rank_pool.run(add_up_with_a_frozen_stage, HALF, ranks=2)
+def test_adding_up_where_one_stage_is_frozen(thread_ranks: Any) -> None:
+    first, second = thread_ranks.run(add_up_with_a_frozen_stage, HALF, ranks=2)
     assert first == second > 0
 
 
@@ -156,8 +156,8 @@ def fail_and_go_on(plan: Plan) -> float:
     return float(engine.forward_backward(torch.ones(2, 4), torch.ones(2, 4)))
 
 
-def test_a_bad_batch_is_no_step_that_nobody_looked_at(rank_pool: Any) -> None:
-    (loss,) = rank_pool.run(fail_and_go_on, Plan(precision="fp16", master_precision="fp32"), ranks=1)
+def test_a_bad_batch_is_no_step_that_nobody_looked_at(thread_ranks: Any) -> None:
+    (loss,) = thread_ranks.run(fail_and_go_on, Plan(precision="fp16", master_precision="fp32"), ranks=1)
     assert loss > 0
 
 
@@ -173,9 +173,9 @@ def overflow(plan: Plan) -> tuple[bool, str]:
 
 
 @pytest.mark.parametrize("scale", [None, 2.0**14])
-def test_what_overflowed_is_thrown_away(rank_pool: Any, scale: float | None) -> None:
+def test_what_overflowed_is_thrown_away(thread_ranks: Any, scale: float | None) -> None:
     plan = Plan(precision="fp16", master_precision="fp32", loss_scale=scale)
-    ((gone, message),) = rank_pool.run(overflow, plan, ranks=1)
+    ((gone, message),) = thread_ranks.run(overflow, plan, ranks=1)
     assert gone
     assert "over all ranks: lower the learning rate" in message
 
@@ -186,8 +186,8 @@ def half_model(plan: Plan) -> tuple[float, bool]:
     return engine.loss_scale, engine.adapts_loss_scale
 
 
-def test_a_model_in_half_precision_has_a_loss_scale(rank_pool: Any) -> None:
-    assert rank_pool.run(half_model, Plan(master_precision="fp32"), ranks=1) == [(2.0**16, True)]
+def test_a_model_in_half_precision_has_a_loss_scale(thread_ranks: Any) -> None:
+    assert thread_ranks.run(half_model, Plan(master_precision="fp32"), ranks=1) == [(2.0**16, True)]
 
 
 def test_sums_of_fewer_digits_than_asked_for_are_refused() -> None:
@@ -209,8 +209,8 @@ def test_rows_of_inputs_are_not_told_twice() -> None:
         plait.memory(gpt2().build(), Plan(), torch.zeros(2, 8, dtype=torch.int64), rows=2)
 
 
-def test_inference_mode_is_refused(rank_pool: Any) -> None:
-    assert "torch.inference_mode" in rank_pool.run(in_inference_mode, Plan(), ranks=1)[0]
+def test_inference_mode_is_refused(thread_ranks: Any) -> None:
+    assert "torch.inference_mode" in thread_ranks.run(in_inference_mode, Plan(), ranks=1)[0]
 
 
 def in_inference_mode(plan: Plan) -> str:

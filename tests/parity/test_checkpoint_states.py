@@ -38,12 +38,12 @@ def part(name: str, make: Make, source: str | None, target: str, steps: tuple[in
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_optimizers(rank_pool: RankPool, tmp_path: Path, name: str) -> None:
+def test_optimizers(thread_ranks: RankPool, tmp_path: Path, name: str) -> None:
     make = partial(OPTIMIZERS[name], lr=1e-2)
     stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
-    rank_pool.run(part, "full", make, None, stop, (0, 2), ranks=2)
-    rank_pool.run(part, "tp", make, stop, end, (2, 4), ranks=2)
-    rank_pool.run(part, "full", make, None, never, (0, 4), ranks=2)
+    thread_ranks.run(part, "full", make, None, stop, (0, 2), ranks=2)
+    thread_ranks.run(part, "tp", make, stop, end, (2, 4), ranks=2)
+    thread_ranks.run(part, "full", make, None, never, (0, 4), ranks=2)
     check_close(tensors_of(Path(end)), tensors_of(Path(never)), 1e-9)  # some divide noise by its size
 
 
@@ -64,10 +64,10 @@ def grouped_by_stage(plan: Plan, path: str, *, loads: bool) -> list[float]:
         return expected
 
 
-def test_groups_that_each_stage_counts_by_itself(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_groups_that_each_stage_counts_by_itself(thread_ranks: RankPool, tmp_path: Path) -> None:
     plan = Plan(pp=2, microbatches=4)
     for loads in (False, True):
-        rank_pool.run(
+        thread_ranks.run(
             lambda loads: grouped_by_stage(plan, str(tmp_path / "one"), loads=loads), loads, ranks=2
         )
 
@@ -81,12 +81,12 @@ def with_dropout(plan: Plan, source: str | None, target: str, steps: tuple[int, 
         return run.losses
 
 
-def test_dropout_goes_on_drawing(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_dropout_goes_on_drawing(thread_ranks: RankPool, tmp_path: Path) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     stop, end, never = (str(tmp_path / which) for which in ("stop", "end", "never"))
-    rank_pool.run(with_dropout, plan, None, stop, (0, 2), ranks=2)
-    losses = rank_pool.run(with_dropout, plan, stop, end, (2, 4), ranks=2)[0]
-    assert losses == rank_pool.run(with_dropout, plan, None, never, (0, 4), ranks=2)[0][2:]
+    thread_ranks.run(with_dropout, plan, None, stop, (0, 2), ranks=2)
+    losses = thread_ranks.run(with_dropout, plan, stop, end, (2, 4), ranks=2)[0]
+    assert losses == thread_ranks.run(with_dropout, plan, None, never, (0, 4), ranks=2)[0][2:]
     check_same_bits(tensors_of(Path(end)), tensors_of(Path(never)))
 
 
@@ -101,12 +101,12 @@ def followed(plan: Plan, path: str, *, loads: bool) -> str:
         return str(run.engine.schedule.order)
 
 
-def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(thread_ranks: RankPool, tmp_path: Path) -> None:
     path = str(tmp_path / "one")
     plan, other = (Plan(pp=2, microbatches=4, schedule=name) for name in ("1f1b", "gpipe"))
-    searched = rank_pool.run(lambda: followed(plan, path, loads=False), ranks=2)[0]
-    assert rank_pool.run(lambda: followed(plan, path, loads=True), ranks=2)[0] == searched
-    assert rank_pool.run(lambda: followed(other, path, loads=True), ranks=2)[0] != searched
+    searched = thread_ranks.run(lambda: followed(plan, path, loads=False), ranks=2)[0]
+    assert thread_ranks.run(lambda: followed(plan, path, loads=True), ranks=2)[0] == searched
+    assert thread_ranks.run(lambda: followed(other, path, loads=True), ranks=2)[0] != searched
 
 
 def test_the_state_is_that_of_the_moment(tmp_path: Path) -> None:

@@ -59,8 +59,8 @@ def all_pairs() -> Iterator[object]:
 class Stops:
     """Runs that stopped after STEPS steps, and the same where they went on."""
 
-    def __init__(self, rank_pool: RankPool, folder: Path) -> None:
-        self._pool = rank_pool
+    def __init__(self, thread_ranks: RankPool, folder: Path) -> None:
+        self._pool = thread_ranks
         self._folder = folder
         self.of = cache(self._of)
 
@@ -85,8 +85,8 @@ def files_of(path: Path) -> dict[str, set[tuple[object, ...]]]:
 
 
 @pytest.fixture(scope="module")
-def stops(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Stops:
-    return Stops(rank_pool, tmp_path_factory.mktemp("stops"))
+def stops(thread_ranks: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Stops:
+    return Stops(thread_ranks, tmp_path_factory.mktemp("stops"))
 
 
 def check_same_bits(one: dict[str, Tensor], other: dict[str, Tensor]) -> None:
@@ -126,14 +126,14 @@ def test_any_layout_goes_on_in_any_other(stops: Stops, tmp_path: Path, before: s
         assert again == pytest.approx(losses, rel=TOLERANCE)
 
 
-def test_a_chain_through_all_layouts(stops: Stops, rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_chain_through_all_layouts(stops: Stops, thread_ranks: RankPool, tmp_path: Path) -> None:
     source = None
     for place, name in enumerate(LAYOUTS):
         target = tmp_path / str(place)
         stops.run(name, source, target, place * STEPS)
         source = target
     steps = STEPS * len(LAYOUTS)
-    rank_pool.run(never_stopped, "one", str(tmp_path / "half"), str(tmp_path / "all"), steps // 2, ranks=1)
+    thread_ranks.run(never_stopped, "one", str(tmp_path / "half"), str(tmp_path / "all"), steps // 2, ranks=1)
     check_close(tensors_of(target), tensors_of(tmp_path / "all"), 1e-10)  # of 36 steps
 
 

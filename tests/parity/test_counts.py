@@ -24,9 +24,9 @@ def traffic_in_a_rank(case, plan):
     return engine.traffic(), woven.gradients_of(engine)
 
 
-def steps(rank_pool, case, plan):
+def steps(thread_ranks, case, plan):
     """Per rank: its coordinate along `pp`, the traffic of one step, its gradients."""
-    ranks = rank_pool.run(traffic_in_a_rank, case, plan, ranks=plan.world)
+    ranks = thread_ranks.run(traffic_in_a_rank, case, plan, ranks=plan.world)
     return [(rank // plan.dp, *result) for rank, result in enumerate(ranks)]
 
 
@@ -37,10 +37,10 @@ def padded_bytes(gradients):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
-def test_gradients_are_reduced_once(rank_pool, schedule, tied):
+def test_gradients_are_reduced_once(thread_ranks, schedule, tied):
     plan = Plan(pp=2, dp=2, schedule=schedule, microbatches=3, precision="fp64")
     table = "embedding.token.weight"
-    for _, traffic, gradients in steps(rank_pool, gpt2(tied=tied), plan):
+    for _, traffic, gradients in steps(thread_ranks, gpt2(tied=tied), plan):
         assert table in gradients or not tied
         alone = {name: gradient for name, gradient in gradients.items() if not (tied and name == table)}
         units = {name.rsplit(".", 2)[0] for name in alone}  # the layers: two more names follow
@@ -53,9 +53,9 @@ def test_gradients_are_reduced_once(rank_pool, schedule, tied):
             assert "tie" not in traffic
 
 
-def test_a_tie_within_a_stage_is_reduced_over_dp_once(rank_pool):
+def test_a_tie_within_a_stage_is_reduced_over_dp_once(thread_ranks):
     plan = Plan(dp=2, microbatches=2, precision="fp64")
-    for _, traffic, gradients in steps(rank_pool, gpt2(tied=True), plan):
+    for _, traffic, gradients in steps(thread_ranks, gpt2(tied=True), plan):
         units = 7  # embedding, 2 × (attention, mlp), head, and the table
         assert traffic["dp"]["all_reduce"] == WEIGHT_OF_LOSS + Count(units, padded_bytes(gradients.values()))
         assert "tie" not in traffic
@@ -63,20 +63,20 @@ def test_a_tie_within_a_stage_is_reduced_over_dp_once(rank_pool):
 
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 @pytest.mark.parametrize(("pp", "dp", "microbatches"), [(2, 1, 3), (4, 1, 5), (2, 2, 4)], ids=str)
-def test_boundaries_carry_tokens_times_hidden_each_way(rank_pool, pp, dp, microbatches, schedule):
+def test_boundaries_carry_tokens_times_hidden_each_way(thread_ranks, pp, dp, microbatches, schedule):
     plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, precision="fp64")
     tokens = ROWS * microbatches * GPT2_CONTEXT
     one_way = Count(microbatches, tokens * HIDDEN * ITEM)
-    for stage, traffic, _ in steps(rank_pool, gpt2(tied=False), plan):
+    for stage, traffic, _ in steps(thread_ranks, gpt2(tied=False), plan):
         neighbours = (stage > 0) + (stage < pp - 1)
         both_ways = one_way if neighbours == 1 else one_way + one_way
         assert traffic["pp"] == {"send": both_ways, "receive": both_ways}
 
 
-def test_nothing_comes_back_to_a_frozen_stage(rank_pool):
+def test_nothing_comes_back_to_a_frozen_stage(thread_ranks):
     case = BY_NAME["frozen_first"]
     plan = Plan(pp=2, layers_per_stage=(2, 3), microbatches=3, precision="fp64")
-    (_, first, nothing), (_, last, gradients) = steps(rank_pool, case, plan)
+    (_, first, nothing), (_, last, gradients) = steps(thread_ranks, case, plan)
     assert not nothing
     assert gradients
     assert set(first["pp"]) == {"send"}
@@ -84,8 +84,8 @@ def test_nothing_comes_back_to_a_frozen_stage(rank_pool):
     assert first["pp"]["send"] == last["pp"]["receive"]
 
 
-def test_alone_nothing_is_sent(rank_pool):
-    ((_, traffic, _),) = steps(rank_pool, gpt2(), Plan(microbatches=3, precision="fp64"))
+def test_alone_nothing_is_sent(thread_ranks):
+    ((_, traffic, _),) = steps(thread_ranks, gpt2(), Plan(microbatches=3, precision="fp64"))
     assert traffic == {}
 
 
@@ -96,13 +96,13 @@ def buffers_in_a_rank(case, plan):
     return engine._worker.exchange.pool.made
 
 
-def buffers(rank_pool, schedule, microbatches):
+def buffers(thread_ranks, schedule, microbatches):
     plan = Plan(pp=4, schedule=schedule, microbatches=microbatches, precision="fp64")
-    return rank_pool.run(buffers_in_a_rank, gpt2(), plan, ranks=plan.world)
+    return thread_ranks.run(buffers_in_a_rank, gpt2(), plan, ranks=plan.world)
 
 
-def test_receive_buffers_do_not_grow_with_the_microbatches(rank_pool):
-    few, more, many = (buffers(rank_pool, "1f1b", microbatches) for microbatches in (4, 8, 16))
+def test_receive_buffers_do_not_grow_with_the_microbatches(thread_ranks):
+    few, more, many = (buffers(thread_ranks, "1f1b", microbatches) for microbatches in (4, 8, 16))
     assert few == more == many
     assert max(few) <= 4 + 2  # as many as micro-batches in flight, and one ahead on each of two channels
-    assert max(buffers(rank_pool, "gpipe", 16)) > max(many)
+    assert max(buffers(thread_ranks, "gpipe", 16)) > max(many)

@@ -56,27 +56,29 @@ def by_hand(case: Case, plan: Plan, recipe: Recipe) -> Outcome:
     ],
     ids=str,
 )
-def test_every_layout_draws_the_same(rank_pool: Any, settings: dict[str, Any]) -> None:
+def test_every_layout_draws_the_same(thread_ranks: Any, settings: dict[str, Any]) -> None:
     plan = Plan(**settings, microbatches=4, precision="fp64")
     expected = by_hand(DROPPING, plan, TWO_CALLS)
-    compare(rank_pool.run(woven.train, DROPPING, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
+    compare(
+        thread_ranks.run(woven.train, DROPPING, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64
+    )
 
 
 @pytest.mark.parametrize("length", [8, 7])
 @pytest.mark.parametrize("mode", ["keep", "regather"])
 @pytest.mark.parametrize("tp", [2, 4])
-def test_pieces_of_the_sequence_draw_the_same(rank_pool: Any, tp: int, mode: Any, length: int) -> None:
+def test_pieces_of_the_sequence_draw_the_same(thread_ranks: Any, tp: int, mode: Any, length: int) -> None:
     case = of_length(DROPPING, length)
     plan = Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64")
     expected = by_hand(case, plan, TWO_CALLS)
-    compare(rank_pool.run(woven.train, case, plan, TWO_CALLS, ranks=tp), expected, torch.float64)
+    compare(thread_ranks.run(woven.train, case, plan, TWO_CALLS, ranks=tp), expected, torch.float64)
 
 
 @pytest.mark.parametrize("settings", [{}, {"pp": 2}], ids=str)
-def test_a_layer_in_two_places_draws_for_each(rank_pool: Any, settings: dict[str, Any]) -> None:
+def test_a_layer_in_two_places_draws_for_each(thread_ranks: Any, settings: dict[str, Any]) -> None:
     plan = Plan(**settings, microbatches=2, precision="fp64")
     expected = by_hand(TWICE, plan, TWO_CALLS)
-    compare(rank_pool.run(woven.train, TWICE, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
+    compare(thread_ranks.run(woven.train, TWICE, plan, TWO_CALLS, ranks=plan.world), expected, torch.float64)
 
 
 def on_cut_batches(rows: Sequence[int], plan: Plan) -> tuple[float, dict[str, Tensor]]:
@@ -89,12 +91,12 @@ def on_cut_batches(rows: Sequence[int], plan: Plan) -> tuple[float, dict[str, Te
     return engine.forward_backward(*cut).item(), woven.gradients_of(engine)
 
 
-def test_micro_batches_of_different_rows(rank_pool: Any) -> None:
+def test_micro_batches_of_different_rows(thread_ranks: Any) -> None:
     rows = (1, 3, 2, 1)
     alone = Plan(microbatches=4, precision="fp64")
-    ((loss, gradients),) = rank_pool.run(on_cut_batches, rows, alone, ranks=1)
+    ((loss, gradients),) = thread_ranks.run(on_cut_batches, rows, alone, ranks=1)
     plan = Plan(dp=2, microbatches=2, precision="fp64")
-    for other, found in rank_pool.run(on_cut_batches, rows, plan, ranks=2):
+    for other, found in thread_ranks.run(on_cut_batches, rows, plan, ranks=2):
         assert_close(other, loss, 1e-12, "the loss")
         assert_equal(found, gradients, 1e-12, "the gradient")
 
@@ -115,8 +117,8 @@ def losses_of_passes() -> list[float]:
     return losses
 
 
-def test_each_pass_draws_anew_and_can_be_drawn_again(rank_pool: Any) -> None:
-    ((first, second, evaluated, again),) = rank_pool.run(losses_of_passes, ranks=1)
+def test_each_pass_draws_anew_and_can_be_drawn_again(thread_ranks: Any) -> None:
+    ((first, second, evaluated, again),) = thread_ranks.run(losses_of_passes, ranks=1)
     assert len({first, second, evaluated}) == 3
     assert again == second
 

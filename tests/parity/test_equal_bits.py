@@ -17,7 +17,7 @@ LAYOUTS = [(2, 1, 3), (4, 1, 5), (4, 1, 2), (2, 2, 4)]
 IN_A_V = ("zb-v", "v-half", "v-min")
 
 
-def bits(rank_pool, case, pp, dp, microbatches, schedule):
+def bits(thread_ranks, case, pp, dp, microbatches, schedule):
     layers = len(sequence_of(case.build()).layers)
     stages = 2 * pp if schedule in IN_A_V else pp
     plan = Plan(
@@ -28,11 +28,11 @@ def bits(rank_pool, case, pp, dp, microbatches, schedule):
         precision="fp64",
         layers_per_stage=balance([1.0] * layers, stages),  # by itself each schedule would choose its own
     )
-    return rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world)
+    return thread_ranks.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world)
 
 
-def check(rank_pool, case, layout, schedules=ONE_STAGE):
-    runs = (bits(rank_pool, case, *layout, schedule) for schedule in schedules)
+def check(thread_ranks, case, layout, schedules=ONE_STAGE):
+    runs = (bits(thread_ranks, case, *layout, schedule) for schedule in schedules)
     for first, *others in zip(*runs, strict=True):
         for other in others:
             assert first.losses == other.losses
@@ -44,15 +44,15 @@ def check(rank_pool, case, layout, schedules=ONE_STAGE):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_schedules_of_gpt2(rank_pool, layout):
-    check(rank_pool, gpt2(layers=2, tied=layout[1] == 1), layout)
+def test_schedules_of_gpt2(thread_ranks, layout):
+    check(thread_ranks, gpt2(layers=2, tied=layout[1] == 1), layout)
 
 
 @pytest.mark.parametrize("name", ["crossing_ties", "convolution"])
-def test_schedules_of_users_models(rank_pool, name):
-    check(rank_pool, BY_NAME[name], (4, 1, 4))
+def test_schedules_of_users_models(thread_ranks, name):
+    check(thread_ranks, BY_NAME[name], (4, 1, 4))
 
 
 @pytest.mark.parametrize("layout", [(2, 1, 5), (4, 1, 4), (2, 2, 3)], ids=str)
-def test_schedules_in_a_v(rank_pool, layout):
-    check(rank_pool, gpt2(layers=3, tied=True), layout, IN_A_V)
+def test_schedules_in_a_v(thread_ranks, layout):
+    check(thread_ranks, gpt2(layers=3, tied=True), layout, IN_A_V)

@@ -95,9 +95,9 @@ def found_in_a_rank(cases: list[Case], plan: Plan) -> list[Found]:
 
 
 @pytest.mark.parametrize(("plan", "cases"), RUNS, ids=lambda value: "")
-def test_the_whole_model_is_that_of_one_rank(rank_pool: RankPool, plan: Plan, cases: list[Case]) -> None:
+def test_the_whole_model_is_that_of_one_rank(thread_ranks: RankPool, plan: Plan, cases: list[Case]) -> None:
     plan = replace(plan, precision="fp64")
-    ranks = rank_pool.run(found_in_a_rank, cases, plan, ranks=plan.world)
+    ranks = thread_ranks.run(found_in_a_rank, cases, plan, ranks=plan.world)
     for number, one in enumerate(cases):
         model = materialise(one.build(), torch.float64)
         wanted = model.state_dict()
@@ -135,8 +135,8 @@ def refusals_in_a_rank() -> list[str]:
     return told
 
 
-def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(refusals_in_a_rank, ranks=2)
+def test_what_does_not_fit_is_refused_on_every_rank_and_changes_nothing(thread_ranks: RankPool) -> None:
+    first, second = thread_ranks.run(refusals_in_a_rank, ranks=2)
     assert first == second
     for sentence in first[:2]:
         assert "missing: 0.shift" in sentence
@@ -158,9 +158,9 @@ def masters_in_a_rank() -> tuple[set[torch.dtype], bool]:
     return {t.dtype for t in state.values()}, all(map(torch.equal, rounded, state.values()))
 
 
-def test_masters_keep_their_digits(rank_pool: RankPool) -> None:
+def test_masters_keep_their_digits(thread_ranks: RankPool) -> None:
     """What is frozen has no master."""
-    for dtypes, rounded in rank_pool.run(masters_in_a_rank, ranks=2):
+    for dtypes, rounded in thread_ranks.run(masters_in_a_rank, ranks=2):
         assert torch.float32 in dtypes
         assert not rounded
 
@@ -172,10 +172,10 @@ def traffic_in_a_rank() -> Any:
     return engine.mesh.traffic.since(before)
 
 
-def test_only_rank_0_is_sent_what_it_has_not(rank_pool: RankPool) -> None:
+def test_only_rank_0_is_sent_what_it_has_not(thread_ranks: RankPool) -> None:
     """Over `pp` go whole tensors of the second stage, to the pipeline of rank 0."""
     model = materialise(gpt2().build(), torch.float64)
-    ranks = rank_pool.run(traffic_in_a_rank, ranks=4)
+    ranks = thread_ranks.run(traffic_in_a_rank, ranks=4)
     sent = [rank["pp"].get("broadcast") for rank in ranks]
     assert [one is None for one in sent] == [False, True, False, True]
     largest = sum(tensor.nbytes for tensor in model.state_dict().values())

@@ -63,8 +63,8 @@ GIVEN = [
 
 
 @pytest.mark.parametrize("one", GIVEN, ids=lambda one: str(one.loss)[:40])
-def test_a_given_loss_is_that_of_one_rank(rank_pool: RankPool, one: Case) -> None:
-    check_parity(rank_pool, one, PIPELINE, ONE_STEP)
+def test_a_given_loss_is_that_of_one_rank(thread_ranks: RankPool, one: Case) -> None:
+    check_parity(thread_ranks, one, PIPELINE, ONE_STEP)
 
 
 def with_head() -> nn.Module:
@@ -76,9 +76,9 @@ def with_head() -> nn.Module:
 @pytest.mark.parametrize(
     "given", [nn.CrossEntropyLoss(label_smoothing=0.1), nn.CrossEntropyLoss(weight=WEIGHTS)], ids=str
 )
-def test_a_given_loss_of_logits_cut_by_class(rank_pool: RankPool, given: nn.Module) -> None:
+def test_a_given_loss_of_logits_cut_by_class(thread_ranks: RankPool, given: nn.Module) -> None:
     plan = Plan(tp=2, dp=2, microbatches=2, precision="fp64")
-    check_parity(rank_pool, case(with_head, draw_ignored, loss=given, mean=given), plan, ONE_STEP)
+    check_parity(thread_ranks, case(with_head, draw_ignored, loss=given, mean=given), plan, ONE_STEP)
 
 
 def sums_in_a_rank(plan: Plan) -> tuple[float, list[float], float]:
@@ -94,8 +94,8 @@ def sums_in_a_rank(plan: Plan) -> tuple[float, list[float], float]:
 SUMMED = of(nn.MSELoss(reduction="sum"), draw_numbers)
 
 
-def test_a_sum_is_the_sum_over_the_global_batch(rank_pool: RankPool) -> None:
-    ranks = rank_pool.run(sums_in_a_rank, PIPELINE, ranks=4)
+def test_a_sum_is_the_sum_over_the_global_batch(thread_ranks: RankPool) -> None:
+    ranks = thread_ranks.run(sums_in_a_rank, PIPELINE, ranks=4)
     tight = TOLERANCE[torch.float64]
     parts = {tuple(losses) for _, losses, _ in ranks}
     for whole, _, evaluated in ranks:

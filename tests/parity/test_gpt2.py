@@ -34,17 +34,17 @@ def identify(row):
     return f"{degrees}-{row['schedule']}-m{row['microbatches']}-{row['layers']}blocks-{tied}"
 
 
-def check(rank_pool, row):
+def check(thread_ranks, row):
     kept = {name: row[name] for name in ("pp", "dp", "schedule", "microbatches")}
-    check_parity(rank_pool, gpt2(layers=row["layers"], tied=row["tied"]), Plan(**kept, precision="fp64"))
+    check_parity(thread_ranks, gpt2(layers=row["layers"], tied=row["tied"]), Plan(**kept, precision="fp64"))
 
 
 @pytest.mark.parametrize("row", COVERING, ids=identify)
-def test_every_pair_of_factors(rank_pool, row):
-    check(rank_pool, row)
+def test_every_pair_of_factors(thread_ranks, row):
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_plan(rank_pool, row):
-    check(rank_pool, row)
+def test_every_plan(thread_ranks, row):
+    check(thread_ranks, row)

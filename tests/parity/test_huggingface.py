@@ -26,10 +26,10 @@ from plait.verification.verify import report_on
 
 
 @pytest.fixture(scope="module")
-def ranks(rank_pool: RankPool) -> RankPool:
+def ranks(thread_ranks: RankPool) -> RankPool:
     """Ranks that have transformers."""
-    rank_pool.run(cases.load, ranks=8, timeout=600.0)
-    return rank_pool
+    thread_ranks.run(cases.load, ranks=8, timeout=600.0)
+    return thread_ranks
 
 
 def step(model: nn.Module, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:

@@ -113,7 +113,7 @@ def relative(actual: Tensor, expected: Tensor) -> float:
 @pytest.mark.parametrize("offload", ["none", "full"])
 @pytest.mark.parametrize("reduce_precision", [None, "bf16"])
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "gradients", "full"])
-def test_masters_in_fp32(rank_pool: Any, strategy: Any, reduce_precision: Any, offload: Any) -> None:
+def test_masters_in_fp32(thread_ranks: Any, strategy: Any, reduce_precision: Any, offload: Any) -> None:
     if strategy == "none" and offload == "full":
         pytest.skip("nothing is cut, so nothing is offloaded")
     plan = Plan(
@@ -125,7 +125,7 @@ def test_masters_in_fp32(rank_pool: Any, strategy: Any, reduce_precision: Any, o
         reduce_precision=reduce_precision,
         offload=offload,
     )
-    ranks = rank_pool.run(train, plan, 3, ranks=2)
+    ranks = thread_ranks.run(train, plan, 3, ranks=2)
     parameters, gradients = by_hand(plan, 3)
     for name, whole in assembled(ranks, 1).items():
         assert whole.dtype == torch.float32
@@ -136,12 +136,12 @@ def test_masters_in_fp32(rank_pool: Any, strategy: Any, reduce_precision: Any, o
 
 
 @pytest.mark.parametrize("strategy", ["none", "optimizer", "full"])
-def test_sums_in_fp32_without_masters(rank_pool: Any, strategy: Any) -> None:
+def test_sums_in_fp32_without_masters(thread_ranks: Any, strategy: Any) -> None:
     """The first step's gradients; the optimizer then rounds to what parameters are."""
     plan = Plan(
         dp=2, strategy=strategy, microbatches=MICROBATCHES, precision="bf16", gradient_precision="fp32"
     )
-    ranks = rank_pool.run(train, plan, 1, ranks=2)
+    ranks = thread_ranks.run(train, plan, 1, ranks=2)
     _, gradients = by_hand(plan, 1)
     for name, whole in assembled(ranks, 1).items():
         assert whole.dtype == torch.bfloat16
@@ -169,9 +169,9 @@ def overflowing(plan: Plan) -> list[tuple[float, float, bool]]:
 
 
 @pytest.mark.parametrize("strategy", ["none", "full"])
-def test_a_step_that_overflows_is_left_out_on_every_rank(rank_pool: Any, strategy: Any) -> None:
+def test_a_step_that_overflows_is_left_out_on_every_rank(thread_ranks: Any, strategy: Any) -> None:
     plan = Plan(dp=2, strategy=strategy, microbatches=MICROBATCHES, precision="fp16", master_precision="fp32")
-    first, second = rank_pool.run(overflowing, plan, ranks=2)
+    first, second = thread_ranks.run(overflowing, plan, ranks=2)
     assert [(scale, changed) for scale, _, changed in first] == [
         (2.0**16, True),
         (2.0**16, False),
@@ -186,9 +186,9 @@ def trained(plan: Plan) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("scale", [1.0, 1024.0])
-def test_a_scale_changes_no_gradient(rank_pool: Any, scale: float) -> None:
+def test_a_scale_changes_no_gradient(thread_ranks: Any, scale: float) -> None:
     plans = [Plan(dp=2, strategy="gradients", microbatches=MICROBATCHES, loss_scale=s) for s in (None, scale)]
-    plain, scaled = (rank_pool.run(trained, plan, ranks=2) for plan in plans)
+    plain, scaled = (thread_ranks.run(trained, plan, ranks=2) for plan in plans)
     for one, other in zip(plain, scaled, strict=True):
         assert all(torch.equal(one[name], other[name]) for name in one), "powers of two scale exactly"
 
@@ -201,10 +201,10 @@ def nobody_looks(plan: Plan) -> None:
     engine.forward_backward(*batch(0))
 
 
-def test_in_half_precision_somebody_has_to_look(rank_pool: Any) -> None:
+def test_in_half_precision_somebody_has_to_look(thread_ranks: Any) -> None:
     plan = Plan(dp=2, strategy="full", microbatches=1, precision="fp16", master_precision="fp32")
     with pytest.raises(PlanError, match="clip_grad_norm_"):
-        rank_pool.run(nobody_looks, plan, ranks=2)
+        thread_ranks.run(nobody_looks, plan, ranks=2)
 
 
 def refuses(plan: Plan) -> None:
@@ -214,6 +214,6 @@ def refuses(plan: Plan) -> None:
     engine.clip_grad_norm_(1.0, error_if_nonfinite=True)
 
 
-def test_a_norm_that_is_not_finite_is_an_error_on_request(rank_pool: Any) -> None:
+def test_a_norm_that_is_not_finite_is_an_error_on_request(thread_ranks: Any) -> None:
     with pytest.raises(NonFiniteError, match="the gradient norm is nan over all ranks"):
-        rank_pool.run(refuses, Plan(dp=2, strategy="full", microbatches=1), ranks=2)
+        thread_ranks.run(refuses, Plan(dp=2, strategy="full", microbatches=1), ranks=2)

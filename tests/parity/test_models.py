@@ -30,9 +30,9 @@ BY_NAME = {case.name: case for case in USER_CASES}
 @pytest.mark.parametrize(
     ("pp", "dp", "schedule", "microbatches"), [(2, 2, "1f1b", 3), (4, 1, "gpipe", 2)], ids=str
 )
-def test_users_models(rank_pool, case, pp, dp, schedule, microbatches):
+def test_users_models(thread_ranks, case, pp, dp, schedule, microbatches):
     plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, precision="fp64")
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)
 
 
 def identify(row):
@@ -42,38 +42,38 @@ def identify(row):
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", LAYOUTS, ids=identify)
-def test_users_models_on_all_degrees(rank_pool, row):
+def test_users_models_on_all_degrees(thread_ranks, row):
     pp, dp = row["degrees"]
     plan = Plan(pp=pp, dp=dp, schedule=row["schedule"], microbatches=row["microbatches"], precision="fp64")
-    check_parity(rank_pool, BY_NAME[row["name"]], plan)
+    check_parity(thread_ranks, BY_NAME[row["name"]], plan)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "cut"), CUTS)
-def test_users_models_cut_anywhere(rank_pool, case, cut):
+def test_users_models_cut_anywhere(thread_ranks, case, cut):
     plan = Plan(pp=2, layers_per_stage=cut, microbatches=3, precision="fp64")
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)
 
 
-def test_a_module_that_is_no_sequence_is_one_layer(rank_pool):
-    check_parity(rank_pool, single_module(), Plan(dp=2, microbatches=2, precision="fp64"))
+def test_a_module_that_is_no_sequence_is_one_layer(thread_ranks):
+    check_parity(thread_ranks, single_module(), Plan(dp=2, microbatches=2, precision="fp64"))
 
 
 @pytest.mark.parametrize("cut", [(1, 5), (5, 1), (1, 1, 3, 1)], ids=str)
-def test_gpt2_cut_by_hand(rank_pool, cut):
+def test_gpt2_cut_by_hand(thread_ranks, cut):
     plan = Plan(pp=len(cut), layers_per_stage=cut, microbatches=3, precision="fp64")
-    check_parity(rank_pool, gpt2(layers=2, tied=True), plan)
+    check_parity(thread_ranks, gpt2(layers=2, tied=True), plan)
 
 
 @pytest.mark.parametrize(("pp", "dp", "schedule"), [(2, 2, "1f1b"), (4, 1, "gpipe")], ids=str)
-def test_single_precision(rank_pool, pp, dp, schedule):
+def test_single_precision(thread_ranks, pp, dp, schedule):
     plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=3, precision="fp32")
-    check_parity(rank_pool, gpt2(layers=2, tied=True), plan)
+    check_parity(thread_ranks, gpt2(layers=2, tied=True), plan)
 
 
 @pytest.mark.parametrize(("pp", "dp"), [(1, 3), (2, 2)])
-def test_gradients_in_shared_memory(rank_pool, pp, dp):
+def test_gradients_in_shared_memory(thread_ranks, pp, dp):
     """Wide enough for units, and for the tied one, to lie where all ranks reach them."""
     wide = gpt2(layers=1, hidden=128, vocab=300)
     assert SMALLEST < 300 * 128 * 8
-    check_parity(rank_pool, wide, Plan(pp=pp, dp=dp, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, wide, Plan(pp=pp, dp=dp, microbatches=2, precision="fp64"))

@@ -35,8 +35,8 @@ def step_by(plan: Plan, kind: str, groups: bool) -> str:
 
 @pytest.mark.parametrize("kind", ["SGD", "AdamW", "RMSprop"])
 @pytest.mark.parametrize("plan", [Plan(dp=2, strategy="full"), Plan(tp=2)], ids=["full", "tp"])
-def test_elementwise_ones_work(rank_pool: Any, plan: Plan, kind: str) -> None:
-    assert rank_pool.run(step_by, plan, kind, True, ranks=2) == ["", ""]
+def test_elementwise_ones_work(thread_ranks: Any, plan: Plan, kind: str) -> None:
+    assert thread_ranks.run(step_by, plan, kind, True, ranks=2) == ["", ""]
 
 
 REFUSED = [
@@ -49,14 +49,14 @@ REFUSED = [
 
 @pytest.mark.parametrize(("kind", "plan", "told"), REFUSED, ids=["full", "tp", "muon", "pp"])
 def test_others_are_refused_before_they_change_anything(
-    rank_pool: Any, kind: str, plan: Plan, told: str
+    thread_ranks: Any, kind: str, plan: Plan, told: str
 ) -> None:
-    for refused in rank_pool.run(step_by, plan, kind, kind == "Muon", ranks=2):
+    for refused in thread_ranks.run(step_by, plan, kind, kind == "Muon", ranks=2):
         assert refused.startswith(f"{kind} {told}")
 
 
-def test_the_engine_refuses_them_before_it_clips(rank_pool: Any) -> None:
-    for refused in rank_pool.run(clipped_by_a_step_refused, Plan(pp=2), ranks=2):
+def test_the_engine_refuses_them_before_it_clips(thread_ranks: Any) -> None:
+    for refused in thread_ranks.run(clipped_by_a_step_refused, Plan(pp=2), ranks=2):
         assert refused
 
 
@@ -99,7 +99,7 @@ def losses_by(plan: Plan, kind: str) -> list[float]:
     ],
     ids=["a parameter, pp", "all, dp"],
 )
-def test_what_is_let_computes_what_one_rank_does(rank_pool: Any, kind: str, plan: Plan) -> None:
-    (alone,) = rank_pool.run(losses_by, Plan(precision="fp64"), kind, ranks=1)
-    assert rank_pool.run(losses_by, plan, kind, ranks=2)[0] == pytest.approx(alone, rel=1e-6)
+def test_what_is_let_computes_what_one_rank_does(thread_ranks: Any, kind: str, plan: Plan) -> None:
+    (alone,) = thread_ranks.run(losses_by, Plan(precision="fp64"), kind, ranks=1)
+    assert thread_ranks.run(losses_by, plan, kind, ranks=2)[0] == pytest.approx(alone, rel=1e-6)
     assert len(set(alone)) == 4

@@ -41,10 +41,12 @@ def three_steps(case: Case, plan: Plan, reorders: bool) -> Any:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_steps_in_another_order_give_the_same_bits(rank_pool: Any, name: str) -> None:
+def test_steps_in_another_order_give_the_same_bits(thread_ranks: Any, name: str) -> None:
     plan = PLANS[name]
     case = gpt2(layers=2)
-    runs = [rank_pool.run(three_steps, case, plan, reorders, ranks=plan.world) for reorders in (False, True)]
+    runs = [
+        thread_ranks.run(three_steps, case, plan, reorders, ranks=plan.world) for reorders in (False, True)
+    ]
     for (losses, values, _, rank_of), (others, found, _, same) in zip(*runs, strict=True):
         assert losses == others
         assert rank_of == same
@@ -60,21 +62,21 @@ def reordered(case: Case, plan: Plan, costs: plait.Costs) -> Any:
     return before, after, engine.reorder(mine)
 
 
-def test_the_order_of_rank_0_is_shorter(rank_pool: Any) -> None:
+def test_the_order_of_rank_0_is_shorter(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
     costs = plait.Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
-    for before, after, again in rank_pool.run(reordered, gpt2(), plan, costs, ranks=2):
+    for before, after, again in thread_ranks.run(reordered, gpt2(), plan, costs, ranks=2):
         first, second = (simulate(split_backward(order), costs).makespan for order in (before, after))
         assert second < first
         assert again.order == after.order  # nothing shorter is found the second time, so it stays
         assert max(simulate(after, costs).peak) <= 2
 
 
-def test_a_limit_that_no_order_keeps_is_refused_on_every_rank(rank_pool: Any) -> None:
+def test_a_limit_that_no_order_keeps_is_refused_on_every_rank(thread_ranks: Any) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
 
     with pytest.raises(ScheduleError, match="below what any schedule needs"):
-        rank_pool.run(limited, gpt2(), plan, ranks=2)
+        thread_ranks.run(limited, gpt2(), plan, ranks=2)
 
 
 def limited(case: Case, plan: Plan) -> None:
@@ -90,6 +92,8 @@ def follow_another(case: Case, plan: Plan, change: str) -> None:
 
 
 @pytest.mark.parametrize(("change", "told"), [("more", "microbatches is 5, but"), ("places", "rank_of is")])
-def test_orders_of_other_work_are_refused(rank_pool: Any, change: str, told: str) -> None:
+def test_orders_of_other_work_are_refused(thread_ranks: Any, change: str, told: str) -> None:
     with pytest.raises(ScheduleError, match=told):
-        rank_pool.run(follow_another, gpt2(), Plan(pp=2, microbatches=4, precision="fp64"), change, ranks=2)
+        thread_ranks.run(
+            follow_another, gpt2(), Plan(pp=2, microbatches=4, precision="fp64"), change, ranks=2
+        )

@@ -55,30 +55,30 @@ PRODUCT = [
 """Of all but the number of micro-batches."""
 
 
-def check(rank_pool: Any, row: dict[str, Any]) -> None:
+def check(thread_ranks: Any, row: dict[str, Any]) -> None:
     plan = plan_of({name: value for name, value in row.items() if name != "tied"})
     family = llama if plan.tp > 1 else gpt2
-    check_parity(rank_pool, family(layers=3, tied=row["tied"]), plan)
+    check_parity(thread_ranks, family(layers=3, tied=row["tied"]), plan)
 
 
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
-def test_every_pair(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", PRODUCT, ids=name_of)
-def test_the_product(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.parametrize(
     "case", [case for case in USER_CASES if layer_count(case) >= 4], ids=lambda c: c.name
 )
 @pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("zb-v", None)], ids=str)
-def test_users_models(rank_pool: Any, case: Any, schedule: str, chunks: int | None) -> None:
+def test_users_models(thread_ranks: Any, case: Any, schedule: str, chunks: int | None) -> None:
     plan = Plan(pp=2, schedule=schedule, chunks=chunks, microbatches=4, precision="fp64")
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)
 
 
 @pytest.mark.parametrize(
@@ -89,17 +89,17 @@ def test_users_models(rank_pool: Any, case: Any, schedule: str, chunks: int | No
     ],
     ids=["sharded", "limited"],
 )
-def test_an_order_that_was_searched(rank_pool: Any, plan: Plan, tied: bool) -> None:
-    check_parity(rank_pool, gpt2(layers=3, tied=tied), plan)
+def test_an_order_that_was_searched(thread_ranks: Any, plan: Plan, tied: bool) -> None:
+    check_parity(thread_ranks, gpt2(layers=3, tied=tied), plan)
 
 
-def test_eight_ranks(rank_pool: Any) -> None:
+def test_eight_ranks(thread_ranks: Any) -> None:
     plan = Plan(
         pp=2, tp=2, dp=2, schedule="zb-v", microbatches=3, strategy="full", reduce="each", precision="fp64"
     )
-    check_parity(rank_pool, llama(layers=2), plan)
+    check_parity(thread_ranks, llama(layers=2), plan)
 
 
-def test_chunks_in_a_loop(rank_pool: Any) -> None:
+def test_chunks_in_a_loop(thread_ranks: Any) -> None:
     plan = Plan(pp=2, schedule="interleaved", chunks=4, microbatches=4, precision="fp64")
-    check_parity(rank_pool, gpt2(layers=3), plan)
+    check_parity(thread_ranks, gpt2(layers=3), plan)

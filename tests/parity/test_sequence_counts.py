@@ -30,11 +30,12 @@ def traffic_in_a_rank(case: Case, plan: Plan) -> Counts:
     return counted
 
 
-def a_block(rank_pool: Any, family: str, microbatches: int = 1, **settings: Any) -> dict[str, Count]:
+def a_block(thread_ranks: Any, family: str, microbatches: int = 1, **settings: Any) -> dict[str, Count]:
     """What one more transformer block sends over `tp`, forward and backward."""
     plan = Plan(tp=TP, microbatches=microbatches, precision="fp64", **settings)
     few, many = (
-        rank_pool.run(traffic_in_a_rank, FAMILIES[family](layers=layers), plan, ranks=TP) for layers in (1, 2)
+        thread_ranks.run(traffic_in_a_rank, FAMILIES[family](layers=layers), plan, ranks=TP)
+        for layers in (1, 2)
     )
     assert few[0]["tp"].keys() == many[0]["tp"].keys()
     assert few[0] == few[1]
@@ -65,8 +66,8 @@ BLOCKS = {
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("mode", "recompute"), BLOCKS)
-def test_a_transformer_block(rank_pool: Any, family: str, mode: Any, recompute: Any) -> None:
-    found = a_block(rank_pool, family, sequence_parallel=mode, recompute=recompute)
+def test_a_transformer_block(thread_ranks: Any, family: str, mode: Any, recompute: Any) -> None:
+    found = a_block(thread_ranks, family, sequence_parallel=mode, recompute=recompute)
     loss_and_head = found.pop("all_reduce", Count()) if mode != "none" else Count()
     assert loss_and_head == Count(), "a block has no all-reduce then"
     assert found == BLOCKS[mode, recompute]
@@ -75,10 +76,10 @@ def test_a_transformer_block(rank_pool: Any, family: str, mode: Any, recompute: 
 @pytest.mark.parametrize("mode", ["keep", "regather"])
 @pytest.mark.parametrize("overlap", [True, False])
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
-def test_weight_work_apart(rank_pool: Any, mode: str, overlap: bool, schedule: str) -> None:
+def test_weight_work_apart(thread_ranks: Any, mode: str, overlap: bool, schedule: str) -> None:
     """Where it waits, what row linears were given as a gradient is gathered again for it, too."""
     waits = schedule != "1f1b" or not overlap
-    found = a_block(rank_pool, "gpt2", 2, sequence_parallel=mode, overlap=overlap, schedule=schedule)
+    found = a_block(thread_ranks, "gpt2", 2, sequence_parallel=mode, overlap=overlap, schedule=schedule)
     found.pop("all_reduce")
     assert found == sent(4 if mode == "keep" else 8 if waits else 6, 4, microbatches=2)
 
@@ -86,7 +87,7 @@ def test_weight_work_apart(rank_pool: Any, mode: str, overlap: bool, schedule: s
 @pytest.mark.parametrize("microbatches", [1, 3])
 @pytest.mark.parametrize("strategy", ["none", "full"])
 def test_gradients_of_what_is_whole_are_summed_once_a_step(
-    rank_pool: Any, microbatches: int, strategy: Any
+    thread_ranks: Any, microbatches: int, strategy: Any
 ) -> None:
     """Of each unit, norms and biases in one; that the embedding's are whole, and summed by nobody."""
     plan = Plan(
@@ -95,23 +96,23 @@ def test_gradients_of_what_is_whole_are_summed_once_a_step(
     case = gpt2(layers=1, tied=False)
     summed = {"blocks.0.attention": 3 * HIDDEN, "blocks.0.mlp": 3 * HIDDEN, "head": 2 * HIDDEN}
     numbers = sum(summed.values()) * ITEM
-    for counted in rank_pool.run(traffic_in_a_rank, case, plan, ranks=TP):
+    for counted in thread_ranks.run(traffic_in_a_rank, case, plan, ranks=TP):
         assert counted["copies"] == {"all_reduce": Count(len(summed), numbers)}
-    (plain, _) = rank_pool.run(
+    (plain, _) = thread_ranks.run(
         traffic_in_a_rank, case, Plan(tp=TP, microbatches=microbatches, precision="fp64"), ranks=TP
     )
     assert "copies" not in plain
 
 
 @pytest.mark.parametrize("length", [GPT2_CONTEXT, 7])
-def test_pieces_cross_between_stages(rank_pool: Any, length: int) -> None:
+def test_pieces_cross_between_stages(thread_ranks: Any, length: int) -> None:
     sums = {}
     for mode in ("none", "keep"):
         plan = Plan(
             pp=2, tp=TP, microbatches=3, layers_per_stage=(2, 2), sequence_parallel=mode, precision="fp64"
         )
         case = of_length(gpt2(layers=1), length)
-        ranks = rank_pool.run(traffic_in_a_rank, case, plan, ranks=4)
+        ranks = thread_ranks.run(traffic_in_a_rank, case, plan, ranks=4)
         sums[mode] = [rank["pp"]["send"] for rank in ranks]
     position = ROWS * HIDDEN * ITEM
     assert sums["none"] == [Count(3, 3 * length * position)] * 4

@@ -51,31 +51,31 @@ PLANS = every_row({name: FACTORS[name] for name in (*list(FACTORS)[1:5], "recomp
 REST = [row for row in covering_rows(FACTORS, fits, PLANS) if row not in COVERING]
 
 
-def check(rank_pool: Any, row: dict[str, Any]) -> None:
+def check(thread_ranks: Any, row: dict[str, Any]) -> None:
     fields = dict(row)
     case = of_length(FAMILIES[fields.pop("family")](tied=fields.pop("tied")), fields.pop("length"))
     (pp, schedule), (dp, strategy, reduce) = fields.pop("pipeline"), fields.pop("data")
     fields |= {"pp": pp, "schedule": schedule, "dp": dp, "strategy": strategy, "reduce": reduce}
-    check_parity(rank_pool, case, Plan(**fields, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(**fields, microbatches=2, precision="fp64"))
 
 
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
-def test_every_pair_of_factors(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_every_pair_of_factors(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=name_of)
-def test_every_plan(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_every_plan(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(("tp", "kv_heads"), [(2, 2), (4, 2)])
-def test_heads_that_some_ranks_share(rank_pool: Any, tp: int, kv_heads: int, mode: Any) -> None:
+def test_heads_that_some_ranks_share(thread_ranks: Any, tp: int, kv_heads: int, mode: Any) -> None:
     """Two neighbours of four hold the same head: their sum is over them, that of norms over all."""
     case = of_length(llama(heads=4, kv_heads=kv_heads), 3)
-    check_parity(rank_pool, case, Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(tp=tp, microbatches=2, sequence_parallel=mode, precision="fp64"))
 
 
 # ── models of other kinds ──
@@ -98,13 +98,13 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", OTHERS)
-def test_other_models(rank_pool: Any, name: str, layout: str, mode: Any) -> None:
+def test_other_models(thread_ranks: Any, name: str, layout: str, mode: Any) -> None:
     plan = Plan(**LAYOUTS[layout], microbatches=2, sequence_parallel=mode, precision="fp64")
-    check_parity(rank_pool, OTHERS[name](5), plan)
+    check_parity(thread_ranks, OTHERS[name](5), plan)
 
 
 @pytest.mark.parametrize("cut", range(1, 8))
-def test_a_cut_between_any_two_layers(rank_pool: Any, cut: int) -> None:
+def test_a_cut_between_any_two_layers(thread_ranks: Any, cut: int) -> None:
     """From pieces to whole, from whole to pieces, whole to whole, and the head's."""
     plan = Plan(
         tp=2,
@@ -114,7 +114,7 @@ def test_a_cut_between_any_two_layers(rank_pool: Any, cut: int) -> None:
         sequence_parallel="keep",
         precision="fp64",
     )
-    check_parity(rank_pool, pieces.tokens(pieces.mixed, 5), plan)
+    check_parity(thread_ranks, pieces.tokens(pieces.mixed, 5), plan)
 
 
 # ── equal bits ──
@@ -123,7 +123,7 @@ SCHEDULES = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 
 
 @pytest.mark.parametrize("mode", MODES)
-def test_schedules_give_the_same_bits(rank_pool: Any, mode: Any) -> None:
+def test_schedules_give_the_same_bits(thread_ranks: Any, mode: Any) -> None:
     case = of_length(gpt2(tied=True), 7)
     runs = []
     for schedule in SCHEDULES:
@@ -136,7 +136,7 @@ def test_schedules_give_the_same_bits(rank_pool: Any, mode: Any) -> None:
             sequence_parallel=mode,
             precision="fp64",
         )
-        runs.append(rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=4))
+        runs.append(thread_ranks.run(woven.train, case, plan, Recipe(steps=2), ranks=4))
     for first, *others in zip(*runs, strict=True):
         for other in others:
             assert (other.losses, other.norms) == (first.losses, first.norms)
@@ -162,11 +162,11 @@ def train_in_a_rank(case: Case, plan: Plan) -> dict[str, Tensor]:
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", [{"tp": 4}, {"tp": 2, "dp": 2, "strategy": "full"}], ids=str)
 def test_what_is_whole_stays_the_same_on_every_rank(
-    rank_pool: Any, settings: dict[str, Any], mode: Any
+    thread_ranks: Any, settings: dict[str, Any], mode: Any
 ) -> None:
     case = of_length(gpt2(heads=4), 7)
     plan = Plan(**settings, microbatches=2, sequence_parallel=mode, precision="fp32")
-    ranks = rank_pool.run(train_in_a_rank, case, plan, ranks=4)
+    ranks = thread_ranks.run(train_in_a_rank, case, plan, ranks=4)
     for rank in range(0, 4, plan.tp):  # tp is the innermost axis
         for other in range(rank + 1, rank + plan.tp):
             for name in ("blocks.0.attention.norm.weight", "blocks.1.mlp.down.bias", "head.norm.bias"):
@@ -184,12 +184,12 @@ def look_in_a_rank(case: Case, plan: Plan) -> tuple[float, Tensor | None]:
 
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 4}, {"tp": 2, "pp": 2}], ids=str)
-def test_evaluating_and_generating(rank_pool: Any, settings: dict[str, Any], mode: Any) -> None:
+def test_evaluating_and_generating(thread_ranks: Any, settings: dict[str, Any], mode: Any) -> None:
     """The prompt is shorter than tp, and grows."""
     case = of_length(gpt2(heads=4), 7)
-    ((loss, text),) = rank_pool.run(look_in_a_rank, case, Plan(precision="fp64"), ranks=1)
+    ((loss, text),) = thread_ranks.run(look_in_a_rank, case, Plan(precision="fp64"), ranks=1)
     plan = Plan(**settings, sequence_parallel=mode, precision="fp64")
-    for evaluated, generated in rank_pool.run(look_in_a_rank, case, plan, ranks=plan.world):
+    for evaluated, generated in thread_ranks.run(look_in_a_rank, case, plan, ranks=plan.world):
         assert_close(evaluated, loss, TOLERANCE[torch.float64], "the loss")
         assert torch.equal(generated, text)
 
@@ -203,13 +203,13 @@ def input_gradients_in_a_rank(case: Case, plan: Plan) -> Tensor | None:
 
 @pytest.mark.parametrize("length", [8, 5, 1])
 @pytest.mark.parametrize("settings", [{"tp": 2}, {"tp": 3}, {"tp": 2, "pp": 2}], ids=str)
-def test_gradients_of_inputs_are_whole(rank_pool: Any, settings: dict[str, Any], length: int) -> None:
+def test_gradients_of_inputs_are_whole(thread_ranks: Any, settings: dict[str, Any], length: int) -> None:
     case = pieces.numbers(length)
     plan = Plan(**settings, microbatches=2, sequence_parallel="keep", precision="fp64")
     ((inputs, targets),) = case.batches(woven.global_rows(plan), 1, torch.float64)
     leaf = inputs.requires_grad_()
     case.mean(materialise(case.build(), torch.float64)(leaf), targets).backward()
-    for rank, given in enumerate(rank_pool.run(input_gradients_in_a_rank, case, plan, ranks=plan.world)):
+    for rank, given in enumerate(thread_ranks.run(input_gradients_in_a_rank, case, plan, ranks=plan.world)):
         assert (given is None) == (rank >= plan.tp)
         if given is not None:
             assert_equal({"input": given}, {"input": leaf.grad}, TOLERANCE[torch.float64], "the gradient of")

@@ -29,27 +29,27 @@ def allowed(row: dict[str, Any]) -> bool:
     return row.get("strategy") != "none" or row.get("offload", "none") == "none"
 
 
-def check(rank_pool: Any, row: dict[str, Any]) -> None:
+def check(thread_ranks: Any, row: dict[str, Any]) -> None:
     of_plan = {name: value for name, value in row.items() if name != "optimizer"}
     plan = plan_of(of_plan, schedule=SCHEDULES[row["reduce"]], microbatches=3)
     case = llama() if plan.tp > 1 else gpt2()
-    check_parity(rank_pool, case, plan, Recipe(optimizer=row["optimizer"]))
+    check_parity(thread_ranks, case, plan, Recipe(optimizer=row["optimizer"]))
 
 
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
-def test_every_pair(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", every_row(FACTORS, allowed), ids=name_of)
-def test_the_product(rank_pool: Any, row: dict[str, Any]) -> None:
-    check(rank_pool, row)
+def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.parametrize("reduce", ["last", "each"])
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
-def test_users_models(rank_pool: Any, case: Any, reduce: Any) -> None:
+def test_users_models(thread_ranks: Any, case: Any, reduce: Any) -> None:
     """Frozen and unused parameters, ties, several dtypes, layers in place, more ranks than rows."""
     plan = Plan(dp=3, strategy="full", reduce=reduce, microbatches=2, precision="fp64")
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)

@@ -30,13 +30,13 @@ PLANS = [
 
 
 @pytest.mark.parametrize("plan", PLANS, ids=lambda plan: f"{plan.schedule}-{plan.strategy}-{plan.recompute}")
-def test_gradients_are_those_of_one_rank(rank_pool: RankPool, plan: Plan) -> None:
-    check_parity(rank_pool, SPLIT, replace(plan, precision="fp64"), Recipe(steps=2))
+def test_gradients_are_those_of_one_rank(thread_ranks: RankPool, plan: Plan) -> None:
+    check_parity(thread_ranks, SPLIT, replace(plan, precision="fp64"), Recipe(steps=2))
 
 
-def test_an_entrance_may_split_its_backward(rank_pool: RankPool) -> None:
+def test_an_entrance_may_split_its_backward(thread_ranks: RankPool) -> None:
     plan = Plan(tp=2, dp=2, microbatches=2, strategy="full", precision="fp64")
-    check_parity(rank_pool, case(split_entrance, data.draw_vectors), plan, Recipe(steps=1))
+    check_parity(thread_ranks, case(split_entrance, data.draw_vectors), plan, Recipe(steps=1))
 
 
 COUNTED = case(
@@ -60,8 +60,8 @@ def calls_in_a_rank(plan: Plan) -> list[tuple[str, dict[str, int]]]:
     return [(kind, calls) for kind, calls in found if calls]
 
 
-def test_each_part_is_called_once_a_micro_batch_when_it_is_due(rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(
+def test_each_part_is_called_once_a_micro_batch_when_it_is_due(thread_ranks: RankPool) -> None:
+    first, second = thread_ranks.run(
         calls_in_a_rank, Plan(pp=2, microbatches=4, schedule="zb-h1", precision="fp64"), ranks=2
     )
     assert first == []

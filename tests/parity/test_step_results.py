@@ -40,10 +40,10 @@ def losses_in_a_rank(case, plan):
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_losses_per_microbatch(rank_pool, plan):
+def test_losses_per_microbatch(thread_ranks, plan):
     case = BY_NAME["weighted"]
     model, inputs, targets = single_device(case, plan)
-    for dp, losses in rank_pool.run(losses_in_a_rank, case, plan, ranks=plan.world):
+    for dp, losses in thread_ranks.run(losses_in_a_rank, case, plan, ranks=plan.world):
         assert len(losses) == plan.microbatches
         for number, loss in enumerate(losses, dp * plan.microbatches):
             rows = number * ROWS, (number + 1) * ROWS
@@ -65,14 +65,14 @@ def input_gradients_in_a_rank(case, plan):
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
 @pytest.mark.parametrize("name", ["dictionary", "skips", "convolution", "frozen_first_vectors"])
-def test_input_gradients(rank_pool, name, plan):
+def test_input_gradients(thread_ranks, name, plan):
     case = BY_NAME[name]
     model, inputs, targets = single_device(case, plan)
     for tensor in tensors_of(inputs):
         tensor.requires_grad_(tensor.is_floating_point())
     case.mean(model(map_tensors(torch.clone, inputs)), targets).backward()
     expected = map_tensors(lambda tensor: tensor.grad, inputs)
-    for pp, dp, gradients in rank_pool.run(input_gradients_in_a_rank, case, plan, ranks=plan.world):
+    for pp, dp, gradients in thread_ranks.run(input_gradients_in_a_rank, case, plan, ranks=plan.world):
         if pp > 0:
             assert gradients is None
             continue
@@ -111,13 +111,13 @@ def modes(engine):
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
 @pytest.mark.parametrize("name", ["moody", "attention", "ignored_targets"])
-def test_evaluation(rank_pool, name, plan):
+def test_evaluation(thread_ranks, name, plan):
     case = BY_NAME[name]
     _, (inputs, targets) = case.batches(woven.global_rows(plan), 2, torch.float64)
     model = materialise(case.build(), torch.float64).eval()
     with torch.no_grad():
         expected = case.mean(model(inputs), targets).item()
-    for alone, after_step in rank_pool.run(evaluation_in_a_rank, case, plan, ranks=plan.world):
+    for alone, after_step in thread_ranks.run(evaluation_in_a_rank, case, plan, ranks=plan.world):
         assert_close(alone, expected, TIGHT, "the loss")
         assert after_step == alone
 
@@ -129,9 +129,11 @@ def generation_in_a_rank(case, plan, prompt, tokens, options):
     return woven.weave(case, plan).generate(prompt, tokens, **options)
 
 
-def generated(rank_pool, plan, prompt, **options):
+def generated(thread_ranks, plan, prompt, **options):
     """What every rank generates, longer than the context; the same everywhere."""
-    ranks = rank_pool.run(generation_in_a_rank, gpt2(), plan, prompt, GPT2_CONTEXT, options, ranks=plan.world)
+    ranks = thread_ranks.run(
+        generation_in_a_rank, gpt2(), plan, prompt, GPT2_CONTEXT, options, ranks=plan.world
+    )
     assert all(torch.equal(ranks[0], tokens) for tokens in ranks)
     return ranks[0]
 
@@ -140,24 +142,24 @@ PROMPT = torch.tensor([[3, 1, 4], [1, 5, 36]])
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_greedy_continuation(rank_pool, plan):
+def test_greedy_continuation(thread_ranks, plan):
     model = materialise(gpt2().build(), torch.float64)
     expected = PROMPT
     with torch.no_grad():
         for _ in range(GPT2_CONTEXT):
             logits = model(expected[:, -GPT2_CONTEXT:])[:, -1]
             expected = torch.cat([expected, logits.argmax(-1, keepdim=True)], dim=1)
-    assert torch.equal(generated(rank_pool, plan, PROMPT, temperature=0), expected)
+    assert torch.equal(generated(thread_ranks, plan, PROMPT, temperature=0), expected)
 
 
 @pytest.mark.parametrize("top_k", [None, 4], ids=str)
-def test_drawn_tokens_are_the_same_in_every_layout(rank_pool, top_k):
+def test_drawn_tokens_are_the_same_in_every_layout(thread_ranks, top_k):
     options = {"temperature": 1.0, "top_k": top_k, "seed": 5}
-    woven_tokens = generated(rank_pool, LAYOUTS[0], PROMPT, **options)
-    alone = generated(rank_pool, Plan(precision="fp64"), PROMPT, **options)
+    woven_tokens = generated(thread_ranks, LAYOUTS[0], PROMPT, **options)
+    alone = generated(thread_ranks, Plan(precision="fp64"), PROMPT, **options)
     assert torch.equal(woven_tokens, alone)
     assert torch.equal(woven_tokens[:, :3], PROMPT)
-    other = generated(rank_pool, Plan(precision="fp64"), PROMPT, **{**options, "seed": 6})
+    other = generated(thread_ranks, Plan(precision="fp64"), PROMPT, **{**options, "seed": 6})
     assert not torch.equal(alone, other)
 
 
@@ -177,8 +179,10 @@ def stepped_in_a_rank(case, plan, at_once):
 
 
 @pytest.mark.parametrize("plan", LAYOUTS, ids=identify)
-def test_clipping_and_stepping_at_once(rank_pool, plan):
-    runs = [rank_pool.run(stepped_in_a_rank, gpt2(), plan, once, ranks=plan.world) for once in (True, False)]
+def test_clipping_and_stepping_at_once(thread_ranks, plan):
+    runs = [
+        thread_ranks.run(stepped_in_a_rank, gpt2(), plan, once, ranks=plan.world) for once in (True, False)
+    ]
     for (norm, ours), (other, theirs) in zip(*runs, strict=True):
         assert norm == other
         assert all(torch.equal(ours[name], theirs[name]) for name in ours)

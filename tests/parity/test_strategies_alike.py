@@ -52,13 +52,13 @@ def whole(ranks: list[dict[str, Any]]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize(("pp", "tp"), [(1, 1), (2, 1), pytest.param(1, 2, marks=pytest.mark.full)])
-def test_the_same_bits(rank_pool: Any, pp: int, tp: int) -> None:
+def test_the_same_bits(thread_ranks: Any, pp: int, tp: int) -> None:
     plan = Plan(pp=pp, tp=tp, dp=2, microbatches=2, precision="fp32")
-    expected = rank_pool.run(everything, plan, ranks=plan.world)
+    expected = thread_ranks.run(everything, plan, ranks=plan.world)
     for strategy in ("optimizer", "gradients", "full"):
         for offload in ("none", "parameters", "full") if strategy == "full" else ("none",):
             changed = replace(plan, strategy=strategy, offload=offload)
-            ranks = rank_pool.run(everything, changed, ranks=plan.world)
+            ranks = thread_ranks.run(everything, changed, ranks=plan.world)
             for told, wanted in zip(ranks, expected, strict=True):
                 for what in ("losses", "evaluated", "tokens"):
                     assert told[what] == wanted[what], (strategy, what)
@@ -66,8 +66,8 @@ def test_the_same_bits(rank_pool: Any, pp: int, tp: int) -> None:
             assert all(torch.equal(ours[name], theirs[name]) for name in theirs), strategy
 
 
-def check_bits(rank_pool: Any, plans: Sequence[Plan]) -> None:
-    first, *others = (rank_pool.run(everything, plan, ranks=plan.world) for plan in plans)
+def check_bits(thread_ranks: Any, plans: Sequence[Plan]) -> None:
+    first, *others = (thread_ranks.run(everything, plan, ranks=plan.world) for plan in plans)
     for ranks in others:
         for told, wanted in zip(ranks, first, strict=True):
             assert told["losses"] == wanted["losses"]
@@ -78,12 +78,12 @@ def check_bits(rank_pool: Any, plans: Sequence[Plan]) -> None:
 
 
 @pytest.mark.parametrize("reduce", ["last", "each"])
-def test_schedules_give_the_same_bits(rank_pool: Any, reduce: Any) -> None:
+def test_schedules_give_the_same_bits(thread_ranks: Any, reduce: Any) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, strategy="full", reduce=reduce, layers_per_stage=(3, 3))
-    check_bits(rank_pool, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
+    check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("gpipe", "1f1b", "zb-h1", "zb-h2")])
 
 
 @pytest.mark.parametrize("settings", [{}, {"strategy": "full"}, {"strategy": "gradients", "reduce": "each"}])
-def test_what_both_ends_of_a_v_use_gets_the_same_bits(rank_pool: Any, settings: dict[str, Any]) -> None:
+def test_what_both_ends_of_a_v_use_gets_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
     plan = Plan(pp=2, dp=2, microbatches=3, schedule="zb-v", layers_per_stage=(2, 1, 1, 2), **settings)
-    check_bits(rank_pool, [replace(plan, schedule=name) for name in ("zb-v", "v-half", "v-min")])
+    check_bits(thread_ranks, [replace(plan, schedule=name) for name in ("zb-v", "v-half", "v-min")])

@@ -49,7 +49,7 @@ def identify(row):
 @pytest.mark.parametrize(
     "row", [*COVERING, *(pytest.param(row, marks=pytest.mark.full) for row in REST)], ids=identify
 )
-def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(rank_pool, row):
+def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(thread_ranks, row):
     (build, hidden), microbatches, tied = FAMILIES[row["family"]], row["microbatches"], row["tied"]
     plan = Plan(tp=2, microbatches=microbatches, overlap=row["overlap"], precision="fp64")
     activation, number = Count(1, TOKENS * hidden * ITEM), Count(1, TOKENS * ITEM)
@@ -60,15 +60,15 @@ def test_four_all_reduces_a_block_and_one_for_the_loss_after_the_maximum(rank_po
     forward = times(activation, 2 * BLOCKS) + activation  # attention and MLP; the embedding
     backward = times(activation, 2 * BLOCKS) + activation  # likewise; the head's input
     loss = number + Count(1, 2 * number.bytes)  # the maximum; sum and target's logit in one
-    for trained, evaluated in rank_pool.run(traffic_in_a_rank, build(tied=tied), plan, ranks=2):
+    for trained, evaluated in thread_ranks.run(traffic_in_a_rank, build(tied=tied), plan, ranks=2):
         assert trained == {"all_reduce": times(forward + backward + loss, microbatches)}
         assert evaluated == {"all_reduce": times(forward + loss, microbatches)}
 
 
-def test_stages_send_what_their_own_layers_sum(rank_pool):
+def test_stages_send_what_their_own_layers_sum(thread_ranks):
     plan = Plan(pp=2, tp=2, microbatches=3, layers_per_stage=(3, 3), precision="fp64")
     activation = TOKENS * 16 * ITEM
-    ranks = rank_pool.run(traffic_in_a_rank, gpt2(layers=BLOCKS), plan, ranks=4)
+    ranks = thread_ranks.run(traffic_in_a_rank, gpt2(layers=BLOCKS), plan, ranks=4)
     first, last = ranks[0][0]["all_reduce"], ranks[2][0]["all_reduce"]
     assert first == Count(3 * 5, 3 * 5 * activation)  # embedding, attention and MLP both ways
     assert last == Count(3 * 7, 3 * (5 * activation + 3 * TOKENS * ITEM))  # both ways, the head, the loss

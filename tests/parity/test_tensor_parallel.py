@@ -55,27 +55,27 @@ def identify(row):
     return f"{degrees}-{row['family']}-{row['schedule']}-m{row['microbatches']}-{tied}-{overlap}"
 
 
-def check(rank_pool, row):
+def check(thread_ranks, row):
     kept = {name: value for name, value in row.items() if name not in ("family", "tied")}
-    check_parity(rank_pool, FAMILIES[row["family"]](tied=row["tied"]), Plan(**kept, precision="fp64"))
+    check_parity(thread_ranks, FAMILIES[row["family"]](tied=row["tied"]), Plan(**kept, precision="fp64"))
 
 
 @pytest.mark.parametrize("row", COVERING, ids=identify)
-def test_every_pair_of_factors(rank_pool, row):
-    check(rank_pool, row)
+def test_every_pair_of_factors(thread_ranks, row):
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_plan(rank_pool, row):
-    check(rank_pool, row)
+def test_every_plan(thread_ranks, row):
+    check(thread_ranks, row)
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "llama-one"])
 @pytest.mark.parametrize(("pp", "dp"), [(1, 1), (2, 1), (1, 2)])
-def test_three_ranks(rank_pool, family, pp, dp):
+def test_three_ranks(thread_ranks, family, pp, dp):
     plan = Plan(pp=pp, dp=dp, tp=3, microbatches=2, precision="fp64")
-    check_parity(rank_pool, FAMILIES[family](tied=pp == 1), plan)
+    check_parity(thread_ranks, FAMILIES[family](tied=pp == 1), plan)
 
 
 def ignoring(case: Case, **loss) -> Case:
@@ -89,20 +89,20 @@ def ignoring(case: Case, **loss) -> Case:
 
 
 @pytest.mark.parametrize("tp", [2, 4])
-def test_smoothed_labels_and_ignored_targets(rank_pool, tp):
+def test_smoothed_labels_and_ignored_targets(thread_ranks, tp):
     case = ignoring(gpt2(heads=4), loss=SMOOTHED, mean=data.mean_smoothed)
-    check_parity(rank_pool, case, Plan(tp=tp, dp=2, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(tp=tp, dp=2, microbatches=2, precision="fp64"))
 
 
-def test_z_loss(rank_pool):
+def test_z_loss(thread_ranks):
     case = ignoring(gpt2(), loss=CrossEntropy(ignore_index=0, z_loss=0.1), mean=data.mean_with_z_loss)
-    check_parity(rank_pool, case, Plan(tp=2, pp=2, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(tp=2, pp=2, microbatches=2, precision="fp64"))
 
 
-def test_a_loss_that_takes_whole_logits(rank_pool):
+def test_a_loss_that_takes_whole_logits(thread_ranks):
     case = replace(gpt2(), loss=data.WholeCrossEntropy())
-    check_parity(rank_pool, case, Plan(tp=2, dp=2, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(tp=2, dp=2, microbatches=2, precision="fp64"))
 
 
-def test_single_precision(rank_pool):
-    check_parity(rank_pool, llama(), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))
+def test_single_precision(thread_ranks):
+    check_parity(thread_ranks, llama(), Plan(pp=2, tp=2, dp=2, microbatches=3, precision="fp32"))

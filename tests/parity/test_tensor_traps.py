@@ -82,9 +82,9 @@ def draw(rows, generator):
 
 @pytest.mark.parametrize("build", [softcapped, frozen_region, biased_head], ids=lambda build: build.__name__)
 @pytest.mark.parametrize("degrees", [{"tp": 2}, {"pp": 2, "tp": 2}], ids=str)
-def test_users_models(rank_pool, build, degrees):
+def test_users_models(thread_ranks, build, degrees):
     check_parity(
-        rank_pool, Case(build.__name__, build, draw), Plan(microbatches=2, precision="fp64", **degrees)
+        thread_ranks, Case(build.__name__, build, draw), Plan(microbatches=2, precision="fp64", **degrees)
     )
 
 
@@ -95,13 +95,13 @@ class Doubled(CrossEntropy):
         return 2 * super().total(output, targets)
 
 
-def test_a_loss_that_changes_total_alone(rank_pool):
+def test_a_loss_that_changes_total_alone(thread_ranks):
     def mean(output, targets):
         return 2 * functional.cross_entropy(output.flatten(0, -2), targets.flatten())
 
     plain = gpt2()
     case = Case("doubled", plain.build, plain.draw, Doubled(), mean)
-    check_parity(rank_pool, case, Plan(tp=2, microbatches=2, precision="fp64"))
+    check_parity(thread_ranks, case, Plan(tp=2, microbatches=2, precision="fp64"))
 
 
 def losses_of_microbatches(degrees):
@@ -110,10 +110,10 @@ def losses_of_microbatches(degrees):
     return loss.item(), engine.microbatch_losses().tolist()
 
 
-def test_losses_of_microbatches_are_there_on_every_rank(rank_pool):
-    ((loss, losses),) = rank_pool.run(losses_of_microbatches, {}, ranks=1)
+def test_losses_of_microbatches_are_there_on_every_rank(thread_ranks):
+    ((loss, losses),) = thread_ranks.run(losses_of_microbatches, {}, ranks=1)
     for degrees in ({"tp": 2}, {"pp": 2, "tp": 2}):
-        ranks = rank_pool.run(losses_of_microbatches, degrees, ranks=Plan(**degrees).world)
+        ranks = thread_ranks.run(losses_of_microbatches, degrees, ranks=Plan(**degrees).world)
         assert all(rank == ranks[0] for rank in ranks)
         assert ranks[0][0] == pytest.approx(loss, rel=1e-12)
         assert ranks[0][1] == pytest.approx(losses, rel=1e-12)
@@ -132,9 +132,9 @@ def other_tokens_on_each_rank(call):
 @pytest.mark.parametrize(
     ("call", "told"), [("train", "a step on .* tokens"), ("generate", r"a prompt \(2, 4\) of tokens")]
 )
-def test_ranks_of_tp_with_other_tokens_are_refused(rank_pool, call, told):
+def test_ranks_of_tp_with_other_tokens_are_refused(thread_ranks, call, told):
     with pytest.raises(CommunicationError, match=f"do not agree .*{told}"):
-        rank_pool.run(other_tokens_on_each_rank, call, ranks=2)
+        thread_ranks.run(other_tokens_on_each_rank, call, ranks=2)
 
 
 class Pool(Inner):
@@ -168,9 +168,9 @@ def frozen_pool():
     ],
     ids=["a pair cut by vocabulary", "a frozen region that is not summed"],
 )
-def test_rules_that_do_not_fit_are_refused(rank_pool, build, rules, told):
+def test_rules_that_do_not_fit_are_refused(thread_ranks, build, rules, told):
     with pytest.raises(ModelError, match=told):
-        rank_pool.run(refused_in_a_rank, with_values(build)(), rules, ranks=2)
+        thread_ranks.run(refused_in_a_rank, with_values(build)(), rules, ranks=2)
 
 
 @pytest.mark.parametrize(
