@@ -101,7 +101,9 @@ def followed(plan: Plan, path: str, *, loads: bool) -> str:
         return str(run.engine.schedule.order)
 
 
-def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_the_order_of_actions_is_kept_where_the_plan_wishes_it(
+    thread_ranks: RankPool, tmp_path: Path
+) -> None:
     path = str(tmp_path / "one")
     plan, other = (Plan(pp=2, microbatches=4, schedule=name) for name in ("1f1b", "gpipe"))
     searched = thread_ranks.run(lambda: followed(plan, path, loads=False), ranks=2)[0]

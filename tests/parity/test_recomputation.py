@@ -22,9 +22,9 @@ from plait.plan import Plan, Recompute
 
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
 @pytest.mark.parametrize("recompute", ["selective", "full"])
-def test_users_models(rank_pool: Any, case: Any, recompute: Recompute) -> None:
+def test_users_models(thread_ranks: Any, case: Any, recompute: Recompute) -> None:
     plan = Plan(pp=2, schedule="zb-h1", microbatches=2, recompute=recompute, precision="fp64")
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)
 
 
 @pytest.mark.parametrize(
@@ -36,27 +36,27 @@ def test_users_models(rank_pool: Any, case: Any, recompute: Recompute) -> None:
     ],
     ids=str,
 )
-def test_the_same_bits(rank_pool: Any, settings: dict[str, Any]) -> None:
+def test_the_same_bits(thread_ranks: Any, settings: dict[str, Any]) -> None:
     case = (llama if "tp" in settings else gpt2)(layers=2)
     runs = []
     for recompute in ("none", "selective", "full"):
         plan = Plan(**settings, microbatches=4, precision="fp64", recompute=recompute)
-        runs.append(rank_pool.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world))
+        runs.append(thread_ranks.run(woven.train, case, plan, Recipe(steps=2), ranks=plan.world))
     for first, *others in zip(*runs, strict=True):
         for other in others:
             assert first.losses == other.losses
             assert all(torch.equal(first.gradients[name], other.gradients[name]) for name in first.gradients)
 
 
-def test_each_layer_as_it_is_told(rank_pool: Any) -> None:
+def test_each_layer_as_it_is_told(thread_ranks: Any) -> None:
     case = gpt2(layers=2)
     modes: tuple[Recompute, ...] = ("none", "full", "selective", "full", "selective", "none")
     plan = Plan(pp=2, microbatches=3, recompute=modes, precision="fp64")
     assert len(modes) == woven.layer_count(case)
-    check_parity(rank_pool, case, plan)
+    check_parity(thread_ranks, case, plan)
 
 
-def test_eight_ranks(rank_pool: Any) -> None:
+def test_eight_ranks(thread_ranks: Any) -> None:
     plan = Plan(
         pp=2,
         tp=2,
@@ -68,7 +68,7 @@ def test_eight_ranks(rank_pool: Any) -> None:
         recompute="full",
         precision="fp64",
     )
-    check_parity(rank_pool, llama(layers=2), plan)
+    check_parity(thread_ranks, llama(layers=2), plan)
 
 
 class WholeBlock(nn.Module):

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import plait
 from plait.comm import (
@@ -180,6 +181,25 @@ def test_a_rank_that_runs_too_long_is_named() -> None:
 
     with pytest.raises(CommunicationError, match=r"rank 1 has run for 0\.2 s without waiting"):
         on_threads(body, ranks=2)
+
+
+def test_a_result_is_written_by_the_thread_of_its_rank() -> None:
+    """Or a dispatch mode of that thread, as recomputation has one, would not see it."""
+
+    class Counting(TorchDispatchMode):
+        copies = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            self.copies += func is torch.ops.aten.copy_.default
+            return func(*args, **(kwargs or {}))
+
+    def body() -> int:
+        group = Mesh(dp=2).group("dp")
+        with Counting() as counting:
+            all_reduce(torch.ones(4), group, checked=False).wait()
+        return counting.copies
+
+    assert on_threads(body, ranks=2) == [1, 1]
 
 
 def test_what_was_handed_in_may_change_once_it_is_abandoned() -> None:

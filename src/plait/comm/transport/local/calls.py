@@ -1,4 +1,8 @@
-"""Collectives and messages among threads: the last rank to take part carries out what all have asked for."""
+"""Collectives and messages among threads: the last rank to take part works out what each one gets.
+
+Each rank itself writes what it gets to its own tensor, when it waits: what watches a thread's operations (a
+dispatch mode) then sees all that is written for it.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +16,10 @@ from torch import Tensor
 from plait.comm.buffers import dense, describe
 from plait.comm.transport.reduction import Op, fold
 
-
-@dataclass
-class Part:
-    """What one rank hands in for a collective: a tensor that is read, one that is written, or both."""
-
-    read: Tensor | None
-    written: Tensor | None
-
-
-Parts = Mapping[int, Part]
-"""By the index of the rank; complete, one for each."""
-CarryOut = Callable[[Parts], None]
+Handed = Mapping[int, Tensor | None]
+"""What each rank hands in, in order of the index."""
+WorkOut = Callable[[Handed], Mapping[int, Tensor]]
+"""Given what all ranks hand in, returns what each one gets: flat, in memory that no rank writes to."""
 
 
 @dataclass
@@ -33,48 +29,60 @@ class Call:
     kind: str
     """With all that must be alike on the ranks, such as the operation and the shape."""
     size: int
-    parts: dict[int, Part] = field(default_factory=dict)
-    complete: bool = False
+    handed: dict[int, Tensor | None] = field(default_factory=dict)
+    results: Mapping[int, Tensor] | None = None
     error: str | None = None
 
-    def join(self, index: int, kind: str, part: Part, carry_out: CarryOut) -> None:
-        """Take part; the last one to do so carries it out. A rank that calls something else fails all."""
+    def join(self, index: int, kind: str, tensor: Tensor | None, work_out: WorkOut) -> None:
+        """Take part; the last one to do so works out the results. Another call than the others' fails all."""
         if kind != self.kind:
             self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
-        self.parts[index] = part
-        if len(self.parts) == self.size and self.error is None:
+        self.handed[index] = tensor
+        if len(self.handed) == self.size and self.error is None:
             with torch.no_grad():
-                carry_out(dict(sorted(self.parts.items())))
-            self.complete = True
-            self.parts.clear()
+                self.results = work_out(dict(sorted(self.handed.items())))
+            self.handed.clear()
+
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.results is not None or self.error is not None
+
+    def result(self, index: int) -> Tensor | None:
+        """What a rank gets, flat, if it gets anything."""
+        assert self.results is not None
+        return self.results.get(index)
 
     def withdraw(self, index: int) -> None:
-        """A rank needs no result any more, and may write to what it handed in."""
-        part = self.parts.get(index)
-        if part is not None:
-            part.written = None
-            part.read = None if part.read is None else part.read.clone()
+        """A rank may write to what it handed in, although the others do not have it yet."""
+        tensor = self.handed.get(index)
+        if tensor is not None:
+            self.handed[index] = tensor.clone()
 
 
 @dataclass
 class Message:
-    """One message between two ranks: sent, received, or both and so complete."""
+    """One message between two ranks; what is sent is copied when both are there."""
 
     sent: Tensor | None = None
     buffer: Tensor | None = None
-    complete: bool = False
+    received: Tensor | None = None
     error: str | None = None
 
-    def deliver(self) -> None:
-        """Copy what was sent into the buffer, once both are there."""
+    @property
+    def over(self) -> bool:
+        """Whether there is nothing to wait for any more."""
+        return self.received is not None or self.error is not None
+
+    def meet(self) -> None:
+        """Copy what was sent, once both are there: the sender may write to it then."""
         if self.sent is None or self.buffer is None:
             return
-        if self.sent.nbytes != self.buffer.nbytes or self.sent.dtype != self.buffer.dtype:
+        if self.sent.numel() != self.buffer.numel() or self.sent.dtype != self.buffer.dtype:
             self.error = f"{describe(self.sent)} was sent into a buffer of {describe(self.buffer)}"
         else:
-            self.buffer.view(-1).copy_(self.sent.reshape(-1))
+            self.received = self.sent.reshape(-1).clone()
         self.sent = self.buffer = None
-        self.complete = True
 
 
 class Board:
@@ -89,7 +97,7 @@ class Board:
     def call(self, number: int, kind: str) -> Call:
         """The collective with this number, which counts alike on every rank."""
         call = self._calls.setdefault(number, Call(kind, len(self.ranks)))
-        if len(call.parts) == len(self.ranks) - 1:
+        if len(call.handed) == len(self.ranks) - 1:
             del self._calls[number]  # this rank is the last to ask for it
         return call
 
@@ -97,14 +105,14 @@ class Board:
         """A message, matched with the oldest receive of its pair and tag that has none."""
         message = self._match((source, destination, tag), self._unsent, self._unreceived)
         message.sent = tensor
-        message.deliver()
+        message.meet()
         return message
 
     def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Message:
         """Likewise, with the oldest message that was sent."""
         message = self._match((source, destination, tag), self._unreceived, self._unsent)
         message.buffer = buffer
-        message.deliver()
+        message.meet()
         return message
 
     @staticmethod
@@ -121,83 +129,67 @@ class Board:
         return message
 
 
-def all_reduce(op: Op) -> CarryOut:
-    """Into every rank's written tensor the reduction of all that were read."""
+def all_reduce(op: Op) -> WorkOut:
+    """Every rank gets the reduction of all tensors."""
 
-    def carry_out(parts: Parts) -> None:
-        total = _folded([_flat(part) for part in parts.values()], op)
-        for part in parts.values():
-            _write(part, total)
+    def work_out(handed: Handed) -> Mapping[int, Tensor]:
+        return dict.fromkeys(handed, _folded([_flat(tensor) for tensor in handed.values()], op))
 
-    return carry_out
+    return work_out
 
 
-def reduce_scatter(op: Op) -> CarryOut:
-    """Into every rank's written tensor its piece of the reduction."""
+def reduce_scatter(op: Op) -> WorkOut:
+    """Every rank gets its piece of the reduction."""
 
-    def carry_out(parts: Parts) -> None:
-        pieces = [_flat(part).tensor_split(len(parts)) for part in parts.values()]
-        for index, part in parts.items():
-            _write(part, _folded([piece[index] for piece in pieces], op))
+    def work_out(handed: Handed) -> Mapping[int, Tensor]:
+        pieces = [_flat(tensor).tensor_split(len(handed)) for tensor in handed.values()]
+        return {index: _folded([piece[index] for piece in pieces], op) for index in handed}
 
-    return carry_out
-
-
-def all_gather(parts: Parts) -> None:
-    """Into every rank's written tensor all that were read, in order."""
-    read = [_flat(part) for part in parts.values()]
-    for part in parts.values():
-        if part.written is not None:
-            for piece, given in zip(part.written.view(-1).tensor_split(len(parts)), read, strict=True):
-                if piece.data_ptr() != given.data_ptr():
-                    piece.copy_(given)
+    return work_out
 
 
-def all_to_all(parts: Parts) -> None:
-    """Into every rank's written tensor the pieces that are for it."""
-    pieces = [_flat(part).tensor_split(len(parts)) for part in parts.values()]
-    for index, part in parts.items():
-        _write(part, torch.cat([piece[index] for piece in pieces]))
+def all_gather(handed: Handed) -> Mapping[int, Tensor]:
+    """Every rank gets all tensors, in order."""
+    return dict.fromkeys(handed, torch.cat([_flat(tensor) for tensor in handed.values()]))
 
 
-def broadcast(source: int) -> CarryOut:
-    """Into every rank's written tensor that of the source."""
-
-    def carry_out(parts: Parts) -> None:
-        sent = parts[source].read
-        for index, part in parts.items():
-            if index != source and sent is not None:
-                _write(part, sent.reshape(-1))
-
-    return carry_out
+def all_to_all(handed: Handed) -> Mapping[int, Tensor]:
+    """Every rank gets the pieces that are for it."""
+    pieces = [_flat(tensor).tensor_split(len(handed)) for tensor in handed.values()]
+    return {index: torch.cat([piece[index] for piece in pieces]) for index in handed}
 
 
-def scatter(source: int) -> CarryOut:
-    """Into every rank's written tensor its piece of what the source gives."""
+def broadcast(source: int) -> WorkOut:
+    """Every rank but the source gets the tensor of the source."""
 
-    def carry_out(parts: Parts) -> None:
-        pieces = _flat(parts[source]).tensor_split(len(parts))
-        for index, part in parts.items():
-            _write(part, pieces[index])
+    def work_out(handed: Handed) -> Mapping[int, Tensor]:
+        sent = _flat(handed[source]).clone()
+        return {index: sent for index in handed if index != source}
 
-    return carry_out
+    return work_out
 
 
-def nothing(parts: Parts) -> None:
+def scatter(source: int) -> WorkOut:
+    """Every rank gets its piece of what the source hands in."""
+
+    def work_out(handed: Handed) -> Mapping[int, Tensor]:
+        pieces = _flat(handed[source]).clone().tensor_split(len(handed))
+        return dict(enumerate(pieces))
+
+    return work_out
+
+
+def nothing(handed: Handed) -> Mapping[int, Tensor]:
     """All ranks have come, which is all."""
+    return {}
 
 
-def _flat(part: Part) -> Tensor:
-    assert part.read is not None
-    return dense(part.read).view(-1)
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return dense(tensor).view(-1)
 
 
 def _folded(pieces: Sequence[Tensor], op: Op) -> Tensor:
     total = torch.empty_like(pieces[0])
     fold(pieces, op, total)
     return total
-
-
-def _write(part: Part, flat: Tensor) -> None:
-    if part.written is not None:
-        part.written.view(-1).copy_(flat)

@@ -12,7 +12,7 @@ from plait.comm.buffers import describe
 from plait.comm.last_words import LastWords
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.local import calls
-from plait.comm.transport.local.calls import Board, Call, CarryOut, Message, Part
+from plait.comm.transport.local.calls import Board, Call, Message, WorkOut
 from plait.comm.transport.local.turns import Turns, Wait
 from plait.comm.transport.reduction import Op
 
@@ -21,32 +21,46 @@ Key = tuple[tuple[int, ...], int]
 
 
 class LocalPending:
-    """A collective or a message that this thread takes part in."""
+    """A collective that this thread takes part in."""
 
-    def __init__(self, transport: LocalTransport, under_way: Call | Message, suspects: Sequence[int]) -> None:
-        self._transport, self._under_way, self._suspects = transport, under_way, suspects
+    def __init__(self, transport: LocalTransport, call: Call, written: Tensor | None) -> None:
+        self._transport, self._call, self._written = transport, call, written
 
     def wait(self, awaited: str = "") -> None:
-        """Let the other ranks run until it is complete. Raises as `Turns.wait`."""
-        under_way = self._under_way
-        self._transport.wait(Wait(awaited, self._is_over, self._missing))
-        if under_way.error is not None:
-            raise RuntimeError(under_way.error)
+        """Let other ranks run until it is over, then write the result. Raises as `Turns.wait`."""
+        self._transport.wait(Wait(awaited, lambda: self._call.over, self._missing))
+        if self._call.error is not None:
+            raise RuntimeError(self._call.error)
+        result = self._call.result(self._transport.index)
+        if result is not None and self._written is not None:
+            self._written.view(-1).copy_(result)
 
     def abandon(self) -> bool:
-        """A collective goes on without this rank's tensors; a message stays posted."""
-        if isinstance(self._under_way, Call):
-            self._under_way.withdraw(self._transport.index)
-        return isinstance(self._under_way, Call) or self._under_way.complete
-
-    def _is_over(self) -> bool:
-        return self._under_way.complete or self._under_way.error is not None
+        """True: it goes on without this rank's tensors."""
+        self._call.withdraw(self._transport.index)
+        return True
 
     def _missing(self) -> Sequence[int]:
-        if isinstance(self._under_way, Message):
-            return self._suspects
-        ranks = self._transport.ranks
-        return [rank for index, rank in enumerate(ranks) if index not in self._under_way.parts]
+        return [rank for index, rank in enumerate(self._transport.ranks) if index not in self._call.handed]
+
+
+class LocalMessage:
+    """A message that this thread sends, or receives into `buffer`."""
+
+    def __init__(self, transport: LocalTransport, message: Message, peer: int, buffer: Tensor | None) -> None:
+        self._transport, self._message, self._peer, self._buffer = transport, message, peer, buffer
+
+    def wait(self, awaited: str = "") -> None:
+        """Let other ranks run until both are there; fill the buffer. Raises as `Turns.wait`."""
+        self._transport.wait(Wait(awaited, lambda: self._message.over, lambda: (self._peer,)))
+        if self._message.error is not None:
+            raise RuntimeError(self._message.error)
+        if self._buffer is not None and self._message.received is not None:
+            self._buffer.view(-1).copy_(self._message.received)
+
+    def abandon(self) -> bool:
+        """False, unless it is over: it stays posted."""
+        return self._message.over
 
 
 class LocalTransport:
@@ -106,12 +120,12 @@ class LocalTransport:
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
         """A rendezvous."""
         message = self._board.send(self.index, destination, tag, tensor.detach())
-        return LocalPending(self, message, [self.ranks[destination]])
+        return LocalMessage(self, message, self.ranks[destination], None)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Filled when the message is sent."""
         message = self._board.receive(source, self.index, tag, buffer)
-        return LocalPending(self, message, [self.ranks[source]])
+        return LocalMessage(self, message, self.ranks[source], buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """None: all memory is shared."""
@@ -124,12 +138,11 @@ class LocalTransport:
     def abort(self, cause: Exception) -> None:
         """Nothing: ranks that wait for this one learn of its end."""
 
-    def _call(self, kind: str, read: Tensor | None, written: Tensor | None, carry_out: CarryOut) -> Pending:
+    def _call(self, kind: str, read: Tensor | None, written: Tensor | None, work_out: WorkOut) -> Pending:
         call = self._board.call(self._count, kind)
         self._count += 1
-        part = Part(None if read is None else read.detach(), None if written is None else written.detach())
-        call.join(self.index, kind, part, carry_out)
-        return LocalPending(self, call, self.ranks)
+        call.join(self.index, kind, None if read is None else read.detach(), work_out)
+        return LocalPending(self, call, None if written is None else written.detach())
 
 
 class LocalRank:
