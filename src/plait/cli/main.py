@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
 
+from plait.cli.running import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError
 
 
@@ -56,7 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CommunicationError as error:
         # A lost peer is not for the user to mend; what the other ranks did helps to find it.
         _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
-        return _code_of_failure(arguments)
+        code = _code_of_failure(arguments)
+        if argv is None:
+            end_rank(code)
+        return code
     except PlaitError as error:
         _complain(str(error))
         return 2

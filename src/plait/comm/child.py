@@ -24,6 +24,7 @@ import numpy
 import torch
 
 from plait.comm.failure import Failure, from_exception
+from plait.comm.orphan import end_orphan
 from plait.comm.world import World, join_world, leave_world
 from plait.errors import PlaitError
 
@@ -70,27 +71,31 @@ def serve(connection: Connection) -> None:
     # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, jobs), name="plait-parent", daemon=True).start()
+    busy = threading.Event()
+    arguments = (connection, jobs, busy)
+    threading.Thread(target=_listen, args=arguments, name="plait-parent", daemon=True).start()
     while True:
         report = _run(jobs.get())
         sys.stdout.flush()
         sys.stderr.flush()
         told = pickle.dumps(report)
+        busy.clear()  # before the parent hears of it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(told)
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
+def _listen(connection: Connection, jobs: queue.SimpleQueue[Job], busy: threading.Event) -> None:
     """Takes jobs in; ends the process, however busy, once the parent is gone: only it holds the other end."""
-    folder = None
+    job = None
     try:
         while True:
-            job: Job = pickle.loads(connection.recv_bytes())
-            folder = job.folder
+            job = pickle.loads(connection.recv_bytes())
+            busy.set()
             jobs.put(job)
     except (EOFError, OSError):
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
+        if job is not None and busy.is_set():
+            shutil.rmtree(job.folder, ignore_errors=True)
+            end_orphan(f"rank {job.world.rank}: the process that started it is gone")
         os._exit(1)
 
 

@@ -72,7 +72,7 @@ class Mesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._made: list[dist.ProcessGroup] = []
-        self._words = of_world(self.rank) if joined else None
+        self._words = of_world(self.rank, self.timeout) if joined else None
         self._host = introduce(self._everyone()) if joined else None
         # All ranks make all groups in this order, each with a process group of its own, also where two axes
         # have the same ranks: so that the traffic of one axis never waits behind that of another, and that

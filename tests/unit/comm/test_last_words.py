@@ -187,7 +187,7 @@ def test_the_store_of_the_world_is_where_the_default_group_keeps_it(rank_pool: A
         store = dist.distributed_c10d._get_default_store()
         store.set(f"here-{dist.get_rank()}", "yes")
         store.wait(["here-0", "here-1"])
-        return store.get("here-1").decode(), of_world(dist.get_rank()) is not None
+        return store.get("here-1").decode(), of_world(dist.get_rank(), 1.0) is not None
 
     assert rank_pool.run(body, ranks=2) == [("yes", True)] * 2
-    assert of_world(0) is None, "there is no world here"
+    assert of_world(0, 1.0) is None, "there is no world here"
