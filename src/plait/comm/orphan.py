@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import select
 import threading
@@ -9,7 +10,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from types import TracebackType
-from typing import Self
+from typing import NoReturn, Self
 
 from plait.comm.world import World
 
@@ -39,8 +40,13 @@ class OrphanWatch:
         self._parents = line_to_launcher(mark) if mark in os.environ else {}
         self._left = threading.Event()
 
+    @property
+    def watches(self) -> bool:
+        """Whether this rank has a launcher that can be watched."""
+        return bool(self._parents)
+
     def __enter__(self) -> Self:
-        if self._parents:
+        if self.watches:
             threading.Thread(target=self._watch, name="plait-orphan-watch", daemon=True).start()
         return self
 
@@ -55,12 +61,22 @@ class OrphanWatch:
                 end_orphan(f"rank {self._world.rank}: {self._world.launcher}, which started it, is gone")
 
 
-def end_orphan(what: str) -> None:
-    """End this process with exit code 1, whatever its other threads do; `what` says why, on stderr."""
+def end_orphan(what: str) -> NoReturn:
+    """`end_process` with exit code 1; `what` says why, on stderr."""
     with suppress(OSError, ValueError):  # maybe nobody is left who reads it, or what is there already
         if select.select([], [2], [], _PERIOD)[1]:
             os.write(2, f"{what}, so it ends.\n".encode())
-    os._exit(1)
+    end_process(1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, whatever its other threads do, and those that it has started by multiprocessing.
+
+    Workers of a `DataLoader` would notice within five seconds; those of a fork server of their own, never.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
 
 
 def line_to_launcher(mark: str) -> Mapping[int, int]:
