@@ -278,19 +278,23 @@ def test_a_data_loader_has_the_classes_of_the_script(tmp_path):
     assert done.stdout == "[[3.0, 2.0], [1.0, 0.0], [3.0, 2.0], [1.0, 0.0], 'refused']\n", done.stderr
 
 
+CELL = """
+from torch.utils.data import DataLoader, Dataset
+class Number(Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, index): return {}
+def first(): return next(iter(DataLoader(Number(), None, num_workers=1)))
+"""
+
+
 def test_a_cell_of_a_notebook_may_define_a_class_anew(pool, monkeypatch):
+    """Its main module has no file that a worker could import."""
     main = types.ModuleType("__main__")
     monkeypatch.setitem(sys.modules, "__main__", main)
-    told = []
     for value in (1, 2):
-        cell = f"class Numbers(list):\n    value = {value}\ndef make(): return Numbers()"
-        exec(cell, vars(main))
-
-        def look(make):
-            return pickle.loads(pickle.dumps(make())).value  # by name
-
-        told += pool.run(look, main.make, ranks=1)
-    assert told == [1, 2]
+        exec(CELL.format(value), vars(main))
+        assert pool.run(main.first, ranks=1) == [value]
+        assert pool.run(lambda one: pickle.loads(pickle.dumps(one))[0], main.Number(), ranks=1) == [value]
 
 
 def test_what_a_rank_has_started_ends_with_it(pool):

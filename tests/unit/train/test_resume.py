@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import errno
 import shutil
 from pathlib import Path
 from typing import Any
@@ -158,3 +159,17 @@ def test_training_goes_on_where_nothing_can_be_written(
     report = train(make(tmp_path, save_every=2))
     assert (report.steps, report.saved) == (6, False)
     assert capsys.readouterr().out.count("WARNING: the checkpoint") == 3
+
+
+def test_a_checkpoint_that_fails_in_the_background_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is known, and not again when it is waited for."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("plait.checkpoint.writing.write_file", full)
+    assert not train(make(tmp_path, save_every=3)).saved
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert told.count("WARNING: the checkpoint") == told.count("No space left") == 2, "of steps 3 and 6"
