@@ -170,10 +170,9 @@ def _start_method() -> str:
     By default by fork, where that is safe: they then have the classes of the caller's main module, which no
     new process could import.
     """
-    chosen = multiprocessing.get_start_method(allow_none=True)
-    if chosen is not None:
-        return chosen
-    return "fork" if sys.platform == "linux" else multiprocessing.get_context().get_start_method()
+    default = multiprocessing.get_all_start_methods()[0]
+    chosen = multiprocessing.get_start_method(allow_none=True) or default
+    return "fork" if chosen == default and sys.platform == "linux" else chosen
 
 
 def _end_forgotten(pool: weakref.ref[RankPool]) -> None:
