@@ -1,14 +1,14 @@
 """bf16 and fp16 over pp × dp × tp, against one rank of plait in the same precision.
 
-Stages and schedules change no rounding: pp alone gives the bits of one rank. With dp, gradients are summed in
-fp32 in another order, and rounded to what they are at the end: as fp32 sums differ, or in the last bit of few
-elements. With tp each rank rounds its part of a region's sum; the parts are added in fp32 and rounded once
-more: errors of at most u, the unit roundoff, of what is summed (2^-8 in bf16, 2^-11 in fp16). But a value that
-differs in its last bit differs in all that is computed from it, so what counts is how often a value is rounded
-on its way: a gradient of this model stands at the end of some 2 × 30 rounded tensors, forward and backward.
-Independent errors within ± u, u / √3 in the mean, at each of them in both runs add up to √(2 × 60 / 3) u, some
-6 u of the norm of a tensor. Found were at most 2.2 u; a mistake is seen from 2.3 % in bf16 and 0.3 % in fp16
-on. Loss and norm are sums over much of that (found: 0.05 u).
+Stages and schedules change no rounding: pp alone gives the bits of one rank. With dp, gradients are summed
+in fp32 in another order, and rounded to what they are at the end: as fp32 sums differ, or in the last bit
+of few elements. With tp each rank rounds its part of a region's sum; the parts are added in fp32 and
+rounded once more: errors of at most u, the unit roundoff, of what is summed (2^-8 in bf16, 2^-11 in fp16).
+But a value that differs in its last bit differs in all that is computed from it, so what counts is how
+often a value is rounded on its way: a gradient of this model stands at the end of some 2 × 30 rounded
+tensors, forward and backward. Independent errors within ± u, u / √3 in the mean, at each of them in both
+runs add up to √(2 × 60 / 3) u, some 6 u of the norm of a tensor. Found were at most 2.2 u; a mistake is
+seen from 2.3 % in bf16 and 0.3 % in fp16 on. Loss and norm are sums over much of that (found: 0.05 u).
 """
 
 from __future__ import annotations

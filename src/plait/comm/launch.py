@@ -34,8 +34,13 @@ def launch(
 
     Alone, this starts `ranks` processes on this host (a `RankPool` with one run). Under torchrun, mpirun or
     srun this process *is* a rank: it joins the others, calls the function here and leaves the group again;
-    all ranks must call `launch` alike. A rank whose launcher is gone ends. Each rank then returns the same list, so keep results small (one
-    all-gather over the world). The run as a whole may take as long as it likes.
+    all ranks must call `launch` alike. Each rank then returns the same list, so keep results small (one
+    all-gather over the world). The run as a whole may take as long as it likes. A rank whose launcher, or
+    local parent, is gone ends within a second, and says so on stderr.
+
+    What the function needs of a script's or notebook's classes goes with it: so workers of a `DataLoader`,
+    which local ranks start by fork on Linux unless `multiprocessing.set_start_method` says otherwise, may use
+    them too.
 
     Args:
         function: what every rank calls.

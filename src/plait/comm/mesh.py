@@ -19,7 +19,7 @@ from plait.comm.introduction import introduce
 from plait.comm.last_words import of_world
 from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Traffic
-from plait.errors import MeshError
+from plait.errors import CommunicationError, MeshError
 from plait.plan import Plan
 
 
@@ -222,9 +222,7 @@ class Mesh:
         for ranks in groups:
             process_group = None
             if len(ranks) > 1:
-                process_group = dist.new_group(
-                    list(ranks), timeout=timedelta(seconds=self.timeout), group_desc=name, sort_ranks=False
-                )
+                process_group = self._connect(ranks, name)
             if self.rank in ranks:
                 index = ranks.index(self.rank)
                 mine = Group(
@@ -240,6 +238,21 @@ class Mesh:
                 )
                 self._made += [] if process_group is None else [process_group]
         return mine
+
+    def _connect(self, ranks: tuple[int, ...], name: str) -> dist.ProcessGroup:
+        """Make a process group, with all ranks of the world. `CommunicationError` where one does not come."""
+        timeout = timedelta(seconds=self.timeout)
+        try:
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=timeout, group_desc=name, sort_ranks=False
+            )
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+            raise CommunicationError(
+                f"rank {self.rank} waits for rank {others} to make the group {name} of the mesh: "
+                f"{str(error).splitlines()[0]} (see what that rank is doing, or give the mesh more time)."
+            ) from error
+        return made
 
 
 def _check_world(sizes: dict[str, int], world: int) -> None:

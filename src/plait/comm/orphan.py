@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone: nothing else would, and it would train on, unseen, or wait for others."""
+"""Ends a rank whose launcher is gone: nothing else would, and it would train on unseen."""
 
 from __future__ import annotations
 
@@ -86,7 +86,8 @@ def line_to_launcher(mark: str) -> Mapping[int, int]:
     environment cannot be read, as of a daemon of Slurm; it is the last parent. Beyond Linux only this
     process's own parent is known.
     """
-    process, parents = os.getpid(), {}
+    process = os.getpid()
+    parents: dict[int, int] = {}
     while True:
         parent = _parent(process)
         if parent is None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import json
 import errno
+import json
 import shutil
 from pathlib import Path
 from typing import Any
