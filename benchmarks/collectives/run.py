@@ -36,8 +36,7 @@ Ways = dict[str, Callable[[], object]]
 
 def over_torch(group: Group) -> TorchTransport:
     """The same ranks without shared memory."""
-    assert isinstance(group.transport, SharedMemoryTransport)
-    return TorchTransport(group.transport.process_group, group.index)
+    return in_shared_memory(group).over_torch()
 
 
 def in_shared_memory(group: Group) -> SharedMemoryTransport:

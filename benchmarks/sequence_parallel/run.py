@@ -27,7 +27,7 @@ from torch.nn import functional
 import plait
 from plait.comm import Group
 from plait.comm.collectives import all_gather, all_reduce, reduce_scatter
-from plait.comm.transport.torch_distributed import TorchTransport
+from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.engine import Engine
 from plait.models.gpt2 import MLP
 from plait.rules import column, entrance, row, sequence
@@ -176,9 +176,8 @@ def shown(piece: Tensor, group: Group) -> Callable[[], Tensor]:
 
 def sent(piece: Tensor, group: Group) -> Callable[[], Tensor]:
     whole = piece.new_empty(2 * len(piece), *piece.shape[1:])
-    assert isinstance(group.transport, TorchTransport)
-    over_torch = TorchTransport(group.transport.process_group, group.index)
-    under_way = over_torch.all_gather(piece, whole)
+    assert isinstance(group.transport, SharedMemoryTransport)
+    under_way = group.transport.over_torch().all_gather(piece, whole)
 
     def finish() -> Tensor:
         under_way.wait()

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
 
+from plait.cli.running import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError
 
 _NO_MEMORY = re.compile(
@@ -69,7 +70,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error.__cause__, RankError) and _ran_out_of_memory(error.__cause__):
             return 2
         _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
-        return _code_of_failure(arguments)
+        code = _code_of_failure(arguments)
+        if argv is None:
+            end_rank(code)
+        return code
     except PlaitError as error:
         _complain(str(error))
         return 2

@@ -7,7 +7,7 @@ import os
 import signal
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 
 from plait.errors import ConfigError
 from plait.plan import Plan
@@ -80,6 +80,20 @@ def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
         yield world is None or world.rank == 0
     finally:
         stop_fork_server()
+
+
+def end_rank(code: int) -> None:
+    """End the process with `code` where it is a rank of a launcher's world; elsewhere return.
+
+    After a lost peer: the timeout has passed already, and unloading torch would take a second or two more.
+    """
+    from plait.comm.world import find_world
+
+    if find_world() is not None:
+        with suppress(OSError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
 
 
 def degrees(plan: Plan) -> str:

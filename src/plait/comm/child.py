@@ -24,12 +24,17 @@ import numpy
 import torch
 
 from plait.comm.failure import Failure, from_exception
+from plait.comm.orphan import end_orphan, end_process
+from plait.comm.pickling import loads_call
 from plait.comm.world import World, join_world, leave_world
 from plait.errors import PlaitError
 
 STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack to its stack file, even from within blocked C++
 
 STOP_SIGNAL = signal.SIGUSR1  # a wish to stop after the step, held back until the function can hear it
+
+END = None
+"""What a pool sends to a rank, in place of a job, for it to end."""
 
 
 @dataclass(frozen=True)
@@ -42,6 +47,8 @@ class Job:
     environment: dict[str, str]
     directory: str
     path: list[str]
+    main_file: str | None  # of the main module: a new process that the rank starts imports it, as elsewhere
+    start_method: str  # of processes that the rank starts
     threads: int
     timeout: float
     device: str
@@ -67,31 +74,47 @@ def serve(connection: Connection) -> None:
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
+    os.register_at_fork(after_in_child=_let_terminate)
     # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
-    threading.Thread(target=_listen, args=(connection, jobs), name="plait-parent", daemon=True).start()
+    busy = threading.Event()
+    arguments = (connection, jobs, busy)
+    threading.Thread(target=_listen, args=arguments, name="plait-parent", daemon=True).start()
     while True:
         report = _run(jobs.get())
         sys.stdout.flush()
         sys.stderr.flush()
         told = pickle.dumps(report)
+        busy.clear()  # before the parent hears of it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
             connection.send_bytes(told)
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[Job]) -> None:
-    """Takes jobs in; ends the process, however busy, once the parent is gone: only it holds the other end."""
-    folder = None
+def _let_terminate() -> None:
+    """In processes that a rank forks: SIGTERM ends them, as who started them expects."""
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _listen(connection: Connection, jobs: queue.SimpleQueue[Job], busy: threading.Event) -> None:
+    """Takes jobs in; ends the process, however busy, when the parent says so, or is gone.
+
+    That it is gone shows at the end of the connection: only it holds the other end.
+    """
+    job: Job | None = None
     try:
         while True:
-            job: Job = pickle.loads(connection.recv_bytes())
-            folder = job.folder
+            message: Job | None = pickle.loads(connection.recv_bytes())
+            if message is END:
+                end_process(0)
+            job = message
+            busy.set()
             jobs.put(job)
     except (EOFError, OSError):
-        if folder is not None:
-            shutil.rmtree(folder, ignore_errors=True)
-        os._exit(1)
+        if job is not None and busy.is_set():
+            shutil.rmtree(job.folder, ignore_errors=True)
+            end_orphan(f"rank {job.world.rank}: the process that started it is gone")
+        end_process(1)
 
 
 def _run(job: Job) -> Done | Failure:
@@ -113,7 +136,7 @@ def _call(job: Job) -> Done | Failure:
     join_world(job.world, job.timeout, job.device)
     _mark(job, "joined")
     try:
-        function, arguments = pickle.loads(job.call)
+        function, arguments = loads_call(job.call)
         result = function(*arguments)
     except BaseException as error:
         return from_exception(job.world.rank, error)
@@ -159,6 +182,8 @@ def _settle(job: Job) -> None:
         os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # no wait for a name server
     os.chdir(job.directory)
     sys.path[:] = job.path
+    vars(sys.modules["__main__"])["__file__"] = job.main_file
+    multiprocessing.set_start_method(job.start_method, force=True)
     torch.set_num_threads(job.threads)
     torch.set_default_dtype(torch.float32)
     random.seed(job.world.rank)

@@ -78,6 +78,8 @@ def from_exit(rank: int, code: int | None, stack: str) -> Failure:
             summary += " (when it was not you: the system may have run out of memory)"
     else:
         summary = f"ended with exit code {code} before its function returned"
+        if code == 255:  # what multiprocessing says where it cannot know
+            summary += " (or the process that ranks are forked from was killed)"
     return Failure(rank, summary, stack, at=time.monotonic())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from functools import partial
 from itertools import product
 from math import prod
 
@@ -200,7 +201,7 @@ class GridMesh:
         world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
         others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
         awaited = f"host discovery over world with ranks {others}"
-        Handle(self._ranks.discover, lambda: None, awaited, world).wait()
+        Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
 
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         """As `_make_group`, for groups that cover the world."""

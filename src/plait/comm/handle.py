@@ -110,9 +110,7 @@ class Handle(Generic[T]):
         group, timed_out = self._group, _is_timeout(cause)
         account = Account({}, self._suspects)
         if group.words is not None and (timed_out or _is_closed(cause)):
-            account = group.words.ask(
-                self._suspects, min(_PATIENCE_AFTER_TIMEOUT, group.timeout) if timed_out else _PATIENCE
-            )
+            account = group.words.ask(self._suspects, _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE)
         reason = _reason(cause, group.timeout, self._suspects, account)
         error = CommunicationError(f"rank {group.rank} waits for {self._awaited}{self._about}: {reason}")
         error.__cause__ = cause

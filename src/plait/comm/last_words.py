@@ -11,16 +11,21 @@ import json
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 import torch.distributed as dist
+
+T = TypeVar("T")
 
 _PAUSE = 0.01
 _LONGER = 3.0
 """Seconds of patience where several say nothing: most of them will still notice what has happened."""
-_LONGEST = 5.0
-"""Seconds that a store may take that has died itself; a thread waits for it."""
+_LONGEST = 8.0
+"""Seconds from the first failed operation of a rank until it has its account, at most."""
+_SHARE = 0.1
+"""The same as a share of the timeout: who gave up after a short one has not long to ask either."""
 
 
 class Store(Protocol):
@@ -60,11 +65,18 @@ class Account:
 
 
 class LastWords:
-    """One rank's access to the last words of all, within one mesh. While all is well nothing is said."""
+    """One rank's access to the last words of all, within one mesh. While all is well nothing is said.
 
-    def __init__(self, store: Store, rank: int) -> None:
-        """All ranks make as many, in the same order."""
+    All waits for the store after the first failure share one deadline: a store whose host is gone, or cut
+    off, never answers, and each wait for it would come on top of the timeout that has already passed.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout: float = 600.0) -> None:
+        """All ranks make as many, in the same order. `timeout` is the mesh's, in seconds."""
         self.rank = rank
+        self._budget = min(_LONGEST, _SHARE * timeout)
+        self._deadline: float | None = None
+        self._answers = True
         self._store = store
         self._place = f"plait/{store.add(f'plait/{rank}', 1)}"
         self._mine: Words | None = None
@@ -75,30 +87,37 @@ class LastWords:
             self._mine = Words(awaited, suspects)
             self._leave(self._mine)
 
+    def left(self) -> float:
+        """Seconds until the deadline that all waits after this rank's first failure share."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._budget
+        return max(0.0, self._deadline - time.monotonic())
+
     def ask(self, suspects: tuple[int, ...], patience: float) -> Account:
         """Who of the suspects, or of those that they suspect, says nothing within `patience` seconds.
 
         It takes less where all that are suspected have spoken, or another rank has asked before: then what
-        came of that counts. Longer, while several say nothing.
+        came of that counts. Longer, while several say nothing; never beyond the deadline.
         """
         account = Account({}, suspects)
-        found = _within(patience + _LONGER + _LONGEST, lambda: self._ask(suspects, patience))
-        if found is not None:
-            account = found
+        longest = 0.8 * self.left()  # what is left then is for this rank's own answer
+        if self._answers:
+            found = self._within(self.left(), lambda: self._ask(suspects, patience, longest))
+            account = found or account
         if self._mine is not None and self._mine.silent is None:
             self._mine = Words(self._mine.awaited, self._mine.suspects, account.silent)
             self._leave(self._mine)
         return account
 
-    def _ask(self, suspects: tuple[int, ...], patience: float) -> Account:
+    def _ask(self, suspects: tuple[int, ...], patience: float, longest: float) -> Account:
         begun = time.monotonic()
         while True:
             account = self._follow(suspects)
             waited_for = {rank for words in account.said.values() for rank in words.silent or ()}
             if waited_for & set(account.silent):
                 return Account(account.said, tuple(sorted(waited_for & set(account.silent))))
-            longest = patience if len(account.silent) < 2 else max(patience, _LONGER)
-            if not account.silent or time.monotonic() - begun > longest:
+            patient = patience if len(account.silent) < 2 else max(patience, _LONGER)
+            if not account.silent or time.monotonic() - begun > min(patient, longest):
                 return account
             time.sleep(_PAUSE)
 
@@ -128,13 +147,28 @@ class LastWords:
 
     def _leave(self, words: Words) -> None:
         text = json.dumps([words.awaited, words.suspects, words.silent])
-        _within(_LONGEST, lambda: self._store.set(f"{self._place}/{self.rank}", text))
+        if self._answers:
+            self._within(self.left(), lambda: self._store.set(f"{self._place}/{self.rank}", text))
+
+    def _within(self, seconds: float, function: Callable[[], T]) -> T | None:
+        """What `function` gives within that time; None, now and ever after, once the store did not answer."""
+        results: list[T] = []
+
+        def call() -> None:
+            with suppress(RuntimeError, ValueError, OSError):  # the store is gone: nobody can be asked
+                results.append(function())
+
+        thread = threading.Thread(target=call, name="plait-last-words", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self._answers = bool(results)
+        return results[0] if results else None
 
 
-def of_world(rank: int) -> LastWords | None:
+def of_world(rank: int, timeout: float) -> LastWords | None:
     """Those of the initialised world; None where it has no store. torch has no public way to it."""
     try:
-        return LastWords(dist.distributed_c10d._get_default_store(), rank)
+        return LastWords(dist.distributed_c10d._get_default_store(), rank, timeout)
     except (RuntimeError, ValueError):
         return None
 
@@ -142,19 +176,3 @@ def of_world(rank: int) -> LastWords | None:
 def ended_by(ranks: Iterable[int]) -> str:
     """The ranks in words: `rank 1 or 3`."""
     return f"rank {' or '.join(map(str, ranks))}"
-
-
-def _within(seconds: float, function: Callable[[], Account | None]) -> Account | None:
-    """What `function` gives within that time; a store whose host has died may never answer."""
-    results: list[Account | None] = []
-
-    def call() -> None:
-        try:
-            results.append(function())
-        except (RuntimeError, ValueError, OSError):
-            return  # the store is gone: nobody can be asked
-
-    thread = threading.Thread(target=call, name="plait-last-words", daemon=True)
-    thread.start()
-    thread.join(seconds)
-    return results[0] if results else None

@@ -13,6 +13,7 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
+from plait.comm.orphan import OrphanWatch
 from plait.comm.pool import RankPool
 from plait.comm.threads import run_threads
 from plait.comm.transport.ranks import current_ranks
@@ -37,7 +38,12 @@ def launch(
     Alone, this starts `ranks` processes on this host (a `RankPool` with one run). Under torchrun, mpirun or
     srun this process *is* a rank: it joins the others, calls the function here and leaves the group again;
     all ranks must call `launch` alike. Each rank then returns the same list, so keep results small (one
-    all-gather over the world). The run as a whole may take as long as it likes.
+    all-gather over the world). The run as a whole may take as long as it likes. A rank whose launcher, or
+    local parent, is gone ends within a second, and says so on stderr.
+
+    What the function needs of a script's or notebook's classes goes with it: so workers of a `DataLoader`,
+    which local ranks start by fork on Linux unless `multiprocessing.set_start_method` says otherwise, may use
+    them too.
 
     Args:
         function: what every rank calls.
@@ -106,25 +112,26 @@ def _run_joined(
 ) -> list[Result]:
     if threads is not None:
         torch.set_num_threads(threads)
-    with Watchdog(f"rank {world.rank}"):
+    with Watchdog(f"rank {world.rank}"), OrphanWatch(world):
         try:
             join_world(world, timeout, device)
             results = _gathered(world, function(*arguments))
         except BaseException:
-            _abandon()
+            _abandon(patience=min(2.0, 0.05 * timeout))
             raise
         leave_world()
         return results
 
 
-def _abandon() -> None:
-    """Leaves the world after a failure, which tells the peers, and sees to it that this process can end.
+def _abandon(patience: float) -> None:
+    """Leave the world after a failure, which tells the peers, and see to it that this process can end.
 
-    An operation that waits for a lost peer never ends, nor does the end of the process, which waits for it.
+    An operation that waits for a lost peer never ends, nor does the end of the process, which waits for it:
+    each of the two is given `patience` seconds.
     """
-    if not leave_world(patience=2.0):
+    if not leave_world(patience):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
-        atexit.register(signal.alarm, 2)
+        atexit.register(signal.setitimer, signal.ITIMER_REAL, patience)
 
 
 def _gathered(world: World, result: Result) -> list[Result]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import math
 import multiprocessing
@@ -9,27 +10,30 @@ import multiprocessing.forkserver
 import multiprocessing.resource_tracker
 import os
 import pickle
+import select
 import signal
 import sys
 import tempfile
 import time
 import types
+import weakref
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
-import cloudpickle
-
-from plait.comm.child import STACK_SIGNAL, Done, Job, serve, stack_file
+from plait.comm.child import END, STACK_SIGNAL, Done, Job, serve, stack_file
 from plait.comm.failure import Failure, from_exit, root_cause
+from plait.comm.pickling import dumps_call
 from plait.comm.world import World
 from plait.errors import MeshError, PlaitError, RankError
 
 Result = TypeVar("Result")
 
 _GRACE = 1.0  # seconds: for a better cause to be reported, for a stack to be written, for a process to end
+_TO_END = 0.5  # seconds: for ranks to end, and what they have started with them, when they are told
 
 
 @dataclass(frozen=True)
@@ -42,6 +46,12 @@ class _Child:
     def send(self, job: Job) -> None:
         with contextlib.suppress(OSError):  # it is gone: its sentinel says so
             self.connection.send_bytes(pickle.dumps(job))
+
+    def end(self) -> None:
+        """Tell the rank to end, unless it does not even read what it was told before."""
+        with contextlib.suppress(OSError):
+            if select.select([], [self.connection], [], 0)[1]:
+                self.connection.send_bytes(pickle.dumps(END))
 
     def receive(self, rank: int, folder: str) -> Done | Failure:
         """The report that waits in the pipe, else the manner of its death."""
@@ -78,6 +88,7 @@ class RankPool:
         self.timeout = timeout
         self.device = device
         self._children: list[_Child] = []
+        self._at_exit = partial(_end_forgotten, weakref.ref(self))
 
     def __enter__(self) -> RankPool:
         return self
@@ -110,6 +121,8 @@ class RankPool:
         call = _pickled(function, arguments)
         with tempfile.TemporaryDirectory(prefix="plait-", ignore_cleanup_errors=True) as folder:
             try:
+                if not self._children:
+                    atexit.register(self._at_exit)
                 _grow(self._children, count, function.__module__)
                 children = dict(enumerate(self._children[:count]))
                 for rank, child in children.items():
@@ -122,9 +135,14 @@ class RankPool:
 
     def close(self) -> None:
         """Ends the processes; a later run starts new ones."""
+        atexit.unregister(self._at_exit)
         children, self._children = self._children, []
         for child in children:
-            child.process.kill()  # SIGTERM is the parent's
+            child.end()
+        deadline = time.monotonic() + _TO_END
+        for child in children:
+            child.process.join(max(0.0, deadline - time.monotonic()))
+            child.process.kill()  # where it is stopped; SIGTERM is the parent's
         for child in children:
             child.process.join()
             child.process.close()
@@ -138,10 +156,29 @@ class RankPool:
             environment=dict(os.environ),
             directory=os.getcwd(),
             path=list(sys.path),
+            main_file=getattr(sys.modules["__main__"], "__file__", None),
+            start_method=_start_method(),
             threads=self.threads,
             timeout=self.timeout,
             device=self.device,
         )
+
+
+def _start_method() -> str:
+    """How a rank starts processes of its own, such as workers of a `DataLoader`: as the caller has chosen.
+
+    By default by fork, where that is safe: they then have the classes of the caller's main module, which no
+    new process could import.
+    """
+    default = multiprocessing.get_all_start_methods()[0]
+    chosen = multiprocessing.get_start_method(allow_none=True) or default
+    return "fork" if chosen == default and sys.platform == "linux" else chosen
+
+
+def _end_forgotten(pool: weakref.ref[RankPool]) -> None:
+    """Close a pool that nobody has closed, before multiprocessing waits for its processes at exit."""
+    if (forgotten := pool()) is not None:
+        forgotten.close()
 
 
 def _grow(children: list[_Child], count: int, module: str) -> None:
@@ -257,14 +294,13 @@ def _written(folder: str, rank: int) -> str:
 
 def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
     try:
-        call: bytes = cloudpickle.dumps((function, arguments))
+        return dumps_call((function, arguments))
     except Exception as error:
         name = getattr(function, "__qualname__", repr(function))
         raise PlaitError(
             f"the function {name} or its arguments cannot be sent to the ranks ({error}): "
             "build what cannot be pickled inside the function."
         ) from error
-    return call
 
 
 def _unpickled(done: Done) -> Any:

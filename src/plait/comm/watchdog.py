@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
+from plait.comm.orphan import end_process
+
 _PROBE = signal.SIGURG  # ignored by default and used by nobody: its Python handler shows that handlers run
 
 
@@ -125,4 +127,4 @@ class Watchdog:
             return
         name = signal.Signals(number).name
         print(f"{self.name} got {name} while it waited for a peer, and ends.", file=sys.stderr, flush=True)
-        os._exit(128 + number)
+        end_process(128 + number)

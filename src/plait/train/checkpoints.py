@@ -47,7 +47,7 @@ class RunCheckpoints:
         self._series: Checkpoints | None = None
         self.behind = 0
         """Steps of this run whose checkpoints, and metrics, may be in `run.dir`."""
-        self._told = ""
+        self._told = False
 
     def resume(self) -> int:
         """Load what `run.resume` names; how many steps the run has behind it.
@@ -100,6 +100,7 @@ class RunCheckpoints:
         """Return when nothing is under way any more."""
         if self._series is not None:
             self._try(self._series.finish)
+            self._told = False
 
     def __enter__(self) -> Self:
         return self
@@ -155,13 +156,14 @@ class RunCheckpoints:
         try:
             do()
         except CheckpointError as error:
-            self._follower.note(f"WARNING: {error}")
+            if not self._told:
+                self._follower.note(f"WARNING: {error}")
 
     def _tell_early(self) -> None:
-        """Rank 0 knows of a failure before all wait for the checkpoint."""
+        """Warn of a failure that rank 0 knows of before all ranks wait for the checkpoint, once."""
         flaw = "" if self._series is None else self._series.flaw
-        if flaw and flaw != self._told:
-            self._told = flaw
+        if flaw and not self._told:
+            self._told = True
             self._follower.note(f"WARNING: {flaw}")
 
     def _refuse_other_data(self, state: Mapping[str, Any], path: Path) -> None:

@@ -13,7 +13,7 @@ from plait.comm.collectives import barrier
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
-from plait.errors import PlaitError
+from plait.errors import CommunicationError, PlaitError
 from plait.pipeline.precision import DTYPES
 from plait.pipeline.sequence import LayerSequence, sequence_of
 from plait.pipeline.values import Value, map_tensors
@@ -131,6 +131,8 @@ def _in_step(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
 
     try:
         yield tick
+    except CommunicationError:  # a rank is gone: each wait for it would take another timeout
+        raise
     except PlaitError as met:
         error = met
     while left:

@@ -10,7 +10,6 @@ import torch
 
 from plait.comm.clocks import PINGS, Offset, clock_offset, compare_clocks
 from plait.comm.mesh import Mesh
-from plait.comm.transport.torch_distributed import TorchTransport
 
 APART = 5_000_000_000
 """By how many nanoseconds each rank's clock goes ahead of the one before."""
@@ -47,7 +46,7 @@ def test_elsewhere_clocks_are_compared(rank_pool: Any) -> None:
     def body() -> tuple[bool, int]:
         mesh = Mesh(pp=2)
         group = mesh.group("pp")
-        over_messages = replace(group, transport=TorchTransport(group.transport.process_group, group.index))
+        over_messages = replace(group, transport=group.transport.over_torch())
         offset = clock_offset(over_messages, torch.device("cpu"))
         return abs(offset.nanoseconds) <= offset.uncertainty, mesh.traffic.snapshot()["pp"]["send"].calls
 

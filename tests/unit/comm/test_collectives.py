@@ -21,7 +21,6 @@ from plait.comm import (
     scatter,
     shared_zeros,
 )
-from plait.comm.transport.torch_distributed import TorchTransport
 from plait.errors import CommunicationError
 
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.int8]
@@ -58,7 +57,7 @@ OPS = {
 
 def over_messages(group: Group) -> Group:
     """The same ranks, as if they were on several hosts."""
-    return replace(group, transport=TorchTransport(group.transport.process_group, group.index))
+    return replace(group, transport=group.transport.over_torch())
 
 
 WAYS = {

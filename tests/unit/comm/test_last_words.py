@@ -120,6 +120,47 @@ def test_a_store_that_is_gone_is_no_error_and_is_not_waited_for(monkeypatch: pyt
     store.hangs.set()
 
 
+class Deaf(Gone):
+    """A store that has been cut off: from the call `name` on nothing comes back."""
+
+    def __init__(self, name: str) -> None:
+        super().__init__()
+        self.name = name
+        self.unanswered: list[str] = []
+
+    def set(self, key: str, value: str) -> None:
+        self.reach("set")
+
+    def check(self, keys: list[str]) -> bool:
+        self.reach("check")
+        return False
+
+    def reach(self, name: str) -> None:
+        if self.unanswered or name == self.name:
+            self.unanswered.append(name)
+            self.hangs.wait(60)
+
+
+@pytest.mark.parametrize("name", ["set", "check"])
+def test_a_store_that_does_not_answer_is_waited_for_once(name: str) -> None:
+    """Each wait comes on top of a timeout that has passed: there is one deadline for all, a share of it."""
+    store = Deaf(name)
+    words = LastWords(store, 0, timeout=2.0)
+    assert words.left() <= 0.2
+    words.say("1F0 from rank 1", (1,))
+    for _ in range(3):
+        assert words.ask((1, 2), 60.0) == Account({}, (1, 2))
+    assert words.left() == 0
+    assert store.unanswered == [name]
+    store.hangs.set()
+
+
+def test_who_ended_it_is_not_looked_for_beyond_the_deadline() -> None:
+    zero = LastWords(dist.HashStore(), 0, timeout=2.0)
+    zero.say("1F0 from rank 1", (1,))
+    assert zero.ask((1, 2), 3600.0).silent == (1, 2)
+
+
 def test_ranks_in_words() -> None:
     assert ended_by([1]) == "rank 1"
     assert ended_by([1, 3]) == "rank 1 or 3"
@@ -187,7 +228,7 @@ def test_the_store_of_the_world_is_where_the_default_group_keeps_it(rank_pool: A
         store = dist.distributed_c10d._get_default_store()
         store.set(f"here-{dist.get_rank()}", "yes")
         store.wait(["here-0", "here-1"])
-        return store.get("here-1").decode(), of_world(dist.get_rank()) is not None
+        return store.get("here-1").decode(), of_world(dist.get_rank(), 1.0) is not None
 
     assert rank_pool.run(body, ranks=2) == [("yes", True)] * 2
-    assert of_world(0) is None, "there is no world here"
+    assert of_world(0, 1.0) is None, "there is no world here"

@@ -1,10 +1,12 @@
+import time
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as some
 
 from plait.comm import Mesh, all_reduce, coordinates
-from plait.errors import MeshError
+from plait.errors import CommunicationError, MeshError
 from plait.plan import Plan
 
 degrees = some.integers(1, 4)
@@ -146,6 +148,21 @@ def test_new_groups_are_disjoint_and_keep_their_order(rank_pool):
         ((2, 0), 0, 101.0, {"ties"}),
         ((3,), 0, 1000.0, set()),
     ]
+
+
+def test_a_rank_that_does_not_come_is_named(rank_pool):
+    def body():
+        mesh = Mesh(dp=2, timeout=0.5)
+        if mesh.rank == 1:
+            time.sleep(1.0)
+            return ""
+        with pytest.raises(CommunicationError) as caught:
+            mesh.new_group([[0, 1]], "some")
+        return str(caught.value)
+
+    told = rank_pool.run(body, ranks=2)[0]
+    assert told.startswith("rank 0 waits for rank 1 to make the group some of the mesh: "), told
+    assert told.endswith("(see what that rank is doing, or give the mesh more time).")
 
 
 def test_closing_gives_the_connections_back(rank_pool):

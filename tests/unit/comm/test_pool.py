@@ -1,10 +1,13 @@
+import multiprocessing
 import os
+import pickle
 import random
 import signal
 import subprocess
 import sys
 import threading
 import time
+import types
 from pathlib import Path
 
 import numpy
@@ -220,6 +223,91 @@ def test_a_rank_may_have_children(pool):
     assert pool.run(children, ranks=1) == [6.0]
 
 
+OF_MAIN = """
+import os, torch
+from typing import NamedTuple
+from plait.comm.pool import RankPool
+from torch.utils.data import DataLoader, Dataset, Sampler
+
+class Item(NamedTuple):
+    value: torch.Tensor
+
+class Batches:
+    class Batch:
+        def __init__(self, values): self.values = values
+
+class Refused(Exception): pass
+
+class Numbers(Dataset):
+    def __len__(self): return 4
+    def __getitem__(self, index):
+        if index == 4: raise Refused("four")
+        return Item(torch.tensor(float(index)))
+
+def collate(items): return Batches.Batch(torch.stack([item.value for item in items]))
+
+def begin(worker): os.environ["BEGUN"] = "yes"
+
+class Backwards(Sampler):
+    def __init__(self, *numbers): self.numbers = numbers
+    def __iter__(self): return iter(self.numbers)
+
+def run():
+    loader = DataLoader(Numbers(), 2, sampler=Backwards(3, 2, 1, 0), num_workers=1, collate_fn=collate,
+                        worker_init_fn=begin, persistent_workers=True)
+    seen = [batch.values.tolist() for _ in range(2) for batch in loader]
+    try:
+        list(DataLoader(Numbers(), sampler=Backwards(4), num_workers=1))
+    except Refused:
+        seen.append("refused")
+    return seen, torch.utils.data.default_collate([Item(torch.ones(1))])
+
+pool = RankPool(1, device="cpu")  # not closed: that is for the end of the process
+((seen, batch),) = pool.run(run)
+assert type(batch) is Item
+print(seen)
+"""
+
+
+def test_a_data_loader_has_the_classes_of_the_script():
+    """Dataset, sampler, functions, batches and errors go to workers and come back; nobody is left."""
+    command = [sys.executable, "-"]  # no file that a worker could import
+    done = subprocess.run(command, input=OF_MAIN, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[[3.0, 2.0], [1.0, 0.0], [3.0, 2.0], [1.0, 0.0], 'refused']\n", done.stderr
+
+
+CELL = """
+from torch.utils.data import DataLoader, Dataset
+class Number(Dataset):
+    def __len__(self): return 1
+    def __getitem__(self, index): return {}
+def first(): return next(iter(DataLoader(Number(), None, num_workers=1)))
+"""
+
+
+def test_a_cell_of_a_notebook_may_define_a_class_anew(pool, monkeypatch):
+    """Its main module has no file that a worker could import."""
+    main = types.ModuleType("__main__")
+    monkeypatch.setitem(sys.modules, "__main__", main)
+    for value in (1, 2):
+        exec(CELL.format(value), vars(main))
+        assert pool.run(main.first, ranks=1) == [value]
+        assert pool.run(lambda one: pickle.loads(pickle.dumps(one))[0], main.Number(), ranks=1) == [value]
+
+
+def test_what_a_rank_has_started_ends_with_it(pool):
+    """Also where it came from a fork server of its own, and so would never learn of it."""
+
+    def start(method):
+        child = multiprocessing.get_context(method).Process(target=time.sleep, args=(60,), daemon=True)
+        child.start()
+        return child.pid
+
+    pids = [pid for method in ("fork", "forkserver") for pid in pool.run(start, method, ranks=1)]
+    pool.close()
+    assert gone(pids)
+
+
 SCRIPT = """
 import os, time, torch, torch.distributed as dist
 from plait.comm.pool import RankPool
@@ -234,7 +322,9 @@ RankPool(2, device="cpu").run(block)  # without a guard for __main__
 """
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+)
 def test_a_signal_to_the_parent_leaves_nothing_running(number, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(SCRIPT)
@@ -257,4 +347,6 @@ def test_a_signal_to_the_parent_leaves_nothing_running(number, tmp_path):
     assert parent.returncode == -number
     assert gone(pids)
     assert errors.count("Traceback") == (number == signal.SIGINT)  # the parent's own
+    told = [f"rank {rank}: the process that started it is gone, so it ends." for rank in range(2)]
+    assert number != signal.SIGKILL or sorted(errors.splitlines()) == told
     assert not list(tmp_path.glob("plait-*"))

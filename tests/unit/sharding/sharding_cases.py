@@ -72,8 +72,15 @@ class Drawn:
     def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
         """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""
         axes = ("shard", "replicate" if self.plan.shards else "dp")
-        groups = (replace(mesh.group(axis), host=None) if messages else mesh.group(axis) for axis in axes)
-        return self.make(mesh.coordinate, *groups)
+        groups = [mesh.group(axis) for axis in axes]
+        return self.make(mesh.coordinate, *(map(over_messages, groups) if messages else groups))
+
+
+def over_messages(group: Group) -> Group:
+    """The same ranks without shared memory."""
+    if group.transport is None:
+        return group
+    return replace(group, transport=group.transport.over_torch())
 
 
 def drawn(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Drawn:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import shutil
 from pathlib import Path
@@ -174,3 +175,17 @@ def test_a_step_that_is_none_is_refused(
     run = checkpoints.RunCheckpoints(config, trainer, mesh, Follower(1, shown=False))
     with pytest.raises(CheckpointError, match="does not say after how many steps it was written"):
         run.resume()
+
+
+def test_a_checkpoint_that_fails_in_the_background_is_told_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As soon as it is known, and not again when it is waited for."""
+
+    def full(*arguments: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("plait.checkpoint.writing.write_file", full)
+    assert not train(make(tmp_path, save_every=3)).saved
+    told = capsys.readouterr().out.replace("\n", " ")
+    assert told.count("WARNING: the checkpoint") == told.count("No space left") == 2, "of steps 3 and 6"

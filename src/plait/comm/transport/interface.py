@@ -108,8 +108,11 @@ class Ranks(Protocol):
     def world(self) -> Transport | None:
         """The transport of all ranks, which is there before any is made; None for one rank alone."""
 
-    def discover(self) -> None:
-        """Find out what the ranks share, such as a host. Blocks until all ranks have called it."""
+    def discover(self, timeout: float) -> None:
+        """Find out what the ranks share, such as a host, once for each mesh; all ranks call it, and block.
+
+        `timeout`, in seconds, is the mesh's: so long may ranks take to find out who failed first.
+        """
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
         """The transport of the one of `groups` that this rank is in; None where it is in none, or alone.

@@ -14,6 +14,7 @@ from plait.comm.transport.shared_memory.discovery import discover_host
 from plait.comm.transport.shared_memory.host import Host
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport.torch_distributed import TorchTransport, backends_of
+from plait.errors import CommunicationError
 
 
 class Processes:
@@ -21,7 +22,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
-        self._failure_log = of_world(self.rank)
+        self._failure_log: LastWords | None = None
         self._host: Host | None = None
         self._made: list[dist.ProcessGroup] = []
 
@@ -42,9 +43,10 @@ class Processes:
         assert dist.group.WORLD is not None
         return TorchTransport(dist.group.WORLD, self.rank)
 
-    def discover(self) -> None:
+    def discover(self, timeout: float) -> None:
         """Find out which ranks share this rank's host. Blocks until all ranks have called it."""
         assert dist.group.WORLD is not None
+        self._failure_log = of_world(self.rank, timeout)
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
@@ -53,13 +55,25 @@ class Processes:
         for ranks in groups:
             if len(ranks) == 1:
                 continue
-            made = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=timeout), group_desc=name, sort_ranks=False
-            )
+            made = self._new_group(ranks, name, timeout)
             if self.rank in ranks:
                 self._made.append(made)
                 mine = self._transport(made, ranks, timeout)
         return mine
+
+    def _new_group(self, ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
+        """Make a process group, with all ranks of the world. CommunicationError where one does not come."""
+        try:
+            made: dist.ProcessGroup = dist.new_group(
+                list(ranks), timeout=timedelta(seconds=timeout), group_desc=name, sort_ranks=False
+            )
+        except RuntimeError as error:
+            others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
+            raise CommunicationError(
+                f"rank {self.rank} waits for rank {others} to make the group {name} of the mesh: "
+                f"{str(error).splitlines()[0]} (see what that rank is doing, or give the mesh more time)."
+            ) from error
+        return made
 
     @cached_property
     def own_process_group(self) -> dist.ProcessGroup:

@@ -161,7 +161,7 @@ class LocalRank:
         """None: nothing has to travel before groups are made."""
         return None
 
-    def discover(self) -> None:
+    def discover(self, timeout: float) -> None:
         """Nothing is to be found out."""
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:

@@ -52,6 +52,10 @@ class SharedMemoryTransport(TorchTransport):
         """Where the ranks show each other tensors. As for `lines`."""
         return Scratch(self.lines)
 
+    def over_torch(self) -> TorchTransport:
+        """The same group without shared memory, as if its ranks were on several hosts."""
+        return TorchTransport(self.process_group, self.index)
+
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
         """Chosen by what all ranks know alike: device, size, and who made the tensor."""
         if self.shares(tensor):

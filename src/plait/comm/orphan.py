@@ -1,0 +1,118 @@
+"""Ends a rank whose launcher is gone: nothing else would, and it would train on unseen."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import select
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import NoReturn, Self
+
+from plait.comm.world import World
+
+_MARKS = {
+    "torchrun": "TORCHELASTIC_RUN_ID",  # a rank that was started by hand has RANK, and no agent
+    "openmpi": "OMPI_COMM_WORLD_RANK",
+    "pmi": "PMI_RANK",
+    "slurm": "SLURM_PROCID",
+}
+"""The environment variable that a launcher gives to each of its ranks, and has not itself."""
+_PERIOD = 0.5
+"""Seconds between two looks."""
+
+
+class OrphanWatch:
+    """While entered, ends this process within a second after the launcher's process on this host is gone.
+
+    A second thread compares the parents of this process, and of wrappers between it and the launcher, with
+    those at the beginning: the system gives a process another parent when its own ends. It then writes one
+    line to stderr and exits with 1. Ranks that were started by hand have no launcher, and are not watched.
+    """
+
+    def __init__(self, world: World) -> None:
+        """Take this process's place in the world, for its launcher and for the line on stderr."""
+        self._world = world
+        mark = _MARKS.get(world.launcher, "")
+        self._parents = line_to_launcher(mark) if mark in os.environ else {}
+        self._left = threading.Event()
+
+    @property
+    def watches(self) -> bool:
+        """Whether this rank has a launcher that can be watched."""
+        return bool(self._parents)
+
+    def __enter__(self) -> Self:
+        if self.watches:
+            threading.Thread(target=self._watch, name="plait-orphan-watch", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._left.set()
+
+    def _watch(self) -> None:
+        while not self._left.wait(_PERIOD):
+            if any(_parent(process) != parent for process, parent in self._parents.items()):
+                end_orphan(f"rank {self._world.rank}: {self._world.launcher}, which started it, is gone")
+
+
+def end_orphan(what: str) -> NoReturn:
+    """`end_process` with exit code 1; `what` says why, on stderr."""
+    with suppress(OSError, ValueError):  # maybe nobody is left who reads it, or what is there already
+        if select.select([], [2], [], _PERIOD)[1]:
+            os.write(2, f"{what}, so it ends.\n".encode())
+    end_process(1)
+
+
+def end_process(code: int) -> NoReturn:
+    """End this process, whatever its other threads do, and those that it has started by multiprocessing.
+
+    Workers of a `DataLoader` would notice within five seconds; those of a fork server of their own, never.
+    """
+    for child in multiprocessing.active_children():
+        child.kill()
+    os._exit(code)
+
+
+def line_to_launcher(mark: str) -> Mapping[int, int]:
+    """Return the process ids of this process and its wrappers, each with that of its parent.
+
+    The launcher is the first ancestor that was started without the environment variable `mark`, or whose
+    environment cannot be read, as of a daemon of Slurm; it is the last parent. Beyond Linux only this
+    process's own parent is known.
+    """
+    process = os.getpid()
+    parents: dict[int, int] = {}
+    while True:
+        parent = _parent(process)
+        if parent is None:
+            return parents
+        parents[process] = parent
+        if not _started_with(parent, mark):
+            return parents
+        process = parent
+
+
+def _parent(process: int) -> int | None:
+    """The parent's id; None where the process is gone."""
+    if process == os.getpid():
+        return os.getppid()
+    try:
+        stat = Path("/proc", str(process), "stat").read_text()
+    except OSError:
+        return None
+    return int(stat.rpartition(")")[2].split()[1])
+
+
+def _started_with(process: int, variable: str) -> bool:
+    """Whether the process has been started with this environment variable, as far as one may know."""
+    try:
+        environment = Path("/proc", str(process), "environ").read_bytes()
+    except OSError:
+        return False
+    return any(entry.startswith(f"{variable}=".encode()) for entry in environment.split(b"\0"))

@@ -1,0 +1,90 @@
+"""A rank whose launcher is gone ends, and says why."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from plait.comm.orphan import OrphanWatch, line_to_launcher
+from plait.comm.world import World
+
+SCRIPT = """
+import os, time
+from plait.comm.launch import launch
+
+def work():
+    os.write(1, b"%d\\n" % os.getpid())  # one write: ranks share the pipe
+    time.sleep(60)
+
+launch(work, device="cpu")
+"""
+
+
+def ended(pids: list[int]) -> bool:
+    deadline = time.monotonic() + 10
+    while any(Path(f"/proc/{pid}").exists() for pid in pids) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(Path(f"/proc/{pid}").exists() for pid in pids)
+
+
+def killed(command: list[str], environment: dict[str, str], ranks: int) -> tuple[list[int], str]:
+    """The ranks of a launcher that is killed while they work, and what they then write."""
+    with subprocess.Popen(
+        command,
+        env=os.environ | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    ) as launcher:
+        assert launcher.stdout is not None
+        pids = [int(launcher.stdout.readline()) for _ in range(ranks)]
+        launcher.kill()
+        _, errors = launcher.communicate(timeout=20)
+    return pids, errors
+
+
+def test_a_rank_behind_a_wrapper_ends_with_its_launcher(tmp_path: Path) -> None:
+    """The launcher here is the outer shell; the inner one, which it gave a rank to, lives on."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+    rank = f"{sys.executable} {tmp_path / 'script.py'}; true"
+    launcher = ["sh", "-c", f"OMPI_COMM_WORLD_RANK=0 OMPI_COMM_WORLD_SIZE=1 sh -c '{rank}'; true"]
+    pids, errors = killed(launcher, {}, 1)
+    assert ended(pids)
+    assert errors == "rank 0: openmpi, which started it, is gone, so it ends.\n"
+
+
+@pytest.mark.full
+def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text(SCRIPT)
+    torchrun = str(Path(sys.executable).with_name("torchrun"))
+    command = [torchrun, "--standalone", "--nproc-per-node", "2", str(tmp_path / "script.py")]
+    pids, errors = killed(command, {"TORCH_CPP_LOG_LEVEL": "FATAL"}, 2)
+    assert ended(pids)
+    assert errors.count("torchrun, which started it, is gone, so it ends.") == 2
+
+
+def test_the_line_to_the_launcher() -> None:
+    """A process that was started with the variable is a wrapper; the first one without is the launcher."""
+    own, parent = os.getpid(), os.getppid()
+    assert line_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
+    mark = "PLAIT_TEST_MARK"
+    print_line = f"from plait.comm.orphan import line_to_launcher as f; print(f('{mark}'))"
+    command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
+    done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
+    shell, line = done.stdout.splitlines()
+    assert list(eval(line).values()) == [int(shell), own], done.stderr
+
+
+def test_a_rank_that_was_started_by_hand_is_not_watched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its shell may go away at any time."""
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    world = World(0, 2, 0, 2, "torchrun", "env://")
+    assert not OrphanWatch(world).watches
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    assert OrphanWatch(world).watches
