@@ -34,8 +34,9 @@ class Noise:
         epsilon = torch.finfo(tensor.dtype).eps
         wide = tensor.detach().double().abs()
         size = wide.where(wide.isfinite(), 0.0)
-        # Below the smallest normal number, which fp16 reaches, neighbours are as far apart as there.
-        size = (size + size.median()).clamp(min=torch.finfo(tensor.dtype).smallest_normal)
+        size = size + size.median()
+        if tensor.dtype == torch.float16:  # whose numbers are no denser below the smallest normal one
+            size = size.clamp(min=torch.finfo(tensor.dtype).smallest_normal).where(size > 0, 0.0)
         return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
 
     def round(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:

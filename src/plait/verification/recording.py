@@ -32,7 +32,7 @@ OF_ROOT = 1e-12
 EXACT = ("clip", "scale", "evaluation")
 """Kinds that are not looked at for whole numbers: settings, and what is not compared then."""
 HALVED = ("clipped", "value", "state")
-"""Kinds with one binary digit more than gradients have: in mode exact clipping halves those."""
+"""Kinds with up to three binary digits more than gradients have, of their factor; see `exact_bound`."""
 RESULTS = ("total", "mean", "final", "norm")
 """Kinds that say nothing any more where they are NaN."""
 OF_LOSS = ("total", "mean", "whole", "evaluation")
@@ -71,7 +71,12 @@ class Recording:
                     f"the reference's {key.kind} is NaN{self._since()}: there is nothing to compare."
                 )
 
-    def widen(self, moment: Moment, values: Mapping[Key, Tensor], epsilon_of: Callable[[Key], float]) -> None:
+    def widen(
+        self,
+        moment: Moment,
+        values: Mapping[Key, Tensor],
+        epsilon_of: Callable[[Key], float] = lambda key: 0.0,
+    ) -> None:
         """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings.
 
         `epsilon_of` gives the machine epsilon of what a tensor was made of, where that is a narrower dtype.
@@ -96,7 +101,7 @@ class Recording:
                 elif key.kind not in EXACT:
                     of = f" of layer {key.layer}" if key.layer >= 0 else ""
                     named = f" ({key.name})" if key.kind in OF_PARAMETERS else ""
-                    grain = GRAIN / 2 if key.kind in HALVED else GRAIN
+                    grain = GRAIN / 8 if key.kind in HALVED else GRAIN
                     require_whole(value, f"the reference's {key.kind}{of}{named}", grain)
 
     def microbatches(self, step: int) -> int:

@@ -76,9 +76,9 @@ class Updates:
 
     def _clip(self, step: int) -> Records:
         gradients = [p.grad.double() for p in self.trainable.values() if p.grad is not None]
-        norms = {"norm": nn.utils.get_total_norm(gradients)}
+        norms = {"norm": nn.utils.get_total_norm(gradients).double()}
         if math.isinf(self.norm_type):
-            norms["largest"] = nn.utils.get_total_norm(gradients, math.inf)
+            norms["largest"] = nn.utils.get_total_norm(gradients, math.inf).double()
         norm = norms["largest" if math.isinf(self.norm_type) else "norm"]
         if (self.scale.dynamic or self.scale.value != 1) and not bool(norm.isfinite()):
             raise OverflowedGradients(
@@ -105,7 +105,9 @@ class Updates:
         if self.given is not None:
             return self.given
         measured = float(norm) + TINY
-        if self.clip is None:
+        if self.clip is None and math.isinf(self.norm_type):
+            self.clip = exact_bound(norm)
+        elif self.clip is None:
             self.clip = measured / 2 if float(norm) else math.inf
         return 2 * measured if self.scale.dynamic and step % 2 else self.clip
 
@@ -135,3 +137,17 @@ class Updates:
                 for entry, state in self.optimizer.state.get(parameter, {}).items():
                     if isinstance(state, Tensor):
                         state.copy_(recorded[Key("state", name=f"{name}/{entry}")])
+
+
+def exact_bound(norm: Tensor) -> float:
+    """A bound by which gradients are scaled by 1/2, or else 3/4, 5/8 or 7/8, without a rounding error.
+
+    PyTorch divides by multiplying with the reciprocal, so that half of a number over it need not be 1/2.
+    """
+    whole = norm + TINY
+    for factor in (1 / 2, 3 / 4, 5 / 8, 7 / 8):
+        near = factor * float(whole)
+        for bound in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):
+            if float(norm) and float(bound / whole) == factor:
+                return bound
+    return math.inf

@@ -158,6 +158,9 @@ class Woven:
 
     def _clip_nothing(self, step: int, bound: float, *, together: bool) -> None:
         """Clip by a bound above the norm; `together`: with an optimizer of its own."""
+        before = {
+            name: self._gradient(name).clone() for name, p in self.parameters.items() if p.requires_grad
+        }
         if together:
             idle = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
             idle.grad = torch.ones_like(idle)
@@ -167,11 +170,19 @@ class Woven:
         else:
             norm = self.engine.clip_grad_norm_(bound)
         self._compare_norm(step, norm, "norm")
-        wrong = [("it was scaled, though the norm is below the bound", 2.0)]
-        if not (self.norm_is_wrong and self.isolate):
-            self._compare_gradients(step, Phase.CLIP, "final", wrong)
-        else:
-            self._put_gradients(step, "final")
+        told = "it was scaled, though the norm is below the bound"
+        for name, gradient in before.items():
+            now = self._gradient(name)
+            equal = self.findings.compare(
+                Place(step, Phase.CLIP, name=name),
+                now,
+                gradient,
+                NOTHING,
+                origin=self._origin(name),
+                alternatives=partial(one_alternative, told, now),
+            )
+            if not equal and self.isolate:
+                now.copy_(gradient)
 
     def _step_together(self, step: int, bound: float) -> None:
         """`Engine.step`, with a look at the gradients that it gives to the optimizer."""
@@ -196,7 +207,8 @@ class Woven:
         return "norm" if self.norm_type == 2 else "largest"
 
     def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
-        self.norm_is_wrong |= not self._compare(step, Phase.NORM, Key(kind), norm)
+        """Compare what a call returned, unless one before it in this step was wrong already."""
+        self.norm_is_wrong = self.norm_is_wrong or not self._compare(step, Phase.NORM, Key(kind), norm)
 
     def _compare_clipped(self, step: int) -> None:
         """Compare the gradients that the optimizer is given."""
@@ -208,6 +220,11 @@ class Woven:
         factor = min(1.0, float(recorded[Key("clip")]) / (norm + TINY))
         mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)] if factor < 1 else []
         self._compare_gradients(step, Phase.CLIP, "clipped", mistakes)
+
+    def _gradient(self, name: str) -> Tensor:
+        """This rank's gradient of a parameter; zeros where there is none."""
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def _put_gradients(self, step: int, kind: str) -> None:
         recorded = self.recording.values[Moment(step, WHOLE)]
@@ -262,6 +279,9 @@ class Woven:
         return {name: (self.formats.compute_of(p), self.formats.gradient_of(p)) for name, p in parameters}
 
     def _compare_scale(self, step: int, phase: Phase, expected: float) -> None:
+        """Compare the loss scale of the next step, unless there is none."""
+        if self.engine.loss_scale == expected == 1:
+            return
         actual, wanted = (
             torch.tensor(one, dtype=torch.float64) for one in (self.engine.loss_scale, expected)
         )
@@ -281,8 +301,7 @@ class Woven:
                     hints.append(
                         ("the gradient of the step before is still in it", final + self._piece(name, before))
                     )
-                gradient = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                self._compare(step, phase, Key(kind, name=name), gradient, name, hints)
+                self._compare(step, phase, Key(kind, name=name), self._gradient(name), name, hints)
 
     def _compare(
         self,
