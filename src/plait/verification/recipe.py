@@ -33,7 +33,7 @@ class Recipe:
     """How both sides run, and how the second is judged.
 
     `mode`: `float64`; `native`, in the plan's own precision, masters, gradients and loss scale included;
-    `exact`, in whole numbers. `clip`: the largest gradient norm; None: half of the first step's, so that
+    `exact`, in whole numbers. `clip`: the largest gradient norm; None: a third of the first step's, so that
     clipping is exercised. `perturbations`: how often
     the reference is run again with rounding errors of its own making, from which follows what rounding
     explains. `isolate`: feed the reference's value downstream wherever one differs, so that each difference

@@ -53,7 +53,7 @@ class Reference:
         followed: Recording | None = None,
         scale: float | None = None,
     ) -> None:
-        """`clip`: the largest gradient norm, None: half of the first step's.
+        """`clip`: the largest gradient norm, None: a third of the first step's.
 
         `followed`: the recording of the undisturbed run. From its gradients and parameters this run goes on
         wherever it has recorded its own, so that a rounding error shows in what is computed next, and not in

@@ -15,6 +15,8 @@ from plait.verification.place import WHOLE, Key, Moment, Records
 from plait.verification.recipe import Recipe
 from plait.verification.recording import Recording
 
+FRACTION = 1 / 3
+"""Of the first norm, in a step that clips. No binary number: a factor that was rounded is another one."""
 TINY = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides by it."""
 
@@ -95,7 +97,7 @@ class Updates:
         return records
 
     def _bound(self, step: int, norm: Tensor) -> float:
-        """The largest norm of a step: as told, or half of the first step's.
+        """The largest norm of a step: as told, or a third of the first step's.
 
         Under a dynamic loss scale, which allows for one look at the gradients a step, every second step has a
         bound of twice its own norm.
@@ -108,7 +110,7 @@ class Updates:
         if self.clip is None and math.isinf(self.norm_type):
             self.clip = exact_bound(norm)
         elif self.clip is None:
-            self.clip = measured / 2 if float(norm) else math.inf
+            self.clip = measured * FRACTION if float(norm) else math.inf
         return 2 * measured if self.scale.dynamic and step % 2 else self.clip
 
     def _states(self) -> Records:

@@ -61,7 +61,7 @@ def verify(
             precision; `exact`, in whole numbers, where equality is that of bits.
         steps: of training; by default 2, in mode `exact` 1.
         optimizer: makes the optimizer from parameter groups; AdamW unless given.
-        clip: the largest gradient norm; None: half of the first step's, so that clipping is exercised.
+        clip: the largest gradient norm; None: a third of the first step's, so that clipping is exercised.
         isolate: feed the reference's values downstream, so that one mistake makes one difference.
         seed: of values that the model does not have yet.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.

@@ -139,15 +139,18 @@ class Woven:
     def _update(self, step: int, bound: float) -> None:
         """Clip the gradients and let the optimizer step.
 
-        Steps take turns: `Engine.step`, and `clip_grad_norm_` with `optimizer.step()`. Before it the other of
-        the two is called with a bound above the norm, which must change nothing; not under a dynamic loss
-        scale, which counts how often gradients are looked at.
+        Steps take turns: `Engine.step`, and `clip_grad_norm_` with `optimizer.step()`, where `Engine.step` is not
+        called at all. Before it they are called with a bound above the norm, which must change nothing; not
+        under a dynamic loss scale, which counts how often gradients are looked at.
         """
         together = step % 2 == 0
         recorded = self.recording.values[Moment(step, WHOLE)]
         self.norm_is_wrong = False
         if not self.engine.adapts_loss_scale:
-            self._clip_nothing(step, 2 * (float(recorded[Key("norm")]) + TINY), together=not together)
+            loose = 3 * (float(recorded[Key("norm")]) + TINY)
+            self._clip_nothing(step, lambda: self.engine.clip_grad_norm_(loose))
+            if together:
+                self._clip_nothing(step, lambda: self._step_idly(step, loose))
         if together:
             self._step_together(step, bound)
             return
@@ -156,24 +159,16 @@ class Woven:
         self._compare_clipped(step)
         self.optimizer.step()
 
-    def _clip_nothing(self, step: int, bound: float, *, together: bool) -> None:
-        """Clip by a bound above the norm; `together`: with an optimizer of its own."""
+    def _clip_nothing(self, step: int, clip: Callable[[], Tensor]) -> None:
+        """Compare what `clip` returns with the norm, and the gradients after it with what they were."""
         before = {
             name: self._gradient(name).clone() for name, p in self.parameters.items() if p.requires_grad
         }
-        if together:
-            idle = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
-            idle.grad = torch.ones_like(idle)
-            norm = self.engine.step(torch.optim.SGD([idle], lr=1.0), bound)
-            place = Place(step, Phase.OPTIMIZER, name="an optimizer of one step")
-            self.findings.compare(place, idle, torch.full_like(idle, -1.0), NOTHING)
-        else:
-            norm = self.engine.clip_grad_norm_(bound)
-        self._compare_norm(step, norm, "norm")
+        self._compare_norm(step, clip(), "norm")
         told = "it was scaled, though the norm is below the bound"
         for name, gradient in before.items():
             now = self._gradient(name)
-            equal = self.findings.compare(
+            self.findings.compare(
                 Place(step, Phase.CLIP, name=name),
                 now,
                 gradient,
@@ -181,8 +176,17 @@ class Woven:
                 origin=self._origin(name),
                 alternatives=partial(one_alternative, told, now),
             )
-            if not equal and self.isolate:
-                now.copy_(gradient)
+            self.parameters[name].grad = now.copy_(gradient)
+
+    def _step_idly(self, step: int, bound: float) -> Tensor:
+        """`Engine.step` with an optimizer that has no parameter of the engine's."""
+        idle = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
+        idle.grad = torch.ones_like(idle)
+        norm = self.engine.step(torch.optim.SGD([idle], lr=1.0), bound)
+        place = Place(step, Phase.OPTIMIZER, name="an optimizer of one step")
+        told = partial(one_alternative, "it was not updated", torch.zeros_like(idle))
+        self.findings.compare(place, idle, torch.full_like(idle, -1.0), NOTHING, alternatives=told)
+        return norm
 
     def _step_together(self, step: int, bound: float) -> None:
         """`Engine.step`, with a look at the gradients that it gives to the optimizer."""
@@ -244,9 +248,11 @@ class Woven:
             if name not in self.parameters:  # rank 0 has the whole recording
                 continue
             state = self.optimizer.state.get(self.parameters[name], {}).get(entry)
+            hints = []
             if state is None:
                 state = torch.zeros_like(self._expected(recorded[key], name)[0])
-            self._compare(step, Phase.OPTIMIZER, key, state, name)
+                hints = [("the optimizer has no such state: the parameter was not updated", state)]
+            self._compare(step, Phase.OPTIMIZER, key, state, name, hints)
 
     def _updated(self) -> Iterator[tuple[str, Tensor]]:
         """What an optimizer changes: parameters by name, and the tensors of its state of each."""

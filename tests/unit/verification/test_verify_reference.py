@@ -21,6 +21,7 @@ from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment, Records
 from plait.verification.recipe import Recipe
 from plait.verification.reference import Reference
+from plait.verification.updating import FRACTION
 from plait.verification.values import unchanged
 
 DOUBLE = Formats(compute=torch.float64)
@@ -153,12 +154,13 @@ def test_the_state_of_the_optimizer_is_recorded_by_parameter() -> None:
     assert records["1.weight/exp_avg"].shape == (6, 8)
 
 
-def test_gradients_are_clipped_to_half_of_the_first_norm_unless_told() -> None:
+def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> None:
     moments = recorded(CASES["in_place"], clip=None)
     first, second = (moments[Moment(step, WHOLE)] for step in range(2))
-    assert float(first[Key("clip")]) == (float(first[Key("norm")]) + 1e-6) / 2 == float(second[Key("clip")])
+    assert float(first[Key("clip")]) == (float(first[Key("norm")]) + 1e-6) * FRACTION
+    assert first[Key("clip")] == second[Key("clip")]
     final, clipped = of_kind(first, "final"), of_kind(first, "clipped")
-    expected = {name: value / 2 for name, value in final.items()}
+    expected = {name: value / 3 for name, value in final.items()}
     assert_equal(clipped, expected, TOLERANCE, "the clipped gradient")
 
 
