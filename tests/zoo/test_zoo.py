@@ -11,11 +11,13 @@ from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
 from zoo.models import RANDOM
+from zoo.precision import PRECISION
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
+from zoo.stepping import STEPPING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
 
@@ -31,6 +33,8 @@ ROWS = (
     *SCATTERING,
     *DROPPING,
     *SEQUENCE,
+    *STEPPING,
+    *PRECISION,
 )
 EXACT = Recipe(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)

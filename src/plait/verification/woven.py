@@ -139,9 +139,9 @@ class Woven:
     def _update(self, step: int, bound: float) -> None:
         """Clip the gradients and let the optimizer step.
 
-        Steps take turns: `Engine.step`, and `clip_grad_norm_` with `optimizer.step()`, where `Engine.step` is not
-        called at all. Before it they are called with a bound above the norm, which must change nothing; not
-        under a dynamic loss scale, which counts how often gradients are looked at.
+        Steps take turns: `Engine.step`, and `clip_grad_norm_` with `optimizer.step()`, without `Engine.step`.
+        Before it they are called with a bound above the norm, which must change nothing; not under a dynamic
+        loss scale, which counts how often gradients are looked at.
         """
         together = step % 2 == 0
         recorded = self.recording.values[Moment(step, WHOLE)]

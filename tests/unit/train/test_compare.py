@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -36,3 +37,14 @@ def test_sentences() -> None:
 def test_one_rank_runs_everyone_s_micro_batches() -> None:
     plan = Plan(pp=2, dp=3, microbatches=4, schedule="gpipe", precision="fp64")
     assert single_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
+
+
+def test_one_rank_has_the_same_formats() -> None:
+    formats: dict[str, Any] = {"master_precision": "fp32", "gradient_precision": "bf16", "loss_scale": 8.0}
+    plan = Plan(dp=2, strategy="full", precision="bf16", reduce_precision="bf16", **formats)
+    assert single_plan(plan) == Plan(microbatches=2, precision="bf16", reduce_precision="bf16", **formats)
+
+
+def test_norms_that_overflow_alike_are_equal() -> None:
+    assert largest_differences([(5.0, math.inf)], [(5.0, math.inf)]).tolist() == [0.0, 0.0]
+    assert largest_differences([(5.0, 2.0)], [(5.0, math.inf)])[1].isnan()
