@@ -53,7 +53,6 @@ UNSEEN_BY_EXACT = {
     "other_values_on_one_rank": "a model with values of its own is refused where ranks do not agree on them",
     "copy_differs": "likewise",
     "flat_pieces_do_not_decay": "nothing decays",
-    "offloaded_gradients_not_clipped": "nothing is clipped",
     "dropout_counts_from_the_piece": "there are no whole numbers left, so that it is refused",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }
