@@ -1,4 +1,4 @@
-"""Mistakes of mixed precision and of the loss scale: a dtype too narrow, a scale that is left or lost."""
+"""Mistakes of mixed precision: a dtype that is narrower than asked for, copies that are not the masters."""
 
 from __future__ import annotations
 
@@ -13,30 +13,22 @@ from torch import Tensor, nn
 
 from plait.comm.handle import Handle
 from plait.engine import Engine
-from plait.pipeline import loss_scale
-from plait.pipeline.loss_end import LossEnd
-from plait.pipeline.loss_scale import LossScale
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.sharding import gatherer, reducer
 from plait.sharding.buffer import FlatBuffer
 from plait.sharding.policy import Policy
-from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Maker
 from plait.verification.place import Phase
 from plait.verification.recipe import Recipe
 from zoo import cases
-from zoo.patching import rank
+from zoo.bounds import right_factor, scaling
 from zoo.row import Named, Row
 
 NATIVE = Recipe(mode="native", steps=1)
 TWO_NATIVE_STEPS = Recipe(mode="native", steps=2)
 MIXED = replace(cases.TWO_COPIES_OF_THREE, precision="bf16", master_precision="fp32")
 MIXED_PIECES = replace(MIXED, strategy="full", reduce="each")
-SCALED = replace(MIXED, loss_scale=1024.0)
-SCALED_STAGES = replace(cases.TWO_STAGES, precision="bf16", master_precision="fp32", loss_scale=1024.0)
-HALF = replace(cases.TWO_COPIES, precision="fp16", master_precision="fp32")
-HALF_STAGES = replace(cases.TWO_STAGES, precision="fp16", master_precision="fp32")
 NORM = "blocks.0.mlp.norm.weight"
 BOTH = (0, 1)
 
@@ -44,36 +36,6 @@ BOTH = (0, 1)
 def in_16_bits(tensor: Tensor) -> Tensor:
     """Rounded to bfloat16, in its own dtype."""
     return tensor.bfloat16().to(tensor.dtype)
-
-
-def _finishing(change: Callable[[FlatBuffer, float], float]) -> Any:
-    """The scale that a buffer's final gradient is divided by is what `change` gives."""
-    original = FlatBuffer.finish_gradients
-
-    def finish(self: FlatBuffer, carried: Tensor | None, scale: float) -> None:
-        original(self, carried, change(self, scale))
-
-    return patch.object(FlatBuffer, "finish_gradients", finish)
-
-
-def unit_left_scaled() -> Any:
-    """One unit keeps the scale of the loss."""
-    return _finishing(lambda buffer, scale: 1.0 if NORM in buffer.parameters else scale)
-
-
-def nothing_unscaled() -> Any:
-    """Gradients keep the scale of the loss."""
-    return _finishing(lambda buffer, scale: 1.0)
-
-
-def unscaled_twice() -> Any:
-    """By the engine and by hand."""
-    return _finishing(lambda buffer, scale: scale**2)
-
-
-def unscaled_by_another_scale_on_one_rank() -> Any:
-    """Rank 1 has doubled its scale already."""
-    return _finishing(lambda buffer, scale: scale * (1 + rank()))
 
 
 def _policy(**dtypes: torch.dtype) -> Any:
@@ -227,102 +189,12 @@ def copies_of_scaled_masters() -> Any:
     return _copying(lambda buffer, _: buffer.piece * (1 + 2**-6))
 
 
-def loss_scaled_twice() -> Any:
-    """The loss is multiplied by the square of its scale."""
-    original = LossEnd.begin
-
-    def begin(self: LossEnd, targets: Any, scale: Tensor | None) -> None:
-        original(self, targets, None if scale is None else scale * 1024)
-
-    return patch.object(LossEnd, "begin", begin)
-
-
-@contextmanager
-def last_microbatch_not_scaled() -> Iterator[None]:
-    """The scale is lost for micro-batch 1."""
-    original = LossEnd.seed
-
-    def seed(self: LossEnd, microbatch: int) -> Any:
-        scale = self._scale
-        self._scale = scale / 1024 if microbatch == 1 else scale
-        try:
-            return original(self, microbatch)
-        finally:
-            self._scale = scale
-
-    with patch.object(LossEnd, "seed", seed):
-        yield
-
-
-def overflow_not_dropped() -> Any:
-    """Gradients that are not finite reach the optimizer."""
-    return patch.object(Reducer, "drop", lambda self: None)
-
-
-def overflow_judged_by_each_rank() -> Any:
-    """A rank drops its gradients where its own are not finite."""
-    original = Engine.clip_grad_norm_
-
-    def clip(self: Engine, max_norm: float, norm_type: float = 2.0, **options: Any) -> Tensor:
-        own = all(bool(p.grad.isfinite().all()) for p in self.parameters() if p.grad is not None)
-        with patch.object(Reducer, "drop", (lambda _: None) if own else Reducer.drop):
-            return original(self, max_norm, norm_type, **options)
-
-    return patch.object(Engine, "clip_grad_norm_", clip)
-
-
-def _updating(update: Callable[[LossScale, bool], None]) -> Any:
-    original = LossScale.update
-
-    def patched(self: LossScale, *, finite: bool) -> None:
-        original(self, finite=finite)
-        update(self, finite)
-
-    return patch.object(LossScale, "update", patched)
-
-
-def _times(scale: LossScale, factor: float) -> None:
-    scale.value *= factor
-
-
-def scale_not_halved() -> Any:
-    """After an overflow the scale stays."""
-    return _updating(lambda scale, finite: None if finite else _times(scale, 2))
-
-
-def scale_quartered() -> Any:
-    """After an overflow the scale is divided by four."""
-    return _updating(lambda scale, finite: None if finite else _times(scale, 0.5))
-
-
-def fixed_scale_halved() -> Any:
-    """A scale that was told is lowered by an overflow."""
-    return _updating(lambda scale, finite: None if finite else _times(scale, 0.5))
-
-
-def scale_never_grows() -> Any:
-    """Good steps are not counted."""
-    return patch.object(loss_scale, "GROWS_AFTER", 10**9)
-
-
-def scale_grows_on_one_rank() -> Any:
-    """Rank 0 counts one good step too few."""
-
-    def update(scale: LossScale, finite: bool) -> None:
-        if rank() == 0 and finite and scale.good_steps == 0:
-            _times(scale, 0.5)
-
-    return _updating(update)
-
-
 def clip_factor_in_16_bits() -> Any:
     """The factor is of the layers' dtype."""
-    from zoo.stepping import _right, _scaling
-
-    return _scaling(lambda norm, bound: in_16_bits(_right(norm, bound)))
+    return scaling(lambda norm, bound: in_16_bits(right_factor(norm, bound)))
 
 
-def _row(
+def native_row(
     phase: Phase, defect: Any, plan: Plan, *, full: bool = True, recipe: Recipe = NATIVE, **more: Any
 ) -> Row:
     return Row(
@@ -330,41 +202,30 @@ def _row(
     )
 
 
-LAST = "loss scale"
 PRECISION = (
-    _row(
-        Phase.REDUCTION,
-        unit_left_scaled,
-        SCALED,
-        full=False,
-        ranks=BOTH,
-        parameter="blocks.0.mlp.*",
-        cause="1024",
+    native_row(Phase.REDUCTION, travels_in_16_bits, MIXED, full=False, ranks=BOTH),
+    native_row(
+        Phase.INITIAL, masters_in_16_bits, MIXED, ranks=BOTH, cause="dtype is bfloat16 instead of float32"
     ),
-    _row(Phase.REDUCTION, nothing_unscaled, SCALED, ranks=BOTH, cause="1024"),
-    _row(Phase.REDUCTION, unscaled_twice, SCALED, ranks=BOTH),
-    _row(Phase.REDUCTION, unscaled_by_another_scale_on_one_rank, SCALED, ranks=(1,)),
-    _row(Phase.REDUCTION, travels_in_16_bits, MIXED, full=False, ranks=BOTH),
-    _row(Phase.INITIAL, masters_in_16_bits, MIXED, ranks=BOTH, cause="dtype is bfloat16 instead of float32"),
-    _row(
+    native_row(
         Phase.WEIGHT_GRADIENT,
         gradients_in_16_bits,
         MIXED,
         cause="dtype is bfloat16 instead of float32",
     ),
-    _row(
+    native_row(
         Phase.WEIGHT_GRADIENT,
         added_up_in_16_bits,
         MIXED,
         full=False,
         cause="rounded to bfloat16",
     ),
-    _row(Phase.REDUCTION, rounded_before_the_reduction, MIXED, ranks=BOTH),
-    _row(Phase.REDUCTION, pieces_scattered_in_16_bits, MIXED_PIECES, ranks=BOTH),
-    _row(Phase.INITIAL, masters_filled_from_copies, MIXED, ranks=BOTH),
-    _row(Phase.OPTIMIZER, masters_rounded_by_the_step, MIXED, full=False, ranks=BOTH),
-    _row(Phase.OPTIMIZER, state_in_16_bits, MIXED, ranks=BOTH, parameter=".*/exp_avg"),
-    _row(
+    native_row(Phase.REDUCTION, rounded_before_the_reduction, MIXED, ranks=BOTH),
+    native_row(Phase.REDUCTION, pieces_scattered_in_16_bits, MIXED_PIECES, ranks=BOTH),
+    native_row(Phase.INITIAL, masters_filled_from_copies, MIXED, ranks=BOTH),
+    native_row(Phase.OPTIMIZER, masters_rounded_by_the_step, MIXED, full=False, ranks=BOTH),
+    native_row(Phase.OPTIMIZER, state_in_16_bits, MIXED, ranks=BOTH, parameter=".*/exp_avg"),
+    native_row(
         Phase.PARAMETERS,
         stale_copy,
         MIXED,
@@ -376,41 +237,7 @@ PRECISION = (
         recipe=TWO_NATIVE_STEPS,
         cause="before the last step",
     ),
-    _row(Phase.PARAMETERS, copies_cut_off, MIXED, ranks=BOTH),
-    _row(Phase.PARAMETERS, copies_of_scaled_masters, MIXED, ranks=BOTH),
-    _row(Phase.LOSS_GRADIENT, loss_scaled_twice, SCALED, microbatch=0, cause="1024"),
-    _row(Phase.LOSS_GRADIENT, last_microbatch_not_scaled, SCALED_STAGES, microbatch=1, ranks=(1,)),
-    _row(
-        Phase.OPTIMIZER, overflow_not_dropped, SCALED, full=False, step=1, ranks=BOTH, cause="were not finite"
-    ),
-    _row(
-        Phase.OPTIMIZER,
-        overflow_judged_by_each_rank,
-        HALF_STAGES,
-        step=1,
-        ranks=(0,),
-        cause="were not finite",
-    ),
-    _row(Phase.LOSS_GRADIENT, scale_not_halved, HALF, full=False, parameter=LAST, step=1, ranks=BOTH),
-    _row(Phase.LOSS_GRADIENT, scale_quartered, HALF_STAGES, parameter=LAST, step=1, ranks=BOTH),
-    _row(Phase.LOSS_GRADIENT, fixed_scale_halved, SCALED, parameter=LAST, step=1, ranks=BOTH),
-    _row(
-        Phase.LOSS_GRADIENT,
-        scale_never_grows,
-        HALF,
-        parameter=LAST,
-        step=1,
-        ranks=BOTH,
-        recipe=TWO_NATIVE_STEPS,
-    ),
-    _row(
-        Phase.LOSS_GRADIENT,
-        scale_grows_on_one_rank,
-        HALF,
-        parameter=LAST,
-        step=1,
-        ranks=(0,),
-        recipe=TWO_NATIVE_STEPS,
-    ),
-    _row(Phase.CLIP, clip_factor_in_16_bits, MIXED, ranks=BOTH),
+    native_row(Phase.PARAMETERS, copies_cut_off, MIXED, ranks=BOTH),
+    native_row(Phase.PARAMETERS, copies_of_scaled_masters, MIXED, ranks=BOTH),
+    native_row(Phase.CLIP, clip_factor_in_16_bits, MIXED, ranks=BOTH),
 )

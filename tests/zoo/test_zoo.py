@@ -5,6 +5,7 @@ import pytest
 from plait.errors import ModelError
 from plait.verification.recipe import Recipe
 from zoo.backward import BACKWARD
+from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
 from zoo.dropping import DROPPING
 from zoo.forward import FORWARD
@@ -14,6 +15,7 @@ from zoo.models import RANDOM
 from zoo.precision import PRECISION
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
+from zoo.scaling import SCALING
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
@@ -34,7 +36,9 @@ ROWS = (
     *DROPPING,
     *SEQUENCE,
     *STEPPING,
+    *BOUNDS,
     *PRECISION,
+    *SCALING,
 )
 EXACT = Recipe(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)

@@ -13,7 +13,7 @@ from plait.comm.collectives import barrier
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
-from plait.errors import PlaitError
+from plait.errors import ModelError, PlaitError
 from plait.pipeline.sequence import LayerSequence, sequence_of
 from plait.pipeline.values import Value, map_tensors
 from plait.plan import Plan
@@ -25,7 +25,6 @@ from plait.verification.place import OF_PARAMETERS, WHOLE, Key, Moment
 from plait.verification.recording import Recording
 from plait.verification.reference import Batch, Reference
 from plait.verification.sharing import from_first_rank, share
-from plait.verification.updating import OverflowedGradients
 from plait.verification.woven import Woven
 
 Recordings = dict[int, Recording]
@@ -189,11 +188,12 @@ def settled_scale(
     """
     scale = FIRST_SCALE
     while True:
+        reference = make(Noise(0), clip, None, scale)
         try:
-            for _ in make(Noise(0), clip, None, scale).run(batches, microbatches):
+            for _ in reference.run(batches, microbatches):
                 pass
-        except OverflowedGradients:
-            if scale <= 1:
+        except ModelError:
+            if scale <= 1 or not reference.updates.overflowed:
                 raise
             scale /= 2
         else:

@@ -21,10 +21,6 @@ TINY = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides by it."""
 
 
-class OverflowedGradients(ModelError):
-    """The reference's gradients are not finite at its loss scale."""
-
-
 class Updates:
     """The optimizer of one run on one device, and what it is given."""
 
@@ -46,6 +42,8 @@ class Updates:
         self.clip = clip
         """The bound of the first step, once that is done."""
         self.followed = followed
+        self.overflowed = False
+        """Whether gradients were not finite at the loss scale."""
         self.scale = scale
         matrices = [p for p in self.trainable.values() if p.dim() >= 2]
         vectors = [p for p in self.trainable.values() if p.dim() < 2]
@@ -83,7 +81,8 @@ class Updates:
             norms["largest"] = nn.utils.get_total_norm(gradients, math.inf).double()
         norm = norms["largest" if math.isinf(self.norm_type) else "norm"]
         if (self.scale.dynamic or self.scale.value != 1) and not bool(norm.isfinite()):
-            raise OverflowedGradients(
+            self.overflowed = True
+            raise ModelError(
                 f"the reference's gradients are not finite in step {step + 1} at a loss scale of "
                 f"{self.scale.value:g}: set plan.loss_scale to less."
             )
