@@ -5,17 +5,21 @@ import pytest
 from plait.errors import ModelError
 from plait.verification.recipe import Recipe
 from zoo.backward import BACKWARD
+from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
 from zoo.dropping import DROPPING
 from zoo.forward import FORWARD
 from zoo.four import FOUR
 from zoo.losses import LOSSES
 from zoo.models import RANDOM
+from zoo.precision import PRECISION
 from zoo.reductions import REDUCTIONS
 from zoo.row import report_of
+from zoo.scaling import SCALING
 from zoo.scattering import SCATTERING
 from zoo.sequence import SEQUENCE
 from zoo.sharding import SHARDING
+from zoo.stepping import STEPPING
 from zoo.updates import UPDATES
 from zoo.weights import WEIGHTS
 
@@ -31,6 +35,10 @@ ROWS = (
     *SCATTERING,
     *DROPPING,
     *SEQUENCE,
+    *STEPPING,
+    *BOUNDS,
+    *PRECISION,
+    *SCALING,
 )
 EXACT = Recipe(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
@@ -49,7 +57,6 @@ UNSEEN_BY_EXACT = {
     "other_values_on_one_rank": "a model with values of its own is refused where ranks do not agree on them",
     "copy_differs": "likewise",
     "flat_pieces_do_not_decay": "nothing decays",
-    "offloaded_gradients_not_clipped": "nothing is clipped",
     "dropout_counts_from_the_piece": "there are no whole numbers left, so that it is refused",
     "backward_of_the_reduction_scaled": "the loss ends in a reduction, so that it begins there",
 }

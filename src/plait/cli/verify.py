@@ -41,7 +41,9 @@ def parser() -> ArgumentParser:
         add_help=False,
     )
     add = made.add_argument
-    modes = "float64, native (the configured precision) or exact (whole numbers, equal bit by bit)"
+    modes = (
+        "float64, native (precisions and loss scale as configured) or exact (whole numbers, equal bit by bit)"
+    )
     add("--mode", choices=("float64", "native", "exact"), default="float64", help=modes)
     add("--steps", metavar="K", type=_count, help="of training (default 2; exact: 1)")
     add("--isolate", action="store_true", help="feed the reference's values downstream: a line a mistake")

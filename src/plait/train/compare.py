@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm.collectives import all_reduce, barrier
 from plait.comm.mesh import Mesh
@@ -56,8 +57,7 @@ def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[LossAndNorm]
     measured: list[LossAndNorm] = []
     for step in range(len(woven)):
         if alone is not None:
-            loss, norm = alone.step(step)
-            measured.append((float(loss), float(norm)))
+            measured.append(plain_step(alone, step))
         barrier(world, checked=False).wait()
     differences = torch.zeros(2, dtype=torch.float64, device=mesh.device)
     if alone is not None:
@@ -74,25 +74,42 @@ def _tolerance(plan: Plan) -> float:
 
 
 def single_plan(plan: Plan) -> Plan:
-    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together.
-
-    Precisions and loss scale are the same. What one rank has nobody to send to, it does not send.
-    """
+    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together."""
     return Plan(
         microbatches=plan.dp * plan.microbatches,
+        schedule=plan.schedule,
         precision=plan.precision,
         master_precision=plan.master_precision,
         gradient_precision=plan.gradient_precision,
+        reduce_precision=plan.reduce_precision,
         loss_scale=plan.loss_scale,
-        schedule=plan.schedule,
     )
 
 
+def plain_step(alone: Trainer, step: int) -> LossAndNorm:
+    """Train a single rank on the batch of `step`, clipping with PyTorch's own functions; its loss and norm.
+
+    `Engine.step` does not run here, so that a mistake in it shows in the losses of later steps.
+    """
+    loss = alone.forward_backward(step)
+    norm = alone.engine.clip_grad_norm_(math.inf)  # under a loss scale, throws away what has overflowed
+    gradients = [p.grad for p in alone.engine.parameters() if p.grad is not None]
+    if gradients:
+        norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
+        norm = nn.utils.get_total_norm(norms)
+    nn.utils.clip_grads_with_norm_(alone.engine.parameters(), alone.max_norm, norm)
+    alone.optimizer.step()
+    return float(loss), float(norm)
+
+
 def largest_differences(woven: Sequence[LossAndNorm], alone: Sequence[LossAndNorm]) -> Tensor:
-    """Give the largest relative difference of losses and of gradient norms, `[2]`; NaN where one is NaN."""
+    """Give the largest relative difference of losses and of gradient norms, `[2]`; NaN where one is NaN.
+
+    Norms that overflow their loss scale in both are equal.
+    """
     ours, theirs = (torch.tensor(steps, dtype=torch.float64) for steps in (woven, alone))
     scale = theirs.abs().clamp(min=torch.finfo(torch.float64).tiny)
-    return ((ours - theirs).abs() / scale).amax(dim=0)
+    return ((ours - theirs).abs() / scale).where(ours != theirs, 0.0).amax(dim=0)
 
 
 def _single_rank(config: Config, data: Data, mesh: Mesh) -> Trainer:

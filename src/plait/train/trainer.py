@@ -50,14 +50,23 @@ class Trainer:
         Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
         `dp`, the norm over `pp` and `tp`).
         """
+        loss = self.forward_backward(step)
+        return loss, self.engine.step(self.optimizer, self.max_norm)
+
+    def forward_backward(self, step: int) -> Tensor:
+        """Set the learning rate of `step` and compute its gradients; give its loss, as `step` does."""
         rate = self.rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         inputs, targets = self._data.training.batch(step, self._rows)
 
         self.optimizer.zero_grad()
-        loss = self.engine.forward_backward(inputs, targets)
-        return loss, self.engine.step(self.optimizer, self._settings.clip or math.inf)
+        return self.engine.forward_backward(inputs, targets)
+
+    @property
+    def max_norm(self) -> float:
+        """The largest gradient norm; infinity where nothing is clipped."""
+        return self._settings.clip or math.inf
 
     def rate(self, step: int) -> float:
         """The learning rate of `step`, counted from 0."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -81,7 +80,7 @@ def prepared(case: Case) -> Iterator[Ready]:
     inputs, _ = case.batches[0]
     batch = whole_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, whole_parameter(seed), whole_buffer)
-    plain = replace(recipe, clip=math.inf, weight_decay=0.0, optimizer=descent)
+    plain = replace(recipe, clip=None, weight_decay=0.0, optimizer=descent)
     with WholeNumbers():
         yield Ready(start, unchanged, WeightedSum(), [batch], plain, rules)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from functools import partial
 from math import prod
 
 import torch
@@ -19,6 +20,8 @@ REMEMBERED = 64
 SHOWN = 1 << 20
 """Elements of a tensor that travel with the first difference, for causes that several ranks show together."""
 
+TELLING = 32
+"""Elements that a narrower dtype would not hold, of which enough say that it was on the way."""
 VAGUE = 0.5
 """Where rounding explains more than this part of a tensor, that it is equal says little."""
 
@@ -145,14 +148,24 @@ class Findings:
         origin: Origin = HERE,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
+        rounding: float | None = None,
     ) -> bool:
-        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins."""
+        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins.
+
+        `rounding`: the largest machine epsilon of a dtype that it may have passed through. If given, numbers
+        that a narrower dtype holds without an error are a difference, where the reference's are not of that
+        kind, however near they are.
+        """
         tally = self.tallies.setdefault(place.phase, Tally())
         tally.compared += 1
         if not actual.numel():
             self.empty.add(place)
         actual, expected = actual.detach(), expected.to(actual.device)
-        largest = difference(actual, expected) if actual.shape == expected.shape else torch.inf
+        largest = torch.inf if _misfit(actual, expected) else difference(actual, expected)
+        narrower = None if rounding is None else _narrower(actual, expected, rounding)
+        if narrower is not None and largest <= bound.allowed:
+            told, bound = f"it was rounded to {narrower} on the way", Bound(bound.size, 0.0)
+            alternatives = partial(one_alternative, told, actual)
         if largest <= bound.allowed:
             tally.used = max(tally.used, largest / bound.allowed if largest else 0.0)
             tally.relative = max(tally.relative, largest / bound.size if largest and bound.size else 0.0)
@@ -170,10 +183,44 @@ class Findings:
         return False
 
 
-def _hint(actual: Tensor, expected: Tensor, bound: Bound, alternatives: Alternatives) -> str:
-    """What a tensor is instead."""
+def _misfit(actual: Tensor, expected: Tensor) -> str:
+    """The shape or dtype that a tensor has instead of the right one; empty where both are right."""
     if actual.shape != expected.shape:
         return f"its shape is {list(actual.shape)} instead of {list(expected.shape)}"
+    if actual.dtype != expected.dtype:
+        return f"its dtype is {_named(actual.dtype)} instead of {_named(expected.dtype)}"
+    return ""
+
+
+def _named(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
+    """The dtype, of a larger machine epsilon than `rounding`, that `actual` was rounded to; None: to none.
+
+    Looks at those elements that the dtype does not hold in `expected`, if there are at least `TELLING`.
+    """
+    if _misfit(actual, expected) or actual.dtype not in (torch.float32, torch.float64):
+        return None
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        if torch.finfo(dtype).eps > rounding:
+            looked = expected != expected.to(dtype).to(expected.dtype)
+            own = actual[looked]
+            if own.numel() >= TELLING and torch.equal(own, own.to(dtype).to(own.dtype)):
+                return _named(dtype)
+    return None
+
+
+def one_alternative(told: str, actual: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """What a tensor is by mistake, where that is known."""
+    return [(told, actual)]
+
+
+def _hint(actual: Tensor, expected: Tensor, bound: Bound, alternatives: Alternatives) -> str:
+    """What a tensor is instead."""
+    if told := _misfit(actual, expected):
+        return told
     fitting = (text for text, value in alternatives() if difference(actual, value) <= bound.allowed)
     return next(fitting, "")
 
@@ -182,7 +229,7 @@ def _describe(
     place: Place, actual: Tensor, expected: Tensor, bound: Bound, origin: Origin, hint: str
 ) -> Difference:
     """Where two tensors differ, and how."""
-    if actual.shape != expected.shape or not actual.numel():
+    if _misfit(actual, expected) or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
         return Difference(place, math.inf, bound.size, bound.allowed, shape, (), True, 1.0, (), nowhere, hint)
     far = apart(actual, expected)

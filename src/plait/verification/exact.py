@@ -232,11 +232,11 @@ def _weighted(output: Tensor, rows: Tensor, columns: range) -> Tensor:
     return (output * row * column).sum()
 
 
-def require_whole(tensor: Tensor, what: str) -> None:
-    """ModelError where a number has too many digits for sums to be exact."""
+def require_whole(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
+    """ModelError where a number is no multiple of `grain`, or so large that sums are not exact."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
-    steps = tensor / GRAIN
+    steps = tensor / grain
     whole = tensor.isfinite() & (steps == steps.round()) & (tensor.abs() <= LARGEST)
     if not bool(whole.all()):
         value = float(tensor[~whole].flatten()[0])

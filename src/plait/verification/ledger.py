@@ -94,20 +94,28 @@ class Ledger:
     def left(self, sums: Iterable[SumKey]) -> Iterator[tuple[SumKey, Use, Due]]:
         """When all is done: the gradients that never were what they should be, with the first open use."""
         for which in sums:
-            own = self.open.get(which)
-            if own:
-                yield which, next(iter(own)), self._due(which, own)
-                del self.open[which]
+            if self.open.get(which):
+                due = self._due(which, self.open[which])
+                yield which, next(iter(self.open.pop(which))), due
 
     def close(self, sums: Iterable[SumKey]) -> None:
         """What was added to these is given away: they start from zero again. What is open is to come."""
         for which in sums:
             self.settled.pop(which, None)
 
-    def accept(self, which: SumKey) -> None:
-        """A gradient that was wrong, and was reported, is the new start."""
+    def accept(self, which: SumKey, *, exactly: bool = False) -> None:
+        """Start from a gradient that was wrong, and was reported; or from one that is `exactly` right now."""
         due = self._due(which, [])
-        self.settled[which] = due.actual.detach().clone(), due.bound
+        bound = Bound(due.bound.size, 0.0) if exactly else due.bound
+        self.settled[which] = due.actual.detach().clone(), bound
+
+    def is_begun(self, which: SumKey) -> bool:
+        """Whether `I` has added a part of what is still open."""
+        return any(use.begun for use in self.open.get(which, {}).values())
+
+    def allowed(self, name: str) -> float:
+        """By how much all gradients of a parameter together may be missed."""
+        return sum(bound.allowed for (own, _), (_, bound) in self.settled.items() if own == name)
 
     def _due(self, which: SumKey, uses: Iterable[Use]) -> Due:
         actual = self.gradients[which]

@@ -35,5 +35,18 @@ class Noise:
         wide = tensor.detach().double().abs()
         size = wide.where(wide.isfinite(), 0.0)
         size = size + size.median()
+        if tensor.dtype == torch.float16:  # whose numbers are no denser below the smallest normal one
+            size = size.clamp(min=torch.finfo(tensor.dtype).smallest_normal).where(size > 0, 0.0)
+        return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
+
+    def round(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
+        """`tensor` with an error in each element relative to itself: its dtype's `epsilon` unless given."""
+        if not self.number or not tensor.is_floating_point() or not tensor.numel():
+            return tensor
+        epsilon = torch.finfo(tensor.dtype).eps if epsilon is None else epsilon
+        return tensor + (tensor.detach().double() * epsilon * self._signed(tensor)).to(tensor.dtype)
+
+    def _signed(self, tensor: Tensor) -> Tensor:
+        """Random numbers from -1 to 1, float64, one for each element."""
         random = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
-        return tensor + (size * epsilon * random.mul_(2).sub_(1).to(tensor.device)).to(tensor.dtype)
+        return random.mul_(2).sub_(1).to(tensor.device)

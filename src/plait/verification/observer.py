@@ -5,7 +5,7 @@ Every value is looked at right after it was made, before anything else can write
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from plait.schedules.program import (
     TakeBatch,
 )
 from plait.verification.difference import Findings, Origin, origin_of
+from plait.verification.formats import epsilon_of
 from plait.verification.ledger import Due, Ledger, SumKey, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
@@ -38,10 +39,22 @@ class Observer:
     """Compares one rank's steps; `findings` is what comes of it."""
 
     def __init__(
-        self, parts: Parts, recording: Recording, findings: Findings, *, epsilon: float, isolate: bool
+        self,
+        parts: Parts,
+        recording: Recording,
+        findings: Findings,
+        *,
+        epsilon: float,
+        isolate: bool,
+        dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]] | None = None,
     ) -> None:
-        """`epsilon` is that of the gradients' dtype, 0 where all is exact."""
+        """`epsilon` is that of the gradients' dtype, 0 where all is exact.
+
+        With `dtypes`, of each parameter as layers use it and of its gradient, the run goes on with the
+        reference's gradients and parameters where they are equal (see `Recipe.follows`).
+        """
         self.parts = parts
+        self.dtypes = dtypes
         self.recording = recording
         self.findings = findings
         self.isolate = isolate
@@ -106,17 +119,17 @@ class Observer:
 
     def _parameter(self, name: str, parameter: Tensor, layer: int) -> None:
         moment, key = Moment(self.step - 1, WHOLE), Key("value", name=name)
-        expected, bound = (
-            self.piece(name, self.recording.values[moment][key]),
-            self.recording.bounds[moment][key],
-        )
+        expected, bound = self.recording.values[moment][key], self.recording.bounds[moment][key]
+        expected = self.piece(name, expected)
+        if self.dtypes is not None:  # then the optimizer's parameters are the reference's
+            expected, bound = expected.to(self.dtypes[name][0]), NOTHING
 
         def alternatives() -> Named:
             before = self.recording.values.get(Moment(self.step - 2, WHOLE), {}).get(key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
                 is_right = (parameter.detach() - expected).abs() <= bound.allowed
-                yield text, torch.where(is_right, expected, self.piece(name, before))
+                yield text, torch.where(is_right, expected, self.piece(name, before).to(expected))
 
         equal = self.findings.compare(
             Place(self.step, Phase.PARAMETERS, layer, name=name),
@@ -191,13 +204,37 @@ class Observer:
                 text = "the gradient of the step before is still in it"
                 yield text, due.expected + self.piece(name, before)
 
-        if not self.findings.compare(
-            place, due.actual, due.expected, due.bound, origin=origin, alternatives=alternatives
-        ):
-            if self.isolate:
-                due.actual.copy_(due.expected)
-            else:
-                self.ledger.accept(which)
+        expected, rounding = due.expected, None
+        if self.dtypes is not None:
+            expected = expected.to(self.dtypes[name][1])
+            rounding = epsilon_of(expected.dtype)
+        equal = self.findings.compare(
+            place,
+            due.actual,
+            expected,
+            due.bound,
+            origin=origin,
+            alternatives=alternatives,
+            rounding=rounding,
+        )
+        if not equal and not self.isolate:
+            self.ledger.accept(which)
+        elif not equal:
+            due.actual.copy_(expected)
+        elif self.dtypes is not None and not self.ledger.is_begun(which):
+            due.actual.copy_(expected)
+            self.ledger.accept(which, exactly=True)
+
+    def left_of(self, name: str) -> float:
+        """By how much this rank's own gradient of a parameter may still be missed, at the end of a step."""
+        if self._is_local(name):
+            return self.ledger.allowed(name)
+        return sum(
+            self.recording.bounds[moment][key].allowed
+            for moment, values in self.recording.values.items()
+            for key in values
+            if moment.step == self.step and key.kind == "contribution" and key.name == name
+        )
 
     def _contribution(self, name: str, use: Use) -> tuple[Tensor, Bound] | None:
         """This rank's piece of what a use adds, from the recording."""

@@ -6,6 +6,8 @@ from dataclasses import dataclass
 from enum import StrEnum
 from typing import NamedTuple
 
+from torch import Tensor
+
 
 class Phase(StrEnum):
     """What a step does, in the order in which one thing depends on another."""
@@ -75,6 +77,8 @@ class Key(NamedTuple):
     name: str = ""
 
 
+Records = dict[Key, Tensor]
+"""What was computed at one moment."""
 OF_PARAMETERS = ("contribution", "final", "clipped", "value", "state")
 """Kinds whose name is that of a parameter; of a state it is followed by `/` and the state's own."""
 

@@ -13,13 +13,13 @@ from plait.comm.collectives import barrier
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
-from plait.errors import CommunicationError, PlaitError
-from plait.pipeline.precision import DTYPES
+from plait.errors import CommunicationError, ModelError, PlaitError
 from plait.pipeline.sequence import LayerSequence, sequence_of
 from plait.pipeline.values import Value, map_tensors
 from plait.plan import Plan
 from plait.verification.case import Case, Ready, prepared
 from plait.verification.difference import Findings
+from plait.verification.formats import FIRST_SCALE, Formats, formats_of
 from plait.verification.noise import Noise
 from plait.verification.place import OF_PARAMETERS, WHOLE, Key, Moment
 from plait.verification.recording import Recording
@@ -63,18 +63,20 @@ def run_rank(case: Case, plan: Plan, recordings: Recordings | None = None) -> Ou
 
 
 def _compared(case: Ready, plan: Plan, mesh: Mesh, recordings: Recordings) -> tuple[Findings, float]:
-    dtype = DTYPES[plan.precision]
+    formats = formats_of(plan)
     batches = [
-        (_placed(inputs, mesh, dtype), _placed(targets, mesh, None)) for inputs, targets in case.batches
+        (_placed(inputs, mesh, formats.compute), _placed(targets, mesh, None))
+        for inputs, targets in case.batches
     ]
     engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.recipe.seed)
     sequence = sequence_of(case.model)
-    recording = _recorded(case, sequence, engine, batches, recordings)
-    woven = Woven(engine, case.recipe, recording, len(sequence.layers))
-    woven.start(sequence, case.change, case.recipe.seed)
+    recording = _recorded(case, sequence, engine, formats, batches, recordings)
+    woven = Woven(engine, case.recipe, recording, sequence, formats)
+    woven.start(case.change)
     for step, batch in enumerate(batches):
         woven.train(step, *batch)
     if case.recipe.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
+        woven.overflow(len(batches))
         woven.evaluate(len(batches), *batches[-1])
     return woven.findings, float(recording.values[Moment(0, WHOLE)][Key("clip")])
 
@@ -83,6 +85,7 @@ def _recorded(
     case: Ready,
     sequence: LayerSequence,
     engine: Engine,
+    formats: Formats,
     batches: Sequence[Batch],
     recordings: Recordings,
 ) -> Recording:
@@ -94,12 +97,15 @@ def _recorded(
     mesh, plan, recipe = engine.mesh, engine.plan, case.recipe
     microbatches = plan.dp * plan.microbatches
     if not from_first_rank(microbatches in recordings, mesh):
-        dtype = DTYPES[plan.precision]
 
-        def make(noise: Noise, clip: float | None) -> Reference:
-            return Reference(sequence, case.loss, recipe, case.change, dtype, mesh.device, noise, clip)
+        def make(
+            noise: Noise, clip: float | None, followed: Recording | None, scale: float | None
+        ) -> Reference:
+            followed = followed if recipe.follows else None
+            given = (sequence, case.loss, recipe, case.change, formats, mesh.device, noise, clip)
+            return Reference(*given, followed=followed, scale=scale)
 
-        runs = 1 + recipe.shaken_runs(dtype)
+        runs = 1 + recipe.shaken_runs(formats)
         moments = 1 + len(batches) * (microbatches + 1) + 1
         with _in_step(mesh, runs * moments) as tick:
             if mesh.rank == 0:
@@ -142,7 +148,8 @@ def _in_step(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
         raise error
 
 
-MakeReference = Callable[[Noise, float | None], Reference]
+MakeReference = Callable[[Noise, float | None, Recording | None, float | None], Reference]
+"""Given the noise, the largest gradient norm, what is followed, and the first dynamic loss scale."""
 
 
 def record(
@@ -154,20 +161,45 @@ def record(
     tick: Callable[[], None],
 ) -> Recording:
     """Run the reference as it is, then shaken; `tick` is called after each moment of each run."""
-    recording = Recording()
+    recording, scale = Recording(), None
     for number in range(runs):
-        reference = make(Noise(number), clip)
+        reference = make(Noise(number), clip, recording if number else None, scale)
+        if number == 0 and reference.updates.scale.dynamic:
+            scale = settled_scale(make, clip, batches, microbatches)
+            reference = make(Noise(number), clip, None, scale)
         for moment, values in reference.run(batches, microbatches):
             if number == 0:
                 recording.add(moment, values)
             else:
-                recording.widen(moment, values, reference.epsilon_of_loss)
+                recording.widen(moment, values, reference.epsilon)
             tick()
         clip = reference.clip
         del reference  # before the next is made
     if runs == 1:
         recording.require_exact()
     return recording
+
+
+def settled_scale(
+    make: MakeReference, clip: float | None, batches: Sequence[Batch], microbatches: int
+) -> float:
+    """Half of the largest dynamic loss scale at which no step overflows.
+
+    A run in fp16 lowers its scale step by step until nothing overflows; a verification starts there, with
+    room for rounding. Runs the reference, a few times if need be.
+    """
+    scale = FIRST_SCALE
+    while True:
+        reference = make(Noise(0), clip, None, scale)
+        try:
+            for _ in reference.run(batches, microbatches):
+                pass
+        except ModelError:
+            if scale <= 1 or not reference.updates.overflowed:
+                raise
+            scale /= 2
+        else:
+            return scale / 2
 
 
 def _placed(value: Value, mesh: Mesh, dtype: torch.dtype | None) -> Value:

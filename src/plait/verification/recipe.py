@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any, Literal, get_args
@@ -10,6 +11,7 @@ import torch
 
 from plait.errors import PlanError
 from plait.plan import Plan
+from plait.verification.formats import Formats
 
 Mode = Literal["exact", "float64", "native"]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -30,8 +32,9 @@ def usual_steps(mode: Mode) -> int:
 class Recipe:
     """How both sides run, and how the second is judged.
 
-    `mode`: `float64`; `native`, in the plan's own precision; `exact`, in whole numbers. `clip`: the largest
-    gradient norm; None: half of the first step's, so that clipping is exercised. `perturbations`: how often
+    `mode`: `float64`; `native`, in the plan's own precision, masters, gradients and loss scale included;
+    `exact`, in whole numbers. `clip`: the largest gradient norm; None: a third of the first step's, so that
+    clipping is exercised. `perturbations`: how often
     the reference is run again with rounding errors of its own making, from which follows what rounding
     explains. `isolate`: feed the reference's value downstream wherever one differs, so that each difference
     that is reported has a cause of its own. `optimizer` gets parameter groups.
@@ -60,25 +63,32 @@ class Recipe:
         if self.clip is not None and not (isinstance(self.clip, float | int) and self.clip > 0):
             raise PlanError(f"clip is {self.clip!r}: give a norm above 0, or None.")
 
-    def shaken_runs(self, dtype: torch.dtype | None) -> int:
+    @property
+    def norm_type(self) -> float:
+        """The norm by which gradients are clipped: with whole numbers their maximum, which is exact."""
+        return math.inf if self.mode == "exact" else 2.0
+
+    @property
+    def follows(self) -> bool:
+        """Whether both the shaken runs and the woven one go on with the reference's gradients and parameters.
+
+        In few digits gradients are right up to much, and what is made of them in many digits would be, too.
+        """
+        return self.mode == "native"
+
+    def shaken_runs(self, formats: Formats) -> int:
         """How often the reference runs again: with few digits, optimizers make steps out of noise."""
         if self.mode == "exact":
             return 0
-        return max(self.perturbations, 6) if dtype is not None and dtype.itemsize <= 2 else self.perturbations
+        return max(self.perturbations, 6) if formats.narrow else self.perturbations
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan in the precision of both sides, in one for all: one device has no masters, and no scale.
-
-        PlanError for half precision, whose gradients need a scale.
-        """
-        if self.mode == "native" and plan.precision == "fp16":
-            raise PlanError(
-                "mode native has no loss scale, without which gradients in fp16 overflow or vanish: "
-                "verify the same plan in mode float64, or with precision bf16."
-            )
+        """The plan in the precision of both sides: in mode native its own, else float64 for all."""
+        if self.mode == "native":
+            return plan
         return replace(
             plan,
-            precision=plan.precision if self.mode == "native" else "fp64",
+            precision="fp64",
             master_precision=None,
             gradient_precision=None,
             reduce_precision=None,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.verification.exact import require_whole
+from plait.verification.exact import GRAIN, require_whole
 from plait.verification.place import OF_PARAMETERS, Key, Moment
 
 MARGIN = 16.0
@@ -29,6 +29,10 @@ OF_ROOT = 1e-12
 """Relative: what a norm may be missed by where all else is exact."""
 
 
+EXACT = ("clip", "scale", "evaluation")
+"""Kinds that are not looked at for whole numbers: settings, and what is not compared then."""
+HALVED = ("clipped", "value", "state")
+"""Kinds with up to three binary digits more than gradients have, of their factor; see `exact_bound`."""
 RESULTS = ("total", "mean", "final", "norm")
 """Kinds that say nothing any more where they are NaN."""
 OF_LOSS = ("total", "mean", "whole", "evaluation")
@@ -67,17 +71,21 @@ class Recording:
                     f"the reference's {key.kind} is NaN{self._since()}: there is nothing to compare."
                 )
 
-    def widen(self, moment: Moment, values: Mapping[Key, Tensor], of_loss: float) -> None:
+    def widen(
+        self,
+        moment: Moment,
+        values: Mapping[Key, Tensor],
+        epsilon_of: Callable[[Key], float] = lambda key: 0.0,
+    ) -> None:
         """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings.
 
-        `of_loss` is the machine epsilon of the loss, for what is made of it in a wider dtype.
+        `epsilon_of` gives the machine epsilon of what a tensor was made of, where that is a narrower dtype.
         """
         recorded, bounds = self.values[moment], self.bounds[moment]
         for key, value in values.items():
             if value.is_floating_point() or value.is_complex():
-                (size, allowed), epsilon = bounds[key], torch.finfo(value.dtype).eps
-                if key.kind in OF_LOSS:
-                    epsilon = max(epsilon, of_loss)
+                size, allowed = bounds[key]
+                epsilon = max(torch.finfo(value.dtype).eps, epsilon_of(key))
                 margin, least = (NARROW, NARROW) if epsilon > 1e-4 else (MARGIN, LEAST)
                 shown = margin * difference(value, recorded[key])
                 shown = shown if math.isfinite(shown) else 0.0  # a run that broke explains nothing
@@ -90,10 +98,11 @@ class Recording:
                 if key.kind == "norm":
                     size = self.bounds[moment][key].size
                     self.bounds[moment][key] = Bound(size, OF_ROOT * size)
-                elif key.kind not in ("clip", "evaluation"):
+                elif key.kind not in EXACT:
                     of = f" of layer {key.layer}" if key.layer >= 0 else ""
                     named = f" ({key.name})" if key.kind in OF_PARAMETERS else ""
-                    require_whole(value, f"the reference's {key.kind}{of}{named}")
+                    grain = GRAIN / 8 if key.kind in HALVED else GRAIN
+                    require_whole(value, f"the reference's {key.kind}{of}{named}", grain)
 
     def microbatches(self, step: int) -> int:
         """How many micro-batches of the global batch a step has."""

@@ -2,13 +2,12 @@
 
 Shared with the engine are what a model and a batch are made of (layers in order, rows of micro-batches,
 initial values by name), the loss, and that a parameter that no loss depends on has a gradient of zero. Each
-layer has aliases of its parameters (the same memory), so that what each use of a tied parameter contributes
-to its gradient is seen by itself.
+layer has aliases of its parameters, so that what each use of a tied parameter contributes to its gradient is
+seen by itself. They share the memory of what the optimizer updates, or of a copy of it in another dtype.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -26,12 +25,14 @@ from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
 from plait.pipeline.values import Value, map_tensors, split, tensors_of
 from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
+from plait.verification.formats import FIRST_SCALE, Formats, ReferenceScale, epsilon_of
 from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment
+from plait.verification.place import WHOLE, Key, Moment, Records
 from plait.verification.recipe import Recipe
+from plait.verification.recording import OF_LOSS, Recording
+from plait.verification.updating import Updates
 from plait.verification.values import Change
 
-Records = dict[Key, Tensor]
 Batch = tuple[Value, Value]
 """Inputs and targets of a global batch."""
 
@@ -45,47 +46,92 @@ class Reference:
         loss: Loss,
         recipe: Recipe,
         change: Change,
-        dtype: torch.dtype | None,
+        formats: Formats,
         device: torch.device,
         noise: Noise,
         clip: float | None,
+        *,
+        followed: Recording | None = None,
+        scale: float | None = None,
     ) -> None:
+        """`clip`: the largest gradient norm, None: a third of the first step's.
+
+        `followed`: the recording of the undisturbed run. From its gradients and parameters this run goes on
+        wherever it has recorded its own, so that a rounding error shows in what is computed next, and not in
+        all that follows. `scale`: the first value of a dynamic loss scale.
+        """
         self.loss = loss
         self.noise = noise
-        self.clip = clip
-        self.parameters, self.layers, self.uses = materialise(sequence, recipe.seed, change, dtype, device)
+        self.formats = formats
+        self.followed = followed
+        built = materialise(sequence, recipe.seed, change, formats, device, apart=followed is not None)
+        self.parameters, self.copies, self.layers, self.uses = built
         self.draws = Draws(recipe.seed)
         self.draws.give_to(layer.module for layer in self.layers)
-        with torch.no_grad():
-            for parameter in self.parameters.values():
-                parameter.copy_(noise.shake(parameter))
+        if followed is None:
+            with torch.no_grad():
+                for parameter in self.parameters.values():
+                    parameter.copy_(noise.shake(parameter))
+        self.model_parameters = sequence.parameters
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
+        self.updates = Updates(self.parameters, recipe, noise, clip, followed, scale=self._scale(scale))
+        self.sums: dict[str, Tensor] = {}
+        """Of the step under way, the gradients so far."""
         self.epsilon_of_loss = 0.0
-        matrices = [p for p in self.trainable.values() if p.dim() >= 2]
-        vectors = [p for p in self.trainable.values() if p.dim() < 2]
-        groups = [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
-            {"params": vectors, "weight_decay": 0.0},
-        ]
-        self.optimizer = recipe.optimizer(groups)
+
+    @property
+    def clip(self) -> float | None:
+        """The bound of the norm in the first step, once that is done."""
+        return self.updates.clip
+
+    def epsilon(self, key: Key) -> float:
+        """The largest machine epsilon of what a recorded tensor was made of, other than its own dtype's."""
+        if key.kind in OF_LOSS:
+            return self.epsilon_of_loss
+        if key.kind == "final":
+            return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
+        if key.kind in ("norm", "largest"):  # squares are added up in float32, or in float64
+            kinds = {parameter.dtype for parameter in self.trainable.values()} - {torch.float64}
+            return epsilon_of(torch.float32) if kinds else 0.0
+        return 0.0
 
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[Moment, Records]]:
         """Train on `batches`, each cut into `microbatches`; give each moment when it is done.
 
         The first, of step -1, is how the parameters start.
         """
-        yield Moment(-1, WHOLE), self._values()
+        yield Moment(-1, WHOLE), self.updates.values()
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
+        self._refresh()
         with evaluating(layer.module for layer in self.layers):
             mean = self._mean(inputs, targets)
         yield Moment(len(batches), WHOLE), {Key("evaluation"): mean}
+
+    def _scale(self, first: float | None) -> ReferenceScale:
+        """The loss scale that the formats ask for."""
+        if self.formats.loss_scale is not None:
+            return ReferenceScale(self.formats.loss_scale)
+        if any(map(self.formats.may_overflow, self.model_parameters.values())):
+            return ReferenceScale(FIRST_SCALE if first is None else first, dynamic=True)
+        return ReferenceScale()
+
+    def _refresh(self) -> None:
+        """Let layers use what the optimizer has made of the parameters."""
+        with torch.no_grad():
+            for name, copied in self.copies.items():
+                copied.copy_(self.noise.shake(self.parameters[name].to(copied.dtype)))
+        for uses in self.uses:
+            for name, alias in uses.items():
+                if name not in self.copies:
+                    alias.data = self.parameters[name].data  # an optimizer may have given it other memory
 
     def _step(
         self, step: int, inputs: Value, targets: Value, microbatches: int
     ) -> Iterator[tuple[Moment, Records]]:
         self.draws.step = step
+        self._refresh()
         whole = self._mean(inputs, targets)
         parts = split(targets, microbatches, "targets")
         given = split(inputs, microbatches, "inputs")
@@ -93,17 +139,27 @@ class Reference:
         self.draws.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
         weight = divisor(self.loss, weight)
-        for parameter in self.trainable.values():
-            parameter.grad = torch.zeros_like(parameter)
+        for name, parameter in self.trainable.items():
+            kind = self.formats.gradient_of(self.model_parameters[name])
+            self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
         for number, (part, wanted) in enumerate(zip(given, parts, strict=True)):
-            records = self._microbatch(number, part, wanted, weight)
+            records = self._microbatch(Moment(step, number), part, wanted, weight)
             totals.append(records[Key("total")].double())
             yield Moment(step, number), records
         records = {Key("mean"): torch.stack(totals).sum() / weight, Key("whole"): whole}
-        yield Moment(step, WHOLE), records | self._update()
+        for name, parameter in self.trainable.items():
+            parameter.grad = self._reduced(name).to(parameter.dtype)
+        yield Moment(step, WHOLE), records | self.updates.update(step)
 
-    def _microbatch(self, microbatch: int, inputs: Value, targets: Value, weight: Tensor) -> Records:
+    def _reduced(self, name: str) -> Tensor:
+        """The sum of a gradient, with the rounding errors of the dtype that it travels in."""
+        total, travels = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
+        if self.followed is None or epsilon_of(travels) <= epsilon_of(total.dtype):
+            return total
+        return self.noise.round(total, epsilon_of(travels))
+
+    def _microbatch(self, moment: Moment, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -129,56 +185,35 @@ class Reference:
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
             with telling(layer.path or "the model"), drawing_nothing(layer.path):
-                output = self._run(layer, microbatch, value)
+                output = self._run(layer, moment.microbatch, value)
             value = boundary(output, number)
         with telling("the loss"):
             total = self.loss.total(value, targets)
         self.epsilon_of_loss = torch.finfo(total.dtype).eps
         records[Key("total")] = total.detach().clone()
         if total.requires_grad:
-            (total / weight.to(total.dtype)).backward()  # type: ignore[no-untyped-call]
+            torch.autograd.backward(total, (self.updates.scale.value / weight).to(total))
+        return records | self._contributions(moment)
+
+    def _contributions(self, moment: Moment) -> Records:
+        """What each use of each parameter adds to its gradient."""
+        records: Records = {}
         for number, uses in enumerate(self.uses):
             for name, alias in uses.items():
-                if alias.grad is not None:
-                    contribution = self.noise.shake(alias.grad)
-                    records[Key("contribution", number, name)] = contribution
-                    self.trainable[name].grad.add_(contribution)  # type: ignore[union-attr]
-                    alias.grad = None
+                if alias.grad is None:
+                    continue
+                key = Key("contribution", number, name)
+                records[key] = added = self.noise.shake(alias.grad)
+                alias.grad = None
+                if self.followed is not None:
+                    added = self.followed.values[moment][key]
+                total = self.sums[name] + added.to(self.sums[name].dtype)
+                self.sums[name] = total if self.followed is None else self.noise.round(total)
         return records
 
     def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
         with self.draws.at(microbatch, layer.path, names_of(layer.module)):
             return layer.module(value)
-
-    def _update(self) -> Records:
-        """Norm, clipping and the step of the optimizer."""
-        records: Records = {}
-        for name, parameter in self.trainable.items():
-            assert parameter.grad is not None
-            records[Key("final", name=name)] = parameter.grad.clone()
-        norm = nn.utils.get_total_norm(
-            [p.grad.double() for p in self.trainable.values() if p.grad is not None]
-        )
-        if self.clip is None:
-            self.clip = float(norm) / 2 or math.inf
-        nn.utils.clip_grads_with_norm_(self.trainable.values(), self.clip, norm)
-        records[Key("norm")], records[Key("clip")] = norm, torch.tensor(self.clip, dtype=torch.float64)
-        for name, parameter in self.trainable.items():
-            assert parameter.grad is not None
-            records[Key("clipped", name=name)] = parameter.grad.clone()
-        self.optimizer.step()
-        for uses in self.uses:
-            for name, alias in uses.items():
-                alias.data = self.parameters[name].data  # an optimizer may have given it other memory
-        records |= self._values()
-        for name, parameter in self.trainable.items():
-            for entry, state in self.optimizer.state.get(parameter, {}).items():
-                if isinstance(state, Tensor):
-                    records[Key("state", name=f"{name}/{entry}")] = state.detach().clone()
-        return records
-
-    def _values(self) -> Records:
-        return {Key("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """The loss of a batch that nobody cuts."""
@@ -222,12 +257,25 @@ def drawing_nothing(path: str) -> Iterator[None]:
         )
 
 
+Built = tuple[dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list[dict[str, nn.Parameter]]]
+
+
 def materialise(
-    sequence: LayerSequence, seed: int, change: Change, dtype: torch.dtype | None, device: torch.device
-) -> tuple[dict[str, nn.Parameter], list[NamedLayer], list[dict[str, nn.Parameter]]]:
-    """The parameters with values by name, the layers on aliases of them, and each layer's aliases by name."""
+    sequence: LayerSequence,
+    seed: int,
+    change: Change,
+    formats: Formats,
+    device: torch.device,
+    *,
+    apart: bool,
+) -> Built:
+    """The parameters by name, copies of them for layers by name, the layers, each layer's aliases by name.
+
+    Layers use the parameters' own memory where that has the dtype that they compute in, unless `apart`.
+    """
     names = {id(parameter): name for name, parameter in sequence.parameters.items()}
     parameters: dict[str, nn.Parameter] = {}
+    copies: dict[str, Tensor] = {}
     buffers: dict[int, Tensor] = {}
     layers, uses = [], []
     for layer in sequence.layers:
@@ -235,16 +283,19 @@ def materialise(
         aliases: dict[str, nn.Parameter] = {}
         for local, parameter in layer.module.named_parameters():
             name = names[id(parameter)]
+            compute, master = formats.compute_of(parameter), formats.master_of(parameter)
             if name not in parameters:
                 value = change(name, initial_value(layer.module, layer.path, local, seed))
-                parameters[name] = nn.Parameter(convert(value, dtype, device), parameter.requires_grad)
-            alias = nn.Parameter(parameters[name].data, parameter.requires_grad)
+                parameters[name] = nn.Parameter(convert(value, master, device), parameter.requires_grad)
+                if apart or compute != master:
+                    copies[name] = convert(parameters[name].detach(), compute, device)
+            alias = nn.Parameter(copies.get(name, parameters[name].data), parameter.requires_grad)
             tensors[id(parameter)] = aliases[name] = alias
         for local, buffer in layer.module.named_buffers():
             if id(buffer) not in buffers:
                 value = initial_value(layer.module, layer.path, local, seed)
-                buffers[id(buffer)] = convert(value, dtype, device)
+                buffers[id(buffer)] = convert(value, formats.compute, device)
             tensors[id(buffer)] = buffers[id(buffer)]
         layers += private_copy([layer], tensors)
         uses.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
-    return parameters, layers, uses
+    return parameters, copies, layers, uses

@@ -155,7 +155,8 @@ class Report:
         plan, recipe = self.plan, self.recipe
         steps = "1 step" if recipe.steps == 1 else f"{recipe.steps} steps"
         clipped = f", clipped to {self.clip:.3g}" if math.isfinite(self.clip) else ""
-        run = f"{recipe.mode}, {plan.microbatches} micro-batches, {steps}{clipped}"
+        formats = f" ({formats_in(plan)})" if recipe.mode == "native" and formats_in(plan) else ""
+        run = f"{recipe.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
         lines = [_line("plan", f"{layout_of(plan)}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
         if self.first is None:
             return lines
@@ -201,6 +202,16 @@ class Report:
 def finite(value: float) -> float | None:
     """A number as JSON knows it."""
     return value if math.isfinite(value) else None
+
+
+def formats_in(plan: Plan) -> str:
+    """The precisions that a plan sets, and its loss scale: `bf16, master fp32, loss scale 1024`."""
+    told: list[str] = [plan.precision or ""]
+    for name in ("master", "gradient", "reduce"):
+        precision = getattr(plan, f"{name}_precision")
+        told += [f"{name} {precision}"] if precision else []
+    told += [f"loss scale {plan.loss_scale:g}"] if plan.loss_scale else []
+    return ", ".join(filter(None, told))
 
 
 def layout_of(plan: Plan) -> str:

@@ -49,7 +49,7 @@ def verify(
     Runs the model on one rank in plain PyTorch, then woven on `plan.world` ranks (as `plait.launch` starts or
     joins them) from the same values and data, and compares in the order of execution: what each layer gives,
     the gradient of what it was given, what each micro-batch adds to each weight gradient, the gradients, the
-    loss, the norm, and after each of `steps` steps every parameter and the optimizer's state.
+    loss, the norm, and after each step, by `Engine.step` or by hand in turns, parameters and optimizer state.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
@@ -58,11 +58,11 @@ def verify(
         targets: likewise.
         loss: as `parallelize` takes it.
         rules: as `parallelize` takes them.
-        mode: `float64`, in which little but a mistake is larger than rounding; `native`, in the plan's own
-            precision; `exact`, in whole numbers, where equality is that of bits.
+        mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
+            and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
         steps: of training; by default 2, in mode `exact` 1.
         optimizer: makes the optimizer from parameter groups; AdamW unless given.
-        clip: the largest gradient norm; None: half of the first step's, so that clipping is exercised.
+        clip: the largest gradient norm; None: a third of the first step's, so that clipping is exercised.
         isolate: feed the reference's values downstream, so that one mistake makes one difference.
         seed: of values that the model does not have yet.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.

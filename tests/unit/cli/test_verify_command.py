@@ -334,7 +334,7 @@ def test_json_of_a_verification(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.usefixtures("alone")
 def test_a_defect_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     right = Engine.clip_grad_norm_
-    monkeypatch.setattr(Engine, "clip_grad_norm_", lambda self, limit: right(self, 2 * limit))
+    monkeypatch.setattr(Engine, "clip_grad_norm_", lambda self, limit, *how: right(self, 2 * limit, *how))
     assert main(["verify", "--steps", "1", *TINY]) == 1
     out = capsys.readouterr().out
     assert out.startswith("NOT EQUAL to one rank: the clip of ")

@@ -1,4 +1,5 @@
 import math
+from typing import Any
 
 import pytest
 
@@ -39,10 +40,15 @@ def test_one_rank_runs_everyone_s_micro_batches() -> None:
     assert single_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
 
 
-def test_one_rank_computes_in_the_precisions_of_the_run() -> None:
-    mixed = {"precision": "fp16", "master_precision": "fp32", "gradient_precision": "fp32", "loss_scale": 8.0}
-    plan = Plan(pp=2, dp=3, tp=2, microbatches=4, reduce_precision="bf16", **mixed)  # type: ignore[arg-type]
-    assert single_plan(plan) == Plan(microbatches=12, **mixed)  # type: ignore[arg-type]
+def test_one_rank_has_the_same_formats() -> None:
+    formats: dict[str, Any] = {"master_precision": "fp32", "gradient_precision": "bf16", "loss_scale": 8.0}
+    plan = Plan(dp=2, strategy="full", precision="bf16", reduce_precision="bf16", **formats)
+    assert single_plan(plan) == Plan(microbatches=2, precision="bf16", reduce_precision="bf16", **formats)
+
+
+def test_norms_that_overflow_alike_are_equal() -> None:
+    assert largest_differences([(5.0, math.inf)], [(5.0, math.inf)]).tolist() == [0.0, 0.0]
+    assert largest_differences([(5.0, 2.0)], [(5.0, math.inf)])[1].isnan()
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,14 @@ import json
 import math
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
+import torch
+from torch import Tensor
 
 from plait.comm.pool import RankPool
+from plait.engine import Engine
 from plait.errors import NonFiniteError
 from plait.train.config import Config
 from plait.train.loop import Report, train
@@ -68,6 +72,31 @@ def test_a_llama_matches_one_rank(rank_pool: RankPool, tmp_path: Path) -> None:
     reports = run(rank_pool, config)
     assert all(report.matches and report.sample for report in reports)
     assert rows(tmp_path)[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
+
+
+@pytest.mark.parametrize("precision", ["bf16", "fp16"])
+def test_few_digits_match_one_rank_with_masters_and_a_loss_scale(
+    rank_pool: RankPool, tmp_path: Path, precision: str
+) -> None:
+    config = make(tmp_path, dp=2, microbatches=1, steps=2, precision=precision, compare=2)
+    (comparison, _) = (report.comparison for report in run(rank_pool, config))
+    assert comparison is not None
+    assert comparison.matches, comparison
+
+
+def run_without_steps(config: Config) -> Report:
+    """A run whose `Engine.step` forgets the optimizer."""
+
+    def step(self: Engine, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:
+        return self.clip_grad_norm_(max_norm)
+
+    with patch.object(Engine, "step", step):
+        return train(config)
+
+
+def test_a_step_without_the_optimizer_does_not_match(rank_pool: RankPool, tmp_path: Path) -> None:
+    (report,) = rank_pool.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
+    assert not report.matches
 
 
 def test_random_tokens_have_no_sample(rank_pool: RankPool, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
 def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
     assert Recipe().applied_to(MIXED) == Plan(precision="fp64")
     assert Recipe(mode="exact", steps=1).applied_to(Plan()).precision == "fp64"
-    assert Recipe(mode="native").applied_to(MIXED) == Plan(precision="bf16")
+    assert Recipe(mode="native").applied_to(MIXED) == MIXED
     assert Recipe(mode="native").applied_to(Plan()) == Plan()
 
 
@@ -59,17 +59,16 @@ def test_all_else_of_the_plan_is_verified() -> None:
     assert Recipe(mode="native").applied_to(plan) == plan
 
 
-def test_gradients_are_not_added_up_wider_and_no_loss_is_scaled() -> None:
-    plan = Plan(precision="bf16", gradient_precision="fp32", loss_scale=8.0)
-    assert Recipe(mode="native").applied_to(plan) == Plan(precision="bf16")
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan(precision="bf16", gradient_precision="fp32", loss_scale=8.0),
+        Plan(precision="fp16", master_precision="fp32"),
+    ],
+)
+def test_mode_native_keeps_gradients_and_the_loss_scale(plan: Plan) -> None:
+    assert Recipe(mode="native").applied_to(plan) == plan
     assert Recipe().applied_to(plan) == Plan(precision="fp64")
-
-
-def test_half_precision_needs_a_scale_that_one_device_has_not() -> None:
-    half = Plan(precision="fp16", master_precision="fp32")
-    with pytest.raises(PlanError, match="mode native has no loss scale, without which gradients in fp16"):
-        Recipe(mode="native").applied_to(half)
-    assert Recipe().applied_to(half) == Plan(precision="fp64")
 
 
 def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:

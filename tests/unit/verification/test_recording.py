@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.verification.place import WHOLE, Key, Moment
-from plait.verification.recording import FLOOR, LEAST, MARGIN, NARROW, Recording, difference, peak
+from plait.verification.recording import FLOOR, LEAST, MARGIN, NARROW, OF_LOSS, Recording, difference, peak
 
 MOMENT = Moment(0, 0)
 OUTPUT = Key("output", 0, "0")
@@ -45,16 +45,14 @@ def test_what_is_small_among_its_kind_is_measured_against_the_largest() -> None:
 def test_a_few_roundings_are_allowed_in_any_case() -> None:
     tensor = torch.tensor([2.0], dtype=torch.float64)
     recording = recorded(a=tensor)
-    recording.widen(MOMENT, {OUTPUT: tensor}, FINE)
+    recording.widen(MOMENT, {OUTPUT: tensor})
     assert recording.bounds[MOMENT][OUTPUT] == (2.0, LEAST * 2.0**-52 * 2.0)
 
 
 def test_a_shaken_run_that_is_off_allows_a_multiple_of_that() -> None:
     tensor = torch.tensor([2.0, 1.0], dtype=torch.float64)
     recording = recorded(a=tensor)
-    recording.widen(
-        MOMENT, {OUTPUT: tensor + torch.tensor([2.0**-20, -(2.0**-30)], dtype=torch.float64)}, FINE
-    )
+    recording.widen(MOMENT, {OUTPUT: tensor + torch.tensor([2.0**-20, -(2.0**-30)], dtype=torch.float64)})
     assert recording.bounds[MOMENT][OUTPUT] == (2.0, MARGIN * 2.0**-20)
 
 
@@ -63,7 +61,7 @@ def test_bounds_only_grow(errors: list[float]) -> None:
     tensor = torch.tensor([1.0], dtype=torch.float64)
     recording, allowed = recorded(a=tensor), 0.0
     for error in errors:
-        recording.widen(MOMENT, {OUTPUT: tensor + error}, FINE)
+        recording.widen(MOMENT, {OUTPUT: tensor + error})
         assert recording.bounds[MOMENT][OUTPUT].allowed >= allowed
         allowed = recording.bounds[MOMENT][OUTPUT].allowed
     assert allowed >= MARGIN * max(float(tensor + error - tensor) for error in errors)
@@ -73,7 +71,7 @@ def test_bounds_only_grow(errors: list[float]) -> None:
 def test_of_16_bit_numbers_less_is_allowed(dtype: torch.dtype, margin: float) -> None:
     tensor = torch.tensor([1.0, 0.5], dtype=dtype)
     recording = recorded(a=tensor)
-    recording.widen(MOMENT, {OUTPUT: tensor + torch.tensor([0.125, 0.0], dtype=dtype)}, FINE)
+    recording.widen(MOMENT, {OUTPUT: tensor + torch.tensor([0.125, 0.0], dtype=dtype)})
     assert recording.bounds[MOMENT][OUTPUT] == (1.0, margin * 0.125)
 
 
@@ -81,7 +79,7 @@ def test_what_is_made_of_the_loss_keeps_the_epsilon_of_the_loss() -> None:
     one = {Key(kind): torch.tensor(1.0, dtype=torch.float64) for kind in ("total", "mean", "norm")}
     recording = Recording()
     recording.add(MOMENT, one)
-    recording.widen(MOMENT, one, 2.0**-23)
+    recording.widen(MOMENT, one, lambda key: 2.0**-23 if key.kind in OF_LOSS else 0.0)
     allowed = {key.kind: bound.allowed for key, bound in recording.bounds[MOMENT].items()}
     assert allowed == {"total": LEAST * 2.0**-23, "mean": LEAST * 2.0**-23, "norm": LEAST * FINE}
 
@@ -89,21 +87,21 @@ def test_what_is_made_of_the_loss_keeps_the_epsilon_of_the_loss() -> None:
 def test_whole_numbers_may_not_be_missed() -> None:
     tokens = torch.tensor([1, 5])
     recording = recorded(tokens=tokens)
-    recording.widen(MOMENT, {OUTPUT: tokens}, FINE)
+    recording.widen(MOMENT, {OUTPUT: tokens})
     assert recording.bounds[MOMENT][OUTPUT] == (5.0, 0.0)
 
 
 def test_a_mask_may_flow_between_layers() -> None:
     mask = torch.tensor([True, False])
     recording = recorded(mask=mask, none=torch.zeros(2, dtype=torch.bool), empty=torch.empty(0))
-    recording.widen(MOMENT, {OUTPUT: mask}, FINE)
+    recording.widen(MOMENT, {OUTPUT: mask})
     assert recording.bounds[MOMENT][OUTPUT] == (1.0, 0.0)
 
 
 def test_an_infinity_that_is_meant_does_not_allow_everything() -> None:
     mask = torch.tensor([0.0, -torch.inf, 2.0], dtype=torch.float64)
     recording = recorded(mask=mask)
-    recording.widen(MOMENT, {OUTPUT: mask}, FINE)
+    recording.widen(MOMENT, {OUTPUT: mask})
     assert recording.bounds[MOMENT][OUTPUT] == (2.0, LEAST * 2.0**-52 * 2.0)
 
 
@@ -112,7 +110,7 @@ def test_a_shaken_run_without_numbers_does_not_allow_everything() -> None:
     tensor = torch.tensor([1.0], dtype=torch.float64)
     recording = recorded(a=tensor)
     for broken in (torch.nan, torch.inf):
-        recording.widen(MOMENT, {OUTPUT: tensor * broken}, FINE)
+        recording.widen(MOMENT, {OUTPUT: tensor * broken})
     assert math.isfinite(recording.bounds[MOMENT][OUTPUT].allowed)
 
 

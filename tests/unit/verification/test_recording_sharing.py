@@ -39,7 +39,7 @@ def recording_of(tensors: dict[str, Tensor], moments: int) -> Recording:
     for number in range(moments):
         moment = Moment(0, WHOLE if number == 0 else number - 1)
         recording.add(moment, {Key("value", name=name): value for name, value in tensors.items()})
-        recording.widen(moment, {Key("value", name=name): value for name, value in tensors.items()}, 2.0**-52)
+        recording.widen(moment, {Key("value", name=name): value for name, value in tensors.items()})
     return recording
 
 

@@ -16,12 +16,15 @@ from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
 from plait.pipeline.sequence import bits_of, sequence_of
 from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.verification.formats import Formats
 from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment
+from plait.verification.place import WHOLE, Key, Moment, Records
 from plait.verification.recipe import Recipe
-from plait.verification.reference import Records, Reference
+from plait.verification.reference import Reference
+from plait.verification.updating import FRACTION
 from plait.verification.values import unchanged
 
+DOUBLE = Formats(compute=torch.float64)
 TOLERANCE, ROWS, MICROBATCHES, CLIP = 1e-12, 4, 2, 0.05
 CASES = {case.name: case for case in (*USER_CASES, gpt2(), llama(tied=False))}
 
@@ -33,9 +36,7 @@ def adamw(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
 def reference_of(model: nn.Module, case: Case, clip: float | None = CLIP, noise: int = 0) -> Reference:
     recipe = Recipe(optimizer=adamw, seed=SEED, clip=clip)
     device = torch.device("cpu")
-    return Reference(
-        sequence_of(model), case.loss, recipe, unchanged, torch.float64, device, Noise(noise), clip
-    )
+    return Reference(sequence_of(model), case.loss, recipe, unchanged, DOUBLE, device, Noise(noise), clip)
 
 
 def recorded(case: Case, clip: float | None = CLIP, noise: int = 0) -> dict[Moment, Records]:
@@ -153,16 +154,13 @@ def test_the_state_of_the_optimizer_is_recorded_by_parameter() -> None:
     assert records["1.weight/exp_avg"].shape == (6, 8)
 
 
-def test_gradients_are_clipped_to_half_of_the_first_norm_unless_told() -> None:
+def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> None:
     moments = recorded(CASES["in_place"], clip=None)
     first, second = (moments[Moment(step, WHOLE)] for step in range(2))
-    assert float(first[Key("clip")]) == float(first[Key("norm")]) / 2 == float(second[Key("clip")])
+    assert float(first[Key("clip")]) == (float(first[Key("norm")]) + 1e-6) * FRACTION
+    assert first[Key("clip")] == second[Key("clip")]
     final, clipped = of_kind(first, "final"), of_kind(first, "clipped")
-    factor = float(
-        first[Key("clip")] / (first[Key("norm")] + 1e-6)
-    )  # as torch.nn.utils.clip_grad_norm_ has it
-    assert 0.49999 < factor < 0.5
-    expected = {name: value * factor for name, value in final.items()}
+    expected = {name: value / 3 for name, value in final.items()}
     assert_equal(clipped, expected, TOLERANCE, "the clipped gradient")
 
 

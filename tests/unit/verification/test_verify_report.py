@@ -323,7 +323,7 @@ def test_json_where_the_reference_is_no_number() -> None:
     assert (read["clip"], read["first"]["expected"], read["first"]["size"]) == (None, None, None)
 
 
-def test_json_in_whole_numbers_has_no_clip() -> None:
+def test_json_in_whole_numbers_has_the_bound_of_the_largest_element() -> None:
     report = verify_here(mlp_case(mode="exact", steps=1))
-    assert as_json(report)["clip"] is None
+    assert as_json(report)["clip"] == pytest.approx(2.5312505)
     assert "inf" not in str(report)

@@ -1,0 +1,127 @@
+"""The reference in few digits: masters, sums, the loss scale; and what a run that follows it deviates by."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from verification_cases import mlp, mlp_case, rows_and_classes, verify_here
+
+from plait.errors import ModelError
+from plait.pipeline.sequence import sequence_of
+from plait.plan import Plan
+from plait.tensor.losses import cross_entropy
+from plait.verification.formats import formats_of
+from plait.verification.noise import Noise
+from plait.verification.place import WHOLE, Key, Moment, Records
+from plait.verification.recipe import Recipe
+from plait.verification.recording import Recording
+from plait.verification.reference import Reference
+from plait.verification.updating import exact_bound
+from plait.verification.values import unchanged
+
+MIXED = Plan(microbatches=2, precision="bf16", master_precision="fp32")
+STEPS = 2
+
+
+def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    return torch.optim.SGD(groups, lr=0.05, momentum=0.9)
+
+
+def recorded(
+    plan: Plan, noise: int = 0, followed: Recording | None = None, rows: int = 4
+) -> dict[Moment, Records]:
+    recipe = Recipe(mode="native", optimizer=momentum, weight_decay=0.0, clip=math.inf)
+    given = (sequence_of(mlp()), cross_entropy, recipe, unchanged, formats_of(plan), torch.device("cpu"))
+    reference = Reference(*given, Noise(noise), math.inf, followed=followed)
+    inputs, targets = rows_and_classes(rows)
+    return dict(reference.run([(inputs.bfloat16(), targets)] * STEPS, plan.microbatches))
+
+
+def by_hand(microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+    """The last gradients and the parameters of plain PyTorch: fp32 parameters, layers in bf16."""
+    master = mlp().float()
+    optimizer = torch.optim.SGD(master.parameters(), lr=0.05, momentum=0.9)
+    inputs, targets = rows_and_classes()
+    for _ in range(STEPS):
+        sums = {name: torch.zeros_like(p) for name, p in master.named_parameters()}
+        for input, target in zip(inputs.chunk(microbatches), targets.chunk(microbatches), strict=True):
+            layers = mlp().bfloat16()
+            layers.load_state_dict(master.state_dict())
+            total = nn.functional.cross_entropy(layers(input.bfloat16()).float(), target, reduction="sum")
+            total.div(len(targets)).backward()  # type: ignore[no-untyped-call]
+            for name, p in layers.named_parameters():
+                assert p.grad is not None
+                sums[name] += p.grad.float()
+        for name, p in master.named_parameters():
+            p.grad = sums[name]
+        optimizer.step()
+    return sums, {name: p.detach() for name, p in master.named_parameters()}
+
+
+def test_masters_and_sums_in_fp32_are_those_of_plain_pytorch() -> None:
+    records = recorded(MIXED)[Moment(STEPS - 1, WHOLE)]
+    gradients, parameters = by_hand(2)
+    for name, value in parameters.items():
+        final, master = records[Key("final", name=name)], records[Key("value", name=name)]
+        assert final.dtype == master.dtype == torch.float32
+        assert torch.allclose(final, gradients[name], rtol=1e-6, atol=1e-8), name
+        assert torch.allclose(master, value, rtol=1e-6, atol=1e-8), name
+
+
+def test_a_loss_scale_is_in_the_backward_and_in_no_final_gradient() -> None:
+    plain, scaled = recorded(MIXED), recorded(replace(MIXED, loss_scale=1024.0))
+    key = Key("contribution", 0, "0.weight")
+    assert torch.equal(scaled[Moment(0, 0)][key], plain[Moment(0, 0)][key] * 1024)
+    whole = Moment(STEPS - 1, WHOLE)
+    assert all(torch.equal(scaled[whole][k], v) for k, v in plain[whole].items() if k.kind != "scale")
+
+
+def test_gradients_are_added_up_in_their_own_dtype() -> None:
+    narrow = recorded(replace(MIXED, gradient_precision="bf16"))[Moment(0, WHOLE)]
+    final = narrow[Key("final", name="0.weight")]
+    assert final.dtype == torch.float32
+    assert torch.equal(final, final.bfloat16().float())
+    wide = recorded(MIXED)[Moment(0, WHOLE)][Key("final", name="0.weight")]
+    assert not torch.equal(wide, wide.bfloat16().float())
+
+
+def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None:
+    """Contributions by those of bf16; sums, clipped gradients and parameters by those of fp32."""
+    main = Recording()
+    for moment, values in recorded(MIXED).items():
+        main.add(moment, values)
+    shaken = recorded(MIXED, noise=1, followed=main)
+
+    def apart(moment: Moment, kind: str) -> float:
+        pairs = [(v, shaken[moment][k]) for k, v in main.values[moment].items() if k.kind == kind]
+        return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
+
+    last = Moment(STEPS - 1, WHOLE)
+    assert apart(Moment(1, 0), "contribution") > 1e-3
+    for kind in ("final", "clipped", "value", "state"):
+        assert 0 < apart(last, kind) < 1e-5 or kind == "value", kind
+    assert apart(last, "value") < 1e-6
+
+
+def test_a_fixed_scale_that_overflows_is_refused() -> None:
+    plan = Plan(microbatches=2, precision="fp16", master_precision="fp32", loss_scale=2.0**30)
+    with pytest.raises(ModelError, match="gradients are not finite in step 1 at a loss scale of"):
+        verify_here(mlp_case(mode="native"), plan)
+
+
+@given(st.integers(1, 2**30), st.sampled_from([2.0**-16, 2.0**-8, 1.0]))
+def test_a_bound_by_which_gradients_are_scaled_without_rounding(norm: int, grain: float) -> None:
+    largest = torch.tensor(norm * grain, dtype=torch.float64)
+    factor = float(exact_bound(largest) / (largest + 1e-6))
+    assert factor in (1 / 2, 3 / 4, 5 / 8, 7 / 8)
+
+
+def test_nothing_is_clipped_where_there_is_nothing() -> None:
+    assert exact_bound(torch.tensor(0.0, dtype=torch.float64)) == math.inf
