@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 
 import torch
 from torch import Tensor
 
 from plait.layout import Layout
+from plait.verification.inside import Inside
 from plait.verification.place import Phase, Place
 from plait.verification.recording import Bound, apart, difference
 
@@ -96,6 +97,8 @@ class Difference:
     """That element, as it is and as it should be."""
     hint: str = ""
     """What the tensor is instead, where this rank sees it by itself."""
+    inside: Inside | None = None
+    """Of a layer's output: which module inside is the first that differs."""
 
 
 @dataclass
@@ -120,7 +123,8 @@ class Evidence:
     actual: Tensor
     expected: Tensor
     base: Tensor | None = None
-    """What flowed into the layer: part of what it gives, if it has a residual connection."""
+    """What the tensor contains besides what is compared here: what flowed into the layer (with a residual
+    connection), a gradient before the micro-batch, a parameter before the step of the optimizer."""
 
 
 @dataclass
@@ -134,6 +138,8 @@ class Findings:
     evidence: Evidence | None = None
     empty: set[Place] = field(default_factory=set)
     """Where this rank has no element, as of a parameter that lies on others."""
+    divided: set[int] = field(default_factory=set)
+    """Of this rank's layers those with a parameter that is cut over `tp`."""
 
     def compare(
         self,
@@ -145,8 +151,12 @@ class Findings:
         origin: Origin = HERE,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
+        inside: Callable[[], Inside | None] = lambda: None,
     ) -> bool:
-        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins."""
+        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins.
+
+        `alternatives`, `base` and `inside` tell more of the first that is not: see `Difference`, `Evidence`.
+        """
         tally = self.tallies.setdefault(place.phase, Tally())
         tally.compared += 1
         if not actual.numel():
@@ -164,7 +174,8 @@ class Findings:
             through = _shortened(base) if base is not None and fits else None
             self.evidence = Evidence(place, _shortened(actual), _shortened(expected), through)
             hint = _hint(actual, expected, bound, alternatives)
-            self.differences.insert(0, _describe(place, actual, expected, bound, origin, hint))
+            found = _describe(place, actual, expected, bound, origin, hint)
+            self.differences.insert(0, replace(found, inside=inside()))
         elif len(self.differences) < REMEMBERED:
             self.differences.append(_describe(place, actual, expected, bound, origin, ""))
         return False

@@ -26,6 +26,7 @@ from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
 from plait.pipeline.values import Value, map_tensors, split, tensors_of
 from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
+from plait.verification.inside import sketched
 from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment
 from plait.verification.recipe import Recipe
@@ -61,6 +62,7 @@ class Reference:
                 parameter.copy_(noise.shake(parameter))
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.epsilon_of_loss = 0.0
+        self.looks_inside = recipe.mode != "exact"
         matrices = [p for p in self.trainable.values() if p.dim() >= 2]
         vectors = [p for p in self.trainable.values() if p.dim() < 2]
         groups = [
@@ -128,8 +130,10 @@ class Reference:
 
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
-            with telling(layer.path or "the model"), drawing_nothing(layer.path):
+            looking = sketched(layer.module, wanted=self.looks_inside)
+            with telling(layer.path or "the model"), drawing_nothing(layer.path), looking as inside:
                 output = self._run(layer, microbatch, value)
+            records |= {Key("inside", number, name): sketch for name, sketch in inside.items()}
             value = boundary(output, number)
         with telling("the loss"):
             total = self.loss.total(value, targets)

@@ -59,7 +59,7 @@ class Woven:
         if self.engine.mesh.rank == 0:
             self._compare(step, Phase.BATCH, Key("whole"), recorded[Key("mean")].clone())
         self.optimizer.zero_grad()
-        self.engine.observe(self._observe(step))
+        self.engine.observe(self._observe(step, self._share(targets)))
         mean = self.engine.forward_backward(self._share(inputs), self._share(targets))
         self.engine.observe(None)
         self._compare_gradients(step, Phase.REDUCTION, "final")
@@ -75,7 +75,8 @@ class Woven:
         self.optimizer.step()
         for name, parameter in self.parameters.items():
             hints = [("it was not updated", before[name])]
-            self._compare(step, Phase.OPTIMIZER, Key("value", name=name), parameter, name, hints)
+            key = Key("value", name=name)
+            self._compare(step, Phase.OPTIMIZER, key, parameter, name, hints, before[name])
             for entry, state in self.optimizer.state.get(parameter, {}).items():
                 if isinstance(state, Tensor):
                     self._compare(step, Phase.OPTIMIZER, Key("state", name=f"{name}/{entry}"), state, name)
@@ -85,14 +86,14 @@ class Woven:
         mean = self.engine.evaluate(self._share(inputs), self._share(targets))
         self._compare(step, Phase.EVALUATION, Key("evaluation"), mean)
 
-    def _observe(self, step: int) -> Callable[[Instruction, Parts], None]:
+    def _observe(self, step: int, targets: Value) -> Callable[[Instruction, Parts], None]:
         def observe(instruction: Instruction, parts: Parts) -> None:
             if self.observer is None:
                 self.observer = Observer(
                     parts, self.recording, self.findings, epsilon=self.epsilon, isolate=self.isolate
                 )
             if self.observer.step != step:
-                self.observer.begin(step)
+                self.observer.begin(step, split(targets, parts.plan.microbatches, "targets"))
             self.observer(instruction, parts)
 
         return observe
@@ -122,6 +123,7 @@ class Woven:
         actual: Tensor,
         name: str = "",
         alternatives: Sequence[tuple[str, Tensor]] = (),
+        base: Tensor | None = None,
     ) -> bool:
         """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
         moment = Moment(step, WHOLE)
@@ -137,6 +139,7 @@ class Woven:
             self.recording.bounds[moment][key],
             origin=origin,
             alternatives=lambda: alternatives,
+            base=base,
         )
         if not equal and self.isolate:
             actual.data.copy_(expected)
