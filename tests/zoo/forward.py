@@ -53,12 +53,12 @@ def micro_batches_interleaved() -> Any:
 
 def inputs_in_single_precision() -> Any:
     """The batch goes through float32."""
-    original = Runner._as_input
+    original = Runner.as_input
 
     def as_input(self: Runner, tensor: Tensor) -> Tensor:
         return in_single(original(self, tensor))
 
-    return patch.object(Runner, "_as_input", as_input)
+    return patch.object(Runner, "as_input", as_input)
 
 
 @contextmanager

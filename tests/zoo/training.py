@@ -77,8 +77,8 @@ def angles_in_single_precision() -> Any:
 
 @contextmanager
 def tokens_shifted() -> Iterator[None]:
-    original = Runner._as_input
-    with patch.object(Runner, "_as_input", lambda self, tokens: original(self, tokens).roll(1, 1)):
+    original = Runner.as_input
+    with patch.object(Runner, "as_input", lambda self, tokens: original(self, tokens).roll(1, 1)):
         yield
 
 
