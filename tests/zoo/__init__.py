@@ -12,5 +12,7 @@ of the sequence. A mistake lasts while it is entered, in one rank's process. The
 well, so a mistake is made where only the woven run goes: in stages, parallel modules, units, the gatherer,
 the reducer, the engine.
 
-What a row expects is the place of the mistake, not what the verifier says of it.
+What a row expects is the place of the mistake, not what the verifier says of it. That is held by mistakes of
+which the cause is known (`diagnosed.py`): `computing` and `training` for one rank, `exchanging` and
+`reducing` for several, and `held_out`, which were written when the hypotheses stood.
 """

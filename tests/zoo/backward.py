@@ -145,7 +145,7 @@ BACKWARD = (
         Phase.INPUT_GRADIENT,
         cases.MLP,
         ranks=BOTH,
-        cause="adds to it is 2 times .* size of tp",
+        cause="adds to the gradient is 2 times .* size of tp",
     ),
     _row(
         attention_reduction_scaled,
@@ -154,7 +154,7 @@ BACKWARD = (
         Phase.INPUT_GRADIENT,
         cases.ATTENTION,
         ranks=BOTH,
-        cause="adds to it is 2 times .* size of tp",
+        cause="adds to the gradient is 2 times .* size of tp",
         full=True,
     ),
     _row(

@@ -119,7 +119,13 @@ def _row(defect: Any, model: Any, plan: Any, parameter: str, **more: Any) -> Row
 TIED = "embedding.token.weight"
 MISSING = "sum over {} is missing".format
 REDUCTIONS = (
-    _row(mean_over_data_ranks, cases.GPT2, cases.TWO_COPIES_OF_THREE, ".*", cause="1/2 .* over dp: averaged"),
+    _row(
+        mean_over_data_ranks,
+        cases.GPT2,
+        cases.TWO_COPIES_OF_THREE,
+        ".*",
+        cause="1/2 .* over dp: either averaged",
+    ),
     _row(one_unit_not_reduced, cases.GPT2, cases.TWO_COPIES, "blocks.0.mlp.*", cause=MISSING("dp")),
     _row(one_rank_overlooks_the_sum, cases.GPT2, cases.TWO_COPIES, ".*", ranks=(1,), cause="dp 0", full=True),
     _row(

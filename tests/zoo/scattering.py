@@ -242,7 +242,7 @@ SCATTERING = (
         Phase.REDUCTION,
         scatter_averages,
         cases.CUT_STATE_OF_THREE,
-        cause="1/2 .* over dp: averaged",
+        cause="1/2 .* over dp: either averaged",
     ),
     _row(
         Phase.REDUCTION,

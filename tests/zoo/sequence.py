@@ -296,7 +296,7 @@ SEQUENCE = (
         cases.LLAMA,
         Phase.INPUT_GRADIENT,
         "head",
-        cause="sum that is missing",
+        cause="a sum over tp",
     ),
     _row(
         gradient_summed_where_it_is_gathered,
@@ -319,7 +319,7 @@ SEQUENCE = (
         microbatch=1,
         cause="another input",
     ),
-    _row(pieces_one_position_too_early, ODD, Phase.FORWARD, "embedding", ranks=(1,), cause="cut elsewhere"),
+    _row(pieces_one_position_too_early, ODD, Phase.FORWARD, "embedding", ranks=(1,), cause="shifted"),
     _row(
         dropout_counts_from_the_piece,
         tokens(dropping_in_pieces),

@@ -262,7 +262,7 @@ SHARDING = (
         layer=cases.MLP,
         microbatch=0,
         ranks=FIRST,
-        cause="zero|0 times",
+        cause="own backward is not in it",
     ),
     _row(Phase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=BOTH, cause="not updated"),
     _row(
@@ -272,7 +272,7 @@ SHARDING = (
         cases.NARROW,
         parameter=TIED,
         ranks=BOTH,
-        cause="setting",
+        cause="weight decay",
     ),
     _row(
         Phase.EVALUATION,

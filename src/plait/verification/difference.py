@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import prod
 
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.layout import Layout
+from plait.verification.inside import Inside
 from plait.verification.place import Phase, Place
 from plait.verification.recording import Bound, apart, difference
 
@@ -99,6 +100,8 @@ class Difference:
     """That element, as it is and as it should be."""
     hint: str = ""
     """What the tensor is instead, where this rank sees it by itself."""
+    inside: Inside | None = None
+    """Of a layer's output: which module inside is the first that differs."""
 
 
 @dataclass
@@ -123,7 +126,8 @@ class Evidence:
     actual: Tensor
     expected: Tensor
     base: Tensor | None = None
-    """What flowed into the layer: part of what it gives, if it has a residual connection."""
+    """What the tensor contains besides what is compared here: what flowed into the layer (with a residual
+    connection), a gradient before the micro-batch, a parameter before the step of the optimizer."""
 
 
 @dataclass
@@ -137,6 +141,8 @@ class Findings:
     evidence: Evidence | None = None
     empty: set[Place] = field(default_factory=set)
     """Where this rank has no element, as of a parameter that lies on others."""
+    divided: set[int] = field(default_factory=set)
+    """Of this rank's layers those with a parameter that is cut over `tp`."""
 
     def compare(
         self,
@@ -149,12 +155,14 @@ class Findings:
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
         rounding: float | None = None,
+        inside: Callable[[], Inside | None] = lambda: None,
     ) -> bool:
         """Whether `actual` is what the reference says. `origin`: where this rank's piece begins.
 
         `rounding`: the largest machine epsilon of a dtype that it may have passed through. If given, numbers
         that a narrower dtype holds without an error are a difference, where the reference's are not of that
-        kind, however near they are.
+        kind, however near they are. `alternatives`, `base` and `inside` tell more of the first that is
+        different: see `Difference`, `Evidence`.
         """
         tally = self.tallies.setdefault(place.phase, Tally())
         tally.compared += 1
@@ -177,7 +185,8 @@ class Findings:
             through = _shortened(base) if base is not None and fits else None
             self.evidence = Evidence(place, _shortened(actual), _shortened(expected), through)
             hint = _hint(actual, expected, bound, alternatives)
-            self.differences.insert(0, _describe(place, actual, expected, bound, origin, hint))
+            found = _describe(place, actual, expected, bound, origin, hint)
+            self.differences.insert(0, replace(found, inside=inside()))
         elif len(self.differences) < REMEMBERED:
             self.differences.append(_describe(place, actual, expected, bound, origin, ""))
         return False

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from plait.plan import Plan
-from plait.verification.causes import Symptoms, likely_cause
+from plait.verification.diagnosis import Symptoms, likely_cause
 from plait.verification.difference import Tally
 from plait.verification.place import Phase, Place
 from plait.verification.rank import Outcome
@@ -74,8 +74,10 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
         if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
     }
     alike = [outcome.rank for outcome in wrong if _begins_alike(outcome, difference.place)]
+    found = [outcomes[rank].findings.differences[0].inside for rank in evidence]
+    earliest = min((one for one in found if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
-        difference=difference,
+        difference=replace(difference, inside=earliest),
         evidence=evidence,
         coordinates=[outcome.coordinate for outcome in outcomes],
         judges=[
@@ -85,6 +87,7 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
             and (outcome.rank in evidence or outcome.rank not in alike)
         ],
         plan=plan,
+        divided=_is_divided(outcomes, difference.place),
     )
     layer = difference.place.layer
     return First(
@@ -100,6 +103,12 @@ def _begins_alike(outcome: Outcome, place: Place) -> bool:
     """Whether a rank's first difference is at this place, but for the parameter: it may have none of that."""
     assert outcome.findings.evidence is not None
     return replace(outcome.findings.evidence.place, name=place.name) == place
+
+
+def _is_divided(outcomes: Sequence[Outcome], place: Place) -> bool:
+    """Whether the layer of a place, or of the model any, has a parameter that is cut over `tp`."""
+    divided = {layer for outcome in outcomes for layer in outcome.findings.divided}
+    return bool(divided) if place.layer is None else place.layer in divided
 
 
 def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:

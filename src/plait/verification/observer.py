@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.engine import Parts
 from plait.layout import divide, shard
-from plait.pipeline.values import tensors_of
+from plait.pipeline.values import Value, tensors_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
     AwaitParameters,
@@ -26,8 +26,11 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
+from plait.tensor.cutting import is_cut
+from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
 from plait.verification.difference import Findings, Origin, origin_of
 from plait.verification.formats import epsilon_of
+from plait.verification.inside import Inside, Sketches, first_inside
 from plait.verification.ledger import Due, Ledger, SumKey, Use
 from plait.verification.place import WHOLE, Key, Moment, Phase, Place
 from plait.verification.recording import NOTHING, Bound, Recording
@@ -48,7 +51,7 @@ class Observer:
         isolate: bool,
         dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]] | None = None,
     ) -> None:
-        """`epsilon` is that of the gradients' dtype, 0 where all is exact.
+        """`epsilon` is that of the gradients' dtype, 0 where all is exact (and nothing is sketched).
 
         With `dtypes`, of each parameter as layers use it and of its gradient, the run goes on with the
         reference's gradients and parameters where they are equal (see `Recipe.follows`).
@@ -58,7 +61,12 @@ class Observer:
         self.recording = recording
         self.findings = findings
         self.isolate = isolate
-        self.step = 0
+        self.looks_inside = epsilon > 0
+        self.step = -1
+        self.targets: list[Value] = []
+        """Of this rank's micro-batches, as they should be."""
+        self.sketches: dict[tuple[int, int], Sketches] = {}
+        """By stage and layer."""
         self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
         gradients: dict[SumKey, Tensor] = {}
         self.uses: dict[tuple[int, int], list[SumKey]] = {}
@@ -70,14 +78,23 @@ class Observer:
             for unit in units:
                 gradients |= unit.gradients_of(stage.number)
             for number, layer in enumerate(stage.layers):
+                used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
+                if any(is_cut(parts.whole_layouts[name]) for name in used):
+                    findings.divided.add(self._layer(stage.number) + number)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.uses[stage.number, number] = [sums[name] for name in trained if self._is_local(name)]
         self.ledger = Ledger(gradients, 8 * epsilon)
 
-    def begin(self, step: int) -> None:
-        """The step that comes next."""
-        self.step = step
+    def begin(self, step: int, targets: list[Value]) -> None:
+        """Start a step. `targets`: of each of this rank's micro-batches, as they should be."""
+        self.step, self.targets = step, targets
         self.ledger.begin()
+        if self.looks_inside:
+            self.sketches = {
+                (stage.number, number): Sketches(layer.module)
+                for stage in self.parts.worker.stages.values()
+                for number, layer in enumerate(stage.layers)
+            }
 
     def __call__(self, instruction: Instruction, parts: Parts) -> None:
         """After an instruction: compare what it gave."""
@@ -92,8 +109,10 @@ class Observer:
                 self._parameters(unit)
             case RunLayer(action, layer) if action.kind is Kind.F:
                 self._value(Phase.FORWARD, action, self._layer(action.stage) + layer)
+                self._forget_sketches()
             case RunLayer(action, layer):
                 self._backward(action, layer)
+                self._forget_sketches()  # of what was recomputed
             case ComputeLoss(action):
                 total = parts.worker.loss_end.total(action.microbatch)
                 self._compare(Phase.LOSS, action, None, Key("total"), total)
@@ -107,6 +126,8 @@ class Observer:
                 self.ledger.close(sums)
             case Finish():
                 self._left(self.ledger.gradients)
+                while self.sketches:
+                    self.sketches.popitem()[1].close()
             case _:
                 pass
 
@@ -186,9 +207,9 @@ class Observer:
         name, _ = which
         place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
         origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
+        own = self._contribution(name, use)
 
         def alternatives() -> Named:
-            own = self._contribution(name, use)
             if own is not None:
                 yield "it was not added at all", due.expected - own[0]
                 yield "it was added twice", due.expected + own[0]
@@ -215,6 +236,7 @@ class Observer:
             due.bound,
             origin=origin,
             alternatives=alternatives,
+            base=None if own is None else due.expected - own[0],
             rounding=rounding,
         )
         if not equal and not self.isolate:
@@ -265,6 +287,14 @@ class Observer:
                 value = self.recording.values.get(Moment(self.step, other), {}).get(key)
                 if other != number and value is not None and whole is not None and value.shape == whole.shape:
                     yield f"it is that of micro-batch {other}", self._of_this_rank(value, actual, key)[0]
+            before = self.recording.values.get(Moment(self.step - 1, number), {}).get(key)
+            if before is not None and whole is not None and before.shape == whole.shape:
+                yield "it is that of the step before", self._of_this_rank(before, actual, key)[0]
+            if phase is Phase.FORWARD and whole is not None and self._cut_dim(key) is None:
+                tp = self.parts.mesh.size("tp")
+                yield from with_other_parameters(expected, self._parameters_of(key.layer, moment), tp)
+            if phase is Phase.LOSS and whole is not None:
+                yield from self._other_losses(action.microbatch, moment, whole)
 
         behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
         through = None if behind is None else key._replace(layer=key.layer + behind)
@@ -279,9 +309,38 @@ class Observer:
             origin=origin,
             alternatives=alternatives,
             base=base,
+            inside=lambda: self._inside(action, key.layer, moment) if phase is Phase.FORWARD else None,
         )
         if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved what it gave
+
+    def _parameters_of(self, layer: int, moment: Moment) -> dict[str, Tensor]:
+        """The parameters of a layer in this step, whole, by name, as far as this rank has them recorded."""
+        values = self.recording.values.get(Moment(self.step - 1, WHOLE), {})
+        names = [k.name for k in self.recording.values[moment] if k[:2] == ("contribution", layer)]
+        keys = {name: Key("value", name=name) for name in names}
+        return {name: values[key] for name, key in keys.items() if key in values}
+
+    def _other_losses(self, microbatch: int, moment: Moment, total: Tensor) -> Named:
+        """The loss that other targets would have; nothing where the output is more than one tensor."""
+        last = sum(self.parts.counts) - 1
+        output = self.recording.values[moment].get(Key("output", last, "0"))
+        if output is not None and Key("output", last, "1") not in self.recording.values[moment]:
+            yield from with_another_loss(self.parts.loss, output, self.targets, microbatch, total)
+
+    def _inside(self, action: Action, layer: int, moment: Moment) -> Inside | None:
+        """Which module inside of a layer is the first whose numbers differ: see `first_inside`."""
+        sketches = self.sketches.get((action.stage, layer - self._layer(action.stage)))
+        if sketches is None:
+            return None
+        keys = [key for key in self.recording.values[moment] if key[:2] == ("inside", layer)]
+        expected = {key.name: self.recording.values[moment][key] for key in keys}
+        bounds = {key.name: self.recording.bounds[moment][key] for key in keys}
+        return first_inside(sketches.found, expected, bounds)
+
+    def _forget_sketches(self) -> None:
+        for sketches in self.sketches.values():
+            sketches.begin()
 
     def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, tuple[int, ...]]:
         """What stands in the place of `actual`, and where that begins in the whole tensor.

@@ -71,7 +71,8 @@ class Key(NamedTuple):
     """The name of a recorded tensor within a moment."""
 
     kind: str
-    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total`, …"""
+    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total`, `inside` (a
+    sketch: see `Sketches`), …"""
     layer: int = -1
     """Whose output or contribution it is; -1: the batch's, or the step's."""
     name: str = ""

@@ -122,7 +122,7 @@ def _family(key: Key) -> object:
     """Tensors whose sizes have to do with each other: the noise of one is measured by the largest."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
-    if key.kind == "output":
+    if key.kind in ("output", "inside"):
         return key.kind, key.layer, key.name
     return (key.kind, key.name) if key.kind == "gradient" else key.kind
 

@@ -26,6 +26,7 @@ from plait.pipeline.values import Value, map_tensors, split, tensors_of
 from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
 from plait.verification.formats import FIRST_SCALE, Formats, ReferenceScale, epsilon_of
+from plait.verification.inside import sketched
 from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment, Records
 from plait.verification.recipe import Recipe
@@ -78,6 +79,7 @@ class Reference:
         self.sums: dict[str, Tensor] = {}
         """Of the step under way, the gradients so far."""
         self.epsilon_of_loss = 0.0
+        self.looks_inside = recipe.mode != "exact"
 
     @property
     def clip(self) -> float | None:
@@ -184,8 +186,10 @@ class Reference:
 
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
-            with telling(layer.path or "the model"), drawing_nothing(layer.path):
+            looking = sketched(layer.module, wanted=self.looks_inside)
+            with telling(layer.path or "the model"), drawing_nothing(layer.path), looking as inside:
                 output = self._run(layer, moment.microbatch, value)
+            records |= {Key("inside", number, name): sketch for name, sketch in inside.items()}
             value = boundary(output, number)
         with telling("the loss"):
             total = self.loss.total(value, targets)

@@ -93,7 +93,7 @@ class Woven:
             self._compare(step, Phase.BATCH, Key("whole"), recorded[Key("mean")].clone())
         self._compare_scale(step, Phase.LOSS_GRADIENT, float(recorded[Key("scale")]))
         self.optimizer.zero_grad()
-        self.engine.observe(self._observe(step))
+        self.engine.observe(self._observe(step, self._share(targets)))
         mean = self.engine.forward_backward(self._share(inputs), self._share(targets))
         self.engine.observe(None)
         self._compare_gradients(step, Phase.REDUCTION, "final")
@@ -242,7 +242,8 @@ class Woven:
         states = [key for key in recorded if key.kind == "state"]
         for name, parameter in self.parameters.items():
             hints = [("it was not updated", before[name])]
-            self._compare(step, Phase.OPTIMIZER, Key("value", name=name), parameter, name, hints)
+            key = Key("value", name=name)
+            self._compare(step, Phase.OPTIMIZER, key, parameter, name, hints, before[name])
         for key in states:
             name, _, entry = key.name.rpartition("/")
             if name not in self.parameters:  # rank 0 has the whole recording
@@ -262,7 +263,7 @@ class Woven:
                 if isinstance(state, Tensor):
                     yield f"{name}/{entry}", state
 
-    def _observe(self, step: int) -> Callable[[Instruction, Parts], None]:
+    def _observe(self, step: int, targets: Value) -> Callable[[Instruction, Parts], None]:
         def observe(instruction: Instruction, parts: Parts) -> None:
             if self.observer is None:
                 self.observer = Observer(
@@ -274,7 +275,7 @@ class Woven:
                     dtypes=self._dtypes() if self.follows else None,
                 )
             if self.observer.step != step:
-                self.observer.begin(step)
+                self.observer.begin(step, split(targets, parts.plan.microbatches, "targets"))
             self.observer(instruction, parts)
 
         return observe
@@ -317,6 +318,7 @@ class Woven:
         actual: Tensor,
         name: str = "",
         alternatives: Sequence[tuple[str, Tensor]] = (),
+        base: Tensor | None = None,
     ) -> bool:
         """Compare a tensor of a step as a whole; a parameter's is this rank's piece of the recorded one."""
         moment = Moment(step, WHOLE)
@@ -336,6 +338,7 @@ class Woven:
             origin=origin,
             alternatives=lambda: alternatives,
             rounding=rounding,
+            base=base,
         )
         if (self.follows and name) if equal else self.isolate:
             actual.data.copy_(expected)

@@ -6,6 +6,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan import Plan
 from plait.verification.difference import Findings, Origin
+from plait.verification.inside import Inside
 from plait.verification.merge import build_report
 from plait.verification.place import Phase, Place
 from plait.verification.rank import Outcome
@@ -50,7 +52,7 @@ def outcomes(wrong: Mapping[int, Mapping[Place, Tensor]], plan: Plan = PLAN) -> 
     """Every rank has compared every phase; some have found something else than `RIGHT`."""
     made = []
     for rank, coordinate in enumerate(coordinates_of(plan)):
-        findings, own = Findings(len(PATHS)), wrong.get(rank, {})
+        findings, own = Findings(len(PATHS), divided={2} if plan.tp > 1 else set()), wrong.get(rank, {})
         for place in EVERYWHERE:
             findings.compare(place, RIGHT, RIGHT, BOUND)
         for place, actual in own.items():
@@ -214,6 +216,29 @@ def test_the_text_of_a_difference() -> None:
         line.startswith("  likely   all of it is 2 times what it should be, the size of tp") for line in lines
     )
     assert any(line.startswith("  in all   1 of 61 tensors differ") for line in lines)
+
+
+def test_of_what_ranks_saw_inside_of_a_layer_the_earliest_counts() -> None:
+    """What one of them gives is summed over all: behind that all differ."""
+    made = outcomes({})
+    for rank, order in ((0, 5), (1, 2)):
+        made[rank].findings.compare(
+            FORWARD,
+            -3.5 * RIGHT,
+            RIGHT,
+            BOUND,
+            inside=partial(Inside, order, f"{order} is the first to differ"),
+        )
+    first = build_report(made, PLAN, Recipe()).first
+    assert first is not None
+    assert first.cause.endswith("; 2 is the first to differ.")
+
+
+def test_a_layer_that_is_not_cut_is_not_blamed_for_that() -> None:
+    for layer, told in ((1, "scaled by one number"), (2, "the size of tp")):
+        first = report_of({0: {replace(FORWARD, layer=layer): 2 * RIGHT}}).first
+        assert first is not None
+        assert told in first.cause
 
 
 def test_a_model_of_one_layer_has_no_path() -> None:

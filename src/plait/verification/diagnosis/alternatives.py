@@ -1,0 +1,61 @@
+"""What a tensor may be by mistake, made of recorded values: sentences with the value that it then has."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from plait.pipeline.values import Value
+from plait.tensor.losses import Loss
+
+Named = Iterator[tuple[str, Tensor]]
+
+
+def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp: int) -> Named:
+    """Yield a layer's output with a bias, or a table of positions, left out or added more than once.
+
+    `expected` `[..., features]`; `parameters`, whole, by name. `tp`: on how many ranks each may be added.
+    """
+    for name, value in parameters.items():
+        is_bias = value.dim() == 1 and value.shape[0] == expected.shape[-1]
+        is_table = value.dim() == 2 < expected.dim() and value.shape[1] == expected.shape[-1]
+        if is_table and value.shape[0] >= expected.shape[-2]:
+            value = value[: expected.shape[-2]]
+        elif not is_bias:
+            continue
+        yield f"{name} is not added", expected - value
+        yield f"{name} is added twice", expected + value
+        if tp > 2:
+            yield f"{name} is added {tp} times, once on each rank of tp", expected + (tp - 1) * value
+
+
+def with_another_loss(loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor) -> Named:
+    """Yield the loss `total` of micro-batch `number` for shifted targets, for other ones, and as a mean.
+
+    `targets` are those of each of the rank's micro-batches. A loss that refuses some of them says nothing.
+    """
+    own = targets[number]
+    weight = torch.as_tensor(loss.weight(own)).to(total)
+    if float(weight) not in (0.0, 1.0):
+        yield (
+            f"it is a mean: divided by its weight, {float(weight):g}, which the engine does itself",
+            total / weight,
+        )
+    for text, other in _other_targets(targets, number):
+        try:
+            value = loss.total(output.clone(), other).detach()
+        except Exception:  # a user's loss, given what it was not made for
+            continue
+        yield f"it is the loss for {text}", value
+
+
+def _other_targets(targets: list[Value], number: int) -> Iterator[tuple[str, Value]]:
+    own = targets[number]
+    if isinstance(own, Tensor) and own.dim() > 1 and not own.is_floating_point():
+        for shift, side in ((1, "later"), (-1, "earlier")):
+            yield f"targets shifted by one position: each stands one {side}", own.roll(shift, 1)
+    for other, theirs in enumerate(targets):
+        if other != number:
+            yield f"the targets of the rank's micro-batch {other}", theirs

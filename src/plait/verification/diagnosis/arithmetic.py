@@ -1,0 +1,187 @@
+"""Hypotheses about one tensor: zero, a multiple of what it should be, a multiple of its input too much."""
+
+from __future__ import annotations
+
+import math
+
+from plait.verification.diagnosis.arrangement import range_of
+from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close
+from plait.verification.diagnosis.wording import of_the_optimizer, product_of
+from plait.verification.place import Phase
+
+NEAR_ONE = 1e-2
+"""A parameter off by such a factor says nothing: a step of the optimizer is a small part of it."""
+ENOUGH = 4
+"""Elements from which on a multiple of the input is no chance."""
+EXACTLY = 1e-9
+"""Relative: one number is a multiple of another where it is as close as this to a degree of the plan."""
+
+
+def no_number(symptoms: Symptoms) -> str | None:
+    """Return the sentence for NaN or infinity where the reference has a number."""
+    actual, expected = symptoms.pair
+    if bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
+        return None
+    return (
+        "it is not a number where the reference is: a division by zero, an overflow, or memory that was "
+        "never written"
+    )
+
+
+def zero(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a tensor of zeros, or one that is zero wherever it differs."""
+    actual, expected = symptoms.pair
+    if not len(actual) or actual.shape != expected.shape:
+        return None
+    if not float(actual.abs().max()) and float(expected.abs().max()):
+        return "it is zero: it was never computed, or never added or sent"
+    wrong = (actual - expected).abs() > symptoms.difference.allowed
+    if int(wrong.sum()) < ENOUGH or bool(actual[wrong].any()):
+        return None
+    part = range_of(symptoms)
+    where = "" if part is None else f" ({part[1]}:{part[2]} of dim {part[0]})"
+    return (
+        f"where it differs{where} it is zero: these elements were never computed, added or sent, or are "
+        "masked where they should not be"
+    )
+
+
+def factor(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a tensor, or its rest without the base, that is a multiple of the expected."""
+    first, phase = symptoms.first, symptoms.phase
+    if first.actual.shape != first.expected.shape:
+        return None
+    if len(first.expected) == 1:
+        return _factor_of_one_number(symptoms)
+    for what, base in bases_of(first, phase):
+        actual, expected = (first.actual - base).double(), (first.expected - base).double()
+        square = float(expected @ expected)
+        if not square:
+            continue
+        ratio = float(actual @ expected) / square
+        is_whole = what == "all of it"
+        if is_whole and (abs(ratio) < FITS or (abs(ratio - 1) < NEAR_ONE and phase is Phase.OPTIMIZER)):
+            continue
+        if not math.isfinite(ratio) or not close(actual, ratio * expected, symptoms.slack):
+            continue
+        if abs(ratio) < FITS:
+            return _nothing_added(phase)
+        return f"{what} is {product_of(ratio)} times what it should be{_reason(ratio, symptoms)}"
+    return None
+
+
+def _nothing_added(phase: Phase) -> str:
+    """Return the sentence for a tensor that is equal to its base."""
+    if phase is Phase.INPUT_GRADIENT:
+        return "it is the gradient of the layer's output, unchanged: the layer's own backward is not in it"
+    if phase is Phase.FORWARD:
+        return "it is the layer's input, unchanged: either the layer is skipped, or what it adds is zero"
+    if phase is Phase.OPTIMIZER:
+        return "it was not updated"
+    return "nothing of this micro-batch is in it: it was not added, or is zero"
+
+
+def _factor_of_one_number(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a single number that is off by exactly a degree of the plan."""
+    actual, expected = (float(tensor[0]) for tensor in symptoms.pair)
+    if not expected or symptoms.phase not in (Phase.MEAN_LOSS, Phase.EVALUATION):
+        return None
+    ratio = actual / expected
+    said = _degrees_of(ratio, symptoms, EXACTLY)
+    return f"it is {product_of(ratio)} times what it should be{said}" if said else None
+
+
+def _reason(ratio: float, symptoms: Symptoms) -> str:
+    """Return what a factor may come from."""
+    if symptoms.phase is Phase.OPTIMIZER:
+        return f": the gradients are equal, so {of_the_optimizer(symptoms.plan)}"
+    if symptoms.phase is Phase.CLIP:
+        return ": the gradients before it are equal, so they are clipped by another norm, or to another bound"
+    is_whole = ratio > 1.5 and abs(ratio - round(ratio)) < ROUGHLY
+    counts = f", or counts {product_of(ratio)} times" if is_whole else ""
+    scaled = f": it is scaled by one number too many or too few{counts}"
+    return _degrees_of(ratio, symptoms, ROUGHLY) or scaled
+
+
+def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
+    """Return which degrees of the plan a factor is as large as, or one over; nothing if none."""
+    degrees = _degrees(symptoms)
+    more = [name for name, size in degrees.items() if abs(ratio - size) < slack * size]
+    less = [name for name, size in degrees.items() if abs(ratio * size - 1) < slack]
+    if more:
+        return (
+            f", the size of {' and of '.join(more)}: either a sum is taken twice there, or of what is the "
+            "same everywhere, or it is scaled by one number too many or too few"
+        )
+    if less:
+        return (
+            f", one over {' and '.join(less)}: either averaged instead of summed, or divided for another "
+            "reason"
+        )
+    return ""
+
+
+def _degrees(symptoms: Symptoms) -> dict[str, int]:
+    """Return the degrees that a sum of this phase may run over, without those of 1."""
+    plan, phase = symptoms.plan, symptoms.phase
+    if phase in (Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS, Phase.MESSAGE, Phase.GRADIENT_MESSAGE):
+        return {}  # nothing is summed
+    inside = phase in (Phase.FORWARD, Phase.INPUT_GRADIENT)
+    degrees = {"tp": plan.tp} if symptoms.divided or not inside else {}
+    if not inside and phase is not Phase.LOSS:
+        degrees |= {"dp": plan.dp, "the number of micro-batches": plan.microbatches}
+    if phase not in (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.LOSS, Phase.WEIGHT_GRADIENT):
+        degrees |= {"pp": plan.pp}
+    return {name: size for name, size in degrees.items() if size > 1}
+
+
+def multiple_of_input(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a tensor that has its base (see `Evidence`) too often, or not at all."""
+    base = symptoms.first.base
+    actual, expected = symptoms.pair
+    if base is None or len(actual) < ENOUGH or actual.shape != expected.shape:
+        return None
+    base = base.double()
+    square, apart = float(base @ base), actual - expected
+    times = float(apart @ base) / square if square else 0.0
+    if not times or not math.isfinite(times) or not close(apart, times * base, symptoms.slack):
+        return None
+    if symptoms.phase is Phase.OPTIMIZER:
+        return (
+            f"it differs by {times:.3g} times what the parameter was before: the weight decay is another, "
+            "or is left out"
+        )
+    if symptoms.phase not in AROUND:
+        return None
+    what = AROUND[symptoms.phase]
+    if abs(times + 1) < ROUGHLY:
+        return f"{what} is missing in it: the residual connection around the layer is left out"
+    return (
+        f"{what} is in it {product_of(times)} times too often: a residual connection is scaled, doubled, or "
+        "where there is none"
+    )
+
+
+AROUND = {Phase.FORWARD: "the layer's input", Phase.INPUT_GRADIENT: "the gradient of the layer's output"}
+
+
+def same_for_all(symptoms: Symptoms) -> str | None:
+    """Return the sentence for an error that is the same for all rows, or for each row of the batch."""
+    pair = symptoms.shaped
+    if symptoms.phase is not Phase.FORWARD or pair is None or pair[0].dim() < 2:
+        return None
+    if range_of(symptoms) is not None:
+        return None  # a part that is other everywhere
+    apart = pair[0] - pair[1]
+    rows = apart.reshape(-1, apart.shape[-1])
+    if rows.shape[0] > 1 and rows.shape[1] > 1 and close(rows, rows[:1].expand_as(rows), symptoms.slack):
+        return (
+            "the same row is added to all rows: a constant, as a bias is, counts more than once or is left "
+            "out"
+        )
+    if len(apart) > 1 and apart.dim() > 2 and close(apart, apart[:1].expand_as(apart), symptoms.slack):
+        return (
+            "the same is added to each row of the batch, whatever its values: something that depends on "
+            "positions only counts more than once, is left out, or is another"
+        )
+    return None

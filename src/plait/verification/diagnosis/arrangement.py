@@ -1,0 +1,125 @@
+"""Hypotheses about where numbers stand: in another order, shifted, wrong in a part of the tensor only."""
+
+from __future__ import annotations
+
+import math
+
+import torch
+from torch import Tensor
+
+from plait.verification.diagnosis.symptoms import Symptoms, close
+from plait.verification.place import Phase
+
+SHIFTS = (1, -1, 2, -2)
+SLICES = 4096
+"""Of a dim with more, no permutation is looked for."""
+SHOWN = 4
+"""Exchanged slices that are listed."""
+
+
+def transposed(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a square matrix that is its own transpose."""
+    pair = symptoms.shaped
+    if pair is None or pair[0].dim() != 2 or pair[0].shape[0] != pair[0].shape[1] or len(pair[0]) < 2:
+        return None
+    return "it is transposed" if close(pair[0], pair[1].T, symptoms.slack) else None
+
+
+def shifted(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a tensor whose numbers stand some places later or earlier along a dim."""
+    pair = symptoms.shaped
+    if pair is None:
+        return None
+    actual, expected = pair
+    for dim, size in enumerate(actual.shape):
+        for shift in SHIFTS:
+            kept = size - abs(shift)
+            if kept < 2 or kept <= size / 2:
+                continue  # exchanged halves are no shift
+            later = actual.narrow(dim, max(shift, 0), kept), expected.narrow(dim, max(-shift, 0), kept)
+            if not close(*later, symptoms.slack) or later[1].max() - later[1].min() <= symptoms.slack:
+                continue
+            places = "1 place" if abs(shift) == 1 else f"{abs(shift)} places"
+            return f"it is shifted: along dim {dim} it stands {places} {'later' if shift > 0 else 'earlier'}"
+    return None
+
+
+def permuted(symptoms: Symptoms) -> str | None:
+    """Return the sentence for the same numbers in another order, if possible with the dim and the slices."""
+    actual, expected = symptoms.pair
+    if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
+        return None
+    pair = symptoms.shaped
+    gathered = "; pieces were gathered to other places" if symptoms.phase is Phase.PARAMETERS else ""
+    for dim in range(0 if pair is None else pair[0].dim()):
+        assert pair is not None
+        order = _order_along(dim, *pair, symptoms.slack)
+        if order is not None:
+            moved = [f"{there} at {here}" for here, there in enumerate(order) if here != there]
+            more = f" and {len(moved) - SHOWN} more" if len(moved) > SHOWN else ""
+            return f"dim {dim} is in another order: it has {', '.join(moved[:SHOWN])}{more}{gathered}"
+    return f"the same numbers stand in another order{gathered}"
+
+
+def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> list[int] | None:
+    """Return which slice of `expected` each slice of `actual` along `dim` is; None where one is none."""
+    here, there = (one.movedim(dim, 0).flatten(1) for one in (actual, expected))
+    if not 1 < len(here) <= SLICES or not here.shape[1]:
+        return None
+    weights = torch.rand(here.shape[1], dtype=here.dtype, generator=torch.Generator().manual_seed(0))
+    order = torch.empty(len(here), dtype=torch.int64)
+    order[(here @ weights).argsort()] = (there @ weights).argsort()
+    if not close(here, there[order], slack):
+        return None
+    return [int(place) for place in order]
+
+
+def part_of_a_dim(symptoms: Symptoms) -> str | None:
+    """Return where the difference is, if that is one range of one dim."""
+    part = range_of(symptoms)
+    return None if part is None else f"only {part[1]}:{part[2]} of dim {part[0]} differs"
+
+
+def positions(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a layer's output that is right at its first positions only, or at its last."""
+    part = range_of(symptoms)
+    if (
+        part is None
+        or symptoms.phase is not Phase.FORWARD
+        or not 0 < part[0] < len(symptoms.difference.shape) - 1
+    ):
+        return None
+    dim, start, stop, size = part
+    found = f"only {start}:{stop} of dim {dim} differs"
+    if start and stop == size and start <= size / 2:
+        return (
+            f"{found}: if that is a sequence, its first {_positions(start)} right, as where attention has "
+            "wrong scores, rotary angles or a wrong mask, which the first positions, that see little, do "
+            "not show"
+        )
+    if not start and stop >= size / 2:
+        return (
+            f"{found}: if that is a sequence, its last {_positions(size - stop)} right, as where a mask "
+            "lets positions see what comes after them, which the last cannot"
+        )
+    return None
+
+
+def range_of(symptoms: Symptoms) -> tuple[int, int, int, int] | None:
+    """Return (dim, start, stop, size) where the difference is in one range of one dim."""
+    difference = symptoms.difference
+    if difference.whole_box or len(difference.box) != len(difference.shape):
+        return None
+    volume = math.prod(stop - start for start, stop in difference.box)
+    if difference.share * math.prod(difference.shape) < volume / 2:
+        return None  # scattered, and by chance not everywhere
+    parts = [
+        (dim, start, stop, size)
+        for dim, ((start, stop), size) in enumerate(zip(difference.box, difference.shape, strict=True))
+        if stop - start < size
+    ]
+    return parts[0] if len(parts) == 1 else None
+
+
+def _positions(count: int) -> str:
+    return "position is" if count == 1 else f"{count} positions are"

@@ -1,0 +1,126 @@
+"""What is known of a difference that no hypothesis explains: what is equal before it, and what is left."""
+
+from __future__ import annotations
+
+from plait.verification.diagnosis.symptoms import Symptoms
+from plait.verification.diagnosis.wording import either, of_the_optimizer
+from plait.verification.place import Phase
+
+
+def known_of(symptoms: Symptoms) -> str:
+    """Return what the comparisons before this one exclude, and what the plan leaves as suspects.
+
+    Parts of a plan that it does not have are no suspects: nothing is cut at tp 1, nothing gathered unsharded.
+    """
+    phase = symptoms.phase
+    if phase in BY_PLAN:
+        return BY_PLAN[phase](symptoms)
+    return KNOWN[phase]
+
+
+def _forward(symptoms: Symptoms) -> str:
+    inside = symptoms.difference.inside
+    known = "the layer's input is equal, and what it gives is not"
+    if inside is not None:
+        return f"{known}: {inside.sentence}"
+    if symptoms.divided:
+        return (
+            f"{known}: either it is cut over tp in a way that it cannot be, or it computes something else "
+            "on its own"
+        )
+    return f"{known}: it computes something else, or with other parameters"
+
+
+def _loss(symptoms: Symptoms) -> str:
+    pieces = (
+        ", or the loss is put together from pieces of the classes in another way" if symptoms.divided else ""
+    )
+    return f"the output is equal: either the targets or the loss itself are others{pieces}"
+
+
+def _input_gradient(symptoms: Symptoms) -> str:
+    known = "the gradient of the layer's output is equal, and that of its input is not: "
+    suspects = ["its backward is not that of its forward", "what it kept of its forward was changed since"]
+    if symptoms.divided:
+        suspects.append(
+            "a sum over tp, where its region begins or ends, is wrong (missing, doubled, averaged, rounded)"
+        )
+    if symptoms.plan.recompute != "none":
+        suspects.append("what is recomputed is not what was computed")
+    return known + either(suspects)
+
+
+def _reduction(symptoms: Symptoms) -> str:
+    plan = symptoms.plan
+    known = "what each micro-batch gave is right, as far as that is compared"
+    axes = [axis for axis, size in (("dp", plan.dp), ("tp", plan.tp), ("pp", plan.pp)) if size > 1]
+    if not axes:
+        return f"{known}, and something changed the gradients afterwards"
+    return (
+        f"{known}: either a reduction (here over {', '.join(axes)}) is wrong, as where it is missing, done "
+        "twice, too early or over other ranks, or something changed the gradients afterwards"
+    )
+
+
+def _initial(symptoms: Symptoms) -> str:
+    piece = ", or another piece of it" if symptoms.plan.world > 1 else ""
+    return f"a parameter starts from another value: another seed{piece}"
+
+
+def _optimizer(symptoms: Symptoms) -> str:
+    return (
+        "the gradients are equal, and what the optimizer makes of them is not: "
+        f"{of_the_optimizer(symptoms.plan)}"
+    )
+
+
+BY_PLAN = {
+    Phase.FORWARD: _forward,
+    Phase.LOSS: _loss,
+    Phase.INPUT_GRADIENT: _input_gradient,
+    Phase.REDUCTION: _reduction,
+    Phase.INITIAL: _initial,
+    Phase.OPTIMIZER: _optimizer,
+}
+KNOWN = {
+    Phase.BATCH: (
+        "on one rank, too, the loss of the batch is not that of its micro-batches: the model or the loss "
+        "depends on how the batch is cut, as statistics over rows do, or a loss whose total is no sum over "
+        "rows"
+    ),
+    Phase.INPUT: (
+        "the first stage was given other values than its rows of the batch: either other rows, or changed "
+        "ones"
+    ),
+    Phase.PARAMETERS: (
+        "the pieces are right on the ranks that hold them, and what was gathered of them is not: from "
+        "other ranks, to other places, too early, not at all, or changed on its way"
+    ),
+    Phase.MESSAGE: (
+        "what one stage sent is not what the next one got: either it was changed on its way, as in a "
+        "buffer that was used again too early, or it is another message"
+    ),
+    Phase.LOSS_GRADIENT: (
+        "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
+        "of the loss is not that of its forward"
+    ),
+    Phase.GRADIENT_MESSAGE: (
+        "what one stage sent is not what the stage before got: either it was changed on its way, as in a "
+        "buffer that was used again too early, or it is another message"
+    ),
+    Phase.WEIGHT_GRADIENT: (
+        "the gradient of the layer's output is equal, and that of its weight is not: either it is made of "
+        "another input or output gradient than the layer's, or what was added before is lost or counts "
+        "more than once, or something else is added"
+    ),
+    Phase.MEAN_LOSS: (
+        "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
+        "weight, or not all of them are in it once"
+    ),
+    Phase.NORM: "the gradients are equal, and their norm is not",
+    Phase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",
+    Phase.EVALUATION: (
+        "training is equal, and evaluation is not: another mode, other parameters, other rows, or another "
+        "weight"
+    ),
+}

@@ -1,0 +1,100 @@
+"""Hypotheses that several ranks show together: parts of a sum, pieces of another rank, norms."""
+
+from __future__ import annotations
+
+import math
+from itertools import combinations
+
+import torch
+
+from plait.verification.diagnosis.symptoms import Symptoms, bases_of, close
+from plait.verification.diagnosis.wording import ranks_in_words
+from plait.verification.place import Phase
+
+SAME_NORM = 1e-6
+"""Relative: a norm nearer than this counts all that it has to."""
+NOT_SUMMED = (Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS)
+"""Phases whose tensors are never made by a sum over ranks."""
+IN_PIECES = (Phase.INITIAL, Phase.PARAMETERS, Phase.REDUCTION, Phase.OPTIMIZER)
+"""Phases in which ranks of dp hold pieces."""
+
+
+def summands(symptoms: Symptoms) -> str | None:
+    """Return the sentence for ranks along one axis, or two, whose tensors add up to what each should have."""
+    first = symptoms.first
+    if symptoms.phase in NOT_SUMMED:
+        return None
+    for axes in (*((axis,) for axis in symptoms.axes), *combinations(symptoms.axes, 2)):
+        alike = [symptoms.evidence[rank] for rank in symptoms.neighbours(axes) if rank in symptoms.evidence]
+        alike = [one for one in alike if torch.equal(one.expected, first.expected)]
+        if len(alike) < 2 or any(one.actual.shape != first.expected.shape for one in alike):
+            continue
+        if all(torch.equal(one.actual, first.actual) for one in alike):
+            continue  # as after a mean: it is a factor
+        over = " and ".join(axes)
+        for what, base in bases_of(first, symptoms.phase):
+            parts = torch.stack([(one.actual - base).double() for one in alike])
+            if close(parts.sum(0), (first.expected - base).double(), symptoms.slack):
+                return f"the ranks of {over} hold summands of {what}: their sum over {over} is missing"
+    return None
+
+
+def piece_of_another(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a tensor that a neighbour along `tp`, or of pieces along `dp`, should have."""
+    first = symptoms.first
+    axes = ("tp", "dp") if symptoms.phase in IN_PIECES else ("tp",)
+    for rank in (rank for axis in axes for rank in symptoms.neighbours((axis,))):
+        other = symptoms.evidence.get(rank, first)
+        pairs = zip(bases_of(first, symptoms.phase), bases_of(other, symptoms.phase), strict=False)
+        for (what, own), (_, others) in pairs:
+            if other is not first and close(first.actual - own, other.expected - others, symptoms.slack):
+                where = ranks_in_words([rank], symptoms)
+                return f"{what} is what {where} should have: pieces go to another rank"
+    return None
+
+
+def later_pieces(symptoms: Symptoms) -> str | None:
+    """Return the sentence for all ranks of `tp` but the first, where each has a piece of the sequence."""
+    wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
+    right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.judges} - wrong
+    if not symptoms.plan.cuts_sequence or symptoms.phase is not Phase.FORWARD or 0 not in right:
+        return None
+    return (
+        "only later pieces of the sequence differ: either something counts positions from the start of a "
+        "piece, or it looks at positions before it (then its layer must not have the rule sequence), or it "
+        "is cut elsewhere"
+    )
+
+
+def norm(symptoms: Symptoms) -> str | None:
+    """Return the sentence for a norm: whose squares are in it, or only that it is too large or small."""
+    if symptoms.phase is not Phase.NORM:
+        return None
+    actual, expected = symptoms.difference.values
+    if abs(actual - expected) < SAME_NORM * expected:
+        return None
+    plan = symptoms.plan
+    for axis in symptoms.axes:
+        own = [symptoms.evidence[rank] for rank in symptoms.neighbours((axis,)) if rank in symptoms.evidence]
+        squares = math.fsum(float(one.actual[0]) ** 2 for one in own if one.actual.numel())
+        if len(own) > 1 and abs(squares - expected**2) < SAME_NORM * expected**2:
+            return (
+                "it is too small: it leaves out what other ranks hold, for the squares of the ranks of "
+                f"{axis} add up to what it should be"
+            )
+    degrees = {"tp": plan.tp, "dp": plan.dp, "pp": plan.pp}
+    times = [
+        name for name, size in degrees.items() if size > 1 and abs(actual**2 / expected**2 / size - 1) < 1e-6
+    ]
+    if times:
+        return f"it is too large: as if every square counted on each rank of {' or '.join(times)}"
+    if actual > expected:
+        alike = (
+            "what several ranks hold alike is counted by more than one of them, or " if plan.world > 1 else ""
+        )
+        return (
+            f"it is too large: either {alike}something that is no gradient (padding) counts too, or it is "
+            "scaled, or another norm"
+        )
+    left = " (other ranks', or of some parameters)" if plan.world > 1 else " (of some parameters)"
+    return f"it is too small: either it leaves out gradients{left}, or it is another norm"

@@ -1,0 +1,60 @@
+"""What a tensor may be by mistake: the sentences, and the values that they stand for."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from plait.tensor.losses import cross_entropy
+from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
+
+OUTPUT = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+TARGETS = [torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.tensor([[4, 4, 1], [2, 0, 3]])]
+
+
+def total(targets: Tensor) -> Tensor:
+    return functional.cross_entropy(OUTPUT.flatten(0, 1), targets.flatten(), reduction="sum")
+
+
+def test_parameters_that_are_left_out_or_added_again() -> None:
+    bias, table = torch.arange(5.0).double(), torch.ones(4, 5).double()
+    given = {"bias": bias, "table": table, "weight": torch.ones(7, 2), "short": torch.ones(2, 5)}
+    found = dict(with_other_parameters(OUTPUT, given, tp=4))
+    assert list(found) == [
+        f"{name} is {text}"
+        for name in ("bias", "table")
+        for text in ("not added", "added twice", "added 4 times, once on each rank of tp")
+    ]
+    assert torch.equal(found["bias is not added"], OUTPUT - bias)
+    assert torch.equal(found["table is added twice"], OUTPUT + table[:3])
+    assert torch.equal(found["bias is added 4 times, once on each rank of tp"], OUTPUT + 3 * bias)
+
+
+def test_losses_of_other_targets() -> None:
+    found = dict(with_another_loss(cross_entropy, OUTPUT, TARGETS, 0, total(TARGETS[0])))
+    mean, later, earlier, other = found
+    assert "its weight, 6," in mean
+    assert torch.equal(found[mean], total(TARGETS[0]) / 6)
+    assert "one later" in later
+    assert "one earlier" in earlier
+    torch.testing.assert_close(found[later], total(TARGETS[0].roll(1, 1)))
+    torch.testing.assert_close(found[earlier], total(TARGETS[0].roll(-1, 1)))
+    assert other.endswith("the rank's micro-batch 1")
+    torch.testing.assert_close(found[other], total(TARGETS[1]))
+
+
+class _Refusing:
+    """A loss that takes nothing but what it was made for."""
+
+    def total(self, output: Any, targets: Any) -> Tensor:
+        raise KeyError("mask")
+
+    def weight(self, targets: Any) -> Tensor:
+        return torch.tensor(1)
+
+
+def test_a_loss_that_fails_says_nothing() -> None:
+    assert list(with_another_loss(_Refusing(), OUTPUT, TARGETS, 0, total(TARGETS[0]))) == []

@@ -1,0 +1,550 @@
+"""Each hypothesis with symptoms made by hand, and with a near miss."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from verification_cases import coordinates_of, difference_at, evidence_of
+
+from plait.plan import Plan
+from plait.verification.diagnosis import Symptoms, likely_cause
+from plait.verification.diagnosis.cause import HYPOTHESES
+from plait.verification.diagnosis.known import BY_PLAN, KNOWN, known_of
+from plait.verification.diagnosis.rounding import rounded
+from plait.verification.inside import Inside
+from plait.verification.place import Phase, Place
+
+ONE, TP, CUBE = Plan(), Plan(tp=2), Plan(pp=2, dp=2, tp=2, microbatches=4)
+FORWARD = Place(0, Phase.FORWARD, 1, 0)
+REDUCTION = Place(0, Phase.REDUCTION, name="weight")
+EXPECTED = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+NOISE = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+
+
+def symptoms(
+    actual: Tensor | dict[int, Tensor],
+    *,
+    place: Place = FORWARD,
+    expected: Tensor = EXPECTED,
+    plan: Plan = ONE,
+    base: Tensor | None = None,
+    judges: tuple[int, ...] | None = None,
+    divided: bool = False,
+    **told: Any,
+) -> Symptoms:
+    """One tensor, or those of several ranks, in the place of `expected`."""
+    by_rank = actual if isinstance(actual, dict) else {0: actual}
+    return Symptoms(
+        difference_at(place, expected, by_rank[min(by_rank)], **told),
+        evidence_of(place, expected, by_rank, base),
+        coordinates_of(plan),
+        tuple(by_rank) if judges is None else judges,
+        plan,
+        divided,
+    )
+
+
+def cause(*arguments: Any, **told: Any) -> str:
+    return likely_cause(symptoms(*arguments, **told))
+
+
+def fitting(made: Symptoms) -> list[str]:
+    """The hypotheses that fit."""
+    return [hypothesis.__name__ for hypothesis in HYPOTHESES if hypothesis(made)]
+
+
+def test_where_nothing_fits_it_is_what_is_known() -> None:
+    for phase in Phase:
+        if phase is not Phase.NORM:
+            made = symptoms(NOISE, place=Place(0, phase, 1, 0))
+            assert fitting(made) == []
+            assert likely_cause(made) == f"{known_of(made)}."
+
+
+def test_of_every_phase_something_is_known() -> None:
+    assert KNOWN.keys() | BY_PLAN.keys() == set(Phase)
+    assert not KNOWN.keys() & BY_PLAN.keys()
+
+
+@pytest.mark.parametrize("phase", list(Phase))
+def test_at_one_rank_no_rank_is_to_blame(phase: Phase) -> None:
+    told = cause(NOISE, place=Place(0, phase, 1, 0)) if phase is not Phase.NORM else "no sum"
+    assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
+
+
+def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
+    place = Place(0, Phase.INPUT_GRADIENT, 1, 0)
+    assert "a sum over tp" in cause(NOISE, place=place, plan=TP, divided=True)
+    assert "sum over" not in cause(NOISE, place=place, plan=TP)
+
+
+def test_recomputation_is_suspected_only_where_there_is_any() -> None:
+    place = Place(0, Phase.INPUT_GRADIENT, 1, 0)
+    assert "recomputed" in cause(NOISE, place=place, plan=Plan(recompute="full"))
+    assert "recomputed" not in cause(NOISE, place=place)
+
+
+def test_an_update_of_pieces_is_suspected_only_where_there_are_any() -> None:
+    place = Place(0, Phase.OPTIMIZER, name="weight")
+    assert "elementwise" in cause(NOISE, place=place, plan=TP)
+    assert "elementwise" in cause(NOISE, place=place, plan=Plan(dp=2, strategy="optimizer"))
+    assert "elementwise" not in cause(NOISE, place=place)
+
+
+def test_the_place_inside_of_a_layer_stands_behind_what_fits() -> None:
+    inside = Inside(3, "inside, what norm gives is the first to differ")
+    assert cause(NOISE, inside=inside).endswith("and what it gives is not: " + inside.sentence + ".")
+    assert cause(3 * EXPECTED, inside=inside).endswith(
+        "times; inside, what norm gives is the first to differ."
+    )
+
+
+def test_what_the_rank_saw_itself_comes_first() -> None:
+    assert cause(2 * EXPECTED, hint="it is that of micro-batch 3") == "it is that of micro-batch 3."
+
+
+class TestNoNumber:
+    @pytest.mark.parametrize("broken", [torch.nan, torch.inf])
+    def test_fits_nan_and_infinity(self, broken: float) -> None:
+        actual = EXPECTED.clone()
+        actual[0, 0] = broken
+        assert cause(actual).startswith(
+            "it is not a number where the reference is: a division by zero, an overflow"
+        )
+
+    def test_does_not_fit_where_the_reference_has_none_either(self) -> None:
+        expected = EXPECTED.clone()
+        expected[0, 0] = torch.inf
+        assert "no_number" not in fitting(symptoms(expected * 1.5, expected=expected))
+
+
+class TestSummands:
+    def test_over_one_axis(self) -> None:
+        parts = {0: NOISE, 1: EXPECTED - NOISE}
+        told = "hold summands of all of it: their sum over tp is missing."
+        assert cause(parts, plan=TP) == f"the ranks of tp {told}"
+
+    @pytest.mark.parametrize(("plan", "axis"), [(Plan(dp=2), "dp"), (Plan(pp=2), "pp")])
+    def test_over_another_axis(self, plan: Plan, axis: str) -> None:
+        parts = {0: NOISE, 1: EXPECTED - NOISE}
+        assert f"their sum over {axis} is missing" in cause(parts, plan=plan, place=REDUCTION)
+
+    def test_over_both_axes_of_dp(self) -> None:
+        plan = Plan(dp=4, replicate=2)
+        parts = {0: NOISE, 1: EXPECTED, 2: -NOISE, 3: 0 * NOISE}
+        assert "their sum over dp is missing" in cause(parts, plan=plan, place=REDUCTION)
+
+    def test_over_replicate_where_ranks_of_shard_hold_other_pieces(self) -> None:
+        plan = Plan(dp=4, replicate=2, strategy="gradients")
+        parts = {0: NOISE, 2: EXPECTED - NOISE}
+        assert "their sum over replicate is missing" in cause(parts, plan=plan, place=REDUCTION)
+
+    def test_over_two_axes(self) -> None:
+        plan = Plan(dp=2, tp=2)
+        parts = {0: NOISE, 1: EXPECTED, 2: -3 * NOISE, 3: 2 * NOISE}
+        assert "the ranks of tp and dp hold summands" in cause(parts, plan=plan, place=REDUCTION)
+
+    def test_a_near_miss(self) -> None:
+        parts = {0: NOISE, 1: EXPECTED - 1.01 * NOISE}
+        assert fitting(symptoms(parts, plan=TP)) == []
+
+    def test_halves_are_a_factor(self) -> None:
+        parts = {0: EXPECTED / 2, 1: EXPECTED / 2}
+        assert fitting(symptoms(parts, plan=TP)) == ["factor"]
+
+    def test_needs_more_than_one_rank(self) -> None:
+        assert fitting(symptoms({0: NOISE}, plan=TP)) == []
+
+    def test_other_shapes_do_not_sum(self) -> None:
+        parts = {0: NOISE, 1: EXPECTED[:2]}
+        assert fitting(symptoms(parts, plan=TP)) == []
+
+
+class TestZero:
+    def test_fits_zero(self) -> None:
+        assert cause(0 * EXPECTED) == "it is zero: it was never computed, or never added or sent."
+
+    def test_fits_a_part_that_is_zero(self) -> None:
+        actual = EXPECTED.clone()
+        actual[2] = 0
+        told = cause(actual, box=((2, 3), (0, 6)), whole_box=False)
+        assert told.startswith(
+            "where it differs (2:3 of dim 0) it is zero: these elements were never computed"
+        )
+
+    def test_a_near_miss(self) -> None:
+        actual = 0 * EXPECTED
+        actual[0, 0] = 1e-3
+        assert "zero" not in fitting(symptoms(actual))
+
+    def test_a_reference_of_zero_is_not_missed(self) -> None:
+        assert "zero" not in fitting(symptoms(NOISE, expected=0 * EXPECTED))
+
+
+class TestFactor:
+    @pytest.mark.parametrize(
+        ("factor", "shown"),
+        [(2.0, "2"), (0.5, "1/2"), (0.25, "1/4"), (1.5, "3/2"), (3.7, "3.7"), (-1.0, "-1")],
+    )
+    def test_all_of_it(self, factor: float, shown: str) -> None:
+        told = f"all of it is {shown} times what it should be: it is scaled by one number too many or too few"
+        assert cause(factor * EXPECTED).startswith(told)
+
+    @pytest.mark.parametrize(
+        ("factor", "phase", "told"),
+        [
+            (2.0, Phase.FORWARD, "2 times what it should be, the size of tp: either a sum is taken twice"),
+            (
+                0.5,
+                Phase.FORWARD,
+                "1/2 times what it should be, one over tp: either averaged instead of summed",
+            ),
+            (4.0, Phase.FORWARD, "4 times what it should be: it is scaled by one number too many"),
+            (
+                4.0,
+                Phase.WEIGHT_GRADIENT,
+                "4 times what it should be, the size of the number of micro-batches",
+            ),
+            (0.25, Phase.REDUCTION, "1/4 times what it should be, one over the number of micro-batches"),
+            (2.0, Phase.WEIGHT_GRADIENT, "2 times what it should be, the size of tp and of dp: either a sum"),
+            (0.5, Phase.REDUCTION, "1/2 times what it should be, one over tp and dp and pp: either averaged"),
+        ],
+    )
+    def test_is_explained_by_a_degree(self, factor: float, phase: Phase, told: str) -> None:
+        place = Place(0, phase, 1, 0, "weight")
+        assert told in cause(factor * EXPECTED, place=place, plan=CUBE, divided=True)
+
+    def test_of_what_the_layer_adds(self) -> None:
+        """A residual connection: what flows through is right."""
+        assert cause(NOISE + 2 * (EXPECTED - NOISE), base=NOISE, plan=TP, divided=True).startswith(
+            "what the layer adds to it is 2 times what it should be, the size of tp: "
+        )
+
+    def test_a_near_miss(self) -> None:
+        actual = 2 * EXPECTED
+        actual[0, 0] *= 1.01
+        assert fitting(symptoms(actual)) == []
+
+    def test_one_number_shows_no_factor(self) -> None:
+        assert fitting(symptoms(torch.tensor([2.0]), expected=torch.tensor([1.0]))) == []
+
+    def test_one_number_that_is_off_by_a_degree(self) -> None:
+        one, place = torch.tensor([1.0]), Place(0, Phase.MEAN_LOSS)
+        assert "2 times what it should be, the size of tp" in cause(
+            2 * one, expected=one, place=place, plan=TP
+        )
+        assert fitting(symptoms(2.001 * one, expected=one, place=place, plan=TP)) == []
+
+    def test_of_a_layer_that_is_not_divided_tp_is_no_reason(self) -> None:
+        assert "tp" not in cause(2 * EXPECTED, plan=TP)
+
+    def test_of_an_optimizer_the_gradients_are_right(self) -> None:
+        place = Place(0, Phase.OPTIMIZER, name="weight")
+        told = cause(EXPECTED + 2 * NOISE, expected=EXPECTED + NOISE, base=EXPECTED, place=place, plan=CUBE)
+        assert told.startswith(
+            "the update is 2 times what it should be: the gradients are equal, so either it"
+        )
+        assert "micro-batches" not in told
+
+    @pytest.mark.parametrize(
+        ("phase", "told"),
+        [
+            (Phase.FORWARD, "it is the layer's input, unchanged: either the layer is skipped"),
+            (Phase.INPUT_GRADIENT, "it is the gradient of the layer's output, unchanged"),
+            (Phase.OPTIMIZER, "it was not updated"),
+            (Phase.WEIGHT_GRADIENT, "nothing of this micro-batch is in it"),
+        ],
+    )
+    def test_nothing_but_the_base(self, phase: Phase, told: str) -> None:
+        assert cause(NOISE, base=NOISE, place=Place(0, phase, 1, 0, "weight")).startswith(told)
+
+
+class TestMultipleOfInput:
+    def test_a_residual_connection_that_is_left_out(self) -> None:
+        assert cause(EXPECTED - NOISE, base=NOISE).startswith("the layer's input is missing in it")
+
+    def test_one_that_counts_more_than_once(self) -> None:
+        assert cause(EXPECTED + 2 * NOISE, base=NOISE).startswith(
+            "the layer's input is in it 2 times too often"
+        )
+
+    def test_backward_it_is_the_gradient_of_the_output(self) -> None:
+        told = cause(EXPECTED - NOISE, base=NOISE, place=Place(0, Phase.INPUT_GRADIENT, 1, 0))
+        assert told.startswith("the gradient of the layer's output is missing in it")
+
+    def test_of_an_optimizer_it_is_the_weight_decay(self) -> None:
+        told = cause(EXPECTED - 1e-4 * NOISE, base=NOISE, place=Place(0, Phase.OPTIMIZER, name="weight"))
+        assert told.startswith("it differs by -0.0001 times what the parameter was before: the weight decay")
+
+    def test_a_near_miss(self) -> None:
+        actual = EXPECTED - NOISE
+        actual[0, 0] += 1e-2
+        assert fitting(symptoms(actual, base=NOISE)) == []
+
+
+class TestSameForAll:
+    def test_fits_a_bias(self) -> None:
+        told = "the same row is added to all rows: a constant, as a bias is, counts more than once"
+        assert cause(EXPECTED + NOISE[:1]).startswith(told)
+
+    def test_fits_a_table_of_positions(self) -> None:
+        expected = torch.stack([EXPECTED, NOISE])
+        told = cause(expected + EXPECTED.flip(0), expected=expected)
+        assert told.startswith(
+            "the same is added to each row of the batch, whatever its values: something that"
+        )
+
+    def test_does_not_fit_one_column(self) -> None:
+        actual = EXPECTED.clone()
+        actual[:, 2] += 1
+        assert fitting(symptoms(actual, box=((0, 4), (2, 3)), whole_box=False)) == []
+
+    def test_a_near_miss(self) -> None:
+        actual = EXPECTED + NOISE[:1]
+        actual[1, 1] += 0.1
+        assert fitting(symptoms(actual)) == []
+
+    def test_only_of_a_forward(self) -> None:
+        assert fitting(symptoms(EXPECTED + NOISE[:1], place=REDUCTION)) == []
+
+    def test_of_tokens_in_several_dims(self) -> None:
+        expected = EXPECTED.view(2, 2, 6)
+        assert fitting(symptoms(expected + NOISE[:1], expected=expected)) == ["same_for_all"]
+
+    def test_one_row_shows_nothing(self) -> None:
+        assert fitting(symptoms((EXPECTED + NOISE)[:1], expected=EXPECTED[:1])) == []
+
+
+class TestOrder:
+    def test_exchanged_slices_are_listed(self) -> None:
+        told = "dim 0 is in another order: it has 3 at 0, 2 at 1, 1 at 2, 0 at 3."
+        assert cause(EXPECTED.flip(0)) == told
+        halves = EXPECTED.roll(3, 1)
+        assert cause(halves) == "dim 1 is in another order: it has 3 at 0, 4 at 1, 5 at 2, 0 at 3 and 2 more."
+
+    def test_another_order_of_no_dim(self) -> None:
+        actual = EXPECTED.flatten().sort().values.view(4, 6)
+        assert cause(actual) == "the same numbers stand in another order."
+
+    def test_a_shift(self) -> None:
+        assert cause(EXPECTED.roll(1, 1)) == "it is shifted: along dim 1 it stands 1 place later."
+        assert cause(EXPECTED.roll(-2, 1)) == "it is shifted: along dim 1 it stands 2 places earlier."
+
+    def test_exchanged_halves_are_no_shift(self) -> None:
+        assert fitting(symptoms(EXPECTED.roll(2, 0))) == ["permuted"]
+
+    def test_a_shift_of_equal_slices_is_none(self) -> None:
+        expected = torch.ones(4, 6, dtype=torch.float64)
+        actual = expected.clone()
+        actual[0] = NOISE[0]
+        assert "shifted" not in fitting(symptoms(actual, expected=expected))
+
+    def test_a_transpose(self) -> None:
+        square = NOISE[:, :4]
+        assert cause(square.T, expected=square, place=REDUCTION) == "it is transposed."
+
+    def test_a_near_miss(self) -> None:
+        actual = EXPECTED.flip(0)
+        actual[0, 0] += 0.1
+        assert fitting(symptoms(actual)) == []
+
+
+class TestPieceOfAnother:
+    def test_fits_pieces_that_went_to_the_neighbour(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
+        second = replace(made.evidence[1], expected=NOISE.flatten())
+        made = replace(made, evidence={**made.evidence, 1: second})
+        assert likely_cause(made) == "all of it is what rank 1 should have: pieces go to another rank."
+
+    def test_a_near_miss(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=TP)
+        second = replace(made.evidence[1], expected=NOISE.flatten() * 1.01)
+        assert fitting(replace(made, evidence={**made.evidence, 1: second})) == []
+
+    def test_only_of_a_neighbour_along_tp(self) -> None:
+        made = symptoms({0: NOISE, 1: EXPECTED}, plan=Plan(dp=2))
+        second = replace(made.evidence[1], expected=NOISE.flatten())
+        assert "piece_of_another" not in fitting(replace(made, evidence={**made.evidence, 1: second}))
+
+
+class TestLaterPieces:
+    PIECES = Plan(tp=2, sequence_parallel="keep")
+
+    def test_fits_where_the_first_is_right(self) -> None:
+        said = cause({1: NOISE}, plan=self.PIECES, judges=(0, 1))
+        assert said.startswith("only later pieces of the sequence differ: either something counts positions")
+        assert said.endswith("; equal on tp 0.")
+
+    @pytest.mark.parametrize(
+        ("wrong", "plan", "phase"),
+        [
+            (0, PIECES, Phase.FORWARD),
+            (1, TP, Phase.FORWARD),
+            (1, PIECES, Phase.INPUT_GRADIENT),
+        ],
+        ids=["the first is wrong", "no pieces", "backward"],
+    )
+    def test_a_near_miss(self, wrong: int, plan: Plan, phase: Phase) -> None:
+        made = symptoms({wrong: NOISE}, plan=plan, judges=(0, 1), place=Place(0, phase, 1, 0))
+        assert fitting(made) == []
+
+
+class TestRange:
+    def test_of_some_rows(self) -> None:
+        actual = EXPECTED.clone()
+        actual[2:3] += NOISE[2:3]
+        told = "only 2:3 of dim 0 differs; the layer's input is equal, and what it gives is not"
+        assert cause(actual, box=((2, 3), (0, 6)), whole_box=False).startswith(told)
+
+    def test_of_some_columns(self) -> None:
+        assert "only 9:12 of dim 1 differs" in cause(NOISE, box=((0, 4), (9, 12)), whole_box=False)
+
+    @pytest.mark.parametrize(
+        ("wrong", "told"),
+        [
+            ((1, 6), "its first position is right, as where attention has wrong scores"),
+            ((3, 6), "its first 3 positions are right"),
+            ((0, 5), "its last position is right, as where a mask lets positions see"),
+            ((5, 6), None),
+            ((0, 1), None),
+            ((2, 4), None),
+        ],
+    )
+    def test_of_positions(self, wrong: tuple[int, int], told: str | None) -> None:
+        expected, noise = EXPECTED.view(2, 6, 2), NOISE.view(2, 6, 2)
+        actual = expected.clone()
+        actual[:, slice(*wrong)] += noise[:, slice(*wrong)]
+        share = (wrong[1] - wrong[0]) / 6
+        box = ((0, 2), wrong, (0, 2))
+        made = symptoms(actual, expected=expected, box=box, whole_box=False, share=share)
+        assert fitting(made) == ([] if told is None else ["positions"])
+        assert (told or f"only {wrong[0]}:{wrong[1]} of dim 1 differs; the layer's input") in likely_cause(
+            made
+        )
+
+    def test_does_not_fit_a_corner(self) -> None:
+        assert fitting(symptoms(NOISE, box=((1, 3), (2, 4)), whole_box=False)) == []
+
+    def test_does_not_fit_all_of_it(self) -> None:
+        assert fitting(symptoms(NOISE)) == []
+
+
+class TestRounded:
+    @pytest.mark.parametrize(
+        ("dtype", "name"),
+        [(torch.float32, "float32"), (torch.float16, "float16"), (torch.bfloat16, "bfloat16")],
+    )
+    def test_fits_a_narrower_dtype(self, dtype: torch.dtype, name: str) -> None:
+        told = f"all of it has no more digits than {name} holds: something on the way was {name}."
+        assert cause(EXPECTED.to(dtype).double()) == told
+
+    @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+    def test_fits_what_a_layer_adds(self, dtype: torch.dtype) -> None:
+        added = EXPECTED - NOISE
+        told = cause(NOISE + added.to(dtype).double(), base=NOISE)
+        name = str(dtype).removeprefix("torch.")
+        assert told.startswith(f"what the layer adds to it has no more digits than {name} holds: ")
+
+    def test_a_sum_of_numbers_in_16_bits(self) -> None:
+        parts = NOISE, EXPECTED - NOISE
+        told = cause(sum(part.bfloat16().double() for part in parts))
+        assert "no more digits than float32 holds, and is off by as much as bfloat16 rounds" in told
+
+    @pytest.mark.parametrize("digits", [2.0**-9, 2.0**-12])
+    def test_an_error_as_small_as_16_bits_is_none(self, digits: float) -> None:
+        """As of another epsilon, scale or angle: up and down, everywhere, and as small."""
+        assert fitting(symptoms(EXPECTED * (1 + digits * NOISE.sign()))) == []
+
+    def test_an_error_as_small_as_float32_may_be(self) -> None:
+        expected = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+        signs = torch.randn(400, dtype=torch.float64, generator=torch.Generator().manual_seed(4)).sign()
+        told = cause(expected * (1 + 2.0**-25 * signs), expected=expected)
+        assert "off by as little as float32 rounds" in told
+        assert fitting(symptoms(expected + 1e-8 * expected.abs(), expected=expected)) == []  # up only
+        positions = symptoms(expected * (1 + 2.0**-25 * signs), expected=expected, share=0.9)
+        assert fitting(positions) == []  # not everywhere
+
+    def test_an_element_that_is_off_by_more_is_a_near_miss(self) -> None:
+        actual = EXPECTED.float().double()
+        actual[0, 0] *= 1.1
+        assert fitting(symptoms(actual)) == []
+
+    def test_one_element_is_a_near_miss(self) -> None:
+        actual = EXPECTED.clone()
+        actual[0, 0] *= 1 + 2.0**-25
+        assert rounded(symptoms(actual)) is None
+
+    def test_only_where_more_digits_are_expected(self) -> None:
+        assert rounded(symptoms(EXPECTED.bfloat16().double(), allowed=1e-6)) is None
+
+    def test_a_reference_of_such_numbers_shows_nothing(self) -> None:
+        expected = EXPECTED.bfloat16().double()
+        assert fitting(symptoms(expected * (1 + 2.0**-7 * NOISE.sign()), expected=expected)) == []
+
+    def test_one_number_may_show_it(self) -> None:
+        one = torch.tensor([0.1], dtype=torch.float64)
+        told = cause(one.float().double(), expected=one, place=Place(0, Phase.LOSS, None, 0))
+        assert told.startswith("all of it has no more digits than float32 holds")
+
+
+class TestNorm:
+    PLACE = Place(0, Phase.NORM)
+
+    @pytest.mark.parametrize(("plan", "blames"), [(ONE, False), (TP, True)])
+    def test_too_large(self, plan: Plan, blames: bool) -> None:
+        told = cause(torch.tensor(1.3), expected=torch.tensor(1.0), place=self.PLACE, plan=plan)
+        assert told.startswith("it is too large: either ")
+        assert ("what several ranks hold alike" in told) == blames
+
+    def test_as_large_as_if_every_square_counted_on_each_rank(self) -> None:
+        root = torch.tensor([2.0**0.5], dtype=torch.float64)
+        one = torch.tensor([1.0], dtype=torch.float64)
+        told = cause(root, expected=one, place=self.PLACE, plan=Plan(dp=2))
+        assert told == "it is too large: as if every square counted on each rank of dp."
+
+    def test_too_small(self) -> None:
+        told = cause(torch.tensor(0.5), expected=torch.tensor(1.0), place=self.PLACE)
+        assert told.startswith("it is too small: either it leaves out gradients (of some parameters)")
+
+    def test_squares_of_ranks_that_add_up(self) -> None:
+        parts = {rank: torch.tensor([own], dtype=torch.float64) for rank, own in enumerate((0.6, 0.8))}
+        expected = torch.tensor([1.0], dtype=torch.float64)
+        told = cause(parts, expected=expected, place=self.PLACE, plan=Plan(pp=2))
+        assert "the squares of the ranks of pp add up to what it should be" in told
+
+    def test_only_of_a_norm(self) -> None:
+        place = Place(0, Phase.MEAN_LOSS)
+        assert fitting(symptoms(torch.tensor(0.5), expected=torch.tensor(1.0), place=place)) == []
+
+
+class TestCircumstances:
+    def test_ranks_that_are_equal_by_the_axis_that_sets_them_apart(self) -> None:
+        made = symptoms({1: NOISE}, plan=TP, judges=(0, 1))
+        assert likely_cause(made) == f"{known_of(made)}; equal on tp 0."
+
+    def test_dp_counts_over_both_of_its_axes(self) -> None:
+        told = cause({2: NOISE}, plan=Plan(dp=4, replicate=2), place=REDUCTION, judges=(0, 1, 2, 3))
+        assert told.endswith("; equal on dp 0, 1, 3.")
+
+    def test_ranks_that_no_axis_sets_apart(self) -> None:
+        told = cause({1: NOISE, 2: NOISE}, plan=Plan(dp=2, tp=2), place=REDUCTION, judges=(0, 1, 2, 3))
+        assert told.endswith("; equal on rank 0, 3.")
+
+    def test_earlier_micro_batches_of_the_rank(self) -> None:
+        plan = Plan(dp=2, microbatches=2)
+        ends = [cause(NOISE, plan=plan, place=Place(0, Phase.FORWARD, 1, m)) for m in range(4)]
+        assert [told.endswith("; micro-batches before it are equal.") for told in ends] == [0, 1, 0, 1]
+
+    def test_earlier_steps(self) -> None:
+        assert cause(NOISE, place=Place(1, Phase.FORWARD, 1, 0)).endswith("; the steps before it are equal.")
+
+    def test_all_of_them(self) -> None:
+        plan = Plan(tp=2, microbatches=2)
+        made = symptoms({0: NOISE}, plan=plan, place=Place(2, Phase.FORWARD, 1, 1), judges=(0, 1))
+        circumstances = "equal on tp 1; micro-batches before it are equal; the steps before it are equal."
+        assert likely_cause(made) == f"{known_of(made)}; {circumstances}"
