@@ -27,15 +27,11 @@ class LiveBytes(TorchDispatchMode):
         self.most = 0
         """The most bytes that were alive after an operation, since it was set."""
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
-        self._shared: dict[int, ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func is torch.ops.aten.from_file.default:
-            storage = result.untyped_storage()
-            self._shared[id(storage)] = ref(storage)
         for tensor in tensors_of((args, kwargs or {}, result)):
             self._see(tensor)
         self.most = max(self.most, self.count())
@@ -43,8 +39,8 @@ class LiveBytes(TorchDispatchMode):
 
     def own(self, tensor: Tensor) -> None:
         """Count this rank's part of shared memory."""
-        self._shared.pop(id(tensor.untyped_storage()), None)
-        self._see(tensor)
+        storage = tensor.untyped_storage()
+        self._storages[id(storage)] = ref(storage)
 
     def count(self) -> int:
         """The bytes that are alive now."""
@@ -60,6 +56,5 @@ class LiveBytes(TorchDispatchMode):
 
     def _see(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        shared = self._shared.get(id(storage))
-        if not tensor.is_meta and (shared is None or shared() is not storage):
+        if not tensor.is_meta and storage.filename is None:  # shared memory is mapped from a file
             self._storages[id(storage)] = ref(storage)
