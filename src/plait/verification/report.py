@@ -206,7 +206,7 @@ def finite(value: float) -> float | None:
 
 def formats_in(plan: Plan) -> str:
     """The precisions that a plan sets, and its loss scale: `bf16, master fp32, loss scale 1024`."""
-    told = [plan.precision or ""]
+    told: list[str] = [plan.precision or ""]
     for name in ("master", "gradient", "reduce"):
         precision = getattr(plan, f"{name}_precision")
         told += [f"{name} {precision}"] if precision else []
