@@ -115,7 +115,7 @@ class Ranks(Protocol):
         """
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """The transport of the one of `groups` that this rank is in; None where it is in none, or alone.
+        """Return the transport of the one of `groups` that this rank is in; None in none, or alone.
 
         All ranks call it alike. `timeout`, in seconds, holds for every wait.
         """

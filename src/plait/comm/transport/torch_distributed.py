@@ -64,20 +64,20 @@ class TorchTransport:
         return "cpu:gloo" in backends_of(self.process_group)
 
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Chosen by what all ranks know alike: device, backend, size."""
+        """Return how an all-reduce is done, from what all ranks know alike: device, backend, size."""
         small = tensor.nbytes * self.size <= EXCHANGE_LIMIT
         return "exchange" if small and self._over_gloo(tensor) else "backend"
 
     def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Likewise. Gloo's own is a whole all-reduce, so it is never chosen."""
+        """Return how a reduce-scatter is done; Gloo's own is a whole all-reduce, so never that."""
         return "exchange" if self._over_gloo(tensor) else "backend"
 
     def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Likewise: the backend's moves as little as possible."""
+        """Return how an all-gather is done: by the backend, which moves the fewest bytes."""
         return "backend"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """By an exchange where that is quicker, else the backend's own order of sums."""
+        """Start an all-reduce: an exchange where that is quicker, else the backend's own order of sums."""
         if self.all_reduce_algorithm(tensor) == "exchange":
             copies = tensor.detach().expand(self.size, *tensor.shape).contiguous()
             return self._exchange(copies, total, op)
@@ -87,7 +87,7 @@ class TorchTransport:
         return TorchPending(work, total, then=lambda: divide_mean(total, op, self.size))
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """The backend's own order of sums."""
+        """Start a reduce, in the backend's own order of sums."""
         work = dist.reduce(
             tensor, op=_native(op), group=self.process_group, async_op=True, group_dst=destination
         )
@@ -99,7 +99,7 @@ class TorchTransport:
         return TorchPending(work, tensor, then=finish)
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """In rank order on the CPU; the backend's own order elsewhere."""
+        """Start a reduce-scatter: in rank order on the CPU, in the backend's own order elsewhere."""
         mine = dense(tensor)
         if self.reduce_scatter_algorithm(tensor) == "exchange":
             return self._exchange(mine, piece, op)
@@ -109,7 +109,7 @@ class TorchTransport:
         return TorchPending(work, mine, piece, then=lambda: divide_mean(piece, op, self.size))
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """One call of the backend."""
+        """Start an all-gather by one call of the backend."""
         mine = dense(tensor)
         work = _single("all_gather_single", dist.all_gather_into_tensor)(
             as_bytes(whole), as_bytes(mine), group=self.process_group, async_op=True
@@ -117,17 +117,17 @@ class TorchTransport:
         return TorchPending(work, mine, whole)
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """One call of the backend."""
+        """Start an all-to-all by one call of the backend."""
         mine = dense(tensor)
         return TorchPending(self._swap(mine, received), mine, received)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """One call of the backend."""
+        """Start a broadcast by one call of the backend."""
         work = dist.broadcast(as_bytes(tensor), group=self.process_group, async_op=True, group_src=source)
         return TorchPending(work, tensor)
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """One call of the backend."""
+        """Start a gather by one call of the backend."""
         mine = dense(tensor)
         pieces = None if whole is None else list(as_bytes(whole).tensor_split(self.size))
         work = dist.gather(
@@ -136,37 +136,37 @@ class TorchTransport:
         return TorchPending(work, mine, whole)
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
-        """One call of the backend."""
+        """Start a scatter by one call of the backend."""
         mine = None if pieces is None else dense(pieces)
         parts = None if mine is None else list(as_bytes(mine).tensor_split(self.size))
         work = dist.scatter(as_bytes(own), parts, group=self.process_group, async_op=True, group_src=source)
         return TorchPending(work, mine, own)
 
     def barrier(self) -> Pending:
-        """On NCCL it blocks the host when waited for."""
+        """Start a barrier, which on NCCL blocks the host when waited for."""
         return TorchPending(dist.barrier(self.process_group, async_op=True))
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """A rendezvous: done when the other rank has posted its receive."""
+        """Start a send, complete when the other rank has posted its receive."""
         mine = dense(tensor)
         work = dist.isend(as_bytes(mine), group=self.process_group, tag=tag, group_dst=destination)
         return TorchPending(work, mine)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
-        """NCCL knows no tags."""
+        """Post a receive; NCCL ignores the tag."""
         work = dist.irecv(as_bytes(buffer), group=self.process_group, tag=tag, group_src=source)
         return TorchPending(work, buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """None: processes that only exchange messages share no memory."""
+        """Return None: processes that only exchange messages share no memory."""
         return None
 
     def shares(self, tensor: Tensor) -> bool:
-        """False."""
+        """Return False: no tensor is made by `shared_zeros`."""
         return False
 
     def abort(self, cause: Exception) -> None:
-        """Nothing: torch's own timeouts end what is pending."""
+        """Do nothing: torch's own timeouts end what is pending."""
 
     def _over_gloo(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and self.carries_cpu_tensors

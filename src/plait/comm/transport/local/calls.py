@@ -61,7 +61,7 @@ class Call:
 
 
 @dataclass
-class Message:
+class Transfer:
     """One message between two ranks; what is sent is copied when both are there."""
 
     sent: Tensor | None = None
@@ -91,8 +91,8 @@ class Board:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self._calls: dict[int, Call] = {}
-        self._unsent: dict[tuple[int, int, int], deque[Message]] = {}
-        self._unreceived: dict[tuple[int, int, int], deque[Message]] = {}
+        self._unsent: dict[tuple[int, int, int], deque[Transfer]] = {}
+        self._unreceived: dict[tuple[int, int, int], deque[Transfer]] = {}
 
     def call(self, number: int, kind: str) -> Call:
         """The collective with this number, which counts alike on every rank."""
@@ -101,14 +101,14 @@ class Board:
             del self._calls[number]  # this rank is the last to ask for it
         return call
 
-    def send(self, source: int, destination: int, tag: int, tensor: Tensor) -> Message:
+    def send(self, source: int, destination: int, tag: int, tensor: Tensor) -> Transfer:
         """A message, matched with the oldest receive of its pair and tag that has none."""
         message = self._match((source, destination, tag), self._unsent, self._unreceived)
         message.sent = tensor
         message.meet()
         return message
 
-    def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Message:
+    def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Transfer:
         """Likewise, with the oldest message that was sent."""
         message = self._match((source, destination, tag), self._unreceived, self._unsent)
         message.buffer = buffer
@@ -118,13 +118,13 @@ class Board:
     @staticmethod
     def _match(
         key: tuple[int, int, int],
-        waiting: dict[tuple[int, int, int], deque[Message]],
-        other: dict[tuple[int, int, int], deque[Message]],
-    ) -> Message:
+        waiting: dict[tuple[int, int, int], deque[Transfer]],
+        other: dict[tuple[int, int, int], deque[Transfer]],
+    ) -> Transfer:
         """The oldest message in `waiting`; else a new one, put in `other` for the other side to find."""
         if waiting.get(key):
             return waiting[key].popleft()
-        message = Message()
+        message = Transfer()
         other.setdefault(key, deque()).append(message)
         return message
 

@@ -12,7 +12,7 @@ from plait.comm.buffers import describe
 from plait.comm.last_words import LastWords
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.local import calls
-from plait.comm.transport.local.calls import Board, Call, Message, WorkOut
+from plait.comm.transport.local.calls import Board, Call, Transfer, WorkOut
 from plait.comm.transport.local.turns import Turns, Wait
 from plait.comm.transport.reduction import Op
 
@@ -47,7 +47,9 @@ class LocalPending:
 class LocalMessage:
     """A message that this thread sends, or receives into `buffer`."""
 
-    def __init__(self, transport: LocalTransport, message: Message, peer: int, buffer: Tensor | None) -> None:
+    def __init__(
+        self, transport: LocalTransport, message: Transfer, peer: int, buffer: Tensor | None
+    ) -> None:
         self._transport, self._message, self._peer, self._buffer = transport, message, peer, buffer
 
     def wait(self, awaited: str = "") -> None:
@@ -79,64 +81,64 @@ class LocalTransport:
         self._turns.wait(self.ranks[self.index], wait, self._timeout)
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """In rank order."""
+        """Start a reduction in rank order."""
         return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, calls.all_reduce(op))
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """In rank order; the other ranks keep what they have."""
+        """Start a reduction in rank order; the other ranks keep what they have."""
         written = tensor if self.index == destination else None
         kind = f"reduce {op} to {destination} {describe(tensor)}"
         return self._call(kind, tensor, written, calls.all_reduce(op))
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """In rank order."""
+        """Start a reduction in rank order."""
         return self._call(f"reduce_scatter {op} {describe(tensor)}", tensor, piece, calls.reduce_scatter(op))
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """By copies."""
+        """Start an all-gather."""
         return self._call(f"all_gather {describe(tensor)}", tensor, whole, calls.all_gather)
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """By copies."""
+        """Start an all-to-all."""
         return self._call(f"all_to_all {describe(tensor)}", tensor, received, calls.all_to_all)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """By copies."""
+        """Start a broadcast."""
         kind = f"broadcast from {source} {describe(tensor)}"
         return self._call(kind, tensor, tensor, calls.broadcast(source))
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """By copies."""
+        """Start a gather."""
         return self._call(f"gather to {destination} {describe(tensor)}", tensor, whole, calls.all_gather)
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
-        """By copies."""
+        """Start a scatter."""
         return self._call(f"scatter from {source} {describe(own)}", pieces, own, calls.scatter(source))
 
     def barrier(self) -> Pending:
-        """Nothing is copied."""
+        """Start a barrier."""
         return self._call("barrier", None, None, calls.nothing)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """A rendezvous."""
+        """Start a send, which is complete when the receive is posted."""
         message = self._board.send(self.index, destination, tag, tensor.detach())
         return LocalMessage(self, message, self.ranks[destination], None)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
-        """Filled when the message is sent."""
+        """Post a receive."""
         message = self._board.receive(source, self.index, tag, buffer)
         return LocalMessage(self, message, self.ranks[source], buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """None: all memory is shared."""
+        """Return None: threads share all memory."""
         return None
 
     def shares(self, tensor: Tensor) -> bool:
-        """False."""
+        """Return False: no tensor is made by `shared_zeros`."""
         return False
 
     def abort(self, cause: Exception) -> None:
-        """Nothing: ranks that wait for this one learn of its end."""
+        """Do nothing: ranks that wait for this one learn of its end."""
 
     def _call(self, kind: str, read: Tensor | None, written: Tensor | None, work_out: WorkOut) -> Pending:
         call = self._board.call(self._count, kind)
@@ -158,14 +160,14 @@ class LocalRank:
         self._made: dict[tuple[int, ...], int] = {}
 
     def world(self) -> LocalTransport | None:
-        """None: nothing has to travel before groups are made."""
+        """Return None: no transport is needed before groups are made."""
         return None
 
     def discover(self, timeout: float) -> None:
-        """Nothing is to be found out."""
+        """Do nothing: all ranks are threads of this process."""
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:
-        """The n-th group of the same ranks is the same on all of them."""
+        """Return this rank's transport in the one of `groups` that it is in, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
         if mine is None:
             return None
@@ -178,7 +180,7 @@ class LocalRank:
         self._turns.pause(self.rank, seconds)
 
     def close(self) -> None:
-        """Nothing is held that must be given back."""
+        """Do nothing: no connections are held."""
 
 
 class RankThread(Thread):
@@ -190,6 +192,6 @@ class RankThread(Thread):
 
 
 def current_local_rank() -> LocalRank | None:
-    """The rank whose thread this is, if it is one."""
+    """Return the rank that runs in the calling thread, or None outside of ranks."""
     thread = current_thread()
     return thread.rank if isinstance(thread, RankThread) else None

@@ -57,7 +57,7 @@ class SharedMemoryTransport(TorchTransport):
         return TorchTransport(self.process_group, self.index)
 
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Chosen by what all ranks know alike: device, size, and who made the tensor."""
+        """Return how an all-reduce is done, from what all ranks know alike: device, size, `shares`."""
         if self.shares(tensor):
             return "in place"
         if not _fits(tensor):
@@ -65,17 +65,17 @@ class SharedMemoryTransport(TorchTransport):
         return "whole" if tensor.nbytes * self.size <= WHOLE_LIMIT else "pieces"
 
     def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Likewise."""
+        """Return how a reduce-scatter is done, from what all ranks know alike."""
         if self.shares(tensor):
             return "in place"
         return "whole" if _fits(tensor) else super().reduce_scatter_algorithm(tensor)
 
     def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Likewise."""
+        """Return how an all-gather is done, from what all ranks know alike."""
         return "whole" if _fits(tensor) else super().all_gather_algorithm(tensor)
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """In rank order, where tensors lie or by way of the scratch; large ones by the backend."""
+        """Start an all-reduce in rank order, in shared memory; of large tensors by the backend."""
         algorithm = self.all_reduce_algorithm(tensor)
         if algorithm == "in place" and total.data_ptr() == tensor.data_ptr():
             return collectives.reduce_in_place(self._of_all_ranks(tensor), op, self.lines)
@@ -85,7 +85,7 @@ class SharedMemoryTransport(TorchTransport):
         return reduction(tensor, total, op, self.scratch)
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Likewise; large ones are exchanged in messages."""
+        """Start a reduce-scatter in rank order, in shared memory; of large tensors by messages."""
         algorithm = self.reduce_scatter_algorithm(tensor)
         if algorithm == "in place":
             return collectives.reduce_to_own_piece(self._of_all_ranks(tensor), piece, op, self.lines)
@@ -94,7 +94,7 @@ class SharedMemoryTransport(TorchTransport):
         return collectives.reduce_to_pieces(tensor, piece, op, self.scratch)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """By way of the scratch; large ones by the backend."""
+        """Start an all-gather in shared memory; of large tensors by the backend."""
         if self.all_gather_algorithm(tensor) != "whole":
             return super().all_gather(tensor, whole)
         return collectives.gather_whole(tensor, whole, self.scratch)
