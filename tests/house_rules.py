@@ -20,14 +20,15 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("train",),
     ("verification",),
     ("composer", "footprint"),
+    ("engine",),
     ("blueprint",),
-    ("engine", "weaving"),
     ("tensor", "sharding", "pipeline", "checkpoint", "models"),
+    ("layers",),
     ("autograd",),
     ("comm",),
-    ("planner",),
-    ("search",),
-    ("simulation",),
+    ("schedules.stage_cuts",),
+    ("schedules.search",),
+    ("schedules.simulation",),
     ("schedules",),
     ("layout",),
     ("plan", "rules", "sizes", "weight_files"),
@@ -36,9 +37,9 @@ FLOORS: tuple[tuple[str, ...], ...] = (
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
 FLOOR_OF = {room: floor for floor, rooms in enumerate(FLOORS) for room in rooms}
 WITHOUT_TORCH = {
-    "planner",
-    "search",
-    "simulation",
+    "schedules.stage_cuts",
+    "schedules.search",
+    "schedules.simulation",
     "schedules",
     "plan",
     "rules",
@@ -49,13 +50,21 @@ WITHOUT_TORCH = {
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
 PRIVATE_USES = {
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
-    ("pipeline/boundary.py", "_run", "_version"): "whether a layer wrote to its input: no public counter",
+    (
+        "layers/shape_inference.py",
+        "_run",
+        "_version",
+    ): "whether a layer wrote to its input: likewise",
     (
         "pipeline/profiling.py",
         "profiling",
         "_profiler_enabled",
     ): "no public way to ask for an active profiler",
-    ("pipeline/sequence.py", "_flatten", "_modules"): "named_children leaves out a module that stands twice",
+    (
+        "layers/layer_sequence.py",
+        "_flatten",
+        "_modules",
+    ): "named_children leaves out what stands twice",
     ("pipeline/products.py", "_written", "_schema"): "what an operation writes to: no public way to ask",
     ("pipeline/products.py", "*", "torch.utils._python_dispatch.TorchDispatchMode"): "sees each operation",
     ("footprint/attention.py", "_kernel", "_scaled_dot_product_flash_attention_for_cpu"): "as a CPU runs it",
@@ -86,6 +95,13 @@ UNFINISHED = re.compile(r"\b(TO" r"DO|FIX" r"ME|XX" r"X)\b")
 ABSOLUTE_PATH = re.compile(r"(?<![\w.~*])/(home|root|tmp|usr|var|etc|opt|mnt|srv|Users|work)/|\b[A-Z]:\\\\")
 
 
+def room_of(module: str) -> str:
+    """Return the room that a module belongs to: `schedules.search` for `plait.schedules.search.auto`."""
+    parts = module.split(".")
+    inner = ".".join(parts[1:3])
+    return inner if inner in FLOOR_OF else ".".join(parts[1:2])
+
+
 @dataclass(frozen=True)
 class Source:
     """A module of the project: its dotted name, its path below the package, and its text."""
@@ -100,8 +116,7 @@ class Source:
 
     @property
     def room(self) -> str:
-        parts = self.name.split(".")
-        return parts[1] if len(parts) > 1 else ""
+        return room_of(self.name)
 
     def breach(self, line: int, what: str) -> str:
         return f"src/plait/{self.path}:{line}: {what}"
@@ -164,7 +179,7 @@ def imports_go_down(source: Source, house: House) -> Iterator[str]:
         if module == "plait":
             yield source.breach(line, "imports the package itself: import from the module that has the name")
         elif _is(module, "plait"):
-            room = module.split(".")[1]
+            room = room_of(module)
             above = FLOOR_OF.get(room, -1) <= FLOOR_OF[source.room]
             if room != source.room and above:
                 yield source.breach(

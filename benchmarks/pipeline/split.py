@@ -12,10 +12,10 @@ from torch.distributed.pipelining._backward import stage_backward_input, stage_b
 from work import CONTEXT, HIDDEN, build
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
-from plait.pipeline.boundary import infer
-from plait.pipeline.sequence import sequence_of
+from plait.layers.layer_sequence import sequence_of
+from plait.layers.nested import leaf_of
+from plait.layers.shape_inference import infer
 from plait.pipeline.stage import Stage
-from plait.pipeline.values import leaf_of
 
 SHAPE = (1, CONTEXT, HIDDEN)
 LAYERS = {"attention": slice(1, 2), "MLP": slice(2, 3), "a stage of 4 blocks": slice(1, 9)}

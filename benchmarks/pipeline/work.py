@@ -10,10 +10,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 import plait
+from plait.layers.cost import layer_costs
+from plait.layers.layer_sequence import NamedLayer, sequence_of
 from plait.models.initial import initial_value
-from plait.pipeline.cost import layer_costs
-from plait.pipeline.sequence import NamedLayer, sequence_of
-from plait.planner import LayerCosts, ordered_cut
+from plait.schedules.stage_cuts import LayerCosts, ordered_cut
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8

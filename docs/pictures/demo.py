@@ -6,8 +6,8 @@
 from pathlib import Path
 
 import plait
-from plait.simulation.svg import draw_svg
-from plait.simulation.timeline import simulate
+from plait.schedules.simulation.svg import draw_svg
+from plait.schedules.simulation.timeline import simulate
 from plait.train.settings import load_config
 
 FOLDER = Path(__file__).parent

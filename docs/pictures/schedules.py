@@ -6,8 +6,8 @@
 from pathlib import Path
 
 import plait
-from plait.search.schedule import NAMES
-from plait.simulation.svg import draw_svg
+from plait.schedules.search.schedule import NAMES
+from plait.schedules.simulation.svg import draw_svg
 
 FOLDER = Path(__file__).parent
 for policy in NAMES:

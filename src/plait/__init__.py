@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from plait.footprint.forecast import memory
     from plait.plan import Plan
     from plait.schedules.check import check
-    from plait.search.schedule import schedule
-    from plait.simulation.costs import Costs
-    from plait.simulation.timeline import simulate
+    from plait.schedules.search.schedule import schedule
+    from plait.schedules.simulation.costs import Costs
+    from plait.schedules.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
     from plait.verification.verify import verify
 
 __version__ = "0.1.0"
 
 _HOME = {
-    "Costs": "plait.simulation.costs",
+    "Costs": "plait.schedules.simulation.costs",
     "Dropout": "plait.autograd.dropout",
     "Mesh": "plait.comm.mesh",
     "Plan": "plait.plan",
@@ -42,8 +42,8 @@ _HOME = {
     "memory": "plait.footprint.forecast",
     "parallelize": "plait.composer",
     "save": "plait.checkpoint.saving",
-    "schedule": "plait.search.schedule",
-    "simulate": "plait.simulation.timeline",
+    "schedule": "plait.schedules.search.schedule",
+    "simulate": "plait.schedules.simulation.timeline",
     "verify": "plait.verification.verify",
 }
 

@@ -15,24 +15,24 @@ from torch import nn
 from plait.checkpoint.spread import Spread
 from plait.comm.group import Group
 from plait.errors import PlanError
+from plait.layers.compiled import refuse_compiled_modules
+from plait.layers.cost import layer_costs
+from plait.layers.layer_sequence import LayerSequence, aliases_of, saved_buffers, sequence_of
+from plait.layers.precision import DTYPES
+from plait.layers.validation import refuse_layout_dependence
 from plait.layout import Layout
-from plait.pipeline.compiled import refuse_compiled_modules
-from plait.pipeline.cost import layer_costs
-from plait.pipeline.precision import DTYPES
-from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import LayerSequence, aliases_of, saved_buffers, sequence_of
 from plait.plan import Plan, Recompute
-from plait.planner import LayerCosts, ordered_cut
-from plait.planner.cut import Cut
 from plait.rules import Rule, Rules
 from plait.schedules.schedule import Schedule
 from plait.schedules.shape import Place, Shape, sharding_of
+from plait.schedules.stage_cuts import LayerCosts, ordered_cut
+from plait.schedules.stage_cuts.cut import Cut
 from plait.sharding.arranging import Arrangement, arrange, piece_layouts
 from plait.sharding.holding import Holders
 from plait.sharding.policy import Policy
 from plait.tensor.sequence import Passage, passages, summed_over_tp
 from plait.tensor.weave import layouts_of, rules_of_modules
-from plait.weaving import Weaving, named
+from plait.tensor.weaving import Weaving, named
 
 
 @dataclass(frozen=True)

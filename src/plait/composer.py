@@ -20,15 +20,15 @@ from plait.comm.agreement import agree, unlike_first
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
 from plait.errors import ModelError, listed
+from plait.layers.compiled import refuse_compiled_loss
+from plait.layers.fingerprint import fingerprint, fingerprint_of_values
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
+from plait.layers.precision import DTYPES, convert
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Source, Values, places_of
-from plait.pipeline.compiled import refuse_compiled_loss
 from plait.pipeline.exchange import Exchange
-from plait.pipeline.fingerprint import fingerprint, fingerprint_of_values
 from plait.pipeline.loss_end import LossEnd
-from plait.pipeline.precision import DTYPES, convert
-from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
 from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
@@ -43,7 +43,7 @@ from plait.tensor.cutting import is_cut
 from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.vocabulary import Vocabulary
-from plait.weaving import Prove, Weaving, build_skeleton, named, prover
+from plait.tensor.weaving import Prove, Weaving, build_skeleton, named, prover
 
 
 def parallelize(

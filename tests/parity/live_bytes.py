@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.pipeline.values import tensors_of
+from plait.layers.nested import tensors_of
 
 
 class LiveBytes(TorchDispatchMode):

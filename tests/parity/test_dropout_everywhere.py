@@ -20,7 +20,7 @@ from parity.pieces import of_length
 from parity.reference import materialise, train_model
 from plait.engine import Engine
 from plait.errors import ModelError
-from plait.pipeline.values import Microbatches
+from plait.layers.nested import Microbatches
 from plait.plan import Plan
 
 TWO_CALLS = Recipe(steps=2, calls=2)

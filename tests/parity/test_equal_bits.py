@@ -6,9 +6,9 @@ import torch
 from parity import woven
 from parity.case import Recipe
 from parity.cases import ONE_STAGE, USER_CASES, gpt2
-from plait.pipeline.sequence import sequence_of
+from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
-from plait.planner.balance import balance
+from plait.schedules.stage_cuts.balance import balance
 
 BY_NAME = {case.name: case for case in USER_CASES}
 LAYOUTS = [(2, 1, 3), (4, 1, 5), (4, 1, 2), (2, 2, 4)]

@@ -17,7 +17,7 @@ from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
 from plait.footprint.forecast import Setting
 from plait.footprint.report import RankMemory
-from plait.pipeline.values import tensors_of
+from plait.layers.nested import tensors_of
 from plait.plan import Plan
 
 ROWS, CONTEXT, VOCAB = 16, 64, 256

@@ -18,8 +18,8 @@ from parity.norm import TOLERANCE, assert_equal
 from parity.reference import materialise
 from plait.comm.pool import RankPool
 from plait.errors import CommunicationError, DataError, PlaitError
+from plait.layers.nested import Microbatches, Value, tensors_of
 from plait.layout import divide
-from plait.pipeline.values import Microbatches, Value, tensors_of
 from plait.plan import Plan
 
 TIGHT = TOLERANCE[torch.float64]

@@ -17,13 +17,13 @@ from parity.cases import gpt2
 from plait.engine import Engine
 from plait.errors import DataError
 from plait.plan import Plan
-from plait.planner.cut import split_backward
 from plait.schedules.action import Action, Kind
 from plait.schedules.messages import needed_by
 from plait.schedules.schedule import Schedule
-from plait.simulation.costs import Costs
-from plait.simulation.pictures import FORMATS, picture
-from plait.simulation.timeline import Timeline
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.pictures import FORMATS, picture
+from plait.schedules.simulation.timeline import Timeline
+from plait.schedules.stage_cuts.cut import split_backward
 
 PLANS = {
     "1f1b": Plan(pp=2, microbatches=4),

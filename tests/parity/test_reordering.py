@@ -14,8 +14,8 @@ from parity.case import Case
 from parity.cases import gpt2
 from plait.errors import ScheduleError
 from plait.plan import Plan
-from plait.planner.cut import split_backward
-from plait.simulation.timeline import simulate
+from plait.schedules.simulation.timeline import simulate
+from plait.schedules.stage_cuts.cut import split_backward
 
 PLANS = {
     "1f1b": Plan(pp=2, microbatches=5, precision="fp64"),

@@ -13,7 +13,7 @@ from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.plan import Plan
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 
 FACTORS = {
     "schedule": ("interleaved", "zb-v", "v-half", "v-min"),

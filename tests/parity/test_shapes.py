@@ -25,7 +25,7 @@ from plait.comm.handle import Handle
 from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import CommunicationError, DataError, PlaitError, PlanError
-from plait.pipeline.values import Microbatches
+from plait.layers.nested import Microbatches
 from plait.plan import Plan
 
 TIGHT = TOLERANCE[torch.float64]

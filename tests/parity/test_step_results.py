@@ -8,7 +8,7 @@ from parity.case import ROWS, rows_of
 from parity.cases import GPT2_CONTEXT, USER_CASES, gpt2
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.reference import materialise
-from plait.pipeline.values import map_tensors, tensors_of
+from plait.layers.nested import map_tensors, tensors_of
 from plait.plan import Plan
 
 BY_NAME = {case.name: case for case in USER_CASES}

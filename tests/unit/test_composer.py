@@ -16,7 +16,7 @@ from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
-from plait.pipeline.sequence import sequence_of
+from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.shape import Place
 from plait.tensor.losses import cross_entropy

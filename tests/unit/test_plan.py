@@ -7,7 +7,7 @@ import pytest
 
 from plait.errors import PlanError
 from plait.plan import Plan, Policy
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 
 
 def test_defaults_are_one_rank() -> None:

@@ -21,12 +21,12 @@ from parity.tensor_defects import (
 from plait import composer
 from plait.comm.collectives import all_gather
 from plait.engine.runner import Runner
+from plait.layers import nested as values
+from plait.layers.nested import map_tensors
 from plait.models import values as start_values
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
-from plait.pipeline import values
 from plait.pipeline.exchange import Exchange
-from plait.pipeline.values import map_tensors
 from plait.schedules.action import Kind
 from plait.tensor import border, embedding
 from plait.tensor.linear import RowParallelLinear

@@ -4,7 +4,7 @@ import pytest
 
 from parity.cases import gpt2, llama
 from plait.plan import Plan
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 from plait.verification.layouts import Refused, plans_on, run_all
 from plait.verification.verify import report_on
 from zoo.row import case_of

@@ -16,12 +16,12 @@ from plait.errors import ConfigError, ScheduleError
 from plait.schedules.check import check
 from plait.schedules.exchange import from_csv
 from plait.schedules.schedule import Schedule
-from plait.search.schedule import NAMES, require_known, schedule
-from plait.simulation.costs import Costs
-from plait.simulation.figures import figures
-from plait.simulation.pictures import FORMATS, write_pictures
-from plait.simulation.text import draw_text, title
-from plait.simulation.timeline import Timeline, simulate
+from plait.schedules.search.schedule import NAMES, require_known, schedule
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.figures import figures
+from plait.schedules.simulation.pictures import FORMATS, write_pictures
+from plait.schedules.simulation.text import draw_text, title
+from plait.schedules.simulation.timeline import Timeline, simulate
 
 _MOST_ACTIONS = 2**18
 """Of one kind: more would take minutes without a word."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from plait.errors import ScheduleError
-from plait.simulation.timeline import Timeline
+from plait.schedules.simulation.timeline import Timeline
 
 _HEAD = ("policy", "chunks", "makespan", "span", "bubble", "of span", "peak", "× best")
 

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from plait.errors import ConfigError
-from plait.search.auto import Measure
-from plait.search.schedule import NAMES
+from plait.schedules.search.auto import Measure
+from plait.schedules.search.schedule import NAMES
 
 _ABOUT = """\
 Shows who does what and when in one training step, how much of the time is

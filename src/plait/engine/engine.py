@@ -24,16 +24,16 @@ from plait.engine.reordering import (
 )
 from plait.engine.runner import Runner
 from plait.errors import NonFiniteError
+from plait.layers.evaluation_mode import evaluating
+from plait.layers.fingerprint import fingerprint_of_order
+from plait.layers.layer_sequence import aliases_of, saved_buffers
+from plait.layers.nested import Microbatches, Value, with_tensors
 from plait.layout import Layout
-from plait.pipeline.fingerprint import fingerprint_of_order
-from plait.pipeline.modes import evaluating
-from plait.pipeline.sequence import aliases_of, saved_buffers
-from plait.pipeline.values import Microbatches, Value, with_tensors
 from plait.schedules.schedule import Schedule
+from plait.schedules.simulation.costs import Costs
 from plait.sharding.elementwise import Guard, Partitioning
 from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.replicas import Held, check_replicas, held_by
-from plait.simulation.costs import Costs
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor

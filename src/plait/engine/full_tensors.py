@@ -20,11 +20,11 @@ from plait.comm.collectives import broadcast
 from plait.comm.news import tell_all
 from plait.engine.parts import Parts
 from plait.errors import ModelError, PlaitError
+from plait.layers.fingerprint import fingerprint_of_values
+from plait.layers.layer_sequence import saved_buffers
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Place, Source, Values, places_of
-from plait.pipeline.fingerprint import fingerprint_of_values
-from plait.pipeline.sequence import saved_buffers
 from plait.rules import join
 
 

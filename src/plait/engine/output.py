@@ -11,9 +11,9 @@ from plait.autograd.conjugate import gather
 from plait.comm.collectives import broadcast
 from plait.engine.runner import Runner
 from plait.errors import DataError
-from plait.pipeline.fingerprint import fingerprint_of_tokens
-from plait.pipeline.modes import evaluating
-from plait.pipeline.values import (
+from plait.layers.evaluation_mode import evaluating
+from plait.layers.fingerprint import fingerprint_of_tokens
+from plait.layers.nested import (
     Microbatches,
     Value,
     cut_one,

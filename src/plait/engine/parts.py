@@ -7,9 +7,9 @@ from dataclasses import dataclass
 
 from plait.autograd.dropout import Draws
 from plait.comm.mesh import Mesh
+from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import Value
 from plait.layout import Layout
-from plait.pipeline.sequence import NamedLayer
-from plait.pipeline.values import Value
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.schedules.program import Instruction

@@ -13,7 +13,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.messages import needed_by
 from plait.schedules.parts import Part
 from plait.schedules.program import Program, RunLayer
-from plait.simulation.measured import Measured
+from plait.schedules.simulation.measured import Measured
 
 
 class Note(NamedTuple):

@@ -16,9 +16,9 @@ from plait.engine.recorder import Recorder
 from plait.errors import DataError
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
-from plait.simulation.costs import Costs
-from plait.simulation.measured import Measured, measured_costs, measured_timeline, measured_waits
-from plait.simulation.timeline import Timeline
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.measured import Measured, measured_costs, measured_timeline, measured_waits
+from plait.schedules.simulation.timeline import Timeline
 
 _KINDS = tuple(Kind)
 _NEVER = -1

@@ -9,13 +9,13 @@ from typing import Any
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
 from plait.errors import PlaitError, ScheduleError
-from plait.planner.cut import split_backward
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.schedule import Schedule
-from plait.search.schedule import AUTO, schedule
-from plait.simulation.costs import Costs
-from plait.simulation.timeline import simulate
+from plait.schedules.search.schedule import AUTO, schedule
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.timeline import simulate
+from plait.schedules.stage_cuts.cut import split_backward
 
 _REFUSED = "refused: "
 

@@ -15,13 +15,13 @@ from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
 from plait.engine.parts import Parts
 from plait.errors import DataError, PlanError
-from plait.pipeline.boundary import LayerInfo, infer
+from plait.layers.evaluation_mode import evaluating
+from plait.layers.fingerprint import fingerprint_of_tokens
+from plait.layers.nested import Microbatches, Value, cut, signature, signatures, tensors_of
+from plait.layers.precision import DTYPES
+from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.executor import Executor
-from plait.pipeline.fingerprint import fingerprint_of_tokens
 from plait.pipeline.loss_scale import loss_scale
-from plait.pipeline.modes import evaluating
-from plait.pipeline.precision import DTYPES
-from plait.pipeline.values import Microbatches, Value, cut, signature, signatures, tensors_of
 from plait.schedules.program import Program
 from plait.tensor.given_losses import divisor
 

@@ -15,14 +15,14 @@ from plait.errors import PlanError
 from plait.footprint.layers import Traces, as_input, traces_of
 from plait.footprint.rehearsal import Watcher, rehearse
 from plait.footprint.report import Memory, RankMemory
-from plait.pipeline.precision import DTYPES
-from plait.pipeline.values import Value, map_tensors, signature, split, tensors_of
+from plait.layers.nested import Value, map_tensors, signature, split, tensors_of
+from plait.layers.precision import DTYPES
 from plait.plan import Plan
-from plait.planner import ordered_cut
-from plait.planner.cut import Cut
 from plait.rules import Rules
 from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
+from plait.schedules.stage_cuts import ordered_cut
+from plait.schedules.stage_cuts.cut import Cut
 from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy
 

@@ -13,13 +13,13 @@ from plait.blueprint import Blueprint
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.footprint.traces import Trace, trace_layer, trace_loss
-from plait.pipeline.boundary import LayerInfo, infer
-from plait.pipeline.precision import DTYPES
-from plait.pipeline.sequence import NamedLayer, on_meta, private_copy
+from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
+from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.precision import DTYPES
+from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.stage import Stage
-from plait.pipeline.values import Value, map_tensors, tensors_of
 from plait.tensor.losses import Loss, loss_of_pieces
-from plait.weaving import Weaving
+from plait.tensor.weaving import Weaving
 
 
 @dataclass(frozen=True)

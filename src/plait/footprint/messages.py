@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from math import prod
 
 from plait.footprint.ledger import Block, Category, Ledger
-from plait.pipeline.boundary import TensorInfo
+from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.exchange import SENDS_UNDER_WAY
 from plait.schedules.action import Action, Kind
 

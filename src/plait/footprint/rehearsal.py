@@ -14,8 +14,8 @@ from plait.footprint.ledger import Block, Category, Ledger, Moment
 from plait.footprint.messages import MessageAccount
 from plait.footprint.report import RankMemory
 from plait.footprint.units import UnitAccount, buffers_of
+from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
-from plait.pipeline.precision import DTYPES
 from plait.schedules.program import Instruction, Program, RunLayer
 
 Watcher = Callable[[int, Moment], None]

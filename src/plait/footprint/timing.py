@@ -16,18 +16,18 @@ from plait.blueprint import Blueprint, draw
 from plait.comm.agreement import agree
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
-from plait.pipeline.boundary import LayerInfo, infer
+from plait.layers.layer_sequence import NamedLayer, private_copy
+from plait.layers.nested import Value, cut, leaf_of, map_tensors, signature, tensors_of
+from plait.layers.precision import DTYPES, convert
+from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.loss_end import LossEnd, LossLike
-from plait.pipeline.precision import DTYPES, convert
-from plait.pipeline.sequence import NamedLayer, private_copy
 from plait.pipeline.stage import Gradients, Stage
-from plait.pipeline.values import Value, cut, leaf_of, map_tensors, signature, tensors_of
 from plait.plan import Plan
-from plait.planner import LayerCosts, ordered_cut
 from plait.rules import Rules
+from plait.schedules.stage_cuts import LayerCosts, ordered_cut
 from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
-from plait.weaving import Weaving, build_skeleton
+from plait.tensor.weaving import Weaving, build_skeleton
 
 REPEATS = 5
 """Runs of each layer, of which the median counts; one more goes before them."""

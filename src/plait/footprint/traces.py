@@ -14,9 +14,9 @@ import torch
 from torch import Tensor
 
 from plait.footprint.watch import Watch
+from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.pipeline.loss_end import LossEnd, LossLike
 from plait.pipeline.stage import Gradients, Stage
-from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
 
 Numbers = tuple[int | None, ...]
 

@@ -19,7 +19,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from plait.footprint.attention import fused, fuses
-from plait.pipeline.values import tensors_of
+from plait.layers.nested import tensors_of
 
 
 class Watch(TorchFunctionMode):

@@ -19,7 +19,7 @@ from torch import Tensor
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.point_to_point import receive, send
-from plait.pipeline.boundary import TensorInfo
+from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.stage import Gradients
 from plait.schedules.action import Action, Kind
 

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
+from plait.layers.nested import Value, tensors_of
 from plait.pipeline.stage import Gradients
-from plait.pipeline.values import Value, tensors_of
 
 
 class LossLike(Protocol):

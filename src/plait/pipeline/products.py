@@ -15,7 +15,7 @@ from typing import Any, Self
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.pipeline.values import map_tensors, tensors_of
+from plait.layers.nested import map_tensors, tensors_of
 
 _PRODUCTS = frozenset(
     {

@@ -19,8 +19,8 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from plait.autograd.deferred import Keeper
+from plait.layers.nested import Value
 from plait.pipeline.products import Keeping, Kept, Replaying
-from plait.pipeline.values import Value
 from plait.plan import Recompute
 
 

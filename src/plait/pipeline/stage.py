@@ -23,10 +23,10 @@ from torch import Tensor, nn
 from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
 from plait.autograd.dropout import Draws, names_of
 from plait.errors import ModelError
-from plait.pipeline.boundary import LayerInfo
+from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
+from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.recompute import Recomputation
-from plait.pipeline.sequence import NamedLayer
-from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
 from plait.plan import Recompute
 
 Gradients = list[Tensor | None]

@@ -6,12 +6,12 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 
 from plait.errors import CommunicationError
-from plait.pipeline.boundary import LayerInfo
+from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
+from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.executor import Handlers
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.stage import Gradients, Stage
-from plait.pipeline.values import Value, leaf_of, map_tensors, tensors_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
     AwaitReceive,

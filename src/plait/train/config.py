@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
-from plait.search.schedule import usual_chunks
+from plait.schedules.search.schedule import usual_chunks
 from plait.sizes import usual_inner
 from plait.train.paths import unusable
 from plait.train.sections import (

@@ -10,10 +10,10 @@ from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.timing import balance
 from plait.plan import Plan
-from plait.planner.cut import split_backward
-from plait.simulation.costs import Costs
-from plait.simulation.figures import figures
-from plait.simulation.timeline import simulate
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.figures import figures
+from plait.schedules.simulation.timeline import simulate
+from plait.schedules.stage_cuts.cut import split_backward
 from plait.train.batches import rows_of
 from plait.train.config import Config
 from plait.train.data import Data

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Recording
-from plait.simulation.pictures import write_pictures
-from plait.simulation.text import title
-from plait.simulation.timeline import simulate
+from plait.schedules.simulation.pictures import write_pictures
+from plait.schedules.simulation.text import title
+from plait.schedules.simulation.timeline import simulate
 
 FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}
 """For Perfetto or chrome://tracing; a picture; a page to look around in."""

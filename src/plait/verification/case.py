@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.pipeline.values import Value, split, tensors_of
+from plait.layers.nested import Value, split, tensors_of
 from plait.rules import Rules
 from plait.tensor.losses import Loss
 from plait.verification.exact import (

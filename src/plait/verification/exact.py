@@ -30,8 +30,8 @@ from torch.overrides import TorchFunctionMode
 
 from plait.autograd.conjugate import reduce
 from plait.errors import ModelError
+from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values
-from plait.pipeline.values import Value, map_tensors, tensors_of
 from plait.tensor.vocabulary import Vocabulary
 
 PERIOD = 16.0

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from plait.pipeline.precision import DTYPES
+from plait.layers.precision import DTYPES
 from plait.plan import Plan
 
 FIRST_SCALE = 2.0**16

@@ -9,7 +9,7 @@ from typing import get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
 from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
-from plait.search.schedule import NAMES, usual_chunks
+from plait.schedules.search.schedule import NAMES, usual_chunks
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, Recordings, run_rank
 

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plait.engine import Parts
+from plait.layers.nested import Value, tensors_of
 from plait.layout import divide, shard
-from plait.pipeline.values import Value, tensors_of
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
     AwaitParameters,

@@ -14,8 +14,8 @@ from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
 from plait.errors import CommunicationError, ModelError, PlaitError
-from plait.pipeline.sequence import LayerSequence, sequence_of
-from plait.pipeline.values import Value, map_tensors
+from plait.layers.layer_sequence import LayerSequence, sequence_of
+from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
 from plait.verification.case import Case, Ready, prepared
 from plait.verification.difference import Findings

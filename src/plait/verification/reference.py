@@ -18,11 +18,11 @@ from torch import Tensor, nn
 
 from plait.autograd.dropout import Draws, names_of
 from plait.errors import ModelError, PlaitError
+from plait.layers.evaluation_mode import evaluating
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
+from plait.layers.nested import Value, map_tensors, split, tensors_of
+from plait.layers.precision import convert
 from plait.models.initial import initial_value
-from plait.pipeline.modes import evaluating
-from plait.pipeline.precision import convert
-from plait.pipeline.sequence import LayerSequence, NamedLayer, private_copy
-from plait.pipeline.values import Value, map_tensors, split, tensors_of
 from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
 from plait.verification.formats import FIRST_SCALE, Formats, ReferenceScale, epsilon_of

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.plan import Plan
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 from plait.verification.layouts import Refused
 from plait.verification.report import Report, layout_of
 

@@ -10,8 +10,8 @@ from collections.abc import Callable
 
 from torch import Tensor, nn
 
+from plait.layers.layer_sequence import sequence_of
 from plait.models.initial import initial_value, normal_values
-from plait.pipeline.sequence import sequence_of
 from plait.rules import join
 
 MOVED = 0.1

@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.comm.launch import launch
 from plait.errors import ModelError, PlanError
-from plait.pipeline.values import Value
+from plait.layers.nested import Value
 from plait.plan import Plan
 from plait.rules import Rule, Rules
 from plait.tensor.given_losses import GivenLoss, as_loss

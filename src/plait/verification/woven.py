@@ -10,11 +10,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.engine import Engine, Parts
+from plait.layers.layer_sequence import LayerSequence
+from plait.layers.nested import Value, split
+from plait.layers.precision import convert
 from plait.layout import shard
 from plait.models.initial import initial_value
-from plait.pipeline.precision import convert
-from plait.pipeline.sequence import LayerSequence
-from plait.pipeline.values import Value, split
 from plait.schedules.program import Instruction
 from plait.verification.difference import HERE, Findings, Origin, one_alternative, origin_of
 from plait.verification.formats import FIRST_SCALE, GROWS_AFTER, Formats, epsilon_of

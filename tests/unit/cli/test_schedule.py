@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait.search.schedule import NAMES, schedule
+from plait.schedules.search.schedule import NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
@@ -184,7 +184,7 @@ def test_auto_says_what_won_and_the_bound(capsys: pytest.CaptureFixture[str]) ->
 def test_auto_says_how_far_it_is_from_a_bound_that_it_does_not_reach(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("plait.search.auto.EXACT_SIZE", 0)
+    monkeypatch.setattr("plait.schedules.search.auto.EXACT_SIZE", 0)
     arguments = ["schedule", "auto", "--ranks", "3", "--microbatches", "4", "--chunks", "1", "--limit", "2"]
     assert main([*arguments, "--json"]) == 0
     told = json.loads(capsys.readouterr().out)

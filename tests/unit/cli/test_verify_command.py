@@ -15,7 +15,7 @@ from plait.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan import Plan
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 from plait.verification.layouts import Refused
 from plait.verification.survey import Survey
 

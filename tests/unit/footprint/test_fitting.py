@@ -12,7 +12,7 @@ import plait
 from plait.footprint.fitting import difference, fitting, nearest
 from plait.footprint.forecast import Setting
 from plait.plan import Plan
-from plait.planner import ordered_cut
+from plait.schedules.stage_cuts import ordered_cut
 
 ROWS = 8
 

@@ -14,7 +14,7 @@ from plait.footprint.forecast import Setting
 from plait.footprint.ledger import Category
 from plait.footprint.report import Memory
 from plait.plan import Plan
-from plait.planner import ordered_cut
+from plait.schedules.stage_cuts import ordered_cut
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64, "context": 16}
 

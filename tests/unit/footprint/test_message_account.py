@@ -4,7 +4,7 @@ import torch
 
 from plait.footprint.ledger import Block, Category, Ledger
 from plait.footprint.messages import MessageAccount
-from plait.pipeline.boundary import TensorInfo
+from plait.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 from plait.schedules.program import Finish
 

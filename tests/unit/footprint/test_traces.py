@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
 from plait.footprint.traces import Trace, trace_layer, trace_loss
-from plait.pipeline.boundary import infer
-from plait.pipeline.sequence import NamedLayer
+from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import tensors_of
+from plait.layers.shape_inference import infer
 from plait.pipeline.stage import Stage
-from plait.pipeline.values import tensors_of
 from plait.tensor.losses import cross_entropy
 
 ROWS, WIDTH = 4, 8

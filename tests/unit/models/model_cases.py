@@ -6,8 +6,8 @@ import copy
 
 from torch import nn
 
+from plait.layers.layer_sequence import sequence_of
 from plait.models.initial import initial_value
-from plait.pipeline.sequence import sequence_of
 from plait.rules import Rules, match
 
 

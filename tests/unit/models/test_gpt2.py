@@ -8,11 +8,11 @@ from model_cases import filled, half_of, uncut
 from torch import nn
 
 from plait.errors import ModelError
+from plait.layers.layer_sequence import sequence_of
+from plait.layers.validation import refuse_layout_dependence
 from plait.models import gpt2
 from plait.models.building import SPREAD
 from plait.models.gpt2 import RULES, Attention
-from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import sequence_of
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}
 

@@ -14,13 +14,13 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
+from plait.layers.cost import layer_costs
+from plait.layers.layer_sequence import bits_of, sequence_of
 from plait.models.huggingface.parts import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.values import places_of
-from plait.pipeline.cost import layer_costs
-from plait.pipeline.sequence import bits_of, sequence_of
+from plait.tensor.weaving import named
 from plait.train.flops import flops_per_token
-from plait.weaving import named
 
 
 @pytest.mark.parametrize("name", cases.MODELS)

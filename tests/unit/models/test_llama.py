@@ -8,13 +8,13 @@ from model_cases import filled, half_of, uncut
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.layers.cost import layer_costs
+from plait.layers.layer_sequence import sequence_of
+from plait.layers.validation import refuse_layout_dependence
 from plait.models import llama
 from plait.models.building import SPREAD
 from plait.models.llama import RULES, Attention
 from plait.models.rotary import rotary_angles, rotate
-from plait.pipeline.cost import layer_costs
-from plait.pipeline.refusals import refuse_layout_dependence
-from plait.pipeline.sequence import sequence_of
 from plait.sizes import usual_inner
 
 SMALL = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "inner": 20, "vocab": 11, "context": 8}

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from plait.comm.mesh import Mesh
-from plait.pipeline.boundary import TensorInfo
+from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.exchange import BufferPool, Exchange
 from plait.schedules.action import Action
 

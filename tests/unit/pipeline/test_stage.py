@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
 from plait.errors import ModelError
-from plait.pipeline.boundary import infer
-from plait.pipeline.sequence import private_copy, sequence_of
+from plait.layers.layer_sequence import private_copy, sequence_of
+from plait.layers.nested import Value, leaf_of
+from plait.layers.shape_inference import infer
 from plait.pipeline.stage import Stage
-from plait.pipeline.values import Value, leaf_of
 
 
 class Call(nn.Module):

@@ -10,11 +10,11 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred import Keeper, defer_weight_gradients
 from plait.comm.mesh import Mesh
-from plait.pipeline.boundary import infer
+from plait.layers.layer_sequence import private_copy, sequence_of
+from plait.layers.shape_inference import infer
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_end import LossEnd
-from plait.pipeline.sequence import private_copy, sequence_of
 from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.schedules.action import Action

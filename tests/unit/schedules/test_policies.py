@@ -14,7 +14,7 @@ from plait.schedules.check import check
 from plait.schedules.holding import peaks
 from plait.schedules.placement import Placement
 from plait.schedules.policies import POLICIES, At, forward_only, order_by
-from plait.search.schedule import schedule
+from plait.schedules.search.schedule import schedule
 
 TIMELINES = {
     ("gpipe", 1, 3): ["F0 F1 F2 B0 B1 B2"],

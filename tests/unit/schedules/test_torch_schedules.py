@@ -16,8 +16,8 @@ from plait.errors import ScheduleError
 from plait.schedules.check import check
 from plait.schedules.exchange import from_csv, to_csv
 from plait.schedules.policies import POLICIES, order_by
-from plait.simulation.costs import Costs
-from plait.simulation.timeline import simulate
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.timeline import simulate
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 

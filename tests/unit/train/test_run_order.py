@@ -14,7 +14,7 @@ from plait.comm.pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.timing import balance
-from plait.simulation.costs import Costs
+from plait.schedules.simulation.costs import Costs
 from plait.train import order
 from plait.train.config import Config
 from plait.train.loop import train

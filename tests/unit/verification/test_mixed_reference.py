@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from verification_cases import mlp, mlp_case, rows_and_classes, verify_here
 
 from plait.errors import ModelError
-from plait.pipeline.sequence import sequence_of
+from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.formats import formats_of

@@ -13,7 +13,7 @@ from parity.cases import ONE_STAGE, gpt2
 from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.composer import parallelize
-from plait.pipeline.sequence import sequence_of
+from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.difference import Findings

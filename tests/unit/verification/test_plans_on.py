@@ -14,7 +14,7 @@ from verification_cases import mlp_case, rows_and_classes, run_each
 
 from plait.comm.pool import RankPool
 from plait.plan import Plan, Recompute
-from plait.search.schedule import NAMES
+from plait.schedules.search.schedule import NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.layouts import Refused, plans_on, run_all

@@ -12,7 +12,7 @@ from verification_cases import CLASSES, ROWS, rows_and_classes
 from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.errors import ModelError, PlaitError
-from plait.pipeline.sequence import bits_of
+from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from parity.models import buffers, on_meta, repeated, tied_table
-from plait.pipeline.sequence import bits_of
+from plait.layers.layer_sequence import bits_of
 from plait.verification.values import FROM_ZERO, MOVED, Change, moved, unchanged, with_values
 
 

@@ -17,7 +17,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleError
-from plait.pipeline.sequence import bits_of
+from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification import rank as rank_module

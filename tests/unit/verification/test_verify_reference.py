@@ -14,8 +14,8 @@ from parity.case import Recipe as PlainRecipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
-from plait.pipeline.sequence import bits_of, sequence_of
-from plait.pipeline.values import Value, map_tensors, split, tensors_of
+from plait.layers.layer_sequence import bits_of, sequence_of
+from plait.layers.nested import Value, map_tensors, split, tensors_of
 from plait.verification.formats import Formats
 from plait.verification.noise import Noise
 from plait.verification.place import WHOLE, Key, Moment, Records

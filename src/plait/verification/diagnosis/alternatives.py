@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 import torch
 from torch import Tensor
 
-from plait.pipeline.values import Value
+from plait.layers.nested import Value
 from plait.tensor.losses import Loss
 
 Named = Iterator[tuple[str, Tensor]]

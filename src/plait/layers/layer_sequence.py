@@ -1,0 +1,161 @@
+"""A model as a sequence of layers: flatten it, find its ties, make private copies of a part of it."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+from torch import Tensor, nn
+
+from plait.autograd.dropout import stand_in, stands_in_for
+from plait.autograd.pieces import Length
+from plait.errors import ModelError
+from plait.layers.nested import Value
+from plait.layers.precision import convert
+from plait.rules import join
+
+Convert = Callable[[Value], Value]
+
+
+def _as_it_is(value: Value) -> Value:
+    return value
+
+
+@dataclass(frozen=True)
+class NamedLayer:
+    """A layer and its path in the model, as in `named_modules`."""
+
+    path: str
+    module: nn.Module
+    enter: Convert = _as_it_is
+    """What is done to a value before the module gets it."""
+    leave: Convert = _as_it_is
+    """What is done to what the module gives."""
+    length: Length = field(default_factory=Length)
+    """Of the sequence, where values are pieces of it; said by whoever runs the layer."""
+
+    def run(self, value: Value) -> Value:
+        """What the layer makes of a value."""
+        return self.leave(self.module(self.enter(value)))
+
+
+@dataclass(frozen=True)
+class LayerSequence:
+    """The layers in order, and the parameters by their first name with the layers that use them."""
+
+    layers: tuple[NamedLayer, ...]
+    parameters: dict[str, nn.Parameter]
+    users: dict[str, tuple[int, ...]]
+
+    def unit_of(self, name: str) -> str:
+        """The unit that a parameter belongs to: its layer's, or one of its own when layers share it."""
+        users = self.users[name]
+        return name if len(users) > 1 else self.layers[users[0]].path
+
+    @property
+    def units(self) -> dict[str, list[str]]:
+        """The parameters of every unit, by its name."""
+        members: dict[str, list[str]] = {}
+        for name in self.parameters:
+            members.setdefault(self.unit_of(name), []).append(name)
+        return members
+
+
+def sequence_of(model: nn.Module) -> LayerSequence:
+    """`model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
+
+    ModelError when it is no module, or has no layer.
+    """
+    if not isinstance(model, nn.Module):
+        raise ModelError(f"the model is a {type(model).__name__}: give an nn.Module, best an nn.Sequential.")
+    layers = tuple(_flatten(model, ""))
+    if not layers:
+        raise ModelError("the model is an empty nn.Sequential: give it at least one layer.")
+    names: dict[int, str] = {}
+    parameters: dict[str, nn.Parameter] = {}
+    users: dict[str, list[int]] = {}
+    for index, layer in enumerate(layers):
+        for name, parameter in layer.module.named_parameters():
+            full_name = names.setdefault(id(parameter), join(layer.path, name))
+            parameters[full_name] = parameter
+            users.setdefault(full_name, []).append(index)
+    return LayerSequence(layers, parameters, {name: tuple(indexes) for name, indexes in users.items()})
+
+
+def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
+    if not (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward):
+        return [NamedLayer(path, module)]
+    # _modules and not named_children: a layer that stands twice in the sequence runs twice.
+    return [
+        layer
+        for name, child in module._modules.items()
+        if child is not None
+        for layer in _flatten(child, join(path, name))
+    ]
+
+
+def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
+    """The same layers on other tensors; those given by the user are never altered.
+
+    `tensors` holds, by the `id` of each parameter and buffer, what stands in its place in the copy. What
+    several of `layers` share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
+    """
+    memo: dict[int, object] = dict(tensors)
+    for layer in layers:
+        for module in layer.module.modules():
+            if stands_in_for(module):
+                memo[id(module)] = stand_in(module)
+    copies = copy.deepcopy([layer.module for layer in layers], memo)
+    return [replace(layer, module=module) for layer, module in zip(layers, copies, strict=True)]
+
+
+def on_meta(
+    sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
+) -> dict[int, Tensor]:
+    """For every parameter and buffer of the model (by id) one like it on the meta device; see `convert`.
+
+    `shapes` says, by name, which shape each parameter gets.
+    """
+    meta = torch.device("meta")
+    twins: dict[int, Tensor] = {}
+    for name, parameter in sequence.parameters.items():
+        empty = convert(parameter.detach(), dtype, meta).new_empty(tuple(shapes[name]))
+        twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+    for layer in sequence.layers:
+        for buffer in layer.module.buffers():
+            twins[id(buffer)] = convert(buffer, dtype, meta)
+        for module in layer.module.modules():
+            for value in vars(module).values():
+                if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
+                    twins[id(value)] = torch.empty_like(value, device=meta)
+    return twins
+
+
+def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
+    """The buffers of layers that belong to their `state_dict`, by full name; shared ones under each name."""
+    for layer in layers:
+        saved = layer.module.state_dict().keys()
+        for name, buffer in layer.module.named_buffers():
+            if name in saved:
+                yield join(layer.path, name), buffer
+
+
+def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
+    """For each further full name of a parameter that layers share, its first."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    for layer in layers:
+        for name, parameter in layer.module.named_parameters(remove_duplicate=False):
+            full = join(layer.path, name)
+            known = first.setdefault(id(parameter), full)
+            if known != full:
+                found[full] = known
+    return found
+
+
+def bits_of(tensor: Tensor) -> bytes:
+    """The bytes of `tensor`, as a copy on the CPU."""
+    flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
+    return flat.view(torch.uint8).numpy().tobytes()

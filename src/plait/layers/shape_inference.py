@@ -1,0 +1,149 @@
+"""What crosses each boundary between layers: shapes, dtypes and whether a gradient comes back.
+
+Found by running the layers once on the meta device: no memory, no arithmetic and no message. Every rank
+does it for the whole model, so sender and receiver agree without asking each other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from plait.errors import ModelError, PlaitError
+from plait.layers.layer_sequence import NamedLayer
+from plait.layers.nested import Value, leaf_of, map_leaves, map_tensors, tensors_of
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor without its values."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    requires_grad: bool
+
+    @property
+    def nbytes(self) -> int:
+        """The memory that it takes."""
+        return prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class LayerInfo:
+    """How a layer takes its input and what it gives, for one shape of micro-batch.
+
+    `output` is the layer's output with a `TensorInfo` in place of each tensor.
+    """
+
+    writes_input: bool
+    output: Value
+    length: int = 0
+    """Of the sequence that the layer is given a piece of, if it is."""
+
+    @cached_property
+    def tensors(self) -> list[TensorInfo]:
+        """The tensors of the output, in the order in which they are sent."""
+        infos: list[TensorInfo] = []
+        self.rebuild(infos.append)
+        return infos
+
+    def check(self, output: Value, path: str) -> None:
+        """ModelError when what the layer at `path` really gave differs from what it gave on meta."""
+        given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(output)]
+        expected = [(info.shape, info.dtype) for info in self.tensors]
+        if given != expected:
+            raise ModelError(
+                f"layer {path!r} gave {_listed(given)}, but {_listed(expected)} on the meta device: "
+                "its output's shapes and dtypes must not depend on values, the device or torch.autocast."
+            )
+
+    def rebuild(self, make: Callable[[TensorInfo], Any]) -> Value:
+        """A value shaped like the output, its tensors made by `make`, in order."""
+        return map_leaves(lambda leaf: isinstance(leaf, TensorInfo), make, self.output)
+
+
+def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
+    return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in tensors)
+
+
+Inspect = Callable[[int, Value, Value], None]
+"""Looks at what a layer (by its number) was given on the meta device, and at what it gave."""
+
+
+def infer(
+    layers: Sequence[NamedLayer],
+    batch: Value,
+    *,
+    input_gradients: bool,
+    inspect: Inspect | None = None,
+    circumstances: str = "",
+) -> list[LayerInfo]:
+    """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`.
+
+    `circumstances` are told in the ModelError of a layer that does not run.
+    """
+    value = map_tensors(
+        lambda tensor: leaf_of(
+            torch.empty_like(tensor, device="meta"), input_gradients and tensor.is_floating_point()
+        ),
+        batch,
+    )
+    infos = []
+    twins = False
+    for number, layer in enumerate(layers):
+        length = layer.length.whole
+        output, writes_input = _run(layer, value, circumstances)
+        if inspect is not None:
+            inspect(number, value, output)
+        if writes_input and twins:
+            raise ModelError(
+                f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
+                "what one sees of the other's change would depend on the cut, so clone one of them."
+            )
+        infos.append(LayerInfo(writes_input, map_tensors(_info_of, output), length))
+        given = [id(tensor) for tensor in tensors_of(output)]
+        twins = len(set(given)) < len(given)
+        value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
+    return infos
+
+
+def _info_of(tensor: Tensor) -> TensorInfo:
+    return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
+
+
+def _run(layer: NamedLayer, value: Value, circumstances: str) -> tuple[Value, bool]:
+    """The layer's output, and whether it writes to its input (autograd refuses that on a leaf)."""
+    versions = [tensor._version for tensor in tensors_of(value)]
+    try:
+        output = _on_meta(layer, value)
+        written = versions != [tensor._version for tensor in tensors_of(value)]
+    except PlaitError:
+        raise
+    except Exception as error:
+        try:
+            output, written = _on_meta(layer, map_tensors(torch.clone, value)), True
+        except Exception:
+            raise ModelError(
+                f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
+                f"{_described(value)} ({circumstances}on the meta device; tensors that it keeps have to be "
+                f"parameters, buffers or attributes): {type(error).__name__}: {error}"
+            ) from error
+    if not any(True for _ in tensors_of(output)):
+        raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
+    return output, written
+
+
+def _on_meta(layer: NamedLayer, value: Value) -> Any:
+    # Tensors that a layer makes without naming a device land on meta as well.
+    with torch.device("meta"), torch.enable_grad():
+        return layer.run(value)
+
+
+def _described(value: Value) -> str:
+    return _listed([(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(value)]) or "no tensor"

@@ -1,0 +1,109 @@
+"""A timeline as one self-contained HTML page to point at and zoom into, with memory below.
+
+The page itself is in the folder `page`: the document, its style, and its scripts, which run in the order
+below. This module fills in what they show.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from html import escape
+from importlib import resources
+from string import Template
+
+from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
+from plait.schedules.simulation.memory import memory_steps
+from plait.schedules.simulation.text import NAMES, amount, kinds_of, title
+from plait.schedules.simulation.timeline import Timeline
+
+_SCRIPTS = "data.js", "view.js", "draw.js", "hints.js", "events.js"
+_LARGEST = 2**53
+"""Up to here JavaScript counts exactly."""
+_KINDS = tuple(NAMES)
+
+
+def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
+    """`timeline` as an HTML document that needs nothing else, and no network; for windows of any width.
+
+    It shows the figures as text, a row per rank in the colours of `draw_svg`, and what each rank holds over
+    time. Pointing at an action, or choosing it with the arrow keys, shows its times, what it waited for, and
+    the rest of its micro-batch. Wheel, keys, two fingers and buttons zoom; the part that is shown stands
+    behind `#` in the address, in the unit of the costs: `#from=10&to=20`. `name` is the title, by default
+    the schedule's.
+    """
+    return Template(_page("page.html")).substitute(
+        name=escape(name or title(timeline.schedule)),
+        style=page_colours() + _page("page.css"),
+        figures="\n".join(
+            f"<div><dt>{escape(label)}</dt><dd>{escape(value)}</dd></div>"
+            for label, value in _figures(timeline)
+        ),
+        legend="\n".join(
+            f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {NAMES[kind]}</li>'
+            for kind in kinds_of(timeline)
+        ),
+        data=json.dumps(_data(timeline), separators=(",", ":")),
+        scripts="\n".join(f"<script>\n{_page(script)}</script>" for script in _SCRIPTS),
+    )
+
+
+def _page(file: str) -> str:
+    return (resources.files("plait.schedules.simulation") / "page" / file).read_text(encoding="utf-8")
+
+
+def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
+    schedule, peak = timeline.schedule, timeline.peak
+    yield "policy", schedule.policy
+    yield "ranks", str(schedule.ranks)
+    yield "micro-batches", str(schedule.microbatches)
+    yield "chunks per rank", f"{schedule.stages / schedule.ranks:g}"
+    yield "makespan", amount(timeline, timeline.makespan)
+    yield "span of the longest rank", amount(timeline, timeline.span)
+    yield "bubble", f"{timeline.bubble:.1%}"
+    yield "bubble of the span", f"{timeline.bubble_span:.1%}"
+    many = len(peak) > 16
+    peaks = f"{min(peak):g} to {max(peak):g}" if many else " ".join(f"{units:g}" for units in peak)
+    yield "peak per rank, in micro-batches", peaks
+    if schedule.bound is not None:
+        yield "lower bound of the search", f"{schedule.bound:g}"
+
+
+def _data(timeline: Timeline) -> dict[str, object]:
+    """What the scripts draw from: numbers, and no text that could end the element in which they stand.
+
+    Times are whole ticks, each from the one before it in its row.
+    """
+    schedule = timeline.schedule
+    scale = max(1, -(-timeline.length // _LARGEST))
+
+    def ticks(tick: int) -> int:
+        return (tick - timeline.first) // scale
+
+    def cells(rank: int) -> Iterator[int]:
+        last = 0
+        for (stage, kind, microbatch), start, end in timeline.cells[rank]:
+            yield from (stage, _KINDS.index(kind), microbatch, ticks(start) - last, ticks(end) - ticks(start))
+            last = ticks(end)
+
+    def memory(rank: int) -> Iterator[int]:
+        last = 0
+        for tick, units in memory_steps_of[rank]:
+            yield from (ticks(tick) - last, units)
+            last = ticks(tick)
+
+    memory_steps_of = memory_steps(timeline)
+    parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
+    return {
+        "tick": float(timeline.tick * scale),
+        "timeUnit": timeline.unit,
+        "length": ticks(timeline.first + timeline.length),
+        "hop": timeline.hop // scale,
+        "microbatches": schedule.microbatches,
+        "rankOf": schedule.rank_of,
+        "kinds": [[kind, NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
+        "cells": [list(cells(rank)) for rank in range(schedule.ranks)],
+        "unit": float(timeline.holds.unit),
+        "memory": [list(memory(rank)) for rank in range(schedule.ranks)],
+        "peak": timeline.peak,
+    }

@@ -1,0 +1,39 @@
+"""The pictures of a timeline as files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+
+from plait.errors import ConfigError
+from plait.schedules.exchange import to_csv
+from plait.schedules.simulation.html import draw_html
+from plait.schedules.simulation.svg import draw_svg
+from plait.schedules.simulation.timeline import Timeline
+from plait.schedules.simulation.trace import draw_trace
+
+FORMATS = ("svg", "html", "trace", "csv")
+
+
+def write_pictures(
+    timeline: Timeline, paths: Mapping[str, Path], *, name: str | None = None
+) -> Iterator[Path]:
+    """Write `timeline` to the file that each of `FORMATS` is given in `paths`; yield each when it is written.
+
+    `name` is the title, by default the schedule's. ConfigError for a file that cannot be written.
+    """
+    for kind, path in paths.items():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(picture(timeline, kind, name=name), encoding="utf-8")
+        except OSError as error:
+            raise ConfigError(f"{path} cannot be written ({error.strerror}): give another file.") from None
+        yield path
+
+
+def picture(timeline: Timeline, kind: str, *, name: str | None = None) -> str:
+    """`timeline` in one of `FORMATS`: SVG, an HTML page, a Chrome trace, the order as PyTorch's CSV."""
+    if kind == "csv":
+        return to_csv(timeline.schedule)
+    draw = {"svg": draw_svg, "html": draw_html, "trace": draw_trace}[kind]
+    return draw(timeline, name=name)

@@ -1,0 +1,170 @@
+"""A model's layers as a rank of `tp` holds them: the rules applied, and proved to fit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import count
+
+from torch import Tensor, nn
+
+from plait.autograd.conjugate import to_pieces, to_whole
+from plait.autograd.deferred import Keeper
+from plait.autograd.dropout import Dropout, names_of
+from plait.autograd.pieces import Length
+from plait.comm.group import Group
+from plait.comm.mesh import Mesh
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
+from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.precision import DTYPES
+from plait.layers.shape_inference import infer
+from plait.layout import Layout
+from plait.plan import Plan
+from plait.rules import Rule
+from plait.tensor.border import Border, SequenceBorder, WholeBorder
+from plait.tensor.cutting import is_cut
+from plait.tensor.regions import Claims, prove_layer
+from plait.tensor.sequence import Passage
+from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.weave import cut_classes, weave
+
+
+def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
+    """The layers as pairs of path and module."""
+    return [(layer.path, layer.module) for layer in layers]
+
+
+@dataclass(frozen=True)
+class Weaving:
+    """The rules of the modules that are cut over `tp`, applied to layers."""
+
+    cuts: Mapping[str, Rule]
+    passages: Mapping[str, Passage]
+    """How the sequence flows through each layer."""
+    regathers: bool
+    """Whether what enters a region in pieces is gathered again for weight gradients."""
+    group: Group
+    length: Length = field(default_factory=Length)
+
+    def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
+        """The layers, private copies on this rank's pieces, with their matched modules made parallel.
+
+        `keeper` may do weight work while the gradient of what enters a region is summed.
+        """
+        if self.group.size == 1:
+            return list(layers)
+        borders = [self._border(self.passages[layer.path], keeper) for layer in layers]
+        woven = weave(named(layers), self.cuts, self.group, borders, keeper)
+        return [
+            replace(self._with_turns(layer), module=module)
+            for layer, module in zip(layers, woven, strict=True)
+        ]
+
+    def _border(self, passage: Passage, keeper: Keeper | None) -> Border:
+        meanwhile = None if keeper is None else keeper.meanwhile
+        if passage.begins is None:
+            return WholeBorder(self.group, meanwhile)
+        sources = keeper.sources if keeper is not None and self.regathers else None
+        return SequenceBorder(self.group, passage.begins, self.length, meanwhile, sources)
+
+    def _with_turns(self, layer: NamedLayer) -> NamedLayer:
+        """The layer, and before and behind it what makes pieces of a whole sequence, or joins them."""
+        passage = self.passages[layer.path]
+        return replace(
+            layer,
+            enter=partial(self._turn, passage.comes, passage.begins),
+            leave=partial(self._turn, passage.ends, passage.leaves),
+            length=self.length,
+        )
+
+    def _turn(self, now: int | None, then: int | None, value: Value) -> Value:
+        """A value whose first tensor is a piece along dim `now` (None: whole), with one along `then`."""
+        if now == then:
+            return value
+        numbers = count()
+
+        def turn(tensor: Tensor) -> Tensor:
+            if next(numbers) > 0:
+                return tensor
+            if now is not None:
+                tensor = to_whole(tensor, self.group, now, self.length.whole)
+            if then is None:
+                return tensor
+            self.length.whole = tensor.shape[then]
+            return to_pieces(tensor, self.group, then)
+
+        return map_tensors(turn, value)
+
+    def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
+        """What the model's logits are pieces of, if they are."""
+        if self.group.size == 1:
+            return None
+        classes = cut_classes((last.path, last.module), self.cuts)
+        return None if classes is None else Vocabulary(classes, self.group)
+
+
+def build_skeleton(
+    sequence: LayerSequence, layouts: Mapping[str, Layout], weaving: Weaving, plan: Plan, mesh: Mesh
+) -> list[NamedLayer]:
+    """All layers of the model as this rank would hold them, on the meta device."""
+    shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
+    empty = on_meta(sequence, DTYPES[plan.precision], shapes)
+    return weaving.weave(private_copy(sequence.layers, empty))
+
+
+def _draws_for_pieces(layer: nn.Module) -> bool:
+    return any(isinstance(module, Dropout) and module.in_region for module in layer.modules())
+
+
+Prove = Callable[[Value], None]
+"""Given a micro-batch, raises ModelError where the rules do not fit the model."""
+
+
+def prover(
+    sequence: LayerSequence,
+    layouts: Mapping[str, Layout],
+    summed: Mapping[str, int],
+    skeleton: Sequence[NamedLayer],
+    passages: Sequence[Passage],
+    *,
+    ends_inside: bool,
+) -> Prove | None:
+    """Proves that every parameter and every input of a layer gets its whole gradient, on the meta device.
+
+    Of all that could be trained, frozen or not: what is frozen shapes the values of the rest. `skeleton` is
+    altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
+    """
+    cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
+    in_pieces = any(passage.begins is not None for passage in passages)
+    if not cut and not in_pieces and not any(_draws_for_pieces(layer.module) for layer in skeleton):
+        return None
+    in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
+    claims: list[Claims] = []
+    for layer, twin in zip(sequence.layers, skeleton, strict=True):
+        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+        for parameter in twin.module.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())
+        passage = passages[len(claims)]
+        names_cut = {name for name, one in parameters.items() if id(one) in cut}
+        claims.append(
+            Claims(
+                cut=names_cut,
+                frozen={name for name, one in parameters.items() if not one.requires_grad} - names_cut,
+                summed={name for name, one in parameters.items() if id(one) in in_sum},
+                begins_in_pieces=passage.comes is not None,
+                ends_in_pieces=passage.leaves is not None,
+                dropouts=names_of(twin.module),
+                ends_inside=ends_inside and twin is skeleton[-1],
+            )
+        )
+
+    def inspect(number: int, given: Value, output: Value) -> None:
+        layer = skeleton[number]
+        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
+        prove_layer(layer.path, tensors_of(given), tensors_of(output), parameters, claims[number])
+
+    def prove(microbatch: Value) -> None:
+        infer(skeleton, microbatch, input_gradients=True, inspect=inspect)
+
+    return prove

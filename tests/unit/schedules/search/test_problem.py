@@ -1,0 +1,128 @@
+from __future__ import annotations
+
+from fractions import Fraction
+from random import Random
+
+from hypothesis import given
+from hypothesis import strategies as st
+from search_cases import LINEAR, LOOP, V, operations, problem_of, problems
+
+from plait.schedules.action import Action, Kind
+from plait.schedules.policies import order_by
+from plait.schedules.search.problem import Problem
+from plait.schedules.simulation.costs import Costs
+
+ONE = problem_of(V, 2, 1, Costs(2, 4, 6, comm=5, until_I=4, until_W=2))
+"""Two ranks, two chunks each in a v, one micro-batch: operation `3 * stage + kind`. Ticks are of 1."""
+NONE = -1
+
+
+def test_operations_of_a_v_need_each_other() -> None:
+    assert ONE.rank_of == (0, 1, 1, 0)
+    assert ONE.stages_of == ((0, 3), (1, 2))
+    view = ONE.ahead
+    assert view.rank == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+    assert view.needs == [NONE, 4, NONE, 0, 7, NONE, 3, 10, NONE, 6, 9, NONE]
+    assert view.feeds == [3, NONE, NONE, 6, 1, NONE, 9, 4, NONE, 10, 7, NONE]
+    assert view.delay == [0, 5, 0, 5, 0, 0, 0, 5, 0, 5, 0, 0]  # next door is the same rank in the middle
+    assert view.after == [NONE, 0, 1, NONE, 3, 4, NONE, 6, 7, NONE, 9, 10]
+    assert view.lanes == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    assert view.duration == [1, 2, 3] * 4
+    assert view.grows == [2, -1, -1] * 4
+    assert view.spare == [False, False, True] * 4
+
+
+def test_the_mirror_image_of_a_v() -> None:
+    view = ONE.mirrored
+    assert view.needs == ONE.ahead.feeds
+    assert view.feeds == ONE.ahead.needs
+    assert view.delay == [5, 0, 0, 0, 5, 0, 5, 0, 0, 0, 5, 0]
+    assert view.after == [1, 2, NONE, 4, 5, NONE, 7, 8, NONE, 10, 11, NONE]
+    assert view.grows == [-2, 1, 1] * 4
+    assert view.spare == [True, False, False] * 4
+    assert (view.duration, view.rank, view.lanes) == (ONE.ahead.duration, ONE.ahead.rank, ONE.ahead.lanes)
+
+
+def test_microbatches_of_a_lane_stand_side_by_side() -> None:
+    view = problem_of(LINEAR, 2, 3).ahead
+    assert view.lane == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert view.needs == [NONE] * 3 + [12, 13, 14] + [NONE] * 3 + [0, 1, 2] + [9, 10, 11] + [NONE] * 3
+    assert list(view.microbatches) == [0, 1, 2]
+    assert list(problem_of(LINEAR, 2, 3).mirrored.microbatches) == [2, 1, 0]
+
+
+def test_of_a_makespan_all_ends_count_alike() -> None:
+    problem = problem_of(LINEAR, 3, 2, Costs(2, 1, 1, comm=0.5))
+    assert problem.first_starts == (0, 5, 10)
+    assert problem.head_starts == (0, 0, 0)
+    assert problem.ahead.closes == problem.mirrored.opens == [0, 0, 0]
+
+
+def test_of_a_span_a_rank_that_starts_later_may_end_later() -> None:
+    problem = problem_of(V, 3, 2, Costs(2, 2, 2, comm=0.5), of_span=True)
+    assert problem.ticks.tick == Fraction(1, 2)
+    assert problem.first_starts == (0, 3, 6, 8, 11, 14)  # no hop between the stages in the middle
+    assert problem.head_starts == (0, 3, 6)
+    assert problem.ahead.opens == problem.mirrored.closes == [0, 0, 0]
+    assert problem.ahead.closes == problem.mirrored.opens == [6, 3, 0]
+    assert problem.measure(46) == 20
+
+
+def test_one_stage_a_rank_is_the_same_in_every_placement() -> None:
+    v, loop, line = (problem_of((layout[0], 1), 3) for layout in (V, LOOP, LINEAR))
+    assert v.ahead == loop.ahead == line.ahead
+
+
+def test_fewer_microbatches() -> None:
+    problem = problem_of(V, 2, 8, limit=6)
+    assert problem.size == 3 * 4 * 8
+    assert problem.shortened(3) == problem_of(V, 2, 3, limit=6)
+    assert problem.shortened(3).layout == problem.layout == V
+
+
+def test_a_full_backward_is_two_operations() -> None:
+    problem = problem_of(LINEAR, 1, 2)
+    (order,) = problem.orders_of([[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]])
+    assert order == [0, 2, 4]
+    assert problem.actions_of([order]) == [[Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)]]
+
+
+def test_actions_are_operations() -> None:
+    problem = problem_of(LINEAR, 2, 4)
+    made = order_by("zb-h1", 2, 4)
+    orders = problem.orders_of(made.actions)
+    assert orders == operations(
+        problem, "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3", "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"
+    )
+    assert tuple(map(tuple, problem.actions_of(orders))) == made.actions
+
+
+@given(problems(), st.randoms(use_true_random=False))
+def test_operations_are_actions_and_back(problem: Problem, chance: Random) -> None:
+    orders = [
+        [operation for operation in range(problem.size) if problem.ahead.rank[operation] == rank]
+        for rank in range(problem.ranks)
+    ]
+    for order in orders:
+        chance.shuffle(order)
+    assert problem.orders_of(problem.actions_of(orders)) == orders
+
+
+@given(problems())
+def test_the_mirror_image_swaps_what_comes_before_and_behind(problem: Problem) -> None:
+    ahead, mirrored = problem.ahead, problem.mirrored
+    for operation, follower in enumerate(ahead.feeds):
+        assert mirrored.needs[operation] == follower
+        if follower >= 0:
+            assert mirrored.feeds[follower] == ahead.needs[follower] == operation
+            assert mirrored.delay[operation] == ahead.delay[follower]
+        if ahead.after[operation] >= 0:
+            assert mirrored.after[ahead.after[operation]] == operation
+    assert list(map(sum, zip(ahead.grows, mirrored.grows, strict=True))) == [0] * problem.size
+
+
+@given(problems(), st.integers(0, 1000))
+def test_a_length_is_measured_and_back(problem: Problem, length: int) -> None:
+    assert problem.length(problem.measure(length)) == length
+    assert problem.length(problem.measure(length) - problem.ticks.tick / 3) == length
+    assert problem.length(problem.measure(length) + problem.ticks.tick / 3) == length + 1
