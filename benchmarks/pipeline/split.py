@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from work import CONTEXT, HIDDEN, build
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.layers.layer_sequence import sequence_of
 from plait.layers.nested import leaf_of
 from plait.layers.shape_inference import infer
@@ -65,9 +66,9 @@ def by_plait(model: nn.Sequential, between: Between) -> None:
     received = leaf_of(torch.zeros(SHAPE), True), torch.ones(SHAPE)
     infos = infer(sequence_of(model).layers, received[0], input_gradients=True)
     _fill(model)
-    keeper = Keeper()
-    defer_weight_gradients(model, keeper)
-    stage = Stage(0, sequence_of(model).layers, keeper, [infos])
+    queue = WeightGradientQueue()
+    defer_weight_gradients(model, queue)
+    stage = Stage(0, sequence_of(model).layers, queue, [infos])
     layers = range(len(stage.layers))
     stage.feed(0, received[0])
     for layer in layers:

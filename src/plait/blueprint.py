@@ -30,7 +30,7 @@ from plait.schedules.stage_cuts.cut import Cut
 from plait.sharding.arranging import Arrangement, arrange, piece_layouts
 from plait.sharding.holding import Holders
 from plait.sharding.policy import Policy
-from plait.tensor.sequence import Passage, passages, summed_over_tp
+from plait.tensor.sequence import SequenceDims, sequence_dims, summed_over_tp
 from plait.tensor.weave import layouts_of, rules_of_modules
 from plait.tensor.weaving import Weaving, named
 
@@ -47,7 +47,7 @@ class Blueprint:
     """Which piece of each parameter the layers of a rank use."""
     summed: Mapping[str, int]
     """Over how many neighbours along `tp` the gradient of each parameter is summed."""
-    passages: tuple[Passage, ...]
+    sequence_dims: tuple[SequenceDims, ...]
     """How the sequence flows through each layer."""
     arrangement: Arrangement
     """The buffers of each unit."""
@@ -105,8 +105,8 @@ class Blueprint:
     def weaving(self, group: Group) -> Weaving:
         """The rules, to be applied to layers as a rank of `tp` holds them."""
         paths = (layer.path for layer in self.sequence.layers)
-        passages = dict(zip(paths, self.passages, strict=True))
-        return Weaving(self.cuts, passages, self.plan.sequence_parallel == "regather", group)
+        sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
+        return Weaving(self.cuts, sequence_dims, self.plan.sequence_parallel == "regather", group)
 
     def policy_on(self, device: torch.device) -> Policy:
         """How a rank that computes on `device` keeps parameters and gradients."""
@@ -129,7 +129,7 @@ def draw(
     refuse_layout_dependence(sequence)
     cuts = matched_rules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, cuts, plan)
-    flow = passages(named(sequence.layers), cuts)
+    flow = sequence_dims(named(sequence.layers), cuts)
     policy = policy_of(plan, torch.device("meta"))
     arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, summed, policy, plan.shard)
     refuse_narrow_sums(plan, arrangement)

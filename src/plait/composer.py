@@ -13,8 +13,9 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
-from plait.autograd.dropout import Draws
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.dropout import DropoutGenerator
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, draw, span
 from plait.comm.agreement import agree, unlike_first
 from plait.comm.mesh import Mesh
@@ -76,11 +77,11 @@ def parallelize(
     drawn = draw(model, plan, rules)
     sequence = drawn.sequence
     source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
-    steps, draws = Steps(drawn.order, drawn.shape, mesh.index("pp")), Draws(seed)
+    steps, dropout = Steps(drawn.order, drawn.shape, mesh.index("pp")), DropoutGenerator(seed)
     spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
     units = build_units(drawn, spans, mesh, source)
     weaving = drawn.weaving(mesh.group("tp"))
-    stages = build_stages(drawn, spans, units, weaving, mesh, source, draws)
+    stages = build_stages(drawn, spans, units, weaving, mesh, source, dropout)
     skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
@@ -92,14 +93,14 @@ def parallelize(
         layouts=drawn.layouts,
         whole_layouts=drawn.whole_layouts,
         summed=drawn.summed,
-        passages=drawn.passages,
+        sequence_dims=drawn.sequence_dims,
         skeleton=next(skeletons),
         prove=proof(drawn, next(skeletons), ends_inside=vocabulary is not None),
         steps=steps,
         worker=worker,
         gatherer=Gatherer(units),
         reducer=Reducer(units),
-        draws=draws,
+        dropout=dropout,
         counted=counted_parameters(drawn.holders, drawn.layouts, mesh),
         vocabulary=vocabulary,
         in_half=drawn.in_half,
@@ -141,7 +142,7 @@ def agreed_source(
 def proof(drawn: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
     """What proves that the rules fit the model; see `prover`."""
     layouts, summed = drawn.whole_layouts, drawn.summed
-    return prover(drawn.sequence, layouts, summed, skeleton, drawn.passages, ends_inside=ends_inside)
+    return prover(drawn.sequence, layouts, summed, skeleton, drawn.sequence_dims, ends_inside=ends_inside)
 
 
 def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
@@ -185,23 +186,25 @@ def build_stages(
     weaving: Weaving,
     mesh: Mesh,
     source: Source,
-    draws: Draws,
+    dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
     sequence, plan = drawn.sequence, drawn.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
-    keeper, adds_late = Keeper(), sharding_of(plan).scatters == "each"
+    queue, adds_late = WeightGradientQueue(), sharding_of(plan).scatters == "each"
     stages = {}
     for number, layers in mine.items():
         # One copy of a stage's layers, so that what they share stays shared.
         real = buffers | parameters_of(number, units.values(), sequence)
-        copies = weaving.weave(private_copy(layers, real), keeper)
+        copies = weaving.weave(private_copy(layers, real), queue)
         for layer in copies:
-            defer_weight_gradients(layer.module, keeper)
-        draws.give_to(layer.module for layer in copies)
+            defer_weight_gradients(layer.module, queue)
+        dropout.attach_to(layer.module for layer in copies)
         recompute = [drawn.recompute[layer] for layer in spans[number]]
-        stages[number] = Stage(number, copies, keeper, adds_late=adds_late, recompute=recompute, draws=draws)
+        stages[number] = Stage(
+            number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
+        )
     return stages
 
 

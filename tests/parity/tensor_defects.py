@@ -27,7 +27,7 @@ def bias_added_by_every_rank() -> Iterator[None]:
     """The bias of a row-parallel linear counts once for each rank."""
 
     def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
-        output = reduce(linear(input, self.weight, None, self.keeper), self.group)
+        output = reduce(linear(input, self.weight, None, self.queue), self.group)
         return output + self.bias * self.group.size
 
     with patch.object(RowParallelLinear, "forward", forward):
@@ -73,7 +73,7 @@ def columns_learn_nothing() -> Iterator[None]:
 
     def forward(self: ColumnParallelLinear, input: Tensor) -> Tensor:
         entered = copy(input, self.group) if self.enters else input
-        return linear(entered, self.weight.detach(), self.bias, self.keeper)
+        return linear(entered, self.weight.detach(), self.bias, self.queue)
 
     with patch.object(ColumnParallelLinear, "forward", forward):
         yield
@@ -83,7 +83,7 @@ def columns_learn_nothing() -> Iterator[None]:
 def last_row_of_each_piece_lost() -> Iterator[None]:
     """A token whose row is the last that a rank holds is looked up as if nobody held it."""
 
-    def lookup(tokens: Tensor, weight: Tensor, padding: int | None, keeper: Any) -> Tensor:
+    def lookup(tokens: Tensor, weight: Tensor, padding: int | None, queue: Any) -> Tensor:
         lost = (tokens == len(weight) - 1).unsqueeze(-1)
         return torch.nn.functional.embedding(tokens, weight, padding).masked_fill(lost, 0)
 

@@ -6,7 +6,7 @@ from typing import Any
 from unittest.mock import patch
 
 from parity.dropping import DROPPING as MODEL
-from plait.autograd.dropout import draw_for_piece
+from plait.autograd.dropout import set_region_piece
 from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan import Plan
@@ -40,9 +40,9 @@ def first_heads_on_every_rank() -> Any:
     """Every rank of tp draws for the first piece."""
 
     def first(module: Any, dim: int, index: int, count: int) -> None:
-        draw_for_piece(module, dim, 0, count)
+        set_region_piece(module, dim, 0, count)
 
-    return patch.object(weave, "draw_for_piece", first)
+    return patch.object(weave, "set_region_piece", first)
 
 
 def the_same_in_every_step() -> Any:

@@ -20,9 +20,9 @@ from parity.dropping import dropping
 from parity.tensor_defects import copies_not_summed
 from plait.autograd import conjugate
 from plait.autograd.deferred import linear
-from plait.autograd.mask import Span
+from plait.autograd.mask import DimPiece
 from plait.autograd.pieces import own_piece, start_whole
-from plait.autograd.regather import Gather, Regathered, Sources
+from plait.autograd.regather import Gather, GatherRegistry, Regathered
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.models.gpt2 import RULES
@@ -59,8 +59,8 @@ def piece_of_another_rank_kept() -> Any:
     """What leaves a region goes to the neighbour, who has other positions."""
     original = border.scatter_out
 
-    def scatter_out(tensor: Tensor, group: Group, dim: int, sources: Any) -> Tensor:
-        return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim, sources)
+    def scatter_out(tensor: Tensor, group: Group, dim: int, registry: Any) -> Tensor:
+        return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim, registry)
 
     return patch.object(border, "scatter_out", scatter_out)
 
@@ -115,7 +115,7 @@ def bias_added_before_the_sum() -> Iterator[None]:
     """Every rank adds a row linear's bias to its summand."""
 
     def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
-        return self.border.leave(linear(input, self.weight, None, self.keeper) + self.bias)
+        return self.border.leave(linear(input, self.weight, None, self.queue) + self.bias)
 
     with patch.object(RowParallelLinear, "forward", forward):
         yield
@@ -124,13 +124,13 @@ def bias_added_before_the_sum() -> Iterator[None]:
 def first_micro_batch_gathered_again() -> Any:
     """The head's weight learns from what it read of the first micro-batch, every time."""
     kept: list[Tensor] = []
-    original = Sources.again
+    original = GatherRegistry.again
 
-    def again(self: Sources, piece: Tensor, gather: Gather) -> Regathered:
+    def again(self: GatherRegistry, piece: Tensor, gather: Gather) -> Regathered:
         kept.append(piece)
         return original(self, kept[0], gather)
 
-    return during("backward_input", lambda: patch.object(Sources, "again", again), layer="head")
+    return during("backward_input", lambda: patch.object(GatherRegistry, "again", again), layer="head")
 
 
 def pieces_one_position_too_early() -> Any:
@@ -146,8 +146,8 @@ def pieces_one_position_too_early() -> Any:
 def dropout_counts_from_the_piece() -> Any:
     """A rank draws for the first positions."""
 
-    def first(self: SequenceBorder, size: int) -> Span:
-        return Span(0, self.length.whole)
+    def first(self: SequenceBorder, size: int) -> DimPiece:
+        return DimPiece(0, self.length.whole)
 
     return patch.object(SequenceBorder, "piece", first)
 

@@ -17,6 +17,7 @@ from parity.defects import (
 )
 from parity.tensor_defects import columns_learn_nothing, entrance_without_sum
 from plait.autograd import deferred
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce
 from plait.pipeline.stage import Stage
 from plait.tensor import embedding
@@ -40,7 +41,7 @@ def _work_left_out(layer: str, microbatch: int | None = None) -> Iterator[None]:
 
     # Work that is done while a sum is waited for would not be left out.
     with (
-        patch.object(deferred.Keeper, "spending", lambda self: nullcontext()),
+        patch.object(WeightGradientQueue, "overlapping", lambda self: nullcontext()),
         patch.object(Stage, "backward_weight", backward_weight),
     ):
         yield
@@ -119,8 +120,8 @@ def padding_learns() -> Any:
     """The row of the padding token gets a gradient."""
     original = deferred.embedding
 
-    def unpadded(input: Tensor, weight: Tensor, padding: int | None, keeper: Any) -> Tensor:
-        return original(input, weight, None, keeper)
+    def unpadded(input: Tensor, weight: Tensor, padding: int | None, queue: Any) -> Tensor:
+        return original(input, weight, None, queue)
 
     return patch.object(deferred, "embedding", unpadded)
 

@@ -30,28 +30,28 @@ from torch.autograd.graph import Node
 
 from plait.autograd.marks import mark, mark_of
 from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
-from plait.autograd.regather import Gather, Sources
+from plait.autograd.regather import Gather, GatherRegistry
 from plait.comm.bits import require_same_bits
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.errors import ModelError
 
-Meanwhile = Callable[[], None]
+Overlap = Callable[[], None]
 """What is done while a reduction is under way."""
 Conjugate = Literal["copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"]
 _MARK = "plait.autograd.conjugate"
 _ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
 
 
-def copy(tensor: Tensor, group: Group, meanwhile: Meanwhile | None = None) -> Tensor:
+def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
     """`tensor` as each rank's own: the same, and its gradient is summed over `group`.
 
-    `meanwhile` runs in the backward while the sum is under way. Communication: backward, one all-reduce.
+    `overlap` runs in the backward while the sum is under way. Communication: backward, one all-reduce.
     """
     _require_whole(tensor, group)
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    return _marked("copy", _Copy.apply(tensor, group, meanwhile))  # type: ignore[no-untyped-call]
+    return _marked("copy", _Copy.apply(tensor, group, overlap))  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
@@ -79,26 +79,26 @@ def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     return _marked("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
 
 
-def gather_in(piece: Tensor, group: Group, dim: int, size: int, meanwhile: Meanwhile | None = None) -> Tensor:
+def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
     """The ranks' pieces of `dim` as each rank's own: `size` in all, and the gradient is summed and cut again.
 
-    `meanwhile` runs in the backward while the sum is under way. Communication: one all-gather; backward, one
+    `overlap` runs in the backward while the sum is under way. Communication: one all-gather; backward, one
     reduce-scatter.
     """
     if group.size == 1:
         return piece
-    return _marked("gather_in", _GatherIn.apply(piece, group, dim, size, meanwhile))  # type: ignore[no-untyped-call]
+    return _marked("gather_in", _GatherIn.apply(piece, group, dim, size, overlap))  # type: ignore[no-untyped-call]
 
 
-def scatter_out(tensor: Tensor, group: Group, dim: int, sources: Sources | None = None) -> Tensor:
+def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
     """This rank's piece of `dim` of the sum of the ranks' tensors.
 
-    `sources` are told of what the gradient was gathered, so that it need not be kept.
+    `registry` are told of what the gradient was gathered, so that it need not be kept.
     Communication: one reduce-scatter; backward, one all-gather.
     """
     if group.size == 1:
         return tensor
-    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim, sources))  # type: ignore[no-untyped-call]
+    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim, registry))  # type: ignore[no-untyped-call]
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -142,8 +142,8 @@ def _marked(conjugate: Conjugate, result: Tensor) -> Tensor:
 
 class _Copy(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, meanwhile: Meanwhile | None) -> Tensor:
-        ctx.group, ctx.meanwhile = group, meanwhile
+    def forward(ctx: Any, tensor: Tensor, group: Group, overlap: Overlap | None) -> Tensor:
+        ctx.group, ctx.overlap = group, overlap
         return tensor.view_as(tensor)
 
     @staticmethod
@@ -153,8 +153,8 @@ class _Copy(torch.autograd.Function):
             return gradient, None, None
         # Not in place: autograd may have given the same memory to others.
         under_way = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
-        if ctx.meanwhile is not None:
-            ctx.meanwhile()
+        if ctx.overlap is not None:
+            ctx.overlap()
         return under_way.wait(), None, None
 
 
@@ -199,30 +199,30 @@ class _Split(torch.autograd.Function):
 class _GatherIn(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, piece: Tensor, group: Group, dim: int, size: int, meanwhile: Meanwhile | None
+        ctx: Any, piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None
     ) -> Tensor:
-        ctx.group, ctx.dim, ctx.meanwhile = group, dim, meanwhile
+        ctx.group, ctx.dim, ctx.overlap = group, dim, overlap
         return start_whole(piece, group, dim, size)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         _refuse_create_graph()
         under_way = start_piece_of_sum(gradient, ctx.group, ctx.dim)
-        if ctx.meanwhile is not None and not gradient.is_meta:
-            ctx.meanwhile()
+        if ctx.overlap is not None and not gradient.is_meta:
+            ctx.overlap()
         return under_way(), None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, sources: Sources | None) -> Tensor:
-        ctx.gather, ctx.sources = Gather(group, dim, tensor.shape[dim]), sources
+    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None) -> Tensor:
+        ctx.gather, ctx.registry = Gather(group, dim, tensor.shape[dim]), registry
         return start_piece_of_sum(tensor, group, dim)()
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
         _refuse_create_graph()
         whole = ctx.gather.start(gradient)()
-        if ctx.sources is not None:
-            ctx.sources.add(whole, gradient, ctx.gather)
+        if ctx.registry is not None:
+            ctx.registry.add(whole, gradient, ctx.gather)
         return whole, None, None, None

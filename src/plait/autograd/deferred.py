@@ -9,9 +9,7 @@ graph, or a backward of the backward, is refused.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -19,73 +17,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.regather import Gather, Sources
+from plait.autograd.regather import Gather
 from plait.autograd.split import SplitBackward, refuse_other_orders, require_static, run_split
-
-WeightWork = Callable[[], object]
-"""Adds one weight gradient of one micro-batch to its buffer."""
+from plait.autograd.weight_queue import WeightGradientQueue
 
 
-@dataclass
-class Keeper:
-    """Collects the weight work that a backward leaves behind, until `take` carries it away.
-
-    Within `spending()` it may also be done early, by whoever has to wait in that backward.
-    """
-
-    kept: list[WeightWork] = field(default_factory=list)
-    spends: bool = False
-    buffers: dict[int, Tensor] = field(default_factory=dict)
-    """By the id of a weight, what its gradients are added to while its `.grad` is set aside."""
-    sources: Sources = field(default_factory=Sources)
-    """What linears read that is gathered again for their weight work."""
-
-    def keep(self, work: WeightWork) -> None:
-        """Add one piece of weight work."""
-        self.kept.append(work)
-
-    def buffer_of(self, weight: Tensor) -> Tensor:
-        """What the gradients of `weight` are added to: its `.grad`, if nothing else is said."""
-        buffer = self.buffers.get(id(weight), weight.grad)
-        assert buffer is not None, "gradients have somewhere to go before a backward"
-        return buffer
-
-    def take(self) -> list[WeightWork]:
-        """Everything kept since the last call, in the order of the backward."""
-        taken, self.kept = self.kept, []
-        return taken
-
-    @contextmanager
-    def apart(self) -> Iterator[None]:
-        """For as long as it is entered, what is kept is forgotten at the end: nobody asks for it."""
-        outside, self.kept = self.kept, []
-        try:
-            yield
-        finally:
-            self.kept = outside
-
-    @contextmanager
-    def spending(self) -> Iterator[None]:
-        """For as long as it is entered, `meanwhile` does the work."""
-        self.spends = True
-        try:
-            yield
-        finally:
-            self.spends = False
-
-    def spend(self) -> None:
-        """Do everything kept since the last `take` now."""
-        for work in self.take():
-            work()
-
-    def meanwhile(self) -> None:
-        """`spend` while something else is waited for, if that is allowed now."""
-        if self.spends:
-            self.spend()
-
-
-def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
-    """Make what multiplies by a weight in `layer`, or looks up its rows, keep its gradient with `keeper`.
+def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
+    """Make what multiplies by a weight in `layer`, or looks up its rows, keep its gradient with `queue`.
 
     That is every `nn.Linear`, plain `nn.Embedding` and `Conv1D` of Hugging Face, whose weight is that of a
     linear transposed, and every `SplitBackward`. Only these instances change (their `forward` is bound anew),
@@ -95,16 +33,16 @@ def defer_weight_gradients(layer: nn.Module, keeper: Keeper) -> None:
     for module in layer.modules():
         if isinstance(module, SplitBackward) and "forward" not in vars(module):
             require_static(module)
-            _bind(module, partial(_run_split, module, module.forward, keeper))
+            _bind(module, partial(_run_split, module, module.forward, queue))
             continue
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations put a computed tensor in its place
         if type(module) is nn.Linear:
-            _bind(module, partial(_run_linear, module, keeper))
+            _bind(module, partial(_run_linear, module, queue))
         elif type(module) is nn.Embedding and _is_plain(module):
-            _bind(module, partial(_run_embedding, module, keeper))
+            _bind(module, partial(_run_embedding, module, queue))
         elif is_transposed_linear(module):
-            _bind(module, partial(_run_transposed, module, keeper))
+            _bind(module, partial(_run_transposed, module, queue))
 
 
 TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
@@ -129,45 +67,54 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
-def _run_linear(module: nn.Linear, keeper: Keeper, input: Tensor) -> Tensor:
-    return linear(input, module.weight, module.bias, keeper)
+def _run_linear(module: nn.Linear, queue: WeightGradientQueue, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias, queue)
 
 
-def _run_transposed(module: Any, keeper: Keeper, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, keeper, transposed=True)
+def _run_transposed(module: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
+    return linear(x, module.weight, module.bias, queue, transposed=True)
 
 
-def _run_embedding(module: nn.Embedding, keeper: Keeper, input: Tensor) -> Tensor:
-    return embedding(input, module.weight, module.padding_idx, keeper)
+def _run_embedding(module: nn.Embedding, queue: WeightGradientQueue, input: Tensor) -> Tensor:
+    return embedding(input, module.weight, module.padding_idx, queue)
 
 
-def _run_split(module: Any, plain: Callable[..., Any], keeper: Keeper, *inputs: Any, **named: Any) -> Any:
+def _run_split(
+    module: Any, plain: Callable[..., Any], queue: WeightGradientQueue, *inputs: Any, **named: Any
+) -> Any:
     if named or not inputs or not _defers(inputs[0]):
         return plain(*inputs, **named)
-    return run_split(module, keeper, *inputs)
+    return run_split(module, queue, *inputs)
 
 
 def linear(
-    input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper | None, *, transposed: bool = False
+    input: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    queue: WeightGradientQueue | None,
+    *,
+    transposed: bool = False,
 ) -> Tensor:
-    """`functional.linear`, whose weight work is left with `keeper`, if there is one.
+    """`functional.linear`, whose weight work is left with `queue`, if there is one.
 
     `weight` is `[out, in]`, or `[in, out]` where it is `transposed`.
     """
-    if keeper is None or not _defers(input):
+    if queue is None or not _defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
-    output: Tensor = _Linear.apply(input, weight, bias, keeper, transposed)  # type: ignore[no-untyped-call]
+    output: Tensor = _Linear.apply(input, weight, bias, queue, transposed)  # type: ignore[no-untyped-call]
     # Only now, when the input is saved: a layer that runs again for its backward need not come this far.
     with torch.no_grad():
         output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
     return output
 
 
-def embedding(input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper | None) -> Tensor:
+def embedding(
+    input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue | None
+) -> Tensor:
     """`functional.embedding` likewise; the row `padding` does not learn."""
-    if keeper is None or not _defers(input):
+    if queue is None or not _defers(input):
         return functional.embedding(input, weight, padding)
-    output: Tensor = _Embedding.apply(input, weight, padding, keeper)  # type: ignore[no-untyped-call]
+    output: Tensor = _Embedding.apply(input, weight, padding, queue)  # type: ignore[no-untyped-call]
     return output
 
 
@@ -188,11 +135,16 @@ class _Linear(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, input: Tensor, weight: Tensor, bias: Tensor | None, keeper: Keeper, transposed: bool
+        ctx: Any,
+        input: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        queue: WeightGradientQueue,
+        transposed: bool,
     ) -> Tensor:
-        piece, ctx.gather = keeper.sources.of(input) or (input, None)
+        piece, ctx.gather = queue.gathered.of(input) or (input, None)
         ctx.save_for_backward(piece if weight.requires_grad else None)
-        ctx.weight, ctx.keeper, ctx.transposed, ctx.ran = weight, keeper, transposed, False
+        ctx.weight, ctx.queue, ctx.transposed, ctx.ran = weight, queue, transposed, False
         shape = (*input.shape[:-1], _rows_out(weight, transposed).shape[0])
         return input.new_empty_strided(shape, (0,) * len(shape))  # one number: `linear` brings the memory
 
@@ -200,16 +152,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
-        weight, keeper, transposed = ctx.weight, ctx.keeper, ctx.transposed
+        weight, queue, transposed = ctx.weight, ctx.queue, ctx.transposed
         rows = _rows(gradient)  # a copy, where heads were apart: once for all uses
         if saved is not None:
-            read, came = _what_was_read(saved, ctx.gather, keeper), _what_came(gradient, rows, keeper)
+            read, came = _what_was_read(saved, ctx.gather, queue), _what_came(gradient, rows, queue)
 
             def work() -> None:
-                total = _rows_out(keeper.buffer_of(weight), transposed)
+                total = _rows_out(queue.buffer_of(weight), transposed)
                 _add_product(total, _rows(came()).t(), _rows(read()))
 
-            keeper.keep(work)
+            queue.add(work)
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
         return (
             _product_of_rows(rows, _rows_out(weight, transposed), gradient.shape) if needs_input else None,
@@ -220,22 +172,22 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _what_was_read(saved: Tensor, gather: Gather | None, keeper: Keeper) -> Callable[[], Tensor]:
+def _what_was_read(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
     """Gives what a linear read, of which it has saved all, or the piece that it was gathered of."""
     if gather is None:
         whole = saved.detach()  # cut off, so that waiting for W does not hold the layer's graph
         return lambda: whole
-    regathered = keeper.sources.again(saved, gather)
-    if keeper.spends:  # then the product for the input's gradient comes between
+    regathered = queue.gathered.again(saved, gather)
+    if queue.overlaps:  # then the product for the input's gradient comes between
         regathered.start()
     return regathered.whole
 
 
-def _what_came(gradient: Tensor, rows: Tensor, keeper: Keeper) -> Callable[[], Tensor]:
+def _what_came(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
     """Gives the gradient that came to a linear, of which its `rows` are kept, or a piece."""
     # Where weight work follows at once, the whole is there still.
-    source = None if keeper.spends else keeper.sources.of(gradient)
-    return (lambda: rows) if source is None else keeper.sources.again(*source).whole
+    source = None if queue.overlaps else queue.gathered.of(gradient)
+    return (lambda: rows) if source is None else queue.gathered.again(*source).whole
 
 
 def _rows(tensor: Tensor) -> Tensor:
@@ -264,23 +216,25 @@ class _Embedding(torch.autograd.Function):
     """`y[...] = W[x[...]]` for whole numbers `x: [...]` and `W: [rows, width]`."""
 
     @staticmethod
-    def forward(ctx: Any, input: Tensor, weight: Tensor, padding: int | None, keeper: Keeper) -> Tensor:
+    def forward(
+        ctx: Any, input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue
+    ) -> Tensor:
         ctx.save_for_backward(input)
-        ctx.weight, ctx.padding, ctx.keeper, ctx.ran = weight, padding, keeper, False
+        ctx.weight, ctx.padding, ctx.queue, ctx.ran = weight, padding, queue, False
         return functional.embedding(input, weight, padding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, None, None, None]:
         refuse_other_orders(ctx, "an embedding")
         (input,) = ctx.saved_tensors
-        weight, padding, keeper = ctx.weight, ctx.padding, ctx.keeper
+        weight, padding, queue = ctx.weight, ctx.padding, ctx.queue
 
         def work() -> None:
             rows = gradient.reshape(-1, gradient.shape[-1])
             tokens = input.reshape(-1)
             if padding is not None:
                 rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
-            total = keeper.buffer_of(weight)
+            total = queue.buffer_of(weight)
             rows = rows.to(total.dtype)
             if total.is_cuda:  # index_add_ is atomic there: its sums depend on the order of arrival
                 total.index_put_((tokens,), rows, accumulate=True)
@@ -288,5 +242,5 @@ class _Embedding(torch.autograd.Function):
                 total.index_add_(0, tokens, rows)
 
         if weight.requires_grad:
-            keeper.keep(work)
+            queue.add(work)
         return None, None, None, None

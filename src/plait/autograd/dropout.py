@@ -1,10 +1,10 @@
-"""Dropout whose masks are the same in every layout: a function of seed, step, place and global index.
+"""Dropout whose masks are the same in every layout: a function of seed, step, module and global index.
 
-    mask of an element = f(seed, step, path of the module, how often it ran there before, global index)
+    mask of an element = f(seed, step, path of the module, number of its earlier calls there, global index)
 
-An engine counts steps and says which rows of the global batch a micro-batch has; a rule says for which piece
-of a value in a region a rank draws (see `plait.rules`). In plain PyTorch each call takes a key from torch's
-own generator.
+An engine counts steps and sets which rows of the global batch a micro-batch has; a rule sets which piece
+of an activation a rank has in a region (see `plait.rules`). In plain PyTorch each call takes a key from
+torch's default generator.
 """
 
 from __future__ import annotations
@@ -22,22 +22,21 @@ from torch import Tensor, nn
 from torch.autograd.graph import Node
 
 from plait.autograd.marks import mark, mark_of
-from plait.autograd.mask import Span, keep_mask
+from plait.autograd.mask import DimPiece, keep_mask
 from plait.errors import ModelError
 from plait.rules import join
 
-Piece = Callable[[int], Span]
-"""Given the size of a rank's piece of a dim: which piece of the whole dim it is."""
+LocatePiece = Callable[[int], DimPiece]
+"""Returns which piece of a dim this rank has, given the size of the piece."""
 _MARK = "plait.autograd.dropout"
 
 
 class Dropout(nn.Module):
-    """Sets elements to zero with probability `p` and divides the rest by `1 - p`; in evaluation mode nothing.
+    """`nn.Dropout` with the same mask in every layout. An engine replaces each `nn.Dropout` by it.
 
-    As `nn.Dropout`, in whose place an engine puts it: in an engine it draws the same mask in every layout.
-    Dim 0 of what it is given has to be the micro-batch's rows, or what each row has, row by row. What is
-    dropped is zero even if it was not finite. One byte an element is saved for the backward: to draw again
-    would take as long as the forward.
+    In training mode sets elements to zero with probability `p`, also those that are not finite, and divides
+    the others by `1 - p`. Dim 0 of the input has to be the micro-batch's rows, or the rows times another dim,
+    row-major. Saves one byte an element for the backward: to remake the mask takes as long as the forward.
     """
 
     def __init__(self, p: float = 0.5) -> None:
@@ -45,105 +44,105 @@ class Dropout(nn.Module):
         if not 0.0 <= p <= 1.0:
             raise ModelError(f"dropout has p = {p!r}: give a probability, from 0 to 1.")
         self.p = p
-        self.draws: Draws | None = None
-        """Of the engine that it is a part of."""
-        self.pieces: dict[int, Piece] = {}
-        """Of the dims of which a rank has a piece only, but dim 0."""
+        self.generator: DropoutGenerator | None = None
+        """The engine's; None in plain PyTorch."""
+        self.pieces: dict[int, LocatePiece] = {}
+        """By dim, how to locate the rank's piece of the input; not for dim 0."""
         self.in_region = False
-        """Whether a rule says that it stands inside a region."""
+        """Whether a rule puts the module inside a region."""
         self.in_pieces = False
-        """Whether it stands where the sequence is in pieces."""
+        """Whether the input is a piece of the sequence."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Of any shape `[rows, ...]`; ModelError where an engine's dim 0 is no multiple of the rows."""
+        """Input and output `[rows, ...]`. In an engine, ModelError where dim 0 is no multiple of the rows."""
         if not self.training or self.p == 0.0:
             return input
-        spans = {dim: piece(input.shape[dim]) for dim, piece in self.pieces.items()}
+        pieces = {dim: locate(input.shape[dim]) for dim, locate in self.pieces.items()}
         key = 0
-        if self.draws is not None:
-            key, spans[0] = self.draws.draw(self, input.shape)
+        if self.generator is not None:
+            key, pieces[0] = self.generator.next_key(self, input.shape)
         elif not input.is_meta:
             key = int(torch.randint(-(2**63), 2**63 - 1, ()))
-        keep = keep_mask(key, input.shape, self.p, spans, input.device)
+        keep = keep_mask(key, input.shape, self.p, pieces, input.device)
         scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
         return mark(torch.where(keep, input, 0.0).mul_(scale), _MARK, self)
 
     def extra_repr(self) -> str:
-        """What `print` says of it."""
+        """Return the text that `print` shows in the parentheses."""
         return f"p={self.p}"
 
 
 def dropout_of(node: Node) -> Dropout | None:
-    """The dropout that made a node of an autograd graph on the meta device, if one did."""
+    """Return the dropout that created a node of an autograd graph on the meta device, or None."""
     dropout: Dropout | None = mark_of(node, _MARK)
     return dropout
 
 
-class Place(NamedTuple):
-    """Where a layer runs."""
+class _RunningLayer(NamedTuple):
+    """The layer that runs, on one micro-batch."""
 
     rows: range
-    """Of the global batch."""
+    """The micro-batch's rows in the global batch."""
     path: str
-    """Of the layer in the model."""
+    """The layer's path in the model."""
     names: Mapping[int, str]
-    """Of each dropout in the layer, by its `id`."""
+    """Each dropout's name in the layer, by the module's `id`."""
     calls: dict[int, int]
-    """How often each has run there."""
+    """Each dropout's number of calls in this run, by the module's `id`."""
 
 
-def draw_for_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """Let `module` draw for piece `index` of `count` equal pieces of `dim`, in a region."""
+def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
+    """Give `module`, inside a region, the mask of piece `index` of `count` equal pieces of `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
 
-def _equal_piece(index: int, count: int, size: int) -> Span:
-    return Span(index * size, count * size)
+def _equal_piece(index: int, count: int, size: int) -> DimPiece:
+    return DimPiece(index * size, count * size)
 
 
-def draw_for_sequence(module: Dropout, dim: int, piece: Piece) -> None:
-    """Let `module` draw for this rank's piece of the sequence, which is `dim`, outside of regions."""
+def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
+    """Give `module`, outside of regions, the mask of this rank's piece of the sequence dim `dim`."""
     module.in_pieces = True
-    module.pieces[dim] = piece
+    module.pieces[dim] = locate
 
 
 @dataclass
-class Draws:
-    """What the masks of one rank depend on, besides the module: it goes along with the step."""
+class DropoutGenerator:
+    """The seed, step, rows and running layer on which the dropout masks of one rank depend."""
 
     seed: int
     step: int = 0
     rows: Sequence[range] = ()
-    """Of the global batch, those of each micro-batch."""
-    _place: Place | None = field(default=None, repr=False)
+    """Each micro-batch's rows in the global batch."""
+    _layer: _RunningLayer | None = field(default=None, repr=False)
 
-    def give_to(self, layers: Iterable[nn.Module]) -> None:
-        """Every dropout of `layers` draws by this."""
+    def attach_to(self, layers: Iterable[nn.Module]) -> None:
+        """Set this generator on every `Dropout` in `layers`."""
         for layer in layers:
             for module in layer.modules():
                 if isinstance(module, Dropout):
-                    module.draws = self
+                    module.generator = self
 
     @contextmanager
-    def at(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
-        """While it is entered, the layer at `path` runs, with dropouts of these `names` (see `names_of`)."""
-        # Who only evaluates, says nothing of rows, and draws nothing.
+    def running(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
+        """Name the running layer: its path, and its dropouts by `id` (see `names_of`)."""
+        # An evaluation sets no rows: its dropouts need no mask.
         rows = self.rows[microbatch] if microbatch < len(self.rows) else range(0)
-        before, self._place = self._place, Place(rows, path, names, {})
+        before, self._layer = self._layer, _RunningLayer(rows, path, names, {})
         try:
             yield
         finally:
-            self._place = before
+            self._layer = before
 
-    def draw(self, module: Dropout, shape: Sequence[int]) -> tuple[int, Span]:
-        """The key of the mask that `module` needs now, and where its rows begin."""
-        if self._place is None:
+    def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPiece]:
+        """Return the key of the mask for this call of `module`, and the piece of dim 0 that its rows are."""
+        if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
                 "torch.utils.checkpoint of the model's own: leave that to plan.recompute."
             )
-        rows, path, names, calls = self._place
+        rows, path, names, calls = self._layer
         path = join(path, names.get(id(module), ""))
         if not shape or not rows or shape[0] % len(rows):
             raise ModelError(
@@ -152,27 +151,27 @@ class Draws:
             )
         call = calls.get(id(module), 0)
         calls[id(module)] = call + 1
-        return key_of(self.seed, self.step, path, call), Span(shape[0] // len(rows) * rows.start, 0)
+        return key_of(self.seed, self.step, path, call), DimPiece(shape[0] // len(rows) * rows.start, 0)
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:
-    """64 bits with a sign, for one run of a module in a step."""
+    """Return the key of one call of a module in a step: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{step}/{path}/{call}".encode(), digest_size=8, person=b"plait.dropout")
     return int.from_bytes(digest.digest(), "little", signed=True)
 
 
 def names_of(layer: nn.Module) -> dict[int, str]:
-    """The name in `layer` of each of its dropouts, by their `id`."""
+    """Return each dropout's name in `layer`, by the module's `id`."""
     return {id(module): name for name, module in layer.named_modules() if isinstance(module, Dropout)}
 
 
-def stands_in_for(module: nn.Module) -> bool:
-    """Whether a `Dropout` does what `module` does: of the class itself, without a forward of its own."""
+def is_plain_dropout(module: nn.Module) -> bool:
+    """Whether `module` is exactly an `nn.Dropout`: no subclass, no forward set on the instance."""
     return type(module) is nn.Dropout and "forward" not in vars(module)
 
 
-def stand_in(module: nn.Module) -> Dropout:
-    """A `Dropout` with the state, mode and hooks of an `nn.Dropout`. It never writes to its input."""
-    twin = Dropout()
-    vars(twin).update(copy.deepcopy(vars(module)))
-    return twin
+def from_plain_dropout(module: nn.Module) -> Dropout:
+    """Return a `Dropout` with the state, mode and hooks of an `nn.Dropout`; never in place."""
+    dropout = Dropout()
+    vars(dropout).update(copy.deepcopy(vars(module)))
+    return dropout

@@ -55,7 +55,7 @@ class Regathered:
 
 
 @dataclass
-class Sources:
+class GatherRegistry:
     """Of which pieces inputs and gradients of linears were gathered, and what is gathered again."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(

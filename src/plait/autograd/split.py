@@ -19,7 +19,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from inspect import getattr_static
 from typing import Any, Protocol, runtime_checkable
@@ -27,6 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.errors import ModelError
 
 
@@ -62,16 +63,6 @@ class SplitBackward(Protocol):
         ...
 
 
-class WeightQueue(Protocol):
-    """Where weight work is left until `W`: see `plait.autograd.deferred.Keeper`."""
-
-    def keep(self, work: Callable[[], object]) -> None:
-        """Add one piece of weight work."""
-
-    def buffer_of(self, weight: Tensor) -> Tensor:
-        """What the gradients of a parameter are added to."""
-
-
 def require_static(module: SplitBackward) -> None:
     """ModelError where `weight_gradients` is no static method, and so could read parameters that are gone."""
     if not isinstance(getattr_static(type(module), "weight_gradients"), staticmethod):
@@ -81,7 +72,7 @@ def require_static(module: SplitBackward) -> None:
         )
 
 
-def run_split(module: Any, queue: WeightQueue, *inputs: Any) -> Tensor:
+def run_split(module: Any, queue: WeightGradientQueue, *inputs: Any) -> Tensor:
     """The output of a `SplitBackward` module, whose weight work is left with `queue`."""
     parameters = dict(module.named_parameters())
     call = _Call(module, queue, tuple(parameters), len(inputs))
@@ -94,7 +85,7 @@ class _Call:
     """One call of a module."""
 
     module: Any
-    queue: WeightQueue
+    queue: WeightGradientQueue
     names: tuple[str, ...]
     """Of its parameters."""
     inputs: int
@@ -136,7 +127,7 @@ class _Split(torch.autograd.Function):
         wanted = dict(zip(call.names, ctx.trains, strict=True))
         wanted = {name: weight for name, weight in wanted.items() if weight.requires_grad}
         if wanted:
-            call.queue.keep(lambda: _add(call, wanted, gradient, saved))
+            call.queue.add(lambda: _add(call, wanted, gradient, saved))
         needs = ctx.needs_input_grad[1 : 1 + call.inputs]
         given = call.module.input_gradient(gradient, *saved) if any(needs) else None
         gradients = given if isinstance(given, tuple) else (given, *[None] * (call.inputs - 1))

@@ -363,11 +363,11 @@ class Engine:
 
         Set it, on all ranks, to go on as another run would.
         """
-        return self._parts.draws.step
+        return self._parts.dropout.step
 
     @passes.setter
     def passes(self, count: int) -> None:
-        self._parts.draws.step = count
+        self._parts.dropout.step = count
 
     @property
     def loss_scale(self) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
-from plait.autograd.dropout import Draws
+from plait.autograd.dropout import DropoutGenerator
 from plait.comm.mesh import Mesh
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value
@@ -17,7 +17,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
-from plait.tensor.sequence import Passage
+from plait.tensor.sequence import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
 
 
@@ -36,7 +36,7 @@ class Parts:
     """Of what layers use."""
     summed: Mapping[str, int]
     """Over how many neighbours along `tp` the gradient of each parameter is summed."""
-    passages: Sequence[Passage]
+    sequence_dims: Sequence[SequenceDims]
     """How the sequence flows through each layer of the model."""
     skeleton: Sequence[NamedLayer]
     """All layers of the model, on the meta device."""
@@ -46,7 +46,7 @@ class Parts:
     worker: Worker
     gatherer: Gatherer
     reducer: Reducer
-    draws: Draws
+    dropout: DropoutGenerator
     """What the dropouts of this rank draw by."""
     counted: Collection[str]
     """The parameters whose gradients count as this rank's in a norm over the model."""

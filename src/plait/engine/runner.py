@@ -66,7 +66,7 @@ class Runner:
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
         if self._drops and torch.is_grad_enabled():
-            self.parts.draws.rows = self._rows(batch)
+            self.parts.dropout.rows = self._rows(batch)
         weights = [self.parts.loss.weight(part) for part in parts]
         self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
         weight = torch.stack(self._weights).sum()

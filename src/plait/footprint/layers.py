@@ -8,7 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
@@ -41,15 +42,15 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
 
     Without `targets` they are taken to be a class for each row of the output.
     """
-    keeper = Keeper()
+    queue = WeightGradientQueue()
     weaving = drawn.weaving(Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
-    layers = _skeleton(drawn, weaving, keeper)
+    layers = _skeleton(drawn, weaving, queue)
     given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)
     adds_late = drawn.shape.sharding.scatters == "each"
     traces = []
     for layer, info, recompute in zip(layers, infos, drawn.recompute, strict=True):
-        stage = Stage(0, [layer], keeper, [[info]], adds_late, [recompute])
+        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute])
         if recompute == "selective":
             trace_layer(stage, value)  # what to keep is known from the first backward
         trace, value = trace_layer(stage, value)
@@ -68,15 +69,15 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
     )
 
 
-def _skeleton(drawn: Blueprint, weaving: Weaving, keeper: Keeper) -> list[NamedLayer]:
+def _skeleton(drawn: Blueprint, weaving: Weaving, queue: WeightGradientQueue) -> list[NamedLayer]:
     """All layers of the model as a rank runs them, with gradients to add to, on the meta device."""
     coordinate = {"replicate": 0, "shard": 0, "tp": 0}
     shapes = {name: layout.local_shape(coordinate) for name, layout in drawn.whole_layouts.items()}
     empty = on_meta(drawn.sequence, DTYPES[drawn.plan.precision], shapes)
-    layers = weaving.weave(private_copy(drawn.sequence.layers, empty), keeper)
+    layers = weaving.weave(private_copy(drawn.sequence.layers, empty), queue)
     policy = drawn.policy_on(torch.device("meta"))
     for layer in layers:
-        defer_weight_gradients(layer.module, keeper)
+        defer_weight_gradients(layer.module, queue)
     for parameter in drawn.sequence.parameters.values():
         if parameter.requires_grad:
             twin, dtype = empty[id(parameter)], policy.gradient_of(parameter)

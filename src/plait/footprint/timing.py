@@ -11,7 +11,8 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, draw
 from plait.comm.agreement import agree
 from plait.comm.mesh import Mesh
@@ -110,13 +111,13 @@ def _stage_of(layer: NamedLayer, info: LayerInfo, drawn: Blueprint, weaving: Wea
     for buffer in layer.module.buffers():
         real = torch.zeros_like(buffer, device=mesh.device) if buffer.is_meta else buffer
         tensors[id(buffer)] = convert(real, dtype, mesh.device)
-    keeper = Keeper()
-    (copy,) = weaving.weave(private_copy([layer], tensors), keeper)
-    defer_weight_gradients(copy.module, keeper)
+    queue = WeightGradientQueue()
+    (copy,) = weaving.weave(private_copy([layer], tensors), queue)
+    defer_weight_gradients(copy.module, queue)
     for parameter in copy.module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
     place = drawn.sequence.layers.index(layer)
-    return Stage(0, [copy], keeper, [[info]], recompute=[drawn.recompute[place]])
+    return Stage(0, [copy], queue, [[info]], recompute=[drawn.recompute[place]])
 
 
 def _run(

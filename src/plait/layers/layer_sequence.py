@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.dropout import stand_in, stands_in_for
+from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
 from plait.autograd.pieces import Length
 from plait.errors import ModelError
 from plait.layers.nested import Value
@@ -105,8 +105,8 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
     memo: dict[int, object] = dict(tensors)
     for layer in layers:
         for module in layer.module.modules():
-            if stands_in_for(module):
-                memo[id(module)] = stand_in(module)
+            if is_plain_dropout(module):
+                memo[id(module)] = from_plain_dropout(module)
     copies = copy.deepcopy([layer.module for layer in layers], memo)
     return [replace(layer, module=module) for layer, module in zip(layers, copies, strict=True)]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from plait.autograd.dropout import stands_in_for
+from plait.autograd.dropout import is_plain_dropout
 from plait.errors import ModelError
 from plait.layers.layer_sequence import LayerSequence
 from plait.rules import join
@@ -63,7 +63,7 @@ def _reason(module: nn.Module) -> str | None:
 
 
 def _drop_probability(module: nn.Module) -> float:
-    if isinstance(module, DROPPING) and not stands_in_for(module):
+    if isinstance(module, DROPPING) and not is_plain_dropout(module):
         return float(module.p)
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return float(module.dropout)

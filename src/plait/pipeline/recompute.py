@@ -18,7 +18,7 @@ from functools import partial
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from plait.autograd.deferred import Keeper
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.layers.nested import Value
 from plait.pipeline.products import Keeping, Kept, Replaying
 from plait.plan import Recompute
@@ -27,15 +27,15 @@ from plait.plan import Recompute
 class Recomputation:
     """How one layer runs, so that its backward can run it again."""
 
-    def __init__(self, mode: Recompute, keeper: Keeper) -> None:
+    def __init__(self, mode: Recompute, queue: WeightGradientQueue) -> None:
         self._mode = mode
-        self._keeper = keeper
+        self._queue = queue
         self._asked: int | None = None
         """How many products a second run has asked for, at most."""
 
     def __call__(self, run: Callable[[Value], Value], value: Value) -> Value:
         """What `run` gives for `value`, which must not change until the backward."""
-        own = partial(_apart, run, self._keeper)
+        own = partial(_apart, run, self._queue)
         if self._mode == "none" or not torch.is_grad_enabled():
             return own(value)
         if self._mode == "full":
@@ -52,7 +52,7 @@ class Recomputation:
         return Keeping(kept), Replaying(kept, note)
 
 
-def _apart(run: Callable[[Value], Value], keeper: Keeper, value: Value) -> Value:
+def _apart(run: Callable[[Value], Value], queue: WeightGradientQueue, value: Value) -> Value:
     """`run`, whose own backwards, if it has any, ask for no weight gradient."""
-    with keeper.apart():
+    with queue.discarding():
         return run(value)

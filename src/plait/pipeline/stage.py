@@ -20,8 +20,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, WeightWork, made_by_linear
-from plait.autograd.dropout import Draws, names_of
+from plait.autograd.deferred import made_by_linear
+from plait.autograd.dropout import DropoutGenerator, names_of
+from plait.autograd.weight_queue import WeightGradientQueue, WeightWork
 from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
@@ -48,14 +49,14 @@ class Stage:
 
     number: int
     layers: Sequence[NamedLayer]
-    keeper: Keeper
+    queue: WeightGradientQueue
     infos: Sequence[Sequence[LayerInfo]] = ()
     """Per micro-batch, then per layer."""
     adds_late: bool = False
     """Whether `W` adds all weight gradients, also those that `I` has computed with the layer's backward."""
     recompute: Sequence[Recompute] = ()
     """How much of each layer's activations is made again in its backward; nothing, if it does not say."""
-    draws: Draws | None = None
+    dropout: DropoutGenerator | None = None
     """What dropouts in the layers draw by."""
     input_gradients: bool = False
     """Whether a stage fed by the batch collects the gradient of its floating-point input."""
@@ -69,7 +70,7 @@ class Stage:
 
     def __post_init__(self) -> None:
         modes: Sequence[Recompute] = self.recompute or ["none"] * len(self.layers)
-        self._recomputations = [Recomputation(mode, self.keeper) for mode in modes]
+        self._recomputations = [Recomputation(mode, self.queue) for mode in modes]
         self._dropouts = [names_of(layer.module) for layer in self.layers]
 
     def feed(self, microbatch: int, value: Value) -> None:
@@ -99,9 +100,9 @@ class Stage:
         computed: list[WeightWork] = []
         if roots:
             parameters = self.layers[layer].module.parameters() if self.adds_late else ()
-            with self._named(microbatch, layer), _set_aside(parameters, computed, self.keeper):
+            with self._named(microbatch, layer), _set_aside(parameters, computed, self.queue):
                 torch.autograd.backward(roots, seeds)
-        run.work = [*computed, *self.keeper.take()]
+        run.work = [*computed, *self.queue.take()]
         self.gradients[microbatch] = [tensor.grad for tensor in run.inputs]
         # From here on only what the weight work itself holds stays alive.
         run.inputs, run.outputs = [], []
@@ -114,7 +115,7 @@ class Stage:
 
     def backward(self, microbatch: int, layer: int) -> None:
         """Both at once: weight work may be done while the input's gradient waits for other ranks."""
-        with self.keeper.spending():
+        with self.queue.overlapping():
             self.backward_input(microbatch, layer)
         self.backward_weight(microbatch, layer)
 
@@ -133,15 +134,15 @@ class Stage:
 
     def clear(self) -> None:
         """Forget every micro-batch in flight, after an exception in the middle of a step."""
-        self.keeper.take()
+        self.queue.take()
         for held in (self.values, self.gradients, self.runs):
             held.clear()
 
     def _drawing(self, microbatch: int, layer: int) -> AbstractContextManager[None]:
         """Around each run of a layer, the second as the first."""
-        if self.draws is None or not self._dropouts[layer]:
+        if self.dropout is None or not self._dropouts[layer]:
             return nullcontext()
-        return self.draws.at(microbatch, self.layers[layer].path, self._dropouts[layer])
+        return self.dropout.running(microbatch, self.layers[layer].path, self._dropouts[layer])
 
     def _named(self, microbatch: int, layer: int) -> Any:
         return _Named(f"stage {self.number}, micro-batch {microbatch}, layer {self.layers[layer].path!r}")
@@ -181,15 +182,17 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 
 
 @contextmanager
-def _set_aside(parameters: Iterable[nn.Parameter], work: list[WeightWork], keeper: Keeper) -> Iterator[None]:
+def _set_aside(
+    parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
+) -> Iterator[None]:
     """Let a backward leave the weight gradients that it computes to `work`, which adds them."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
-        keeper.buffers[id(parameter)], parameter.grad = buffer, None
+        queue.buffers[id(parameter)], parameter.grad = buffer, None
     try:
         yield
     finally:
-        keeper.buffers.clear()
+        queue.buffers.clear()
         for parameter, buffer in buffers:
             if parameter.grad is not None:
                 work.append(partial(buffer.add_, parameter.grad))

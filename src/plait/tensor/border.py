@@ -14,10 +14,10 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.autograd.conjugate import Meanwhile, copy, gather_in, reduce, scatter_out
-from plait.autograd.mask import Span
+from plait.autograd.conjugate import Overlap, copy, gather_in, reduce, scatter_out
+from plait.autograd.mask import DimPiece
 from plait.autograd.pieces import Length
-from plait.autograd.regather import Gather, Sources
+from plait.autograd.regather import Gather, GatherRegistry
 from plait.comm.group import Group
 from plait.errors import ModelError
 from plait.layout import divide
@@ -38,12 +38,12 @@ class WholeBorder:
     """Outside every rank has the same. Communication: one all-reduce to leave, one backward to enter."""
 
     group: Group
-    meanwhile: Meanwhile | None = None
+    overlap: Overlap | None = None
     """Done while a gradient is summed."""
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The same values."""
-        return copy(tensor, self.group, self.meanwhile)
+        return copy(tensor, self.group, self.overlap)
 
     def leave(self, tensor: Tensor) -> Tensor:
         """The sum, in the memory of `tensor`."""
@@ -61,24 +61,24 @@ class SequenceBorder:
     dim: int
     """Of the sequence."""
     length: Length
-    meanwhile: Meanwhile | None = None
+    overlap: Overlap | None = None
     """Done while a gradient is summed."""
-    sources: Sources | None = None
+    registry: GatherRegistry | None = None
     """Where it is noted that what is gathered, both forward and backward, is to be gathered again for weight
     gradients; None: it is kept."""
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The whole sequence."""
-        whole = gather_in(tensor, self.group, self.dim, self.length.whole, self.meanwhile)
-        if self.sources is not None and whole is not tensor:
-            self.sources.add(whole, tensor, Gather(self.group, self.dim, self.length.whole))
+        whole = gather_in(tensor, self.group, self.dim, self.length.whole, self.overlap)
+        if self.registry is not None and whole is not tensor:
+            self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length.whole))
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
         """This rank's piece of the sum."""
-        return scatter_out(tensor, self.group, self.dim, self.sources)
+        return scatter_out(tensor, self.group, self.dim, self.registry)
 
-    def piece(self, size: int) -> Span:
+    def piece(self, size: int) -> DimPiece:
         """Which piece of the sequence this rank has. ModelError where that has not `size` positions."""
         own = divide(self.length.whole, self.group.size)[self.group.index]
         if len(own) != size:
@@ -87,4 +87,4 @@ class SequenceBorder:
                 f"{len(own)} of the {self.length.whole} positions of the sequence: let it drop before the "
                 "dims are changed, or take the rule sequence off its layer."
             )
-        return Span(own.start, self.length.whole)
+        return DimPiece(own.start, self.length.whole)

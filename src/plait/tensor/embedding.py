@@ -6,7 +6,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.conjugate import reduce
-from plait.autograd.deferred import Keeper, embedding
+from plait.autograd.deferred import embedding
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
 from plait.layout import divide
@@ -37,7 +38,7 @@ class VocabParallelEmbedding(nn.Module):
         self.padding_idx = full.padding_idx
         layouts = column_layouts(num_embeddings, embedding_dim, UNEVENLY, {AXIS: group.size}, "the table")
         self.layouts = {"weight": layouts["weight"]}
-        self.keeper: Keeper | None = None
+        self.queue: WeightGradientQueue | None = None
         self._own = divide(num_embeddings, group.size)[group.index]
         self.weight = piece_of(full.weight, self.layouts["weight"], group)
 
@@ -68,7 +69,7 @@ class VocabParallelEmbedding(nn.Module):
         padding = None if self.padding_idx is None else self.padding_idx - first
         if padding is not None and not 0 <= padding < count:
             padding = None
-        rows = embedding(local.remainder(count), self.weight, padding, self.keeper)
+        rows = embedding(local.remainder(count), self.weight, padding, self.queue)
         return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def extra_repr(self) -> str:

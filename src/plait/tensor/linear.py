@@ -16,7 +16,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.conjugate import gather, split
-from plait.autograd.deferred import Keeper, linear
+from plait.autograd.deferred import linear
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
@@ -90,13 +91,13 @@ class ColumnParallelLinear(_PieceOfLinear):
         """Whether the input enters here; else an entrance before did it, for several linears at once."""
         self.transposed = False
         """Whether the weight is `[in, out]`."""
-        self.keeper: Keeper | None = None
+        self.queue: WeightGradientQueue | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
         entered = self.border.enter(input) if self.enters else input
-        output = linear(entered, self.weight, self.bias, self.keeper, transposed=self.transposed)
+        output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
@@ -133,13 +134,13 @@ class RowParallelLinear(_PieceOfLinear):
         self.border = WholeBorder(group)
         self.transposed = False
         """Whether the weight is `[in, out]`."""
-        self.keeper: Keeper | None = None
+        self.queue: WeightGradientQueue | None = None
         self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
-        product = linear(piece, self.weight, None, self.keeper, transposed=self.transposed)
+        product = linear(piece, self.weight, None, self.queue, transposed=self.transposed)
         output = self.border.leave(product)
         return output if self.bias is None else output.add_(self.bias)
 

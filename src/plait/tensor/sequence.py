@@ -22,31 +22,30 @@ from plait.tensor.cutting import AXIS, Layers
 
 
 @dataclass(frozen=True)
-class Passage:
-    """Along which dim the first tensor is a piece that flows through a layer; None: it is whole."""
+class SequenceDims:
+    """The sequence dim of the activation at four points around a layer; None where it is whole."""
 
-    comes: int | None = None
-    """As it comes from the layer before."""
-    begins: int | None = None
-    """As the layer takes it."""
-    ends: int | None = None
-    """As the layer makes it."""
-    leaves: int | None = None
-    """As the next layer gets it."""
+    previous: int | None = None
+    """Of what the previous stage or layer sends: the `next` of the previous layer."""
+    input: int | None = None
+    """Of the layer's input."""
+    output: int | None = None
+    """Of the layer's output."""
+    next: int | None = None
+    """Of what is sent to the next layer."""
 
 
-def passages(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Passage, ...]:
-    """The passage of each layer. PlanError for a rule `sequence` that does not fit."""
-    begins = [_dim(matched.get(path)) for path, _ in layers]
-    found: list[Passage] = []
-    comes = None
-    for number, (path, module) in enumerate(layers):
-        own = begins[number]
-        ends = own if own is not None and _ends_in_pieces(path, module, matched) else None
-        follows = begins[number + 1] if number + 1 < len(layers) else None
-        leaves = ends if follows is None and number + 1 < len(layers) else follows
-        found.append(Passage(comes, own, ends, leaves))
-        comes = leaves
+def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[SequenceDims, ...]:
+    """Return the sequence dims of each layer. PlanError for a rule `sequence` that does not fit."""
+    inputs = [_dim(matched.get(path)) for path, _ in layers]
+    found: list[SequenceDims] = []
+    previous = None
+    for (path, module), own, following in zip(layers, inputs, [*inputs[1:], None], strict=True):
+        output = own if own is not None and _ends_in_pieces(path, module, matched) else None
+        last = len(found) == len(layers) - 1
+        sent = output if following is None and not last else following
+        found.append(SequenceDims(previous, own, output, sent))
+        previous = sent
     strangers = {path for path, rule in matched.items() if rule.kind == "sequence"} - {p for p, _ in layers}
     if strangers:
         path = min(strangers)

@@ -13,8 +13,9 @@ from typing import cast
 
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, is_transposed_linear
-from plait.autograd.dropout import Dropout, draw_for_piece, draw_for_sequence
+from plait.autograd.deferred import is_transposed_linear
+from plait.autograd.dropout import Dropout, set_region_piece, set_sequence_piece
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
@@ -80,12 +81,12 @@ def weave(
     matched: Mapping[str, Rule],
     group: Group,
     borders: Sequence[Border],
-    keeper: Keeper | None = None,
+    queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
     """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
 
     `borders` are those of each layer's regions. The layers are altered, and one that is itself matched is
-    replaced. Weight work is left with `keeper`.
+    replaced. Weight work is left with `queue`.
     """
     twins: dict[int, nn.Module] = {}  # what stands in several places is made parallel once
     woven = []
@@ -100,11 +101,11 @@ def weave(
                 module.register_forward_hook(partial(_enter, border, full))
                 twins[id(module)] = module
             elif id(module) not in twins and isinstance(module, Dropout):
-                draw_for_piece(module, rule.dim, group.index, group.size)
+                set_region_piece(module, rule.dim, group.index, group.size)
                 twins[id(module)] = module
             elif id(module) not in twins:
                 twin = _twin(module, rule, group, _cut(full, rule, holder), full)
-                twin.keeper = keeper
+                twin.queue = queue
                 if not isinstance(twin, VocabParallelEmbedding):
                     twin.border = border
                 if isinstance(twin, ColumnParallelLinear):
@@ -132,7 +133,7 @@ def _draw_for_sequence(layer: nn.Module, border: SequenceBorder) -> None:
     """Let the dropouts outside of regions draw for this rank's piece."""
     for module in layer.modules():
         if isinstance(module, Dropout) and not module.in_region:
-            draw_for_sequence(module, border.dim, border.piece)
+            set_sequence_piece(module, border.dim, border.piece)
 
 
 def _enter(border: Border, path: str, module: nn.Module, given: object, output: object) -> Tensor:

@@ -10,9 +10,9 @@ from itertools import count
 from torch import Tensor, nn
 
 from plait.autograd.conjugate import to_pieces, to_whole
-from plait.autograd.deferred import Keeper
 from plait.autograd.dropout import Dropout, names_of
 from plait.autograd.pieces import Length
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
@@ -25,7 +25,7 @@ from plait.rules import Rule
 from plait.tensor.border import Border, SequenceBorder, WholeBorder
 from plait.tensor.cutting import is_cut
 from plait.tensor.regions import Claims, prove_layer
-from plait.tensor.sequence import Passage
+from plait.tensor.sequence import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
 from plait.tensor.weave import cut_classes, weave
 
@@ -40,41 +40,43 @@ class Weaving:
     """The rules of the modules that are cut over `tp`, applied to layers."""
 
     cuts: Mapping[str, Rule]
-    passages: Mapping[str, Passage]
+    sequence_dims: Mapping[str, SequenceDims]
     """How the sequence flows through each layer."""
     regathers: bool
     """Whether what enters a region in pieces is gathered again for weight gradients."""
     group: Group
     length: Length = field(default_factory=Length)
 
-    def weave(self, layers: Sequence[NamedLayer], keeper: Keeper | None = None) -> list[NamedLayer]:
+    def weave(
+        self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
+    ) -> list[NamedLayer]:
         """The layers, private copies on this rank's pieces, with their matched modules made parallel.
 
-        `keeper` may do weight work while the gradient of what enters a region is summed.
+        `queue` may do weight work while the gradient of what enters a region is summed.
         """
         if self.group.size == 1:
             return list(layers)
-        borders = [self._border(self.passages[layer.path], keeper) for layer in layers]
-        woven = weave(named(layers), self.cuts, self.group, borders, keeper)
+        borders = [self._border(self.sequence_dims[layer.path], queue) for layer in layers]
+        woven = weave(named(layers), self.cuts, self.group, borders, queue)
         return [
             replace(self._with_turns(layer), module=module)
             for layer, module in zip(layers, woven, strict=True)
         ]
 
-    def _border(self, passage: Passage, keeper: Keeper | None) -> Border:
-        meanwhile = None if keeper is None else keeper.meanwhile
-        if passage.begins is None:
-            return WholeBorder(self.group, meanwhile)
-        sources = keeper.sources if keeper is not None and self.regathers else None
-        return SequenceBorder(self.group, passage.begins, self.length, meanwhile, sources)
+    def _border(self, dims: SequenceDims, queue: WeightGradientQueue | None) -> Border:
+        overlap = None if queue is None else queue.overlap
+        if dims.input is None:
+            return WholeBorder(self.group, overlap)
+        registry = queue.gathered if queue is not None and self.regathers else None
+        return SequenceBorder(self.group, dims.input, self.length, overlap, registry)
 
     def _with_turns(self, layer: NamedLayer) -> NamedLayer:
         """The layer, and before and behind it what makes pieces of a whole sequence, or joins them."""
-        passage = self.passages[layer.path]
+        dims = self.sequence_dims[layer.path]
         return replace(
             layer,
-            enter=partial(self._turn, passage.comes, passage.begins),
-            leave=partial(self._turn, passage.ends, passage.leaves),
+            enter=partial(self._turn, dims.previous, dims.input),
+            leave=partial(self._turn, dims.output, dims.next),
             length=self.length,
         )
 
@@ -126,7 +128,7 @@ def prover(
     layouts: Mapping[str, Layout],
     summed: Mapping[str, int],
     skeleton: Sequence[NamedLayer],
-    passages: Sequence[Passage],
+    sequence_dims: Sequence[SequenceDims],
     *,
     ends_inside: bool,
 ) -> Prove | None:
@@ -136,7 +138,7 @@ def prover(
     altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
     """
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    in_pieces = any(passage.begins is not None for passage in passages)
+    in_pieces = any(dims.input is not None for dims in sequence_dims)
     if not cut and not in_pieces and not any(_draws_for_pieces(layer.module) for layer in skeleton):
         return None
     in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
@@ -145,15 +147,15 @@ def prover(
         parameters = dict(layer.module.named_parameters(remove_duplicate=False))
         for parameter in twin.module.parameters():
             parameter.requires_grad_(parameter.is_floating_point())
-        passage = passages[len(claims)]
+        dims = sequence_dims[len(claims)]
         names_cut = {name for name, one in parameters.items() if id(one) in cut}
         claims.append(
             Claims(
                 cut=names_cut,
                 frozen={name for name, one in parameters.items() if not one.requires_grad} - names_cut,
                 summed={name for name, one in parameters.items() if id(one) in in_sum},
-                begins_in_pieces=passage.comes is not None,
-                ends_in_pieces=passage.leaves is not None,
+                begins_in_pieces=dims.previous is not None,
+                ends_in_pieces=dims.next is not None,
                 dropouts=names_of(twin.module),
                 ends_inside=ends_inside and twin is skeleton[-1],
             )

@@ -368,7 +368,7 @@ class Observer:
             return -1
         if key.layer < 0 or key.name != "0":
             return None
-        return self.parts.passages[key.layer].leaves
+        return self.parts.sequence_dims[key.layer].next
 
     def _layer(self, stage: int) -> int:
         """The number of the first layer of a stage in the model."""

@@ -16,7 +16,7 @@ from itertools import accumulate, pairwise
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.dropout import Draws, names_of
+from plait.autograd.dropout import DropoutGenerator, names_of
 from plait.errors import ModelError, PlaitError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
@@ -67,8 +67,8 @@ class Reference:
         self.followed = followed
         built = materialise(sequence, recipe.seed, change, formats, device, apart=followed is not None)
         self.parameters, self.copies, self.layers, self.uses = built
-        self.draws = Draws(recipe.seed)
-        self.draws.give_to(layer.module for layer in self.layers)
+        self.dropout = DropoutGenerator(recipe.seed)
+        self.dropout.attach_to(layer.module for layer in self.layers)
         if followed is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
@@ -132,13 +132,13 @@ class Reference:
     def _step(
         self, step: int, inputs: Value, targets: Value, microbatches: int
     ) -> Iterator[tuple[Moment, Records]]:
-        self.draws.step = step
+        self.dropout.step = step
         self._refresh()
         whole = self._mean(inputs, targets)
         parts = split(targets, microbatches, "targets")
         given = split(inputs, microbatches, "inputs")
         rows = [len(next(tensors_of(one))) for one in given]
-        self.draws.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
+        self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
         weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
         weight = divisor(self.loss, weight)
         for name, parameter in self.trainable.items():
@@ -216,13 +216,13 @@ class Reference:
         return records
 
     def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
-        with self.draws.at(microbatch, layer.path, names_of(layer.module)):
+        with self.dropout.running(microbatch, layer.path, names_of(layer.module)):
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
         """The loss of a batch that nobody cuts."""
         value = map_tensors(torch.clone, inputs)
-        self.draws.rows = [range(len(next(tensors_of(inputs))))]
+        self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
         with torch.no_grad():
             for layer in self.layers:

@@ -192,18 +192,18 @@ def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
         mesh, events = Mesh(tp=2), []
         counted: list[Any] = []
 
-        def meanwhile() -> None:
-            events.append("meanwhile")
+        def overlap() -> None:
+            events.append("overlap")
             counted.append(mesh.traffic.snapshot())
 
         leaf = torch.ones(3, requires_grad=True)
-        output = copy(leaf, mesh.group("tp"), meanwhile) * 2
+        output = copy(leaf, mesh.group("tp"), overlap) * 2
         events.append("forward")
         output.sum().backward()
         return events, counted
 
     for events, counted in rank_pool.run(body, ranks=2):
-        assert events == ["forward", "meanwhile"]
+        assert events == ["forward", "overlap"]
         assert counted == [{"tp": {"all_reduce": Count(1, 12)}}]
 
 

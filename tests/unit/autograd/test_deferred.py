@@ -11,17 +11,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.errors import ModelError
 
 
-def deferred(module: nn.Module) -> tuple[nn.Module, Keeper]:
+def deferred(module: nn.Module) -> tuple[nn.Module, WeightGradientQueue]:
     """A copy of `module` that defers, its gradients zero."""
-    twin, keeper = copy.deepcopy(module), Keeper()
-    defer_weight_gradients(twin, keeper)
+    twin, queue = copy.deepcopy(module), WeightGradientQueue()
+    defer_weight_gradients(twin, queue)
     for parameter in twin.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return twin, keeper
+    return twin, queue
 
 
 def backward(module: nn.Module, given: Tensor, gradient: Tensor) -> Tensor | None:
@@ -31,9 +32,9 @@ def backward(module: nn.Module, given: Tensor, gradient: Tensor) -> Tensor | Non
     return leaf.grad
 
 
-def do(keeper: Keeper) -> None:
+def do(queue: WeightGradientQueue) -> None:
     with torch.no_grad():
-        for work in keeper.take():
+        for work in queue.take():
             work()
 
 
@@ -54,13 +55,13 @@ def test_linear_equals_native(shape: tuple[int, ...], frozen: tuple[str, ...], b
     native = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
     for name, parameter in native.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given = torch.randn(shape, dtype=torch.float64)
     gradient = torch.randn(*shape[:-1], 4, dtype=torch.float64)
     torch.testing.assert_close(
         backward(twin, given, gradient), backward(native, given, gradient), rtol=1e-14, atol=1e-14
     )
-    do(keeper)
+    do(queue)
     assert_equal(twin, native)
 
 
@@ -68,12 +69,12 @@ def test_linear_equals_native(shape: tuple[int, ...], frozen: tuple[str, ...], b
 @pytest.mark.parametrize("tokens", [[[0, 2, 2], [5, 2, 0]], [1], []])
 def test_embedding_equals_native(tokens: list[int], padding: int | None) -> None:
     native = nn.Embedding(6, 4, padding_idx=padding, dtype=torch.float64)
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given = torch.tensor(tokens, dtype=torch.int64)
     gradient = torch.randn(*given.shape, 4, dtype=torch.float64)
     backward(native, given, gradient)
     backward(twin, given, gradient)
-    do(keeper)
+    do(queue)
     assert_equal(twin, native)
 
 
@@ -81,36 +82,36 @@ def test_a_model_of_both_equals_native_over_several_backwards() -> None:
     native = nn.Sequential(
         nn.Embedding(7, 4), nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 7)
     ).double()
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     for _ in range(3):
         given, gradient = torch.randint(7, (2, 3)), torch.randn(2, 3, 7, dtype=torch.float64)
         backward(native, given, gradient)
         backward(twin, given, gradient)
-    assert len(keeper.kept) == 9
-    do(keeper)
+    assert len(queue.pending) == 9
+    do(queue)
     assert_equal(twin, native)
-    assert keeper.take() == []
+    assert queue.take() == []
 
 
 def test_a_weight_used_twice_gets_both_gradients() -> None:
     native = nn.Sequential(nn.Linear(3, 3, dtype=torch.float64), nn.Tanh())
     native.append(native[0])
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given, gradient = torch.randn(2, 3, dtype=torch.float64), torch.randn(2, 3, dtype=torch.float64)
     backward(native, given, gradient)
     backward(twin, given, gradient)
-    do(keeper)
+    do(queue)
     assert_equal(twin, native)
 
 
 def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
-    twin, keeper = deferred(nn.Linear(3, 4))
+    twin, queue = deferred(nn.Linear(3, 4))
     place = torch.ones(4, 3)
     twin.weight.grad = place
     given = torch.randn(5, 3)
     backward(twin, given, torch.ones(5, 4))
     assert torch.equal(place, torch.ones(4, 3))
-    do(keeper)
+    do(queue)
     assert twin.weight.grad is place
     torch.testing.assert_close(place, 1 + given.sum(0).expand(4, 3))
 
@@ -118,14 +119,14 @@ def test_work_waits_until_it_is_called_and_adds_in_place() -> None:
 def test_a_gradient_may_be_set_aside() -> None:
     """What goes to a buffer of its own is added there, and `.grad` is left to autograd (biases, norms)."""
     native = nn.Sequential(nn.Embedding(5, 3), nn.LayerNorm(3), nn.Linear(3, 2)).double()
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     tokens, gradient = torch.tensor([1, 4, 1]), torch.randn(3, 2, dtype=torch.float64)
     backward(native, tokens, gradient)
     buffers = {name: torch.ones_like(parameter) for name, parameter in twin.named_parameters()}
     for name, parameter in twin.named_parameters():
-        keeper.buffers[id(parameter)], parameter.grad = buffers[name], None
+        queue.buffers[id(parameter)], parameter.grad = buffers[name], None
     backward(twin, tokens, gradient)
-    do(keeper)
+    do(queue)
     for name, wanted in native.named_parameters():
         kept = name in ("0.weight", "2.weight")
         assert (twin.get_parameter(name).grad is None) == kept
@@ -135,86 +136,86 @@ def test_a_gradient_may_be_set_aside() -> None:
 
 def test_a_buffer_is_looked_up_when_the_work_is_done() -> None:
     """So work that was left for later finds `.grad`, whatever was set aside while the backward ran."""
-    twin, keeper = deferred(nn.Linear(3, 2, bias=False))
+    twin, queue = deferred(nn.Linear(3, 2, bias=False))
     place, aside = twin.weight.grad, torch.zeros(2, 3)
-    assert keeper.buffer_of(twin.weight) is place
-    keeper.buffers[id(twin.weight)] = aside
-    assert keeper.buffer_of(twin.weight) is aside
+    assert queue.buffer_of(twin.weight) is place
+    queue.buffers[id(twin.weight)] = aside
+    assert queue.buffer_of(twin.weight) is aside
     backward(twin, torch.ones(1, 3), torch.ones(1, 2))
-    keeper.buffers.clear()
-    do(keeper)
+    queue.buffers.clear()
+    do(queue)
     assert place.eq(1).all()
     assert not aside.any()
 
 
-def test_gradients_have_somewhere_to_go_before_a_backward() -> None:
-    with pytest.raises(AssertionError, match="somewhere to go"):
-        Keeper().buffer_of(nn.Parameter(torch.ones(1)))
+def test_a_buffer_is_set_before_a_backward() -> None:
+    with pytest.raises(AssertionError, match="is set before a backward"):
+        WeightGradientQueue().buffer_of(nn.Parameter(torch.ones(1)))
 
 
 def test_nothing_is_kept_without_gradients() -> None:
     native = nn.Sequential(nn.Embedding(5, 3), nn.Linear(3, 2))
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     tokens = torch.tensor([[1, 4]])
     with torch.no_grad():
         assert torch.equal(twin(tokens), native(tokens))
-    assert keeper.take() == []
+    assert queue.take() == []
 
 
 def test_frozen_weights_keep_nothing() -> None:
-    twin, keeper = deferred(nn.Linear(3, 2).requires_grad_(False))
+    twin, queue = deferred(nn.Linear(3, 2).requires_grad_(False))
     assert backward(twin, torch.randn(4, 3), torch.ones(4, 2)) is not None
-    assert keeper.take() == []
+    assert queue.take() == []
 
 
 def test_what_is_spent_is_done_once_in_the_order_of_the_backward() -> None:
-    keeper, done = Keeper(), list[str]()
+    queue, done = WeightGradientQueue(), list[str]()
     for name in ("first", "second"):
-        keeper.keep(partial(done.append, name))
-    keeper.spend()
-    assert (done, keeper.take()) == (["first", "second"], [])
-    keeper.spend()
+        queue.add(partial(done.append, name))
+    queue.run()
+    assert (done, queue.take()) == (["first", "second"], [])
+    queue.run()
     assert done == ["first", "second"]
 
 
 def test_spent_work_adds_the_gradients_of_the_native_module() -> None:
     native = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2)).double()
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     for _ in range(2):
         given, gradient = torch.randn(5, 3, dtype=torch.float64), torch.randn(5, 2, dtype=torch.float64)
         backward(native, given, gradient)
         backward(twin, given, gradient)
-        keeper.spend()
+        queue.run()
     assert_equal(twin, native)
 
 
 def test_meanwhile_work_is_done_only_where_spending_is_allowed() -> None:
-    keeper, done = Keeper(), list[str]()
-    keeper.keep(partial(done.append, "work"))
-    keeper.meanwhile()
+    queue, done = WeightGradientQueue(), list[str]()
+    queue.add(partial(done.append, "work"))
+    queue.overlap()
     assert done == []
-    with suppress(ZeroDivisionError), keeper.spending():
-        keeper.meanwhile()
+    with suppress(ZeroDivisionError), queue.overlapping():
+        queue.overlap()
         assert done == ["work"]
         raise ZeroDivisionError
-    keeper.keep(partial(done.append, "later"))
-    keeper.meanwhile()
+    queue.add(partial(done.append, "later"))
+    queue.overlap()
     assert done == ["work"]
-    assert len(keeper.take()) == 1
+    assert len(queue.take()) == 1
 
 
 @pytest.mark.parametrize("frozen", [True, False])
 def test_weight_work_holds_the_input_until_it_is_done(frozen: bool) -> None:
     linear = nn.Linear(3, 2)
     linear.weight.requires_grad_(not frozen)
-    twin, keeper = deferred(linear)
+    twin, queue = deferred(linear)
     memory = np.ones((4, 3), dtype=np.float32)  # a tensor on it keeps it alive, whoever holds a view
     held = weakref.ref(memory)
     twin(torch.from_numpy(memory)).sum().backward()
     del memory
     gc.collect()
     assert (held() is not None) == (not frozen)
-    do(keeper)
+    do(queue)
     gc.collect()
     assert held() is None
 
@@ -230,12 +231,12 @@ class Scaled(nn.Linear):
     ids=["subclass", "max_norm", "scale_grad_by_freq"],
 )
 def test_what_is_not_plain_is_left_alone(module: nn.Module) -> None:
-    twin, keeper = deferred(module)
+    twin, queue = deferred(module)
     given = torch.tensor([1, 1, 2]) if isinstance(module, nn.Embedding) else torch.randn(5, 3)
     gradient = torch.ones(*module(given).shape)
     backward(module, given, gradient)
     backward(twin, given, gradient)
-    assert keeper.take() == []
+    assert queue.take() == []
     assert_equal(twin, module)
 
 
@@ -253,31 +254,31 @@ def test_only_these_instances_change() -> None:
     ],
 )
 def test_a_second_backward_is_refused(module: nn.Module, given: Tensor, name: str) -> None:
-    twin, keeper = deferred(module)
+    twin, queue = deferred(module)
     output = twin(given).sum()
     output.backward(retain_graph=True)
     with pytest.raises(ModelError, match=f"{name} met a second backward"):
         output.backward()
-    assert len(keeper.take()) == 1
+    assert len(queue.take()) == 1
 
 
 def test_a_backward_that_makes_a_graph_is_refused() -> None:
     # A gradient penalty would otherwise lose its share of the weight's gradient without a word.
-    twin, keeper = deferred(nn.Linear(3, 2))
+    twin, queue = deferred(nn.Linear(3, 2))
     given = torch.ones(4, 3, requires_grad=True)
     with pytest.raises(ModelError, match="or one with create_graph"):
         torch.autograd.grad(twin(given).sum(), given, create_graph=True)
-    assert keeper.take() == []
+    assert queue.take() == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_low_precision(dtype: torch.dtype) -> None:
     native = nn.Linear(8, 4, dtype=dtype)
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given, gradient = torch.randn(5, 8, dtype=dtype), torch.randn(5, 4, dtype=dtype)
     backward(native, given, gradient)
     backward(twin, given, gradient)
-    do(keeper)
+    do(queue)
     torch.testing.assert_close(twin.weight.grad, native.weight.grad)
     assert twin.weight.grad.dtype == dtype
 
@@ -289,14 +290,14 @@ def test_low_precision(dtype: torch.dtype) -> None:
 )
 def test_a_gradient_may_have_more_digits_than_its_weight(module: nn.Module, given: Tensor) -> None:
     """256 + 1 is 256 in bfloat16."""
-    twin, keeper = deferred(module.bfloat16())
+    twin, queue = deferred(module.bfloat16())
     for parameter in twin.parameters():
         parameter.grad, parameter.grad_dtype = None, torch.float32
         parameter.grad = torch.zeros(parameter.shape)
     given = given.bfloat16() if given.is_floating_point() else given
     for size in (256.0, 1.0):
         backward(twin, given, torch.full((1, 3), size, dtype=torch.bfloat16))
-        do(keeper)
+        do(queue)
     for parameter in twin.parameters():
         assert parameter.grad.dtype == torch.float32
         assert set(parameter.grad.flatten().tolist()) <= {0.0, 257.0}
@@ -306,14 +307,14 @@ def test_a_gradient_may_have_more_digits_than_its_weight(module: nn.Module, give
 def test_within_autocast_the_native_operation_runs() -> None:
     """It casts the weight, and autograd knows how to go back; nothing is kept."""
     native = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 2))
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given, gradient = torch.randn(5, 3), torch.randn(5, 2).bfloat16()
     for model in (native, twin):
         with torch.autocast("cpu", torch.bfloat16):
             output = model(given)
         assert output.dtype == torch.bfloat16
         output.backward(gradient)
-    assert keeper.take() == []
+    assert queue.take() == []
     assert_equal(twin, native)
 
 
@@ -323,8 +324,8 @@ def test_the_output_may_be_written_to(shape: tuple[int, ...], bias: bool) -> Non
     layer = nn.Linear(3, 4, bias=bias, dtype=torch.float64)
     twin = copy.deepcopy(layer)
     model, plain = nn.Sequential(layer, nn.ReLU(inplace=True)), nn.Sequential(twin, nn.ReLU(inplace=True))
-    keeper = Keeper()
-    defer_weight_gradients(model, keeper)
+    queue = WeightGradientQueue()
+    defer_weight_gradients(model, queue)
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter)
     input = torch.randn(shape, dtype=torch.float64, requires_grad=True)
@@ -333,7 +334,7 @@ def test_the_output_may_be_written_to(shape: tuple[int, ...], bias: bool) -> Non
     assert torch.equal(output, expected)
     output.square().sum().backward()
     expected.square().sum().backward()
-    keeper.spend()
+    queue.run()
     torch.testing.assert_close(input.grad, other.grad)
     for got, wanted in zip(layer.parameters(), twin.parameters(), strict=True):
         torch.testing.assert_close(got.grad, wanted.grad)

@@ -1,4 +1,4 @@
-"""`plait.Dropout` by itself: what it computes, what it saves, and what it draws by."""
+"""`plait.Dropout` by itself: what it computes, what it saves, and what its masks depend on."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from torch import Tensor, nn
 
 import plait
 from plait.autograd.dropout import (
-    Draws,
     Dropout,
-    draw_for_piece,
+    DropoutGenerator,
     dropout_of,
+    from_plain_dropout,
+    is_plain_dropout,
     key_of,
     names_of,
-    stand_in,
-    stands_in_for,
+    set_region_piece,
 )
 from plait.autograd.mask import keep_mask
 from plait.errors import ModelError
@@ -99,51 +99,53 @@ def test_a_p_that_is_no_probability_is_refused(p: float) -> None:
         Dropout(p)
 
 
-def given_draws(module: nn.Module, **changes: Any) -> Draws:
-    draws = Draws(**{"seed": 7, "step": 5, "rows": [range(4), range(4, 6)]} | changes)
-    draws.give_to([module])
-    return draws
+def attached(module: nn.Module, **changes: Any) -> DropoutGenerator:
+    generator = DropoutGenerator(**{"seed": 7, "step": 5, "rows": [range(4), range(4, 6)]} | changes)
+    generator.attach_to([module])
+    return generator
 
 
-def drawn(draws: Draws, module: Dropout, microbatch: int, *shape: int, path: str = "a.b") -> Tensor:
-    with draws.at(microbatch, path, names_of(module)):
+def drawn(
+    generator: DropoutGenerator, module: Dropout, microbatch: int, *shape: int, path: str = "a.b"
+) -> Tensor:
+    with generator.running(microbatch, path, names_of(module)):
         return mask_of(module, *shape)
 
 
 def test_a_micro_batch_draws_its_rows() -> None:
     module = Dropout(0.5)
-    draws = given_draws(module)
+    generator = attached(module)
     whole = keep_mask(key_of(7, 5, "a.b", 0), (6, 30), 0.5, {}, torch.device("cpu"))
-    assert torch.equal(drawn(draws, module, 0, 4, 30), whole[:4])
-    assert torch.equal(drawn(draws, module, 1, 2, 30), whole[4:])
-    assert torch.equal(drawn(draws, module, 1, 2, 5, 6), whole[4:].view(2, 5, 6))
-    assert torch.equal(drawn(draws, module, 1, 10, 6), whole[4:].view(10, 6))
+    assert torch.equal(drawn(generator, module, 0, 4, 30), whole[:4])
+    assert torch.equal(drawn(generator, module, 1, 2, 30), whole[4:])
+    assert torch.equal(drawn(generator, module, 1, 2, 5, 6), whole[4:].view(2, 5, 6))
+    assert torch.equal(drawn(generator, module, 1, 10, 6), whole[4:].view(10, 6))
 
 
 def test_a_piece_of_a_region_draws_its_part() -> None:
     whole, module = Dropout(0.5), Dropout(0.5)
-    draws, _ = given_draws(whole), draw_for_piece(module, -1, 1, 3)
-    draws.give_to([module])
+    generator, _ = attached(whole), set_region_piece(module, -1, 1, 3)
+    generator.attach_to([module])
     assert module.in_region
-    expected = drawn(draws, whole, 1, 2, 7, 12)[..., 4:8]
-    assert torch.equal(drawn(draws, module, 1, 2, 7, 4), expected)
+    expected = drawn(generator, whole, 1, 2, 7, 12)[..., 4:8]
+    assert torch.equal(drawn(generator, module, 1, 2, 7, 4), expected)
 
 
 @pytest.mark.parametrize("other", [{"seed": 8}, {"step": 6}])
 def test_another_seed_or_step_draws_anew(other: dict[str, int]) -> None:
     module = Dropout(0.5)
-    first = drawn(given_draws(module), module, 0, 4, 50)
-    assert not torch.equal(drawn(given_draws(module, **other), module, 0, 4, 50), first)
+    first = drawn(attached(module), module, 0, 4, 50)
+    assert not torch.equal(drawn(attached(module, **other), module, 0, 4, 50), first)
 
 
 def test_another_place_draws_anew_and_so_does_a_second_call() -> None:
     module = Dropout(0.5)
-    draws = given_draws(module)
-    with draws.at(0, "a", names_of(module)):
+    generator = attached(module)
+    with generator.running(0, "a", names_of(module)):
         first, second = mask_of(module, 4, 50), mask_of(module, 4, 50)
     assert not torch.equal(first, second)
-    assert torch.equal(drawn(draws, module, 0, 4, 50, path="a"), first)
-    assert not torch.equal(drawn(draws, module, 0, 4, 50, path="b"), first)
+    assert torch.equal(drawn(generator, module, 0, 4, 50, path="a"), first)
+    assert not torch.equal(drawn(generator, module, 0, 4, 50, path="b"), first)
 
 
 def test_keys_never_change() -> None:
@@ -153,17 +155,17 @@ def test_keys_never_change() -> None:
 @pytest.mark.parametrize("shape", [(3, 2), (), (0, 4)])
 def test_other_rows_are_refused(shape: tuple[int, ...]) -> None:
     module = Dropout(0.5)
-    draws = given_draws(module)
+    generator = attached(module)
     if shape[:1] == (0,):
-        assert drawn(draws, module, 0, *shape).shape == shape
+        assert drawn(generator, module, 0, *shape).shape == shape
     else:
         with pytest.raises(ModelError, match=r"the dropout a\.b was given a tensor of shape .* 4 rows"):
-            drawn(draws, module, 0, *shape)
+            drawn(generator, module, 0, *shape)
 
 
 def test_outside_of_its_layer_it_is_refused() -> None:
     module = Dropout(0.5)
-    given_draws(module)
+    attached(module)
     with pytest.raises(ModelError, match="runs outside of its layer's forward"):
         mask_of(module, 4)
 
@@ -174,16 +176,16 @@ def test_it_stands_in_for_plain_dropout_only() -> None:
 
     altered = nn.Dropout()
     setattr(altered, "forward", torch.relu)  # noqa: B010
-    assert stands_in_for(nn.Dropout())
-    assert not any(map(stands_in_for, (Scaled(), altered, nn.Dropout1d(), nn.Linear(2, 2), Dropout())))
+    assert is_plain_dropout(nn.Dropout())
+    assert not any(map(is_plain_dropout, (Scaled(), altered, nn.Dropout1d(), nn.Linear(2, 2), Dropout())))
 
 
 def test_a_stand_in_keeps_mode_and_hooks() -> None:
     plain = nn.Dropout(0.3, inplace=True).eval()
     seen: list[object] = []
     plain.register_forward_hook(lambda *_: seen.append(1))
-    twin = stand_in(plain)
-    assert (type(twin), twin.p, twin.training, twin.draws, twin.pieces) == (Dropout, 0.3, False, None, {})
+    twin = from_plain_dropout(plain)
+    assert (type(twin), twin.p, twin.training, twin.generator, twin.pieces) == (Dropout, 0.3, False, None, {})
     twin(torch.ones(2))
     assert seen == [1]
     given = torch.ones(50)
@@ -203,6 +205,6 @@ def test_on_meta_its_node_is_marked() -> None:
 
 def test_it_can_be_copied_and_is_public() -> None:
     module = Dropout(0.5)
-    draw_for_piece(module, 1, 0, 2)
+    set_region_piece(module, 1, 0, 2)
     assert copy.deepcopy(module).pieces[1](3) == module.pieces[1](3)
     assert plait.Dropout is Dropout

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.mask import BLOCK, Span, keep_mask
+from plait.autograd.mask import BLOCK, DimPiece, keep_mask
 from plait.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -24,7 +24,7 @@ GOLDEN = [
 """Of `KEY`, 4 × 24 with p = 0.5."""
 
 
-def kept(key: int, *shape: int, p: float = 0.5, spans: dict[int, Span] | None = None) -> Tensor:
+def kept(key: int, *shape: int, p: float = 0.5, spans: dict[int, DimPiece] | None = None) -> Tensor:
     return keep_mask(key, shape, p, spans or {}, CPU)
 
 
@@ -71,7 +71,7 @@ def test_a_piece_is_a_piece_of_the_whole(
     whole = kept(key, *shape, p=p)
     sizes = [stop - start for start, stop in ends]
     spans = {
-        dim if dim % 2 else dim - len(shape): Span(start, size)
+        dim if dim % 2 else dim - len(shape): DimPiece(start, size)
         for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
     }
     expected = whole[tuple(slice(start, stop) for start, stop in ends)]
@@ -82,9 +82,9 @@ def test_a_piece_is_a_piece_of_the_whole(
 def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
     whole = kept(KEY, *shape)
     half = shape[-1] // 2
-    spans = {len(shape) - 1: Span(half, shape[-1])}
+    spans = {len(shape) - 1: DimPiece(half, shape[-1])}
     assert torch.equal(kept(KEY, *shape[:-1], shape[-1] - half, spans=spans), whole[..., half:])
-    assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: Span(2, 0)}), whole[2:3])
+    assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: DimPiece(2, 0)}), whole[2:3])
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])
@@ -126,13 +126,13 @@ def test_no_key_walks_along_anothers_numbers() -> None:
 
 
 def test_on_meta_nothing_is_computed() -> None:
-    mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: Span(1, 2**21)}, torch.device("meta"))
+    mask = keep_mask(KEY, (2**20, 2**20), 0.5, {1: DimPiece(1, 2**21)}, torch.device("meta"))
     assert (mask.shape, mask.dtype, mask.is_meta) == ((2**20, 2**20), torch.bool, True)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_gpu_makes_the_same() -> None:
-    shape, spans = (7, 3, 2**16), {0: Span(3, 0), 2: Span(5, 2**17)}
+    shape, spans = (7, 3, 2**16), {0: DimPiece(3, 0), 2: DimPiece(5, 2**17)}
     for key in (KEY, -KEY, 0):
         on_gpu = keep_mask(key, shape, 0.3, spans, torch.device("cuda"))
         assert torch.equal(on_gpu.cpu(), keep_mask(key, shape, 0.3, spans, CPU))
@@ -141,11 +141,11 @@ def test_a_gpu_makes_the_same() -> None:
 @pytest.mark.parametrize(
     ("spans", "told"),
     [
-        ({2: Span(0, 4)}, "a piece of its dim 2, which it does not have"),
-        ({1: Span(0, 6), -1: Span(0, 6)}, "two pieces of one dim, among the dims 1, -1"),
-        ({1: Span(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
+        ({2: DimPiece(0, 4)}, "a piece of its dim 2, which it does not have"),
+        ({1: DimPiece(0, 6), -1: DimPiece(0, 6)}, "two pieces of one dim, among the dims 1, -1"),
+        ({1: DimPiece(2, 4)}, "elements 2 … 4 of dim 1, whose whole size is 4"),
     ],
 )
-def test_a_piece_that_cannot_be_is_refused(spans: dict[int, Span], told: str) -> None:
+def test_a_piece_that_cannot_be_is_refused(spans: dict[int, DimPiece], told: str) -> None:
     with pytest.raises(ModelError, match=told):
         kept(KEY, 2, 3, spans=spans)

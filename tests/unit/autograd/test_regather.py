@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.conjugate import gather_in
-from plait.autograd.deferred import Keeper, linear
+from plait.autograd.deferred import linear
 from plait.autograd.pieces import own_piece
-from plait.autograd.regather import Gather, Regathered, Sources
+from plait.autograd.regather import Gather, GatherRegistry, Regathered
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 
 ROWS, LENGTH, WIDTH = 2, 5, 3
@@ -31,27 +32,27 @@ def weights() -> list[nn.Parameter]:
 
 
 def forward(
-    group: Group, keeper: Keeper, read_by: list[nn.Parameter], seed: int
+    group: Group, queue: WeightGradientQueue, read_by: list[nn.Parameter], seed: int
 ) -> tuple[Tensor, Tensor, Any]:
     """Three linears that read one gathered sequence: the leaf, their sum, and a reference to the whole."""
     leaf = own_piece(draw(ROWS, LENGTH, WIDTH, seed=seed), group, 1).clone().requires_grad_()
     whole = gather_in(leaf, group, 1, LENGTH)
-    keeper.sources.add(whole, leaf, Gather(group, 1, LENGTH))
-    output = torch.stack([linear(whole, weight, None, keeper) for weight in read_by]).sum(0)
+    queue.gathered.add(whole, leaf, Gather(group, 1, LENGTH))
+    output = torch.stack([linear(whole, weight, None, queue) for weight in read_by]).sum(0)
     return leaf, output, weakref.ref(whole.untyped_storage())
 
 
 def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], int]:
-    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    mesh, queue, learned = Mesh(tp=2), WeightGradientQueue(), weights()
     group = mesh.group("tp")
-    keeper.spends = spends
-    _, output, whole = forward(group, keeper, learned, seed=0)
+    queue.overlaps = spends
+    _, output, whole = forward(group, queue, learned, seed=0)
     gc.collect()
     assert whole() is None, "linears keep the piece only"
     output.backward(draw(ROWS, LENGTH, 4, seed=9))
     start = mesh.traffic.snapshot()
     with torch.no_grad():
-        keeper.spend()
+        queue.run()
     gradients = [weight.grad for weight in learned if weight.grad is not None]
     again = mesh.traffic.since(start).get("tp", {})
     return gradients, mesh.traffic.snapshot()["tp"], again.get("all_gather", Count()).calls
@@ -69,12 +70,12 @@ def test_three_linears_that_read_the_same_gather_it_once(rank_pool: Any) -> None
 
 def two_micro_batches() -> tuple[list[Tensor], int]:
     """Both wait for their weight work."""
-    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    mesh, queue, learned = Mesh(tp=2), WeightGradientQueue(), weights()
     group = mesh.group("tp")
     for seed in (0, 1):
-        forward(group, keeper, learned, seed)[1].backward(draw(ROWS, LENGTH, 4, seed=9))
+        forward(group, queue, learned, seed)[1].backward(draw(ROWS, LENGTH, 4, seed=9))
     with torch.no_grad():
-        keeper.spend()
+        queue.run()
     return [weight.grad for weight in learned if weight.grad is not None], mesh.traffic.snapshot()["tp"][
         "all_gather"
     ].calls
@@ -94,11 +95,11 @@ def lonely() -> Gather:
 
 
 def test_what_is_asked_for_by_several_is_one_as_long_as_one_keeps_it() -> None:
-    sources, piece = Sources(), torch.ones(2, 3)
-    first = sources.again(piece, lonely())
-    assert sources.again(piece, lonely()) is first
-    assert sources.again(piece.clone(), lonely()) is not first
-    assert sources.again(piece[:1], lonely()) is not first
+    registry, piece = GatherRegistry(), torch.ones(2, 3)
+    first = registry.again(piece, lonely())
+    assert registry.again(piece, lonely()) is first
+    assert registry.again(piece.clone(), lonely()) is not first
+    assert registry.again(piece[:1], lonely()) is not first
     gone = weakref.ref(first)
     del first
     gc.collect()
@@ -106,11 +107,11 @@ def test_what_is_asked_for_by_several_is_one_as_long_as_one_keeps_it() -> None:
 
 
 def test_a_source_is_forgotten_with_what_was_gathered() -> None:
-    sources, piece = Sources(), torch.ones(2, 3)
+    registry, piece = GatherRegistry(), torch.ones(2, 3)
     whole, kept = torch.ones(4, 3), weakref.ref(piece)
-    sources.add(whole, piece, lonely())
-    assert sources.of(whole) is not None
-    assert sources.of(torch.ones(4, 3)) is None
+    registry.add(whole, piece, lonely())
+    assert registry.of(whole) is not None
+    assert registry.of(torch.ones(4, 3)) is None
     del whole, piece
     gc.collect()
     assert kept() is None
@@ -126,14 +127,14 @@ def test_starting_twice_gathers_once() -> None:
 
 
 def written_to_after_it_was_gathered() -> list[Tensor]:
-    mesh, keeper, learned = Mesh(tp=2), Keeper(), weights()
+    mesh, queue, learned = Mesh(tp=2), WeightGradientQueue(), weights()
     group = mesh.group("tp")
     leaf = own_piece(draw(ROWS, LENGTH, WIDTH), group, 1).clone().requires_grad_()
     whole = gather_in(leaf, group, 1, LENGTH)
-    keeper.sources.add(whole, leaf, Gather(group, 1, LENGTH))
-    linear(whole.mul_(2), learned[0], None, keeper).backward(draw(ROWS, LENGTH, 4, seed=9))
+    queue.gathered.add(whole, leaf, Gather(group, 1, LENGTH))
+    linear(whole.mul_(2), learned[0], None, queue).backward(draw(ROWS, LENGTH, 4, seed=9))
     with torch.no_grad():
-        keeper.spend()
+        queue.run()
     return [weight.grad for weight in learned[:1] if weight.grad is not None]
 
 

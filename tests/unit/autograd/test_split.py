@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd import SplitBackward
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.errors import ModelError
 
 
@@ -36,12 +37,12 @@ class Product(nn.Module):
         return {"weight": (gradient * x * y).sum(0)}
 
 
-def deferred(module: nn.Module) -> tuple[nn.Module, Keeper]:
-    twin, keeper = copy.deepcopy(module), Keeper()
-    defer_weight_gradients(twin, keeper)
+def deferred(module: nn.Module) -> tuple[nn.Module, WeightGradientQueue]:
+    twin, queue = copy.deepcopy(module), WeightGradientQueue()
+    defer_weight_gradients(twin, queue)
     for parameter in twin.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return twin, keeper
+    return twin, queue
 
 
 def leaves() -> tuple[Tensor, Tensor]:
@@ -53,36 +54,36 @@ def leaves() -> tuple[Tensor, Tensor]:
 def test_the_weight_waits_and_the_inputs_do_not() -> None:
     plain, given, wanted = Product(), leaves(), leaves()
     assert isinstance(plain, SplitBackward)
-    twin, keeper = deferred(plain)
+    twin, queue = deferred(plain)
     plain(*wanted).sum().backward()
     twin(*given).sum().backward()
     assert all(torch.allclose(a.grad, b.grad, rtol=1e-14) for a, b in zip(given, wanted, strict=True))
     assert not twin.weight.grad.any()
-    keeper.spend()
+    queue.run()
     torch.testing.assert_close(twin.weight.grad, plain.weight.grad, rtol=1e-14, atol=0)
 
 
 def test_without_gradients_or_by_name_the_plain_forward_runs() -> None:
-    twin, keeper = deferred(Product())
+    twin, queue = deferred(Product())
     x, y = leaves()
     with torch.no_grad():
         assert torch.equal(twin(x, y), twin(x, y=y))
-    assert not keeper.take()
+    assert not queue.take()
 
 
 def test_a_frozen_module_leaves_no_work() -> None:
-    twin, keeper = deferred(Product().requires_grad_(False))
+    twin, queue = deferred(Product().requires_grad_(False))
     x, y = leaves()
     twin(x, y).sum().backward()
     assert x.grad is not None
-    assert not keeper.take()
+    assert not queue.take()
 
 
 def run(module: nn.Module) -> None:
     """Forward, and both parts of the backward."""
-    twin, keeper = deferred(module)
+    twin, queue = deferred(module)
     twin(*leaves()).sum().backward()
-    keeper.spend()
+    queue.run()
 
 
 class NotStatic(Product):

@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from parity.layers import Conv1D, TiedHead
-from plait.autograd.deferred import Keeper, defer_weight_gradients, made_by_linear
+from plait.autograd.deferred import defer_weight_gradients, made_by_linear
+from plait.autograd.weight_queue import WeightGradientQueue
 
 
 @pytest.mark.parametrize("shape", [(3,), (5, 3), (2, 4, 5, 3), (0, 3)])
@@ -21,20 +22,20 @@ def test_a_transposed_linear_equals_its_own_forward(shape: tuple[int, ...], froz
     native = Conv1D(4, 3).double()
     for name, parameter in native.named_parameters():
         parameter.requires_grad_(name not in frozen)
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     given = torch.randn(shape, dtype=torch.float64)
     gradient = torch.randn(*shape[:-1], 4, dtype=torch.float64)
     assert torch.equal(twin(given), native(given))
     torch.testing.assert_close(
         backward(twin, given, gradient), backward(native, given, gradient), rtol=1e-14, atol=1e-14
     )
-    assert len(keeper.kept) == ("weight" not in frozen)
-    do(keeper)
+    assert len(queue.pending) == ("weight" not in frozen)
+    do(queue)
     assert_equal(twin, native)
 
 
 def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> None:
-    twin, keeper = deferred(Conv1D(4, 3))
+    twin, queue = deferred(Conv1D(4, 3))
     weight, bias = torch.ones(3, 4), torch.ones(4)
     twin.weight.grad, twin.bias.grad = weight, bias
     given = torch.randn(5, 3)
@@ -42,7 +43,7 @@ def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> 
     backward(twin, given, torch.ones(5, 4))
     assert weight.eq(1).all()
     assert bias.eq(6).all()
-    do(keeper)
+    do(queue)
     assert twin.weight.grad is weight
     assert twin.bias.grad is bias
     torch.testing.assert_close(weight, 1 + given.sum(0).unsqueeze(1).expand(3, 4))
@@ -51,22 +52,22 @@ def test_its_weight_gradient_waits_and_is_added_in_place_its_biases_is_not() -> 
 
 def test_its_weight_work_makes_no_temporary() -> None:
     """`addmm_` writes straight into a gradient that is seen transposed; a second matrix would be seen."""
-    twin, keeper = deferred(Conv1D(64, 32))
+    twin, queue = deferred(Conv1D(64, 32))
     backward(twin, torch.randn(8, 32), torch.randn(8, 64))
     with torch.profiler.profile(profile_memory=True) as profile:
-        do(keeper)
+        do(queue)
     assert sum(max(0, event.self_cpu_memory_usage) for event in profile.events()) < 32 * 64 * 4
 
 
 def test_a_gradient_may_have_more_digits_than_its_transposed_weight() -> None:
     """256 + 1 is 256 in bfloat16."""
-    twin, keeper = deferred(Conv1D(3, 2).bfloat16())
+    twin, queue = deferred(Conv1D(3, 2).bfloat16())
     for parameter in twin.parameters():
         parameter.grad, parameter.grad_dtype = None, torch.float32
         parameter.grad = torch.zeros(parameter.shape)
     for size in (256.0, 1.0):
         backward(twin, torch.ones(1, 2).bfloat16(), torch.full((1, 3), size, dtype=torch.bfloat16))
-        do(keeper)
+        do(queue)
     assert all(parameter.grad.eq(257).all() for parameter in twin.parameters())
 
 
@@ -107,21 +108,21 @@ def with_a_third_parameter() -> nn.Module:
     "make", [lambda: OtherConv1D(4, 3), lambda: Subclass(4, 3), without_bias, with_a_third_parameter]
 )
 def test_what_is_not_that_class_is_left_alone(make: Callable[[], nn.Module]) -> None:
-    module, keeper = make(), Keeper()
+    module, queue = make(), WeightGradientQueue()
     bound = vars(module).get("forward")
-    defer_weight_gradients(module, keeper)
+    defer_weight_gradients(module, queue)
     assert vars(module).get("forward") is bound
     module(torch.randn(5, 3)).sum().backward()
-    assert keeper.take() == []
+    assert queue.take() == []
 
 
 def test_a_module_with_a_forward_of_its_own_is_left_alone() -> None:
     """Whoever put it there wants it called."""
-    linear, keeper = nn.Linear(3, 3), Keeper()
+    linear, queue = nn.Linear(3, 3), WeightGradientQueue()
     linear.forward = lambda input: functional.linear(input, 2 * linear.weight, linear.bias)
     given = torch.randn(2, 3)
     expected = linear(given)
-    defer_weight_gradients(linear, keeper)
+    defer_weight_gradients(linear, queue)
     assert torch.equal(linear(given), expected)
 
 
@@ -166,14 +167,14 @@ def test_a_tied_weight_gets_the_gradients_of_all_its_users(
     """Whichever of them are deferred, and whether their work is done between two backwards or after both."""
     torch.manual_seed(0)
     native = make().double()
-    twin, keeper = deferred(native)
+    twin, queue = deferred(native)
     for _ in range(2):
         tokens = torch.randint(4, (2, 3))
         gradient = torch.randn(native(tokens).shape, dtype=torch.float64)
         backward(native, tokens, gradient)
         backward(twin, tokens, gradient)
-        assert len(keeper.kept) % kept == 0
+        assert len(queue.pending) % kept == 0
         if not late:
-            do(keeper)
-    do(keeper)
+            do(queue)
+    do(queue)
     assert_equal(twin, native)

@@ -7,7 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.footprint.traces import Trace, trace_layer, trace_loss
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import tensors_of
@@ -33,13 +34,13 @@ class Call(nn.Module):
 
 def traced(module: nn.Module, *, learns: bool = True, adds_late: bool = False) -> Trace:
     """Of a layer on meta, for an input `[ROWS, WIDTH]`."""
-    keeper, layer = Keeper(), NamedLayer("layer", module.to("meta"))
-    defer_weight_gradients(module, keeper)
+    queue, layer = WeightGradientQueue(), NamedLayer("layer", module.to("meta"))
+    defer_weight_gradients(module, queue)
     for parameter in module.parameters():
         parameter.grad = torch.empty_like(parameter)
     given = torch.empty(ROWS, WIDTH, device="meta", requires_grad=learns)
     infos = infer([layer], given, input_gradients=learns)
-    trace, following = trace_layer(Stage(0, [layer], keeper, [infos], adds_late), given)
+    trace, following = trace_layer(Stage(0, [layer], queue, [infos], adds_late), given)
     shapes = [tuple(tensor.shape) for tensor in tensors_of(following)]
     assert shapes == [info.shape for info in infos[0].tensors]
     return trace

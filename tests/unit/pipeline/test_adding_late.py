@@ -58,7 +58,7 @@ def test_weight_work_adds_all_gradients_or_those_that_were_deferred(adds_late: b
         stage.backward_weight(0, layer)
     assert added(parameters) == ADDED_BY_AUTOGRAD | DEFERRED
     assert is_empty(stage)
-    assert stage.keeper.buffers == {}
+    assert stage.queue.buffers == {}
 
 
 @pytest.mark.parametrize("at_once", [False, True])
@@ -103,7 +103,7 @@ def test_work_done_while_a_backward_waits_adds_to_what_was_set_aside() -> None:
 
         @staticmethod
         def backward(ctx: Any, gradient: Tensor) -> Tensor:
-            stage.keeper.meanwhile()
+            stage.queue.overlap()
             seen.append(linear.weight.grad is None and bool(buffer.any()))
             return gradient
 
@@ -127,4 +127,4 @@ def test_a_backward_that_fails_leaves_gradients_where_they_were() -> None:
         backward(stage, torch.ones(1, 2))
     assert norm.weight.grad is buffer
     assert not buffer.any()
-    assert stage.keeper.buffers == {}
+    assert stage.queue.buffers == {}

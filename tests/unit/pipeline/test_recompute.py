@@ -12,7 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.pipeline.recompute import Recomputation
 from plait.plan import Recompute
 
@@ -30,23 +31,25 @@ class Products(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def mlp() -> tuple[nn.Sequential, Keeper]:
+def mlp() -> tuple[nn.Sequential, WeightGradientQueue]:
     torch.manual_seed(0)
     module = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 16), nn.GELU(), nn.Linear(16, 4)).double()
-    keeper = Keeper()
-    defer_weight_gradients(module, keeper)
+    queue = WeightGradientQueue()
+    defer_weight_gradients(module, queue)
     for parameter in module.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    return module, keeper
+    return module, queue
 
 
-def there_and_back(run: Callable[[Tensor], Tensor], mode: Recompute, keeper: Keeper) -> list[Tensor]:
+def there_and_back(
+    run: Callable[[Tensor], Tensor], mode: Recompute, queue: WeightGradientQueue
+) -> list[Tensor]:
     """The output and the gradient of the input."""
     generator = torch.Generator().manual_seed(1)
     value = torch.randn(2, 3, 4, dtype=torch.float64, generator=generator).requires_grad_()
-    output = Recomputation(mode, keeper)(run, value)
+    output = Recomputation(mode, queue)(run, value)
     output.backward(torch.ones_like(output))
-    for work in keeper.take():
+    for work in queue.take():
         work()
     assert value.grad is not None
     return [output.detach(), value.grad]
@@ -55,38 +58,38 @@ def there_and_back(run: Callable[[Tensor], Tensor], mode: Recompute, keeper: Kee
 def test_results_have_the_same_bits() -> None:
     found = []
     for mode in MODES:
-        module, keeper = mlp()
-        found.append([*there_and_back(module, mode, keeper), *(p.grad for p in module.parameters())])
+        module, queue = mlp()
+        found.append([*there_and_back(module, mode, queue), *(p.grad for p in module.parameters())])
     for other in found[1:]:
         assert all(torch.equal(one, two) for one, two in zip(found[0], other, strict=True))
 
 
 @pytest.mark.parametrize(("mode", "again"), [("none", 0), ("selective", 1), ("full", 1)])
 def test_a_layer_runs_once_more(mode: Recompute, again: int) -> None:
-    module, keeper = mlp()
+    module, queue = mlp()
     runs = []
 
     def run(value: Tensor) -> Tensor:
         runs.append(value)
         return module(value)
 
-    there_and_back(run, mode, keeper)
+    there_and_back(run, mode, queue)
     assert len(runs) == 1 + again
 
 
 @pytest.mark.parametrize(("mode", "products"), [("none", 2), ("selective", 2), ("full", 3)])
 def test_products_are_kept_or_done_again_but_never_the_last(mode: Recompute, products: int) -> None:
-    module, keeper = mlp()
+    module, queue = mlp()
     with Products() as counted:
-        there_and_back(module, mode, keeper)
+        there_and_back(module, mode, queue)
     assert counted.count == products + 2  # and the gradient of each linear's input
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_without_gradients_it_runs_once(mode: Recompute) -> None:
-    module, keeper = mlp()
+    module, queue = mlp()
     with torch.no_grad():
-        assert not Recomputation(mode, keeper)(module, torch.zeros(2, 4).double()).requires_grad
+        assert not Recomputation(mode, queue)(module, torch.zeros(2, 4).double()).requires_grad
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -95,10 +98,10 @@ def test_random_numbers_are_those_of_the_first_time(mode: Recompute) -> None:
         return functional.dropout(value, 0.5) * value
 
     torch.manual_seed(3)
-    output, gradient = there_and_back(drop, mode, Keeper())
+    output, gradient = there_and_back(drop, mode, WeightGradientQueue())
     after = torch.rand(())
     torch.manual_seed(3)
-    expected = there_and_back(drop, "none", Keeper())
+    expected = there_and_back(drop, "none", WeightGradientQueue())
     assert torch.equal(output, expected[0])
     assert torch.equal(gradient, expected[1])
     assert torch.equal(after, torch.rand(()))  # and nobody else's have moved
@@ -124,20 +127,20 @@ class Doubled(torch.autograd.Function):
 @pytest.mark.parametrize("mode", MODES)
 def test_a_function_of_ones_own_runs_backward_once(mode: Recompute) -> None:
     calls: list[str] = []
-    there_and_back(lambda value: Doubled.apply(value, calls), mode, Keeper())  # type: ignore[no-untyped-call]
+    there_and_back(lambda value: Doubled.apply(value, calls), mode, WeightGradientQueue())  # type: ignore[no-untyped-call]
     assert calls == ["forward", "backward", *(["forward"] if mode != "none" else [])]
 
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_layers_own_backward_asks_for_no_weight_gradient(mode: Recompute) -> None:
-    module, keeper = mlp()
+    module, queue = mlp()
 
     def run(value: Tensor) -> Tensor:
         inner = value.detach().requires_grad_()
         (slope,) = torch.autograd.grad(module(inner).sum(), inner)
         return value * slope
 
-    there_and_back(run, mode, keeper)
+    there_and_back(run, mode, queue)
     assert all(p.grad is not None and not p.grad.any() for p in module[1].parameters() if p.dim() == 2)
 
 
@@ -147,8 +150,8 @@ ROW = 64 * 4 * 8
 
 def held(mode: Recompute) -> list[int]:
     """The bytes that stay until the backward, beside the input: of two micro-batches, one after the other."""
-    module, keeper = mlp()
-    recomputation = Recomputation(mode, keeper)
+    module, queue = mlp()
+    recomputation = Recomputation(mode, queue)
     found = []
     for _ in range(2):
         with Live() as live:
@@ -156,7 +159,7 @@ def held(mode: Recompute) -> list[int]:
             output = recomputation(module, value)
             found.append(live.count() - 2 * ROW)  # the input, and what flows on
             output.backward(torch.ones_like(output))
-            keeper.take()
+            queue.take()
     return found
 
 
@@ -190,7 +193,9 @@ def test_what_somebody_writes_to_is_not_kept(mode: Recompute) -> None:
         return (value @ product.transpose(1, 2)).sin().exp()
 
     for one, two in zip(
-        there_and_back(run, mode, Keeper()), there_and_back(run, "none", Keeper()), strict=True
+        there_and_back(run, mode, WeightGradientQueue()),
+        there_and_back(run, "none", WeightGradientQueue()),
+        strict=True,
     ):
         assert torch.equal(one, two)
 

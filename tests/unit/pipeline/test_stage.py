@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.errors import ModelError
 from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.nested import Value, leaf_of
@@ -76,12 +77,12 @@ def stage_of(*layers: nn.Module, batch: Value, number: int = 0) -> Stage:
         id(p): nn.Parameter(torch.empty_like(p, device="meta"), p.requires_grad) for p in model.parameters()
     }
     infos = infer(private_copy(sequence.layers, twins), batch, input_gradients=True)
-    keeper = Keeper()
+    queue = WeightGradientQueue()
     for layer in sequence.layers:
-        defer_weight_gradients(layer.module, keeper)
+        defer_weight_gradients(layer.module, queue)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return Stage(number, sequence.layers, keeper, [infos] * 8)
+    return Stage(number, sequence.layers, queue, [infos] * 8)
 
 
 def forward(stage: Stage, batch: Tensor, microbatch: int = 0) -> Value:
@@ -107,7 +108,7 @@ def there_and_back(stage: Stage, batch: Tensor, microbatch: int) -> None:
 
 
 def is_empty(stage: Stage) -> bool:
-    return not any((stage.values, stage.gradients, stage.runs, stage.keeper.kept))
+    return not any((stage.values, stage.gradients, stage.runs, stage.queue.pending))
 
 
 def test_two_microbatches_in_flight_equal_the_whole_model() -> None:

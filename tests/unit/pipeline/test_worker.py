@@ -8,7 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper, defer_weight_gradients
+from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.mesh import Mesh
 from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.shape_inference import infer
@@ -42,10 +43,10 @@ def model() -> nn.Sequential:
 
 
 def worker_of(layers: nn.Sequential) -> Worker:
-    keeper = Keeper()
-    defer_weight_gradients(layers, keeper)
+    queue = WeightGradientQueue()
+    defer_weight_gradients(layers, queue)
     sequence = sequence_of(layers).layers
-    stages = {0: Stage(0, sequence[:2], keeper), 1: Stage(1, sequence[2:], keeper)}
+    stages = {0: Stage(0, sequence[:2], queue), 1: Stage(1, sequence[2:], queue)}
     mesh = Mesh()
     return Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(cross_entropy))
 
@@ -64,7 +65,9 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     worker.loss_end.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
     Executor(worker.handlers()).run(lower(made, Shape(COUNTS, {}))[0])
     for stage in worker.stages.values():
-        assert not any((stage.values, stage.gradients, stage.runs, stage.keeper.kept)), "nothing is left over"
+        assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), (
+            "nothing is left over"
+        )
     return torch.stack(worker.loss_end.totals).sum() / 5, [
         parameter.grad for parameter in layers.parameters()
     ]

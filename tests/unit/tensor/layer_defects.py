@@ -24,7 +24,7 @@ from plait.tensor.linear import RowParallelLinear
 @contextmanager
 def bias_added_by_every_rank() -> Iterator[None]:
     def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
-        return reduce(linear(input, self.weight, self.bias, self.keeper), self.group)
+        return reduce(linear(input, self.weight, self.bias, self.queue), self.group)
 
     with patch.object(RowParallelLinear, "forward", forward):
         yield
@@ -66,14 +66,14 @@ def reduction_summed_again_backward() -> Iterator[None]:
 
 @contextmanager
 def input_gradient_not_summed() -> Iterator[None]:
-    with patch.object(border_module, "copy", lambda tensor, group, meanwhile=None: tensor):
+    with patch.object(border_module, "copy", lambda tensor, group, overlap=None: tensor):
         yield
 
 
 @contextmanager
 def weight_without_gradient() -> Iterator[None]:
-    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any, **options: Any) -> Tensor:
-        return linear(input, weight.detach(), bias, keeper, **options)
+    def detached(input: Tensor, weight: Tensor, bias: Any, queue: Any, **options: Any) -> Tensor:
+        return linear(input, weight.detach(), bias, queue, **options)
 
     with patch.object(linear_module, "linear", detached):
         yield
@@ -81,8 +81,8 @@ def weight_without_gradient() -> Iterator[None]:
 
 @contextmanager
 def bias_without_gradient() -> Iterator[None]:
-    def detached(input: Tensor, weight: Tensor, bias: Any, keeper: Any, **options: Any) -> Tensor:
-        return linear(input, weight, None if bias is None else bias.detach(), keeper, **options)
+    def detached(input: Tensor, weight: Tensor, bias: Any, queue: Any, **options: Any) -> Tensor:
+        return linear(input, weight, None if bias is None else bias.detach(), queue, **options)
 
     with patch.object(linear_module, "linear", detached):
         yield
@@ -118,8 +118,8 @@ def input_cut_along_the_first_dim() -> Iterator[None]:
 
 @contextmanager
 def table_without_gradient() -> Iterator[None]:
-    def detached(tokens: Tensor, weight: Tensor, padding: Any, keeper: Any) -> Tensor:
-        return embedding(tokens, weight.detach(), padding, keeper).requires_grad_()
+    def detached(tokens: Tensor, weight: Tensor, padding: Any, queue: Any) -> Tensor:
+        return embedding(tokens, weight.detach(), padding, queue).requires_grad_()
 
     with patch.object(embedding_module, "embedding", detached):
         yield
@@ -133,8 +133,8 @@ def last_rows_lost() -> Iterator[None]:
     def forward(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
         even = self.num_embeddings // self.group.size
 
-        def lookup(local: Tensor, weight: Tensor, padding: Any, keeper: Any) -> Tensor:
-            rows = embedding(local, weight, padding, keeper)
+        def lookup(local: Tensor, weight: Tensor, padding: Any, queue: Any) -> Tensor:
+            rows = embedding(local, weight, padding, queue)
             return rows.masked_fill((local >= even).unsqueeze(-1), 0)
 
         with patch.object(embedding_module, "embedding", lookup):
@@ -160,8 +160,8 @@ def _fill_numbers_only(original: Any) -> Any:
 
 @contextmanager
 def padding_learns() -> Iterator[None]:
-    def without(tokens: Tensor, weight: Tensor, padding: Any, keeper: Any) -> Tensor:
-        return embedding(tokens, weight, None, keeper)
+    def without(tokens: Tensor, weight: Tensor, padding: Any, queue: Any) -> Tensor:
+        return embedding(tokens, weight, None, queue)
 
     with patch.object(embedding_module, "embedding", without):
         yield
@@ -173,8 +173,8 @@ def padding_on_every_rank() -> Iterator[None]:
     original = VocabParallelEmbedding.forward
 
     def forward(self: VocabParallelEmbedding, tokens: Tensor) -> Tensor:
-        def lookup(local: Tensor, weight: Tensor, padding: Any, keeper: Any) -> Tensor:
-            return embedding(local, weight, min(self.padding_idx, len(weight) - 1), keeper)
+        def lookup(local: Tensor, weight: Tensor, padding: Any, queue: Any) -> Tensor:
+            return embedding(local, weight, min(self.padding_idx, len(weight) - 1), queue)
 
         with patch.object(embedding_module, "embedding", lookup):
             return original(self, tokens)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import Keeper
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Group, Mesh
 from plait.layout import Layout, assemble, divide
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
@@ -63,15 +63,15 @@ def layouts_by_name(layer: nn.Module) -> Iterator[tuple[str, Layout]]:
             yield f"{path}.{name}" if path else name, layout
 
 
-def defer(layer: nn.Module) -> Keeper:
-    """Let the parallel layers in `layer` leave their weight work with a keeper; their gradients are zero."""
-    keeper = Keeper()
+def defer(layer: nn.Module) -> WeightGradientQueue:
+    """Let the parallel layers in `layer` leave their weight work with a queue; their gradients are zero."""
+    queue = WeightGradientQueue()
     for module in layer.modules():
-        if hasattr(module, "keeper"):
-            module.keeper = keeper
+        if hasattr(module, "queue"):
+            module.queue = queue
     for parameter in layer.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return keeper
+    return queue
 
 
 def answers_of_a_rank(
@@ -82,13 +82,13 @@ def answers_of_a_rank(
     with defect():
         for trial in trials:
             layer = trial.cut(trial.full, group)
-            keeper = defer(layer) if deferred else None
+            queue = defer(layer) if deferred else None
             given = piece(trial.given, group) if trial.pieces_in else trial.given
             gradient = piece(trial.gradient, group) if trial.pieces_out else trial.gradient
             for _ in range(2 if twice else 1):
                 output, input_gradient = run_plain(layer, given, gradient)
-            if keeper is not None:
-                keeper.spend()
+            if queue is not None:
+                queue.run()
             gradients = {name: parameter.grad for name, parameter in layer.named_parameters()}
             answers.append(Answer(output, input_gradient, gradients, dict(layouts_by_name(layer))))
     return answers

@@ -13,7 +13,7 @@ from parallel_cases import WIDTH, assert_close, cut_block, defer, draw, full_blo
 from torch import Tensor, nn
 
 from plait.autograd import conjugate
-from plait.autograd.deferred import Keeper
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble
@@ -107,12 +107,12 @@ def test_without_gradients_a_column_says_nothing(rank_pool):
     def body():
         mesh = Mesh(tp=2)
         layer = cut_block(full_block(), mesh.group("tp"))
-        keeper = defer(layer)
+        queue = defer(layer)
         with torch.no_grad():
             outputs = [layer(draw(5, WIDTH).requires_grad_())]
         with torch.inference_mode():
             outputs.append(layer(draw(5, WIDTH)))
-        return outputs, mesh.traffic.snapshot(), keeper.take()
+        return outputs, mesh.traffic.snapshot(), queue.take()
 
     full = full_block()
     for outputs, traffic, kept in rank_pool.run(body, ranks=2):
@@ -158,19 +158,19 @@ def test_a_plain_optimizer_a_state_dict_and_a_copy(rank_pool):
         assert untouched
 
 
-class Diary(Keeper):
-    """A keeper whose work, and the sums of `conjugate`, are written down."""
+class Diary(WeightGradientQueue):
+    """A queue whose work, and the sums of `conjugate`, are written down."""
 
     def __init__(self) -> None:
         super().__init__()
         self.events: list[str] = []
 
-    def keep(self, work: Any) -> None:
+    def add(self, work: Any) -> None:
         def noted() -> None:
             self.events.append("work")
             work()
 
-        super().keep(noted)
+        super().add(noted)
 
     def all_reduce(self, tensor: Tensor, group: Group, **options: Any) -> Any:
         self.events.append("start")
@@ -194,16 +194,16 @@ def test_weight_work_fills_the_time_of_the_input_gradients_sum(rank_pool):
         for overlap in (True, False):
             layer, diary = cut_block(full_block(), group), Diary()
             defer(layer)
-            layer[0].keeper = layer[2].keeper = diary
-            layer[0].border = WholeBorder(group, diary.meanwhile)
+            layer[0].queue = layer[2].queue = diary
+            layer[0].border = WholeBorder(group, diary.overlap)
             given = draw(5, WIDTH).requires_grad_()
             output = layer(given)
             with pytest.MonkeyPatch.context() as patched:
                 patched.setattr(conjugate, "all_reduce", diary.all_reduce)
-                with diary.spending() if overlap else nullcontext():
+                with diary.overlapping() if overlap else nullcontext():
                     output.backward(draw(5, 8, seed=9))
             diary.events.append("end")
-            diary.spend()
+            diary.run()
             results.append((diary.events, [given.grad, *(one.grad for one in layer.parameters())]))
         return results
 

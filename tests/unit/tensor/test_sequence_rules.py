@@ -1,4 +1,4 @@
-"""The passages of a sequence through layers, whose gradients are summed, and every refusal."""
+"""The sequence_dims of a sequence through layers, whose gradients are summed, and every refusal."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.layout import Layout, Shard
 from plait.rules import Rule, column, entrance, row, sequence, vocabulary
-from plait.tensor.sequence import Passage, passages, summed_over_tp
+from plait.tensor.sequence import SequenceDims, sequence_dims, summed_over_tp
 
 WIDTH = 4
 
@@ -21,7 +21,7 @@ def block() -> nn.Sequential:
     return nn.Sequential(linear(), linear())
 
 
-def found(*kinds: str) -> list[Passage]:
+def found(*kinds: str) -> list[SequenceDims]:
     """Of layers w: whole, p: in pieces, t: in pieces along another dim, h: a head, n: no linear is cut."""
     layers = [(str(number), block()) for number, _ in enumerate(kinds)]
     matched: dict[str, Rule] = {}
@@ -33,15 +33,15 @@ def found(*kinds: str) -> list[Passage]:
         if kind == "h":
             matched[f"{number}.0"] = entrance
             matched[f"{number}.1"] = vocabulary
-    return list(passages(layers, matched))
+    return list(sequence_dims(layers, matched))
 
 
-def flow(*values: int | None) -> Passage:
-    return Passage(*values)
+def flow(*values: int | None) -> SequenceDims:
+    return SequenceDims(*values)
 
 
 def test_without_the_rule_all_is_whole() -> None:
-    assert found("w", "w") == [Passage(), Passage()]
+    assert found("w", "w") == [SequenceDims(), SequenceDims()]
 
 
 def test_a_whole_layer_makes_pieces_for_the_next() -> None:
@@ -62,7 +62,7 @@ def test_pieces_cross_to_a_whole_layer_which_gathers_them() -> None:
 
 
 def test_a_head_before_others_gives_the_whole() -> None:
-    assert found("h", "w") == [flow(None, 1, None, None), Passage()]
+    assert found("h", "w") == [flow(None, 1, None, None), SequenceDims()]
     assert found("h", "p") == [flow(None, 1, None, 1), flow(1, 1, 1, None)]
 
 
@@ -72,7 +72,7 @@ def test_pieces_change_their_dim_between_layers() -> None:
 
 def test_a_rule_on_what_is_no_layer() -> None:
     with pytest.raises(PlanError) as caught:
-        passages([("a", block()), ("b", block())], {"b.1": sequence, "a": sequence})
+        sequence_dims([("a", block()), ("b", block())], {"b.1": sequence, "a": sequence})
     assert str(caught.value) == (
         "b.1 has the rule sequence, but is no layer of the model: give it to a whole layer, that is, to one "
         "of a, b …"
@@ -82,7 +82,7 @@ def test_a_rule_on_what_is_no_layer() -> None:
 def test_an_embedding_cut_by_vocabulary() -> None:
     layer = nn.Sequential(nn.Embedding(8, WIDTH))
     with pytest.raises(PlanError) as caught:
-        passages([("a", layer)], {"a": sequence, "a.0": vocabulary})
+        sequence_dims([("a", layer)], {"a": sequence, "a.0": vocabulary})
     assert str(caught.value) == (
         "a.0 is an embedding cut by vocabulary, whose ranks all look up the same tokens, but its layer has "
         "the rule sequence: take that rule off this layer."

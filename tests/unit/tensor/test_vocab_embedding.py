@@ -68,8 +68,8 @@ def test_a_frozen_table_and_two_backwards(rank_pool, deferred):
 
     def body():
         made = VocabParallelEmbedding.of(table(frozen=True), Mesh(tp=2).group("tp"))
-        keeper = defer(made) if deferred else None
-        return made(all_tokens()).requires_grad, keeper is None or keeper.take() == []
+        queue = defer(made) if deferred else None
+        return made(all_tokens()).requires_grad, queue is None or queue.take() == []
 
     assert rank_pool.run(body, ranks=2) == [(False, True)] * 2
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from parity.layers import Conv1D
-from plait.autograd.deferred import Keeper
+from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout, Shard, assemble, shard
@@ -55,11 +55,14 @@ def lonely(size: int, index: int = 0) -> Group:
 
 
 def woven(
-    layers: list[tuple[str, nn.Module]], matched: Rules, group: Group, keeper: Keeper | None = None
+    layers: list[tuple[str, nn.Module]],
+    matched: Rules,
+    group: Group,
+    queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
     """Woven with all that is outside of regions whole."""
-    border = WholeBorder(group, None if keeper is None else keeper.meanwhile)
-    return weave(layers, matched, group, [border] * len(layers), keeper)
+    border = WholeBorder(group, None if queue is None else queue.overlap)
+    return weave(layers, matched, group, [border] * len(layers), queue)
 
 
 def seeded(*layers: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -73,7 +76,7 @@ def seeded(*layers: nn.Module) -> list[tuple[str, nn.Module]]:
 
 
 def cut(
-    layers: list[tuple[str, nn.Module]], rules: Rules, group: Group, keeper: Keeper | None
+    layers: list[tuple[str, nn.Module]], rules: Rules, group: Group, queue: WeightGradientQueue | None
 ) -> list[nn.Module]:
     """A copy of the layers, on this rank's pieces, woven."""
     matched = rules_of_modules(rules, layers)
@@ -85,7 +88,7 @@ def cut(
             memo[id(parameter)] = nn.Parameter(piece, parameter.requires_grad)
     copies = copy.deepcopy([layer for _, layer in layers], memo)
     named = [(path, layer) for (path, _), layer in zip(layers, copies, strict=True)]
-    return woven(named, matched, group, keeper)
+    return woven(named, matched, group, queue)
 
 
 class TestLayouts:
@@ -210,8 +213,8 @@ class TestWeave:
         layer = Gated().eval()
         layer.up.weight.requires_grad_(False)
         held = dict(layer.named_parameters())
-        keeper = Keeper()
-        (made,) = woven([("0", layer)], rules_of_modules(ENTERED, [("0", layer)]), lonely(2), keeper)
+        queue = WeightGradientQueue()
+        (made,) = woven([("0", layer)], rules_of_modules(ENTERED, [("0", layer)]), lonely(2), queue)
         assert made is layer
         assert [type(part) for part in (layer.norm, layer.gate, layer.up, layer.down)] == [
             nn.LayerNorm,
@@ -222,7 +225,7 @@ class TestWeave:
         assert all(held[name] is parameter for name, parameter in made.named_parameters())
         assert (layer.up.weight.requires_grad, layer.gate.weight.requires_grad) == (False, True)
         assert not any(module.training for module in made.modules())
-        assert all(part.keeper is keeper for part in (layer.gate, layer.up, layer.down))
+        assert all(part.queue is queue for part in (layer.gate, layer.up, layer.down))
         assert list(made.state_dict()) == list(Gated().state_dict())
 
     @pytest.mark.parametrize("training", [True, False])
@@ -233,13 +236,15 @@ class TestWeave:
         assert (made.padding_idx, made.training) == (6, training)
         assert made.weight is layer.weight
 
-    @pytest.mark.parametrize("keeper", [None, Keeper()], ids=["plain", "deferred"])
-    def test_columns_enter_by_themselves_where_no_entrance_is(self, keeper: Keeper | None) -> None:
-        meanwhile = None if keeper is None else keeper.meanwhile
+    @pytest.mark.parametrize("queue", [None, WeightGradientQueue()], ids=["plain", "deferred"])
+    def test_columns_enter_by_themselves_where_no_entrance_is(
+        self, queue: WeightGradientQueue | None
+    ) -> None:
+        overlap = None if queue is None else queue.overlap
         for rules, enters in ((COLUMNS, True), (ENTERED, False)):
             layer = Gated()
-            woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2), keeper)
-            assert (layer.gate.enters, layer.gate.border.meanwhile) == (enters, meanwhile)
+            woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2), queue)
+            assert (layer.gate.enters, layer.gate.border.overlap) == (enters, overlap)
 
     def test_options_of_a_rule_reach_the_module(self) -> None:
         layer = Gated()
@@ -340,14 +345,14 @@ def run(one: nn.Module, two: nn.Module) -> tuple[Tensor, Tensor | None]:
 
 def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     """Results, gradients of the pieces, how much work was left after the backward, and the traffic."""
-    mesh, keeper = Mesh(tp=2), Keeper()
-    woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), keeper if keeps else None))
+    mesh, queue = Mesh(tp=2), WeightGradientQueue()
+    woven = nn.ModuleList(cut(make(), rules, mesh.group("tp"), queue if keeps else None))
     for parameter in woven.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    with keeper.spending() if spends else nullcontext():
+    with queue.overlapping() if spends else nullcontext():
         results = run(*woven)
-    left = len(keeper.kept)
-    keeper.spend()
+    left = len(queue.pending)
+    queue.run()
     gradients = {name: parameter.grad for name, parameter in woven.named_parameters()}
     return results, gradients, left, mesh.traffic.snapshot()
 

@@ -1,0 +1,70 @@
+"""The queue of weight gradients that a backward leaves to be computed later, in `W`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+from plait.autograd.regather import GatherRegistry
+
+WeightWork = Callable[[], object]
+"""Adds one weight gradient of one micro-batch to its buffer."""
+
+
+@dataclass
+class WeightGradientQueue:
+    """The weight gradients of a stage that are still to be computed, in the order of the backward."""
+
+    pending: list[WeightWork] = field(default_factory=list)
+    overlaps: bool = False
+    """Whether `overlap` runs the queue: set by `overlapping`."""
+    buffers: dict[int, Tensor] = field(default_factory=dict)
+    """By the id of a weight, the buffer of its gradient while its `.grad` is set aside."""
+    gathered: GatherRegistry = field(default_factory=GatherRegistry)
+    """The linears' inputs and output gradients that are gathered again for their weight gradients."""
+
+    def add(self, work: WeightWork) -> None:
+        """Append the computation of one weight gradient."""
+        self.pending.append(work)
+
+    def buffer_of(self, weight: Tensor) -> Tensor:
+        """Return the buffer to which gradients of `weight` are added: by default its `.grad`."""
+        buffer = self.buffers.get(id(weight), weight.grad)
+        assert buffer is not None, "a gradient buffer is set before a backward"
+        return buffer
+
+    def take(self) -> list[WeightWork]:
+        """Empty the queue, and return what it held."""
+        taken, self.pending = self.pending, []
+        return taken
+
+    def run(self) -> None:
+        """Empty the queue, and compute the weight gradients that it held."""
+        for work in self.take():
+            work()
+
+    def overlap(self) -> None:
+        """Run the queue during a collective of the backward; without `overlapping` do nothing."""
+        if self.overlaps:
+            self.run()
+
+    @contextmanager
+    def overlapping(self) -> Iterator[None]:
+        """Let `overlap` run the queue."""
+        self.overlaps = True
+        try:
+            yield
+        finally:
+            self.overlaps = False
+
+    @contextmanager
+    def discarding(self) -> Iterator[None]:
+        """Discard what is added inside of the context."""
+        outside, self.pending = self.pending, []
+        try:
+            yield
+        finally:
+            self.pending = outside
