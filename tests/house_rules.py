@@ -67,7 +67,11 @@ PRIVATE_USES = {
     ): "named_children leaves out what stands twice",
     ("pipeline/products.py", "_written", "_schema"): "what an operation writes to: no public way to ask",
     ("pipeline/products.py", "*", "torch.utils._python_dispatch.TorchDispatchMode"): "sees each operation",
-    ("footprint/attention.py", "_kernel", "_scaled_dot_product_flash_attention_for_cpu"): "as a CPU runs it",
+    (
+        "footprint/fused_attention.py",
+        "_kernel",
+        "_scaled_dot_product_flash_attention_for_cpu",
+    ): "as a CPU runs it",
     ("comm/pool.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it by itself, but too late",
     ("comm/pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/pool.py", "stop_fork_server", "_stop"): "likewise",

@@ -15,7 +15,7 @@ from plait.comm.pool import RankPool
 from plait.engine import Engine, engine
 from plait.pipeline.stage import Stage
 from plait.sharding import gatherer, reducer
-from plait.sharding.buffer import FlatBuffer
+from plait.sharding.flat_buffer import FlatBuffer
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.rank import Outcome, run_rank

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from plait.comm.mesh import Mesh
     from plait.composer import parallelize
     from plait.errors import PlaitError
-    from plait.footprint.forecast import memory
+    from plait.footprint.estimate import memory
     from plait.plan import Plan
     from plait.schedules.check import check
     from plait.schedules.search.schedule import schedule
@@ -39,7 +39,7 @@ _HOME = {
     "cross_entropy": "plait.tensor.losses",
     "launch": "plait.comm.launch",
     "load": "plait.checkpoint.loading",
-    "memory": "plait.footprint.forecast",
+    "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
     "save": "plait.checkpoint.saving",
     "schedule": "plait.schedules.search.schedule",

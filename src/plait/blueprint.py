@@ -27,9 +27,9 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.shape import Place, Shape, sharding_of
 from plait.schedules.stage_cuts import LayerCosts, ordered_cut
 from plait.schedules.stage_cuts.cut import Cut
-from plait.sharding.arranging import Arrangement, arrange, piece_layouts
-from plait.sharding.holding import Holders
-from plait.sharding.policy import Policy
+from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
+from plait.sharding.owners import Owners
+from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.sequence import SequenceDims, sequence_dims, summed_over_tp
 from plait.tensor.weave import layouts_of, rules_of_modules
 from plait.tensor.weaving import Weaving, named
@@ -41,7 +41,7 @@ class Blueprint:
 
     plan: Plan
     sequence: LayerSequence
-    cuts: Mapping[str, Rule]
+    module_rules: Mapping[str, Rule]
     """The rule of each module that is cut over `tp`."""
     whole_layouts: Mapping[str, Layout]
     """Which piece of each parameter the layers of a rank use."""
@@ -51,8 +51,8 @@ class Blueprint:
     """How the sequence flows through each layer."""
     arrangement: Arrangement
     """The buffers of each unit."""
-    order: Schedule
-    counts: tuple[int, ...]
+    schedule: Schedule
+    layers_per_stage: tuple[int, ...]
     """Layers per stage."""
     recompute: tuple[Recompute, ...]
     """How much of each layer's activations is made again in its backward."""
@@ -65,30 +65,32 @@ class Blueprint:
     @cached_property
     def shape(self) -> Shape:
         """What lowering must know."""
-        users = unit_users(self.sequence, self.counts)
-        return Shape(self.counts, users, self.plan.overlap, sharding_of(self.plan))
+        users = unit_users(self.sequence, self.layers_per_stage)
+        return Shape(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 
     @cached_property
-    def holders(self) -> Holders:
+    def owners(self) -> Owners:
         """The ranks of `pp` that hold each parameter."""
-        return parameter_holders(self.sequence, self.shape.units, self.order.rank_of)
+        return pp_owners(self.sequence, self.shape.units, self.schedule.rank_of)
 
     @cached_property
     def spread(self) -> Spread:
         """Which rank writes what into a checkpoint."""
-        layers, rank_of = self.sequence.layers, self.order.rank_of
+        layers, rank_of = self.sequence.layers, self.schedule.rank_of
         slots = (slots for kinds in self.arrangement.values() for slots in kinds.values())
         buffers = {
             name: (rank_of[stage], tuple(buffer.shape))
-            for stage in range(len(self.counts))
-            for name, buffer in saved_buffers(layers[layer] for layer in span(stage, self.counts))
+            for stage in range(len(self.layers_per_stage))
+            for name, buffer in saved_buffers(
+                layers[layer] for layer in layers_of_stage(stage, self.layers_per_stage)
+            )
         }
         return Spread(
             plan=self.plan,
             layouts={place.name: self.layouts[place.name] for one in slots for place in one.places},
             buffer_shapes={name: shape for name, (_, shape) in buffers.items()},
             aliases=aliases_of(layers),
-            holders={**self.holders, **{name: (rank,) for name, (rank, _) in buffers.items()}},
+            holders={**self.owners, **{name: (rank,) for name, (rank, _) in buffers.items()}},
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
@@ -97,7 +99,7 @@ class Blueprint:
         return tuple(sorted(users.intersection(stages)))
 
     @property
-    def in_half(self) -> bool:
+    def trains_in_fp16(self) -> bool:
         """Whether gradients may overflow: something that trains is computed, or travels, in fp16."""
         kinds = (kind for unit in self.arrangement.values() for kind in unit)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
@@ -106,14 +108,14 @@ class Blueprint:
         """The rules, to be applied to layers as a rank of `tp` holds them."""
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
-        return Weaving(self.cuts, sequence_dims, self.plan.sequence_parallel == "regather", group)
+        return Weaving(self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group)
 
-    def policy_on(self, device: torch.device) -> Policy:
+    def policy_on(self, device: torch.device) -> StoragePolicy:
         """How a rank that computes on `device` keeps parameters and gradients."""
         return policy_of(self.plan, device)
 
 
-def draw(
+def build_blueprint(
     model: nn.Module,
     plan: Plan,
     rules: Rules | None = None,
@@ -125,17 +127,17 @@ def draw(
     """
     sequence = sequence_of(model)
     refuse_compiled_modules(model)
-    recompute = recompute_of_layers(plan, len(sequence.layers))
+    recompute = recompute_per_layer(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)
-    cuts = matched_rules(model, rules, plan, sequence)
+    cuts = rules_of_partitioned_modules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, cuts, plan)
     flow = sequence_dims(named(sequence.layers), cuts)
     policy = policy_of(plan, torch.device("meta"))
     arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, summed, policy, plan.shard)
-    refuse_narrow_sums(plan, arrangement)
+    check_accumulation_dtype(plan, arrangement)
     order, counts = order_of(
         plan.schedule,
-        counted_costs(sequence, plan.pp),
+        estimated_costs(sequence, plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
@@ -145,12 +147,12 @@ def draw(
     return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, arrangement, order, counts, recompute)
 
 
-def counted_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
+def estimated_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
     """What layers cost as long as nobody has measured them."""
     return LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(ranks)
 
 
-def recompute_of_layers(plan: Plan, layers: int) -> tuple[Recompute, ...]:
+def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     """How much of each layer's activations is made again. PlanError unless the plan speaks of all layers."""
     if isinstance(plan.recompute, str):
         return (plan.recompute,) * layers
@@ -162,7 +164,7 @@ def recompute_of_layers(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     return plan.recompute
 
 
-def refuse_narrow_sums(plan: Plan, arrangement: Arrangement) -> None:
+def check_accumulation_dtype(plan: Plan, arrangement: Arrangement) -> None:
     """PlanError where pieces of gradients would add up micro-batches in fewer digits than was asked for."""
     if sharding_of(plan).scatters != "each":
         return
@@ -185,13 +187,13 @@ def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tupl
     }
 
 
-def span(stage: int, counts: Sequence[int]) -> range:
+def layers_of_stage(stage: int, counts: Sequence[int]) -> range:
     """Which layers of the model make up a stage."""
     first = sum(counts[:stage])
     return range(first, first + counts[stage])
 
 
-def matched_rules(
+def rules_of_partitioned_modules(
     model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
 ) -> dict[str, Rule]:
     """The rule of each module that is cut. PlanError where `tp` asks for rules and there are none."""
@@ -231,9 +233,9 @@ def parameter_layouts(
     )
 
 
-def policy_of(plan: Plan, device: torch.device) -> Policy:
+def policy_of(plan: Plan, device: torch.device) -> StoragePolicy:
     """How a rank that computes on `device` keeps parameters and gradients."""
-    return Policy(
+    return StoragePolicy(
         device=device,
         compute=DTYPES[plan.precision],
         master=DTYPES[plan.master_precision],
@@ -247,9 +249,9 @@ def policy_of(plan: Plan, device: torch.device) -> Policy:
     )
 
 
-def parameter_holders(
+def pp_owners(
     sequence: LayerSequence, users: Mapping[str, tuple[Place, ...]], rank_of: Sequence[int]
-) -> Holders:
+) -> Owners:
     """The ranks of `pp` that hold each parameter."""
     return {
         name: tuple(sorted({rank_of[place.stage] for place in users[sequence.unit_of(name)]}))

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.weight_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, draw, span
+from plait.blueprint import Blueprint, build_blueprint, layers_of_stage
 from plait.comm.agreement import agree, unlike_first
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
@@ -37,9 +37,9 @@ from plait.rules import Rules
 from plait.schedules.shape import sharding_of
 from plait.schedules.steps import Steps
 from plait.sharding.gatherer import Gatherer
-from plait.sharding.holding import counted_parameters, reduction_groups
+from plait.sharding.owners import counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
-from plait.sharding.unit import Maker, Unit
+from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.cutting import is_cut
 from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, loss_of_pieces
@@ -74,36 +74,39 @@ def parallelize(
     """
     mesh.check_plan(plan)
     loss = accepted_loss(loss)
-    drawn = draw(model, plan, rules)
-    sequence = drawn.sequence
-    source = agreed_source(drawn, mesh, seed, values, broadcast=broadcast)
-    steps, dropout = Steps(drawn.order, drawn.shape, mesh.index("pp")), DropoutGenerator(seed)
-    spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(mesh.index("pp"))}
-    units = build_units(drawn, spans, mesh, source)
-    weaving = drawn.weaving(mesh.group("tp"))
-    stages = build_stages(drawn, spans, units, weaving, mesh, source, dropout)
-    skeletons = (build_skeleton(sequence, drawn.whole_layouts, weaving, plan, mesh) for _ in range(2))
+    blueprint = build_blueprint(model, plan, rules)
+    sequence = blueprint.sequence
+    source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
+    steps, dropout = Steps(blueprint.schedule, blueprint.shape, mesh.index("pp")), DropoutGenerator(seed)
+    spans = {
+        stage: layers_of_stage(stage, blueprint.layers_per_stage)
+        for stage in blueprint.schedule.stages_of(mesh.index("pp"))
+    }
+    units = build_units(blueprint, spans, mesh, source)
+    weaving = blueprint.weaving(mesh.group("tp"))
+    stages = build_stages(blueprint, spans, units, weaving, mesh, source, dropout)
+    skeletons = (build_skeleton(sequence, blueprint.whole_layouts, weaving, plan, mesh) for _ in range(2))
     vocabulary = weaving.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
     parts = Parts(
         plan=plan,
         mesh=mesh,
         loss=loss,
-        counts=drawn.counts,
-        layouts=drawn.layouts,
-        whole_layouts=drawn.whole_layouts,
-        summed=drawn.summed,
-        sequence_dims=drawn.sequence_dims,
+        counts=blueprint.layers_per_stage,
+        layouts=blueprint.layouts,
+        whole_layouts=blueprint.whole_layouts,
+        summed=blueprint.summed,
+        sequence_dims=blueprint.sequence_dims,
         skeleton=next(skeletons),
-        prove=proof(drawn, next(skeletons), ends_inside=vocabulary is not None),
+        prove=proof(blueprint, next(skeletons), ends_inside=vocabulary is not None),
         steps=steps,
         worker=worker,
         gatherer=Gatherer(units),
         reducer=Reducer(units),
         dropout=dropout,
-        counted=counted_parameters(drawn.holders, drawn.layouts, mesh),
+        counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
-        in_half=drawn.in_half,
+        in_half=blueprint.trains_in_fp16,
         context=getattr(model, "context", None),
     )
     return Engine(parts)
@@ -116,15 +119,17 @@ def accepted_loss(given: GivenLoss) -> Loss:
 
 
 def agreed_source(
-    drawn: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
+    blueprint: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> Source:
     """What the model starts from, once all ranks have said that they mean the same.
 
     ModelError where they bring other values than rank 0.
     """
-    world, sequence = mesh.group("world"), drawn.sequence
+    world, sequence = mesh.group("world"), blueprint.sequence
     own = Values(places_of(named(sequence.layers)), seed, given)
-    print_of_model = fingerprint(sequence, drawn.plan, drawn.counts, drawn.cuts, seed)
+    print_of_model = fingerprint(
+        sequence, blueprint.plan, blueprint.layers_per_stage, blueprint.module_rules, seed
+    )
     start = "start from the values of rank 0" if broadcast else "start from each rank's own values"
     agree(f"{start}, {print_of_model}", world, mesh.device)
     if broadcast:
@@ -139,10 +144,12 @@ def agreed_source(
     return own
 
 
-def proof(drawn: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
+def proof(blueprint: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
     """What proves that the rules fit the model; see `prover`."""
-    layouts, summed = drawn.whole_layouts, drawn.summed
-    return prover(drawn.sequence, layouts, summed, skeleton, drawn.sequence_dims, ends_inside=ends_inside)
+    layouts, summed = blueprint.whole_layouts, blueprint.summed
+    return prover(
+        blueprint.sequence, layouts, summed, skeleton, blueprint.sequence_dims, ends_inside=ends_inside
+    )
 
 
 def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
@@ -152,25 +159,27 @@ def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
     return LossEnd(loss_of_pieces(loss, vocabulary), spends=True)
 
 
-def build_units(drawn: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: Source) -> dict[str, Unit]:
+def build_units(
+    blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: Source
+) -> dict[str, Unit]:
     """The units of this rank's layers, filled with initial values. All ranks go through all units."""
-    plan = drawn.plan
+    plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:
-        whole, layout = source.read(name), drawn.whole_layouts[name]
+        whole, layout = source.read(name), blueprint.whole_layouts[name]
         return shard(whole, layout, mesh.coordinate) if is_cut(layout) else whole
 
-    maker = Maker(
-        policy=drawn.policy_on(mesh.device),
-        layouts=drawn.layouts,
+    maker = UnitFactory(
+        policy=blueprint.policy_on(mesh.device),
+        layouts=blueprint.layouts,
         coordinate=mesh.coordinate,
         shard=mesh.group("shard"),
-        rest=reduction_groups(drawn.holders, drawn.summed, mesh, "replicate" if plan.shards else "dp"),
+        rest=reduction_groups(blueprint.owners, blueprint.summed, mesh, "replicate" if plan.shards else "dp"),
         value_of=value_of,
     )
     units = {}
-    for unit, kinds in drawn.arrangement.items():
-        stages = drawn.stages_with(unit, spans)
+    for unit, kinds in blueprint.arrangement.items():
+        stages = blueprint.stages_with(unit, spans)
         if stages:
             units[unit] = maker.make(unit, kinds, stages)
         else:
@@ -180,7 +189,7 @@ def build_units(drawn: Blueprint, spans: Mapping[int, range], mesh: Mesh, source
 
 
 def build_stages(
-    drawn: Blueprint,
+    blueprint: Blueprint,
     spans: Mapping[int, range],
     units: Mapping[str, Unit],
     weaving: Weaving,
@@ -189,7 +198,7 @@ def build_stages(
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
     """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
-    sequence, plan = drawn.sequence, drawn.plan
+    sequence, plan = blueprint.sequence, blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     queue, adds_late = WeightGradientQueue(), sharding_of(plan).scatters == "each"
@@ -201,7 +210,7 @@ def build_stages(
         for layer in copies:
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)
-        recompute = [drawn.recompute[layer] for layer in spans[number]]
+        recompute = [blueprint.recompute[layer] for layer in spans[number]]
         stages[number] = Stage(
             number, copies, queue, adds_late=adds_late, recompute=recompute, dropout=dropout
         )

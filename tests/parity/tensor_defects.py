@@ -141,9 +141,9 @@ def whole_parameters_counted_by_every_rank() -> Iterator[None]:
     """The norm counts what every rank of `tp` holds alike once for each of them."""
     original = composer.counted_parameters
 
-    def counted(holders: Any, layouts: Any, mesh: Any) -> frozenset[str]:
-        own = original(holders, layouts, mesh)
-        return own | {name for name in holders if "norm" in name and holders[name][0] == mesh.index("pp")}
+    def counted(owners: Any, layouts: Any, mesh: Any) -> frozenset[str]:
+        own = original(owners, layouts, mesh)
+        return own | {name for name in owners if "norm" in name and owners[name][0] == mesh.index("pp")}
 
     with patch.object(composer, "counted_parameters", counted):
         yield

@@ -13,7 +13,7 @@ from parity import woven
 from parity.case import Case
 from parity.cases import USER_CASES, gpt2, llama
 from parity.parity import check_parity
-from plait.blueprint import draw
+from plait.blueprint import build_blueprint
 from plait.footprint.timing import balance, measured_costs
 from plait.plan import Plan
 
@@ -61,7 +61,7 @@ def balanced(plan: Plan) -> tuple[Plan, Plan]:
 
 @pytest.mark.parametrize("plan", [Plan(pp=2, microbatches=4), Plan(pp=2, microbatches=4, schedule="auto")])
 def test_a_layer_that_takes_long_gets_a_stage_for_itself(thread_ranks: Any, plan: Plan) -> None:
-    assert draw(lopsided(), Plan(pp=2, microbatches=4)).counts != (1, 5)
+    assert build_blueprint(lopsided(), Plan(pp=2, microbatches=4)).layers_per_stage != (1, 5)
     (first, _), (second, _) = thread_ranks.run(balanced, plan, ranks=2)
     assert first == second  # although each rank has measured for itself
     assert first.layers_per_stage is not None
@@ -70,9 +70,9 @@ def test_a_layer_that_takes_long_gets_a_stage_for_itself(thread_ranks: Any, plan
 
 def costs_in_a_rank(case: Case, plan: Plan) -> Any:
     mesh = plait.Mesh(plan)
-    drawn = draw(case.build(), plan)
+    blueprint = build_blueprint(case.build(), plan)
     ((inputs, targets),) = case.batches(2, 1, torch.float32)
-    return measured_costs(drawn, mesh, inputs, targets, case.loss)
+    return measured_costs(blueprint, mesh, inputs, targets, case.loss)
 
 
 @pytest.mark.parametrize(
@@ -89,9 +89,9 @@ def test_every_layer_of_every_rank_is_measured(thread_ranks: Any, plan: Plan) ->
 
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
 def test_users_models_are_measured(case: Case) -> None:
-    drawn = draw(case.build(), Plan())
+    blueprint = build_blueprint(case.build(), Plan())
     ((inputs, targets),) = case.batches(2, 1, torch.float32)
-    costs = measured_costs(drawn, plait.Mesh(Plan()), inputs, targets, case.loss)
+    costs = measured_costs(blueprint, plait.Mesh(Plan()), inputs, targets, case.loss)
     assert len(costs.total) == woven.layer_count(case)
 
 

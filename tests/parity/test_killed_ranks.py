@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import plait
 from parity.mortal import Ending, MortalRanks
 from plait.autograd import deferred
-from plait.blueprint import draw
+from plait.blueprint import build_blueprint
 from plait.engine import Engine
 from plait.plan import Plan
 from plait.rules import Rules, column, row
@@ -148,8 +148,8 @@ def kind_of(instruction: Instruction) -> str:
 @cache
 def programs_of(name: str) -> tuple[Program, ...]:
     plan = PLANS[name]
-    drawn = draw(build(Doom()), plan, RULES if plan.tp > 1 else None)
-    return tuple(lower(drawn.order, drawn.shape))
+    blueprint = build_blueprint(build(Doom()), plan, RULES if plan.tp > 1 else None)
+    return tuple(lower(blueprint.schedule, blueprint.shape))
 
 
 @cache

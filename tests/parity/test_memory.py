@@ -15,8 +15,8 @@ from parity.case import Batch, Case
 from parity.cases import USER_CASES, with_values
 from parity.dropping import dropping
 from parity.live_bytes import LiveBytes
-from plait.footprint.forecast import Setting
-from plait.footprint.report import RankMemory
+from plait.footprint.estimate import MemoryEstimator
+from plait.footprint.memory_report import RankMemory
 from plait.layers.nested import tensors_of
 from plait.plan import Plan
 
@@ -131,13 +131,13 @@ def foretold(
 ) -> tuple[list[RankMemory], list[list[tuple[str, int]]]]:
     """Per rank of `pp`: the answer, and what is held after each instruction."""
     ((inputs, targets),) = case.batches(rows, 1, torch.float32)
-    setting = Setting(case.build(), inputs, targets, loss=case.loss, moments=moments, device="cpu")
+    estimator = MemoryEstimator(case.build(), inputs, targets, loss=case.loss, moments=moments, device="cpu")
     watched: list[list[tuple[str, int]]] = [[] for _ in range(plan.pp)]
 
     def watch(rank: int, moment: Any) -> None:
         watched[rank].append((str(moment.after), moment.total))
 
-    return list(setting.ranks(plan, watch)), watched
+    return list(estimator.ranks(plan, watch)), watched
 
 
 def check(rank_pool: Any, case: Case, plan: Plan, *, momentum: bool = False) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from plait.blueprint import draw
+from plait.blueprint import build_blueprint
 from plait.errors import PlanError
 from plait.plan import Plan
 from plait.rules import Rules, column, row
@@ -20,7 +20,7 @@ RULES: Rules = {"0.0": column, "0.1": row}
 
 def test_pieces_of_the_sequence_without_a_rule() -> None:
     with pytest.raises(PlanError) as caught:
-        draw(model(), Plan(tp=2, sequence_parallel="keep"), RULES)
+        build_blueprint(model(), Plan(tp=2, sequence_parallel="keep"), RULES)
     assert str(caught.value) == (
         "plan.sequence_parallel is 'keep', but no layer has the rule sequence: give it to layers that work "
         "on each position by itself outside of their regions, or choose 'none'."

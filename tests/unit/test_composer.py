@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import draw, parameter_holders, span, unit_users
+from plait.blueprint import build_blueprint, layers_of_stage, pp_owners, unit_users
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
@@ -23,7 +23,7 @@ from plait.tensor.losses import cross_entropy
 
 
 def cut_by(model: nn.Module, plan: Plan) -> tuple[int, ...]:
-    return draw(model, plan).counts
+    return build_blueprint(model, plan).layers_per_stage
 
 
 def linears(count: int) -> nn.Sequential:
@@ -31,12 +31,12 @@ def linears(count: int) -> nn.Sequential:
 
 
 def test_recomputation_is_said_of_all_layers_or_of_each() -> None:
-    assert draw(linears(3), Plan()).recompute == ("none",) * 3
-    assert draw(linears(3), Plan(recompute="full")).recompute == ("full",) * 3
+    assert build_blueprint(linears(3), Plan()).recompute == ("none",) * 3
+    assert build_blueprint(linears(3), Plan(recompute="full")).recompute == ("full",) * 3
     each = ("full", "none", "selective")
-    assert draw(linears(3), Plan(recompute=each)).recompute == each
+    assert build_blueprint(linears(3), Plan(recompute=each)).recompute == each
     with pytest.raises(PlanError) as caught:
-        draw(linears(2), Plan(recompute=each))
+        build_blueprint(linears(2), Plan(recompute=each))
     assert str(caught.value) == (
         "plan.recompute has 3 values, but the model has 2 layers: give one value per layer, or one for all."
     )
@@ -85,13 +85,13 @@ def test_units_users_and_holders_of_a_tied_model() -> None:
     sequence = sequence_of(model)
     users = unit_users(sequence, counts=(2, 1))
     assert users == {"0.weight": (Place(0, 0), Place(1, 0)), "1": (Place(0, 1),), "2": (Place(1, 0),)}
-    holders = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
-    assert parameter_holders(sequence, users, rank_of=(0, 1)) == holders
-    assert parameter_holders(sequence, users, rank_of=(1, 0)) == {**holders, "1.weight": (1,), "2.bias": (0,)}
+    owners = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
+    assert pp_owners(sequence, users, rank_of=(0, 1)) == owners
+    assert pp_owners(sequence, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}
 
 
 def test_spans() -> None:
-    assert [span(stage, (2, 1, 3)) for stage in range(3)] == [range(2), range(2, 3), range(3, 6)]
+    assert [layers_of_stage(stage, (2, 1, 3)) for stage in range(3)] == [range(2), range(2, 3), range(3, 6)]
 
 
 @pytest.mark.parametrize("loss", [None, nn.TripletMarginLoss(), lambda output, targets: 0, "cross_entropy"])

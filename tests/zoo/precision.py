@@ -16,9 +16,9 @@ from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.sharding import gatherer, reducer
-from plait.sharding.buffer import FlatBuffer
-from plait.sharding.policy import Policy
-from plait.sharding.unit import Maker
+from plait.sharding.flat_buffer import FlatBuffer
+from plait.sharding.storage_policy import StoragePolicy
+from plait.sharding.unit import UnitFactory
 from plait.verification.place import Phase
 from plait.verification.recipe import Recipe
 from zoo import cases
@@ -41,7 +41,7 @@ def in_16_bits(tensor: Tensor) -> Tensor:
 def _policy(**dtypes: torch.dtype) -> Any:
     """A policy gives other dtypes."""
     patches = {name: lambda self, parameter, dtype=dtype: dtype for name, dtype in dtypes.items()}
-    return patch.multiple(Policy, **patches)
+    return patch.multiple(StoragePolicy, **patches)
 
 
 def travels_in_16_bits() -> Any:
@@ -103,13 +103,13 @@ def pieces_scattered_in_16_bits() -> Iterator[None]:
 @contextmanager
 def masters_filled_from_copies() -> Iterator[None]:
     """What the optimizer updates starts from what layers use."""
-    original = Maker._fill
+    original = UnitFactory._fill
 
-    def fill(self: Maker, buffer: FlatBuffer) -> None:
+    def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
         original(self, buffer)
         buffer.piece.copy_(in_16_bits(buffer.piece))
 
-    with patch.object(Maker, "_fill", fill):
+    with patch.object(UnitFactory, "_fill", fill):
         yield
 
 

@@ -14,7 +14,7 @@ from plait.engine import Engine
 from plait.pipeline import loss_scale
 from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.loss_scale import LossScale
-from plait.sharding.buffer import FlatBuffer
+from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
 from plait.verification.place import Phase
 from zoo import cases

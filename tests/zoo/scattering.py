@@ -18,7 +18,7 @@ from plait.engine import engine
 from plait.pipeline.stage import Stage
 from plait.schedules import reducing
 from plait.sharding import reducer
-from plait.sharding.buffer import FlatBuffer
+from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
 from plait.verification.place import Phase
 from zoo import cases
@@ -179,8 +179,8 @@ def copies_of_pieces_not_summed() -> Any:
 def pieces_summed_over_shard() -> Any:
     """Pieces are summed over the ranks that hold other ones."""
 
-    def groups(holders: Any, summed: Any, mesh: Any, axis: str) -> dict[str, Any]:
-        return dict.fromkeys(holders, mesh.group("shard"))
+    def groups(owners: Any, summed: Any, mesh: Any, axis: str) -> dict[str, Any]:
+        return dict.fromkeys(owners, mesh.group("shard"))
 
     return patch.object(composer, "reduction_groups", groups)
 
@@ -197,7 +197,7 @@ def norm_of_own_pieces_only() -> Any:
 
 def copies_of_pieces_counted() -> Any:
     """The norm counts a piece on each rank of replicate."""
-    return patch.object(composer, "counted_parameters", lambda holders, layouts, mesh: frozenset(holders))
+    return patch.object(composer, "counted_parameters", lambda owners, layouts, mesh: frozenset(owners))
 
 
 @contextmanager

@@ -17,9 +17,9 @@ from plait.comm.handle import Handle
 from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.sharding import gatherer
-from plait.sharding.buffer import FlatBuffer
+from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.gatherer import Gatherer
-from plait.sharding.unit import Maker
+from plait.sharding.unit import UnitFactory
 from plait.verification.place import Phase
 from zoo import cases
 from zoo.patching import in_single
@@ -31,16 +31,16 @@ TIED = "embedding.token.weight"
 @contextmanager
 def initial_pieces_exchanged() -> Iterator[None]:
     """Each rank's pieces begin with the values of the other's."""
-    original = Maker._fill
+    original = UnitFactory._fill
 
-    def fill(self: Maker, buffer: FlatBuffer) -> None:
+    def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
         original(self, buffer)
         whole = torch.zeros(buffer.slots.size, dtype=buffer.kind.dtype)
         for slot in buffer.slots.places:
             slot.view_of(whole).copy_(self.value_of(slot.name))
         buffer.piece.copy_(whole.chunk(self.shard.size)[1 - self.shard.index])
 
-    with patch.object(Maker, "_fill", fill):
+    with patch.object(UnitFactory, "_fill", fill):
         yield
 
 
@@ -146,9 +146,9 @@ def gathered_over_replicate() -> Iterator[None]:
     original = composer.build_units
     meshes: list[Any] = []
 
-    def build_units(drawn: Any, spans: Any, mesh: Any, source: Any) -> Any:
+    def build_units(blueprint: Any, spans: Any, mesh: Any, source: Any) -> Any:
         meshes.append(mesh)
-        return original(drawn, spans, mesh, source)
+        return original(blueprint, spans, mesh, source)
 
     def gather(own: Tensor, group: Group, **options: Any) -> Handle[Tensor]:
         return all_gather(own.clone(), meshes[-1].group("replicate"), **options)

@@ -7,7 +7,7 @@ from unittest.mock import patch
 import pytest
 
 from plait.plan import Plan
-from plait.sharding.buffer import FlatBuffer
+from plait.sharding.flat_buffer import FlatBuffer
 from zoo import cases
 from zoo.precision import MIXED, TWO_NATIVE_STEPS, travels_in_16_bits
 from zoo.row import report_of

@@ -32,8 +32,8 @@ def convert(
 def convert_for(source: str | Path, target: str | Path, spread: Spread, *, disk: Disk | None = None) -> None:
     """Write `source` to the new folder `target` as ranks of another layout would: the same boxes and files.
 
-    `spread` is that of a model and a plan, `plait.blueprint.draw(model, plan).spread`. What a rank of it
-    holds then lies in its own file, but for what others hold as well. Otherwise as `convert`. Memory: one
+    `spread` is `plait.blueprint.build_blueprint(model, plan).spread`. What a rank of it holds then lies
+    in its own file, but for what others hold as well. Otherwise as `convert`. Memory: one
     box. Raises `CheckpointError`, too, where the checkpoint is of another model.
     """
     wholes, disk = Wholes(Path(source)), disk or Disk()

@@ -31,9 +31,9 @@ from plait.layers.nested import Microbatches, Value, with_tensors
 from plait.layout import Layout
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.sharding.elementwise import Guard, Partitioning
 from plait.sharding.norm import scale_to, start_norm
-from plait.sharding.replicas import Held, check_replicas, held_by
+from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
+from plait.sharding.replicas import LocalReplicas, check_replicas, local_replicas
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
@@ -48,7 +48,7 @@ class Engine:
         self._parts = parts
         self._worker = parts.worker
         self._runner = Runner(parts)
-        self._guard = Guard(self.parameters(), Partitioning.of(parts.plan))
+        self._guard = OptimizerGuard(self.parameters(), Partitioning.of(parts.plan))
         self._traffic_before = parts.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
@@ -333,8 +333,8 @@ class Engine:
         """For each parameter that several ranks of `pp` hold, these."""
         return self._held().tied
 
-    def _held(self) -> Held:
-        return held_by(self._parts.reducer.units.values(), self.layouts, self._parts.steps, self.mesh)
+    def _held(self) -> LocalReplicas:
+        return local_replicas(self._parts.reducer.units.values(), self.layouts, self._parts.steps, self.mesh)
 
     @property
     def run_state(self) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.weight_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, draw
+from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.agreement import agree
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
@@ -54,12 +54,12 @@ def balance(
     bytes) and the costs as text over `world`. Raises what `parallelize` would.
     """
     mesh.check_plan(plan)
-    drawn = draw(model, plan, rules)
+    blueprint = build_blueprint(model, plan, rules)
     batch, parts = cut(inputs, targets, plan.microbatches, (_same, _same))
     given, wanted = batch[0], parts[0]
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
     agree(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
-    mine = measured_costs(drawn, mesh, given, wanted, as_loss(loss))
+    mine = measured_costs(blueprint, mesh, given, wanted, as_loss(loss))
     costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
     _, counts = ordered_cut(
         plan.schedule,
@@ -72,22 +72,22 @@ def balance(
     return replace(plan, layers_per_stage=counts)
 
 
-def measured_costs(drawn: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
+def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
     """Seconds that each layer takes here; the loss belongs to the last. All ranks of `tp` measure at once.
 
     Communication: what the layers sum over `tp`.
     """
-    weaving = drawn.weaving(mesh.group("tp"))
-    dtype = DTYPES[drawn.plan.precision]
+    weaving = blueprint.weaving(mesh.group("tp"))
+    dtype = DTYPES[blueprint.plan.precision]
     value = map_tensors(
         lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
     )
-    skeleton = build_skeleton(drawn.sequence, drawn.whole_layouts, weaving, drawn.plan, mesh)
+    skeleton = build_skeleton(blueprint.sequence, blueprint.whole_layouts, weaving, blueprint.plan, mesh)
     infos = infer(skeleton, value, input_gradients=True)
     wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
     rows = []
-    for number, layer in enumerate(drawn.sequence.layers):
-        stage = _stage_of(layer, infos[number], drawn, weaving, mesh)
+    for number, layer in enumerate(blueprint.sequence.layers):
+        stage = _stage_of(layer, infos[number], blueprint, weaving, mesh)
         ending = None
         if number == len(infos) - 1:
             vocabulary = weaving.vocabulary_of(layer)
@@ -99,12 +99,14 @@ def measured_costs(drawn: Blueprint, mesh: Mesh, given: Value, targets: Value, l
     return LayerCosts(forward, inputs, weights)
 
 
-def _stage_of(layer: NamedLayer, info: LayerInfo, drawn: Blueprint, weaving: Weaving, mesh: Mesh) -> Stage:
+def _stage_of(
+    layer: NamedLayer, info: LayerInfo, blueprint: Blueprint, weaving: Weaving, mesh: Mesh
+) -> Stage:
     """A stage of one layer as this rank of `tp` runs it, on random parameters."""
-    dtype, tensors = DTYPES[drawn.plan.precision], dict[int, Tensor]()
-    names = {id(parameter): name for name, parameter in drawn.sequence.parameters.items()}
+    dtype, tensors = DTYPES[blueprint.plan.precision], dict[int, Tensor]()
+    names = {id(parameter): name for name, parameter in blueprint.sequence.parameters.items()}
     for parameter in layer.module.parameters():
-        shape = drawn.whole_layouts[names[id(parameter)]].local_shape(mesh.coordinate)
+        shape = blueprint.whole_layouts[names[id(parameter)]].local_shape(mesh.coordinate)
         like = convert(parameter.detach().new_empty(0, device="meta"), dtype, torch.device("meta"))
         values = torch.empty(tuple(shape), dtype=like.dtype, device=mesh.device).normal_(std=SPREAD)
         tensors[id(parameter)] = nn.Parameter(values, requires_grad=parameter.requires_grad)
@@ -116,8 +118,8 @@ def _stage_of(layer: NamedLayer, info: LayerInfo, drawn: Blueprint, weaving: Wea
     defer_weight_gradients(copy.module, queue)
     for parameter in copy.module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    place = drawn.sequence.layers.index(layer)
-    return Stage(0, [copy], queue, [[info]], recompute=[drawn.recompute[place]])
+    place = blueprint.sequence.layers.index(layer)
+    return Stage(0, [copy], queue, [[info]], recompute=[blueprint.recompute[place]])
 
 
 def _run(

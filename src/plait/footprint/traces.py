@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.footprint.watch import Watch
+from plait.footprint.storage_tracker import StorageTracker
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.pipeline.loss_end import LossEnd, LossLike
 from plait.pipeline.stage import Gradients, Stage
@@ -22,7 +22,7 @@ Numbers = tuple[int | None, ...]
 
 
 @dataclass(frozen=True)
-class Phase:
+class PhaseTrace:
     """A forward, or the backward of the input."""
 
     made: Mapping[int, int]
@@ -42,8 +42,8 @@ class Trace:
     inputs: Numbers
     seeds: Numbers
     """The gradients of the outputs."""
-    forward: Phase
-    backward: Phase
+    forward: PhaseTrace
+    backward: PhaseTrace
     weights: int = 0
     """The most bytes within the weight work, beyond those that it begins with."""
     output_is_read: bool = False
@@ -55,7 +55,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 
     A layer whose backward does not run on meta is taken to keep until `W` what it keeps for `I`.
     """
-    watch = Watch()
+    watch = StorageTracker()
     with watch.watching():
         value = map_tensors(_like, given)
         inputs = _numbers(watch, tensors_of(value))
@@ -94,7 +94,7 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
         return _copying(given)
 
 
-def _trace_backward(watch: Watch, stage: Stage, apart: Numbers) -> _Recording | None:
+def _trace_backward(watch: StorageTracker, stage: Stage, apart: Numbers) -> _Recording | None:
     """From the seeds to the gradients of the input; None where it does not run."""
     backward = _Recording(watch)
     try:
@@ -108,17 +108,17 @@ def _trace_backward(watch: Watch, stage: Stage, apart: Numbers) -> _Recording | 
     return backward
 
 
-def _unknown(forward: Phase, given: Value) -> Phase:
+def _unknown(forward: PhaseTrace, given: Value) -> PhaseTrace:
     """A backward of which nothing is known: all that was kept still is, and gradients are like the inputs."""
     first = max((*forward.held, *forward.made), default=0) + 1
     tensors = dict(enumerate(tensors_of(given), start=first))
     made = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
     flows = tuple(number if number in made else None for number in tensors)
-    return Phase(made, forward.held, flows, sum(made.values()))
+    return PhaseTrace(made, forward.held, flows, sum(made.values()))
 
 
 def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    watch = Watch()
+    watch = StorageTracker()
     end = LossEnd(_Followed(loss, watch))
     with watch.watching():
         output = map_tensors(_like, given)
@@ -145,14 +145,16 @@ def _copying(given: Value) -> Trace:
     copies = {count + place: tensors[place].numel() * max(4, tensors[place].itemsize) for place in learning}
     gradients = {2 * count + place: tensors[place].nbytes for place in learning}
     flows = tuple(2 * count + place if place in learning else None for place in range(count))
-    forward = Phase(copies, (*range(count), *copies), (), sum(copies.values()))
-    return Trace(tuple(range(count)), (), forward, Phase(gradients, (), flows, 2 * sum(gradients.values())))
+    forward = PhaseTrace(copies, (*range(count), *copies), (), sum(copies.values()))
+    return Trace(
+        tuple(range(count)), (), forward, PhaseTrace(gradients, (), flows, 2 * sum(gradients.values()))
+    )
 
 
 class _Recording:
     """What is alive while a phase runs, from when this is made."""
 
-    def __init__(self, watch: Watch) -> None:
+    def __init__(self, watch: StorageTracker) -> None:
         self._watch = watch
         self._start = watch.alive()
         self._first = len(watch.samples)
@@ -169,7 +171,7 @@ class _Recording:
         """This is kept for later."""
         self._held = held
 
-    def phase(self, resident: Collection[int]) -> Phase:
+    def phase(self, resident: Collection[int]) -> PhaseTrace:
         """The phase; what is `resident`, parameters say, was there before and stays."""
         sizes = self._watch.sizes
 
@@ -179,7 +181,7 @@ class _Recording:
         held = tuple(number for number in sorted(self._held) if number not in resident)
         left = {*held, *(number for number in self._flows if number is not None)}
         made = {number: sizes[number] for number in sorted(left - self._start)}
-        return Phase(made, held, self._flows, max(map(total, self._samples)) - total(self._start))
+        return PhaseTrace(made, held, self._flows, max(map(total, self._samples)) - total(self._start))
 
 
 @dataclass(frozen=True)
@@ -187,7 +189,7 @@ class _Followed:
     """A loss whose backward is watched."""
 
     loss: LossLike
-    watch: Watch
+    watch: StorageTracker
 
     def total(self, output: Any, targets: Any) -> Tensor:
         total = self.loss.total(output, targets)
@@ -199,5 +201,5 @@ def _like(tensor: Tensor) -> Tensor:
     return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
 
-def _numbers(watch: Watch, tensors: Iterable[Tensor | None]) -> Numbers:
+def _numbers(watch: StorageTracker, tensors: Iterable[Tensor | None]) -> Numbers:
     return tuple(None if tensor is None else watch.number(tensor) for tensor in tensors)

@@ -23,8 +23,8 @@ def describe_difference(name: str, layout: Layout, mine: Versions, mesh: Mesh) -
     `mine` is empty where this rank does not hold it. Every rank of the world calls it.
     Communication: 8 bytes, and a line of text, gathered over `world`.
     """
-    for what, holders in _differences(_everyones(mine, mesh), layout, mesh):
-        told = " but ".join(f"{version} on {_listed(ranks, mesh)}" for version, ranks in holders.items())
+    for what, owners in _differences(_everyones(mine, mesh), layout, mesh):
+        told = " but ".join(f"{version} on {_listed(ranks, mesh)}" for version, ranks in owners.items())
         return f"the {what} of {name} is {told}"
     return f"{name} changed while it was compared"
 
@@ -39,11 +39,11 @@ def _differences(
             pieces.setdefault(layout.owner(mesh.coordinate_of(rank)), []).append(rank)
     for ranks in pieces.values():
         for what in dict.fromkeys(what for rank in ranks for what in told[rank]):
-            holders: dict[str, list[int]] = {}
+            owners: dict[str, list[int]] = {}
             for rank in ranks:
-                holders.setdefault(told[rank].get(what, "missing"), []).append(rank)
-            if len(holders) > 1:
-                yield what, holders
+                owners.setdefault(told[rank].get(what, "missing"), []).append(rank)
+            if len(owners) > 1:
+                yield what, owners
 
 
 def _everyones(mine: Versions, mesh: Mesh) -> list[Versions]:

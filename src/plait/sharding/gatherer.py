@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.comm.collectives import all_gather
 from plait.comm.handle import Handle
 from plait.schedules.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
-from plait.sharding.buffer import FlatBuffer, give_room_back, make_room
+from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
 
 
@@ -98,13 +98,13 @@ class Gatherer:
 
 def _release(buffer: FlatBuffer) -> None:
     if not buffer.keeps_whole:
-        give_room_back(buffer.whole)
+        free_storage(buffer.whole)
 
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
     """Start filling a buffer. The gather lands where the layers look, so this rank's own piece goes first."""
-    make_room(buffer.whole)
+    allocate_storage(buffer.whole)
     own = buffer.own
     if own.data_ptr() != buffer.piece.data_ptr():
         own.copy_(buffer.piece, non_blocking=True)

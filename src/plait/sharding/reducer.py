@@ -17,7 +17,7 @@ from plait.schedules.program import (
     ReduceGradient,
     ScatterGradient,
 )
-from plait.sharding.buffer import FlatBuffer, give_room_back, make_room
+from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
 
 
@@ -79,7 +79,7 @@ class Reducer:
         """Make a unit's whole gradient, of zeros."""
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
-                make_room(gradient)
+                allocate_storage(gradient)
                 gradient.zero_()
 
     def scatter(self, name: str) -> None:
@@ -146,7 +146,7 @@ def _gradient_of(unit: str) -> str:
 def _release(buffer: FlatBuffer) -> None:
     if not buffer.keeps_gradient:
         for gradient in buffer.whole_gradients:
-            give_room_back(gradient)
+            free_storage(gradient)
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:

@@ -28,19 +28,19 @@ from plait.errors import ReplicaError
 from plait.layout import Layout
 from plait.schedules.steps import Steps
 from plait.sharding.difference import describe_difference
-from plait.sharding.holding import Holders
+from plait.sharding.owners import Owners
 from plait.sharding.unit import Unit
 
 
 @dataclass(frozen=True)
-class Held:
+class LocalReplicas:
     """What this rank holds of a model, and who else holds it."""
 
     parameters: Mapping[str, nn.Parameter]
     """This rank's, by name."""
     layouts: Mapping[str, Layout]
     """Of every parameter of the model, in order."""
-    tied: Holders
+    tied: Owners
     """For each parameter that is tied across ranks of `pp`, these."""
     mesh: Mesh
 
@@ -72,20 +72,22 @@ class Fingerprint(NamedTuple):
         return f"{self.kind} of bits {as_hex(self.hash)}"
 
 
-def held_by(units: Iterable[Unit], layouts: Mapping[str, Layout], steps: Steps, mesh: Mesh) -> Held:
+def local_replicas(
+    units: Iterable[Unit], layouts: Mapping[str, Layout], steps: Steps, mesh: Mesh
+) -> LocalReplicas:
     """What this rank holds: the pieces of its `units`. `steps` say which are tied across stages."""
     mine = {name: piece for unit in units for name, piece in unit.pieces.items()}
-    holders = {
+    owners = {
         unit: tuple(sorted({steps.schedule.rank_of[place.stage] for place in places}))
         for unit, places in steps.shape.units.items()
     }
     # A parameter that several layers share is a unit by itself, of the same name.
-    tied = {name: holders[name] for name in layouts if len(holders.get(name, ())) > 1}
-    return Held(mine, layouts, tied, mesh)
+    tied = {name: owners[name] for name in layouts if len(owners.get(name, ())) > 1}
+    return LocalReplicas(mine, layouts, tied, mesh)
 
 
 @torch.no_grad()
-def check_replicas(held: Held, optimizer: torch.optim.Optimizer | None = None) -> None:
+def check_replicas(held: LocalReplicas, optimizer: torch.optim.Optimizer | None = None) -> None:
     """Raise `ReplicaError`, on every rank of the world, where something that must be alike is not.
 
     It names the first parameter of the model that differs. Every rank calls it, with its optimizer or none.

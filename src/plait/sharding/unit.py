@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from plait.comm.group import Group
 from plait.comm.shared import shared_zeros
 from plait.layout import Layout
-from plait.sharding.arranging import Kind
-from plait.sharding.buffer import FlatBuffer, Twin, give_room_back
-from plait.sharding.policy import Policy
-from plait.sharding.slots import Slot, Slots
+from plait.sharding.buffer_specs import BufferKind
+from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage
+from plait.sharding.offsets import Offsets, Slot
+from plait.sharding.storage_policy import StoragePolicy
 
 
 @dataclass(eq=False)
@@ -42,7 +42,7 @@ class Unit:
             for name, view in (twin or buffer).gradients.items()
         }
 
-    def _by_stage(self, stage: int) -> list[tuple[FlatBuffer, Twin | None]]:
+    def _by_stage(self, stage: int) -> list[tuple[FlatBuffer, StageView | None]]:
         """The buffers, with their twins where this stage has them."""
         place = self.stages.index(stage)
         own = [buffer.twins[place - 1] if place and buffer.twins else None for buffer in self.buffers]
@@ -65,10 +65,10 @@ class Unit:
 
 
 @dataclass(frozen=True)
-class Maker:
+class UnitFactory:
     """Makes the units of one rank. All ranks of a group make theirs in one order (see `shared_zeros`)."""
 
-    policy: Policy
+    policy: StoragePolicy
     layouts: Mapping[str, Layout]
     """Of the pieces."""
     coordinate: Mapping[str, int]
@@ -79,12 +79,12 @@ class Maker:
     value_of: Callable[[str], Tensor]
     """What this rank's layers hold of a parameter at first."""
 
-    def make(self, name: str, kinds: Mapping[Kind, Slots], stages: tuple[int, ...]) -> Unit:
+    def make(self, name: str, kinds: Mapping[BufferKind, Offsets], stages: tuple[int, ...]) -> Unit:
         """A unit with real parameters, filled. `stages` are those of this rank that use it, in order."""
         buffers = (self._buffer(kind, slots, len(stages) - 1) for kind, slots in kinds.items())
         return Unit(name, tuple(buffers), stages)
 
-    def _buffer(self, kind: Kind, slots: Slots, twins: int) -> FlatBuffer:
+    def _buffer(self, kind: BufferKind, slots: Offsets, twins: int) -> FlatBuffer:
         slots = replace(slots, places=tuple(self._here(slot) for slot in slots.places))
         policy = self.policy
         group = self.rest.get(slots.places[0].name) if kind.trains else None
@@ -120,14 +120,14 @@ class Maker:
         """The place of a parameter with the shape that this rank of `tp` has of it."""
         return replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
 
-    def _whole_gradient(self, kind: Kind, slots: Slots, group: Group | None) -> Tensor:
+    def _whole_gradient(self, kind: BufferKind, slots: Offsets, group: Group | None) -> Tensor:
         if kind.cut and not self.policy.keeps_gradients:
             return torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
         return shared_zeros(slots.size, kind.gradient, self.policy.device, group)
 
-    def _twin(self, kind: Kind, slots: Slots, whole: Tensor) -> Twin:
+    def _twin(self, kind: BufferKind, slots: Offsets, whole: Tensor) -> StageView:
         gradient = torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
-        return Twin(_parameters(slots, whole, kind), gradient, _views(slots, gradient))
+        return StageView(_parameters(slots, whole, kind), gradient, _views(slots, gradient))
 
     def _cut(self, buffer: FlatBuffer) -> None:
         """Give the optimizer tensors of its own, where they are not what layers use."""
@@ -154,7 +154,7 @@ class Maker:
         pinned = home.type == "cpu" and self.policy.device.type == "cuda"
         return torch.zeros(size, dtype=dtype, device=home, pin_memory=pinned)
 
-    def _places(self, slots: Slots) -> dict[str, tuple[int, torch.Size]]:
+    def _places(self, slots: Offsets) -> dict[str, tuple[int, torch.Size]]:
         """Where this rank's parts of the parameters lie in a flat piece."""
         begin = self.shard.index * slots.piece if slots.pieces > 1 else 0
         places = {}
@@ -178,7 +178,7 @@ class Maker:
                 del value  # before the next is read
         gone = [] if buffer.keeps_whole else [buffer.whole]
         for flat in (*gone, *([] if buffer.keeps_gradient else buffer.whole_gradients)):
-            give_room_back(flat)
+            free_storage(flat)
         buffer.return_to_device()
 
     def _interval(self, slot: Slot) -> range:
@@ -187,7 +187,7 @@ class Maker:
         return range(slot.shape.numel()) if interval is None else interval
 
 
-def _parameters(slots: Slots, whole: Tensor, kind: Kind) -> dict[str, nn.Parameter]:
+def _parameters(slots: Offsets, whole: Tensor, kind: BufferKind) -> dict[str, nn.Parameter]:
     parameters = {name: _parameter(view, trains=kind.trains) for name, view in _views(slots, whole).items()}
     if kind.trains:
         for parameter in parameters.values():
@@ -195,7 +195,7 @@ def _parameters(slots: Slots, whole: Tensor, kind: Kind) -> dict[str, nn.Paramet
     return parameters
 
 
-def _views(slots: Slots, flat: Tensor) -> dict[str, Tensor]:
+def _views(slots: Offsets, flat: Tensor) -> dict[str, Tensor]:
     return {slot.name: slot.view_of(flat) for slot in slots.places}
 
 

@@ -6,9 +6,9 @@ import torch
 from torch import nn
 
 from plait.errors import ConfigError
-from plait.footprint.fitting import difference, fitting
-from plait.footprint.forecast import Setting
-from plait.footprint.report import Memory
+from plait.footprint.estimate import MemoryEstimator
+from plait.footprint.fit_plan import changed_fields, fit_plan
+from plait.footprint.memory_report import Memory
 from plait.plan import Plan
 from plait.train.config import Config
 
@@ -22,11 +22,11 @@ def forecast(config: Config, model: nn.Module, plan: Plan, device: torch.device)
 
     Raises `ConfigError` where that is more than `run.memory_limit`, with the smallest change that fits.
     """
-    setting = Setting(model, rows=config.train.batch // plan.dp, device=device)
-    memory, limit = setting.forecast(plan), config.run.memory_limit
+    estimator = MemoryEstimator(model, rows=config.train.batch // plan.dp, device=device)
+    memory, limit = estimator.forecast(plan), config.run.memory_limit
     if limit is not None and memory.most > limit * GIGA:
-        other = fitting(setting, plan, int(limit * GIGA))
-        changes = {} if other is None else difference(plan, other)
+        other = fit_plan(estimator, plan, int(limit * GIGA))
+        changes = {} if other is None else changed_fields(plan, other)
         named = {f"{SECTIONS.get(field, 'parallel')}.{field}": value for field, value in changes.items()}
         remedy = "set " + " and ".join(f"{name} to {value}" for name, value in named.items())
         if not named:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from plait.comm.mesh import Mesh
-from plait.footprint.report import Memory
+from plait.footprint.memory_report import Memory
 from plait.plan import Plan
 from plait.train.checkpoints import RunCheckpoints
 from plait.train.compare import Comparison, compare

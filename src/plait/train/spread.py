@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from plait.blueprint import draw
+from plait.blueprint import build_blueprint
 from plait.checkpoint.manifest import Manifest, section
 from plait.checkpoint.spread import Spread
 from plait.train.model import build_model
@@ -26,4 +26,4 @@ def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
     config = config_from_arguments(arguments, usual, "the checkpoint")
     tokens = manifest.tensors.get(_TOKENS)
     vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
-    return draw(build_model(config.model, vocab), config.plan()).spread
+    return build_blueprint(build_model(config.model, vocab), config.plan()).spread

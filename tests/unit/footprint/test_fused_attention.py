@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.footprint.watch import Watch
+from plait.footprint.storage_tracker import StorageTracker
 from plait.models.gpt2 import Attention as OfGPT2
 from plait.models.llama import Attention as OfLlama
 
@@ -50,7 +50,7 @@ def kept_bytes(layer: nn.Module, device: str, dtype: torch.dtype) -> int:
     x = torch.empty(2, 16, 32, device=device, dtype=dtype, requires_grad=True)
     with torch.device(device), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         if device == "meta":
-            with Watch():
+            with StorageTracker():
                 output = layer(x)
         else:
             output = layer(x)

@@ -6,18 +6,18 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.blueprint import draw
-from plait.footprint.layers import Traces, traces_of
+from plait.blueprint import build_blueprint
+from plait.footprint.layer_traces import ModelTraces, trace_model
 from plait.plan import Plan
 
 ROWS = 3
 
 
-def traced(model: nn.Module, given: Tensor, **plan: Any) -> Traces:
-    return traces_of(draw(model, Plan(**plan)), given, None, plait.cross_entropy)
+def traced(model: nn.Module, given: Tensor, **plan: Any) -> ModelTraces:
+    return trace_model(build_blueprint(model, Plan(**plan)), given, None, plait.cross_entropy)
 
 
-def until_weights(traces: Traces, layer: int) -> int:
+def until_weights(traces: ModelTraces, layer: int) -> int:
     """Bytes that the backward of a layer makes and its weight work waits for."""
     backward = traces.layers[layer].backward
     return sum(backward.made.get(number, 0) for number in backward.held)

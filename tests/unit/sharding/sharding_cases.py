@@ -16,9 +16,9 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Traffic
 from plait.layout import Layout, Shard, shard
 from plait.plan import Plan
-from plait.sharding.arranging import Arrangement, arrange, piece_layouts
-from plait.sharding.buffer import FlatBuffer
-from plait.sharding.unit import Maker, Unit
+from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
+from plait.sharding.flat_buffer import FlatBuffer
+from plait.sharding.unit import Unit, UnitFactory
 
 CPU = torch.device("cpu")
 SHAPES = st.lists(st.lists(st.integers(0, 5), max_size=3).map(tuple), min_size=1, max_size=6)
@@ -54,7 +54,7 @@ class Drawn:
         def value_of(name: str) -> Tensor:
             return shard(parameters[name], self.whole_layouts[name], at)
 
-        maker = Maker(
+        maker = UnitFactory(
             policy=policy_of(self.plan, CPU),
             layouts=self.layouts,
             coordinate=at,

@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from plait.layout import assemble, shard
 from plait.plan import Plan
-from plait.sharding.slots import ALIGNMENT
+from plait.sharding.offsets import ALIGNMENT
 
 STRATEGIES = ("none", "optimizer", "gradients", "full")
 MIXED = {"precision": "bf16", "master_precision": "fp32"}

@@ -12,7 +12,7 @@ from plait.autograd.dropout import Dropout
 from plait.comm import Group, Mesh, Traffic
 from plait.composer import parallelize
 from plait.errors import ModelError, PlanError
-from plait.footprint.forecast import memory
+from plait.footprint.estimate import memory
 from plait.layout import Layout
 from plait.plan import Plan
 from plait.rules import Rule, Rules, column, entrance, match, piece, row

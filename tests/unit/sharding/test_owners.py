@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 import torch
 
-from plait.blueprint import draw
+from plait.blueprint import build_blueprint
 from plait.comm import Mesh, all_reduce
 from plait.layout import Flat, Layout, Shard
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
 from plait.plan import Plan
-from plait.sharding.holding import counted_parameters, ranks_holding, reduction_groups
+from plait.sharding.owners import counted_parameters, ranks_holding, reduction_groups
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WHOLE, CUT, COPIED = (Layout((4,), AXES, at) for at in ({}, {"tp": Shard(0)}, {"tp": Shard(0, copies=2)}))
@@ -129,11 +129,11 @@ def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(rank_pool):
 def test_pieces_are_summed_over_who_holds_the_same(rank_pool):
     axes = {"replicate": 2, "shard": 2, "tp": 1}
     piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
-    holders = {"first": (0,), "last": (1,), "tied": (0, 1)}
+    owners = {"first": (0,), "last": (1,), "tied": (0, 1)}
 
     def body(mesh: Mesh) -> Any:
-        groups = reduction_groups(holders, dict.fromkeys(holders, 1), mesh, "replicate")
-        counted = counted_parameters(holders, dict.fromkeys(holders, piece), mesh)
+        groups = reduction_groups(owners, dict.fromkeys(owners, 1), mesh, "replicate")
+        counted = counted_parameters(owners, dict.fromkeys(owners, piece), mesh)
         return {name: (groups[name].name, groups[name].ranks) for name in ("first", "tied")}, counted
 
     for rank, (groups, counted) in enumerate(over_hybrid(rank_pool, body)):
@@ -150,10 +150,10 @@ def counted_of_models(plan: Plan) -> tuple[int, dict[tuple[str, bool], int]]:
     """This rank's place along `dp`, and how many elements of each model count as its."""
     mesh, elements = Mesh(plan), {}
     for family, tied in product(FAMILIES, (True, False)):
-        drawn = draw(FAMILIES[family](tied=tied), plan)
-        counted = counted_parameters(drawn.holders, drawn.layouts, mesh)
+        blueprint = build_blueprint(FAMILIES[family](tied=tied), plan)
+        counted = counted_parameters(blueprint.owners, blueprint.layouts, mesh)
         elements[family, tied] = sum(
-            prod(drawn.layouts[name].local_shape(mesh.coordinate)) for name in counted
+            prod(blueprint.layouts[name].local_shape(mesh.coordinate)) for name in counted
         )
     return mesh.index("dp"), elements
 

@@ -1,19 +1,19 @@
 from __future__ import annotations
 
-from plait.footprint.ledger import Block, Category, Ledger
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.schedules.program import Finish, OpenGradient
 
-A = Block(100, Category.ACTIVATIONS)
-G = Block(30, Category.GRADIENTS)
-HOST = Block(7, Category.STATE, on_host=True)
+A = MemoryBlock(100, Category.ACTIVATIONS)
+G = MemoryBlock(30, Category.GRADIENTS)
+HOST = MemoryBlock(7, Category.STATE, on_host=True)
 
 
-def total(ledger: Ledger) -> int:
+def total(ledger: MemoryLedger) -> int:
     return ledger.moment(Finish()).total
 
 
 def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     ledger.hold("run", [A, G])
     ledger.hold("value", [A, A, None])
     assert total(ledger) == 130
@@ -26,20 +26,20 @@ def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
 
 
 def test_blocks_of_one_size_are_different_memory() -> None:
-    ledger = Ledger()
-    ledger.hold("two", [Block(5, Category.BATCH), Block(5, Category.BATCH)])
+    ledger = MemoryLedger()
+    ledger.hold("two", [MemoryBlock(5, Category.BATCH), MemoryBlock(5, Category.BATCH)])
     assert total(ledger) == 10
 
 
 def test_who_holds_something_else_lets_go_of_the_first() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     ledger.hold("value", [A])
     ledger.hold("value", [G])
     assert ledger.moment(Finish()).held == {Category.GRADIENTS: 30, Category.ACTIVATIONS: 0}
 
 
 def test_the_peak_is_the_first_moment_of_the_most() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     first, second, third = OpenGradient("a"), OpenGradient("b"), OpenGradient("c")
     ledger.hold("a", [A])
     ledger.mark(first)
@@ -61,7 +61,7 @@ def test_the_peak_is_the_first_moment_of_the_most() -> None:
 
 
 def test_what_is_offloaded_is_counted_apart() -> None:
-    ledger = Ledger()
+    ledger = MemoryLedger()
     ledger.hold("a", [A, HOST])
     ledger.mark(Finish())
     ledger.drop("a")

@@ -14,15 +14,15 @@ from torch.optim.optimizer import Optimizer
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.sharding.elementwise import (
+from plait.sharding.optimizer_check import (
     COUPLING,
     ELEMENTWISE,
     PARAMETERWISE,
-    Guard,
+    OptimizerGuard,
     Partitioning,
-    require_independent,
+    require_elementwise,
 )
-from plait.sharding.trial import ROWS, doubt
+from plait.sharding.optimizer_probe import ROWS, probe
 
 CUT, STAGES, BOTH = Partitioning(1, cut=True), Partitioning(2, cut=False), Partitioning(2, cut=True)
 WHOLE = Partitioning(1, cut=False)
@@ -254,42 +254,42 @@ def test_what_is_known_of_torchs_own_is_also_found_by_trial(kind: Any) -> None:
     for options in flavours(kind):
         momentum = {"momentum": 0.9} if accepts(kind, "momentum") else {}
         optimizer = kind(parameters(), lr=0.01, **momentum, **options)
-        require_independent(optimizer, BOTH)
-        assert doubt(optimizer, "element") is None, options
-    assert doubt(optimizer, "parameter") is None
+        require_elementwise(optimizer, BOTH)
+        assert probe(optimizer, "element") is None, options
+    assert probe(optimizer, "parameter") is None
 
 
 def test_adafactor_is_found_by_trial() -> None:
     optimizer = torch.optim.Adafactor(parameters())
     told = "updates an element by more than that element's own gradient and state"
-    assert doubt(optimizer, "element") == told
-    assert doubt(optimizer, "parameter") is None
+    assert probe(optimizer, "element") == told
+    assert probe(optimizer, "parameter") is None
 
 
 @pytest.mark.parametrize("kind", PARAMETERWISE)
 def test_those_of_torch_that_look_at_a_parameter_are_refused_where_it_is_cut(kind: Any) -> None:
     for partitioning in (CUT, BOTH):
         with pytest.raises(PlanError) as caught:
-            require_independent(kind(parameters()), partitioning)
+            require_elementwise(kind(parameters()), partitioning)
         assert str(caught.value) == (
             f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are cut an optimizer has pieces of "
             f"them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
         )
-    require_independent(kind(parameters()), STAGES)
+    require_elementwise(kind(parameters()), STAGES)
 
 
 def test_lbfgs_is_refused_wherever_a_rank_has_not_all() -> None:
     optimizer = torch.optim.LBFGS(parameters())
-    require_independent(optimizer, WHOLE)
+    require_elementwise(optimizer, WHOLE)
     with pytest.raises(PlanError) as caught:
-        require_independent(optimizer, STAGES)
+        require_elementwise(optimizer, STAGES)
     assert str(caught.value) == (
         "LBFGS moves all parameters along one line, but with plan.pp = 2 an optimizer has the parameters of "
         f"its own stages only: set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}."
     )
     for partitioning in (CUT, BOTH):
         with pytest.raises(PlanError) as caught:
-            require_independent(optimizer, partitioning)
+            require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             "LBFGS moves all parameters along one line, but where tensors are cut an optimizer has pieces of "
             f"them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
@@ -304,7 +304,7 @@ def test_every_optimizer_of_torch_is_known() -> None:
 
 def test_sparse_gradients_are_refused() -> None:
     with pytest.raises(PlanError, match="SparseAdam takes sparse gradients, but plait's are dense"):
-        require_independent(torch.optim.SparseAdam(parameters()), CUT)
+        require_elementwise(torch.optim.SparseAdam(parameters()), CUT)
 
 
 @pytest.mark.parametrize(
@@ -341,8 +341,8 @@ def test_what_a_plan_leaves_an_optimizer(plan: Plan, partitioning: Partitioning)
     ],
 )
 def test_others_that_are_elementwise_are_accepted(make: Callable[[Any], Optimizer]) -> None:
-    require_independent(make(parameters()), BOTH)
-    require_independent(make(parameters()), STAGES)
+    require_elementwise(make(parameters()), BOTH)
+    require_elementwise(make(parameters()), STAGES)
 
 
 @pytest.mark.parametrize(
@@ -362,11 +362,11 @@ def test_others_that_look_at_a_parameter_are_refused_where_it_is_cut(
     make: Callable[[Any], Optimizer],
 ) -> None:
     optimizer = make(parameters())
-    require_independent(optimizer, STAGES)
+    require_elementwise(optimizer, STAGES)
     name = type(optimizer).__name__
     for partitioning in (CUT, BOTH):
         with pytest.raises(PlanError) as caught:
-            require_independent(optimizer, partitioning)
+            require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             f"{name} updates an element by more than that element's own gradient and state, but where "
             "tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none' and plan.tp "
@@ -387,18 +387,18 @@ def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_
     make: Callable[[Any], Optimizer],
 ) -> None:
     optimizer = make(parameters())
-    require_independent(optimizer, WHOLE)
+    require_elementwise(optimizer, WHOLE)
     name = type(optimizer).__name__
     told = f"{name} updates a parameter by more than that parameter's own gradient and state, but "
     with pytest.raises(PlanError) as caught:
-        require_independent(optimizer, STAGES)
+        require_elementwise(optimizer, STAGES)
     assert str(caught.value) == (
         f"{told}with plan.pp = 2 an optimizer has the parameters of its own stages only: set plan.pp to 1 "
         f"and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}, or vouch for it with "
         f"`parameterwise = True` in class {name}."
     )
     with pytest.raises(PlanError) as caught:
-        require_independent(optimizer, CUT)
+        require_elementwise(optimizer, CUT)
     assert str(caught.value) == (
         f"{told}where tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none', and "
         f"plan.tp and plan.pp to 1, {ADAMW}, or vouch for it with `elementwise = True` in class {name}."
@@ -423,13 +423,13 @@ def test_what_cannot_be_tried_out_is_refused_unless_it_vouches(
 ) -> None:
     optimizer = make(parameters())
     with pytest.raises(PlanError, match=told):
-        require_independent(optimizer, CUT)
+        require_elementwise(optimizer, CUT)
     monkeypatch.setattr(type(optimizer), "parameterwise", True, raising=False)
-    require_independent(optimizer, STAGES)
+    require_elementwise(optimizer, STAGES)
     with pytest.raises(PlanError, match=told):
-        require_independent(optimizer, CUT)
+        require_elementwise(optimizer, CUT)
     monkeypatch.setattr(type(optimizer), "elementwise", True, raising=False)
-    require_independent(optimizer, CUT)
+    require_elementwise(optimizer, CUT)
 
 
 def test_a_class_vouches_for_itself_only() -> None:
@@ -439,9 +439,9 @@ def test_a_class_vouches_for_itself_only() -> None:
     class Heir(Vouched):
         pass
 
-    require_independent(Vouched(parameters()), BOTH)
+    require_elementwise(Vouched(parameters()), BOTH)
     with pytest.raises(PlanError, match=r"^Heir updates"):
-        require_independent(Heir(parameters()), CUT)
+        require_elementwise(Heir(parameters()), CUT)
 
 
 def test_a_warm_up_from_zero_hides_nothing() -> None:
@@ -449,7 +449,7 @@ def test_a_warm_up_from_zero_hides_nothing() -> None:
         optimizer = kind(parameters())
         LambdaLR(optimizer, lambda step: step / 10)
         assert optimizer.param_groups[0]["lr"] == 0
-        assert (doubt(optimizer, "element") is not None) == refused
+        assert (probe(optimizer, "element") is not None) == refused
 
 
 def test_a_trial_leaves_everything_as_it_was() -> None:
@@ -458,8 +458,8 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
     optimizer.step()
     before, random = parameter.detach().clone(), torch.random.get_rng_state()
     state = {key: value.clone() for key, value in optimizer.state[parameter].items()}
-    assert doubt(optimizer, "element") is None
-    assert doubt(Noisy([parameter]), "element") is not None
+    assert probe(optimizer, "element") is None
+    assert probe(Noisy([parameter]), "element") is not None
     assert torch.equal(parameter, before)
     assert torch.equal(torch.random.get_rng_state(), random)
     assert all(torch.equal(value, state[key]) for key, value in optimizer.state[parameter].items())
@@ -469,7 +469,7 @@ def test_a_trial_leaves_everything_as_it_was() -> None:
 
 def test_a_guard_refuses_before_anything_changes() -> None:
     (parameter,) = parameters()
-    guard = Guard([parameter], CUT)
+    guard = OptimizerGuard([parameter], CUT)
     optimizer = Trust([parameter])
     with pytest.raises(PlanError, match="Trust"):
         optimizer.step()
@@ -483,7 +483,7 @@ def test_a_guard_refuses_before_anything_changes() -> None:
 
 def test_a_guard_can_be_asked_before_a_step() -> None:
     watched, other = parameters(2)
-    guard = Guard([watched], STAGES)
+    guard = OptimizerGuard([watched], STAGES)
     guard.ask(ClipsAll([other]))
     with pytest.raises(PlanError, match="ClipsAll"):
         guard.ask(ClipsAll([other, watched]))
@@ -491,7 +491,7 @@ def test_a_guard_can_be_asked_before_a_step() -> None:
 
 def test_a_guard_sees_through_a_scheduler() -> None:
     (parameter,) = parameters()
-    guard = Guard([parameter], CUT)
+    guard = OptimizerGuard([parameter], CUT)
     optimizer = Trust([parameter])
     scheduler = LambdaLR(optimizer, lambda step: 1.0)
     with pytest.raises(PlanError, match="Trust"):
@@ -504,7 +504,7 @@ def test_an_optimizer_inside_another_is_asked_too() -> None:
         elementwise = True
 
     (parameter,) = parameters()
-    guard = Guard([parameter], CUT)
+    guard = OptimizerGuard([parameter], CUT)
     Vouched(Plain([parameter])).step()
     with pytest.raises(PlanError, match=r"^Trust"):
         Vouched(Trust([parameter])).step()
@@ -513,7 +513,7 @@ def test_an_optimizer_inside_another_is_asked_too() -> None:
 
 def test_a_guard_minds_its_own_parameters_only() -> None:
     watched, other = parameters(2)
-    guard = Guard([watched], CUT)
+    guard = OptimizerGuard([watched], CUT)
     optimizer = Trust([other])
     optimizer.step()
     optimizer.add_param_group({"params": [watched]})
@@ -524,9 +524,11 @@ def test_a_guard_minds_its_own_parameters_only() -> None:
 
 def test_each_optimizer_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
     tried: list[Optimizer] = []
-    monkeypatch.setattr("plait.sharding.elementwise.doubt", lambda optimizer, reach: tried.append(optimizer))
+    monkeypatch.setattr(
+        "plait.sharding.optimizer_check.probe", lambda optimizer, reach: tried.append(optimizer)
+    )
     watched = parameters(2)
-    guard = Guard(watched, STAGES)
+    guard = OptimizerGuard(watched, STAGES)
     first, second = Plain(watched[:1]), Plain(watched[:1])
     for _ in range(3):
         first.step()
@@ -540,7 +542,7 @@ def test_each_optimizer_is_tried_out_once(monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_guards_of_two_engines_stand_beside_each_other() -> None:
     first, second = parameters(2)
-    guards = [Guard([first], CUT), Guard([second], CUT)]
+    guards = [OptimizerGuard([first], CUT), OptimizerGuard([second], CUT)]
     del guards[0]
     Trust([first]).step()
     with pytest.raises(PlanError, match="Trust"):
@@ -553,7 +555,7 @@ def test_a_guard_keeps_nothing_alive_and_goes_with_the_engine() -> None:
     class Engine:
         def __init__(self) -> None:
             self.parameters = parameters()
-            self.guard = Guard(self.parameters, CUT)
+            self.guard = OptimizerGuard(self.parameters, CUT)
 
     hooks = len(home._global_optimizer_pre_hooks)
     gc.disable()
@@ -574,7 +576,7 @@ def test_a_guard_keeps_nothing_alive_and_goes_with_the_engine() -> None:
 
 def test_a_parameter_that_has_the_number_of_another_that_is_gone_is_not_watched() -> None:
     (watched,) = parameters()
-    guard = Guard([watched], CUT)
+    guard = OptimizerGuard([watched], CUT)
     number, gone = id(watched), weakref.ref(watched)
     del watched
     assert gone() is None, "the guard does not keep it"

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.sharding.policy import Policy
+from plait.sharding.storage_policy import StoragePolicy
 
 CPU, META = torch.device("cpu"), torch.device("meta")  # any device that is not the CPU
 WIDE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
@@ -14,7 +14,7 @@ def parameter(dtype: torch.dtype, *, trains: bool = True) -> nn.Parameter:
     return nn.Parameter(torch.zeros(2, dtype=dtype), requires_grad=trains)
 
 
-def dtypes_of(policy: Policy, one: nn.Parameter) -> tuple[torch.dtype, ...]:
+def dtypes_of(policy: StoragePolicy, one: nn.Parameter) -> tuple[torch.dtype, ...]:
     """What layers compute with, what the optimizer updates, gradients are added up in, and travel in."""
     return (policy.dtype_of(one), policy.master_of(one), policy.gradient_of(one), policy.reduce_of(one))
 
@@ -36,16 +36,16 @@ def dtypes_of(policy: Policy, one: nn.Parameter) -> tuple[torch.dtype, ...]:
 def test_each_dtype_is_like_the_one_before(
     told: dict[str, torch.dtype], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    assert dtypes_of(Policy(CPU, **told), parameter(WIDE)) == dtypes
+    assert dtypes_of(StoragePolicy(CPU, **told), parameter(WIDE)) == dtypes
 
 
 def test_whole_numbers_stay_what_they_are() -> None:
-    policy = Policy(CPU, compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
+    policy = StoragePolicy(CPU, compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
     assert dtypes_of(policy, parameter(torch.int64, trains=False)) == (torch.int64,) * 4
 
 
 def test_what_is_frozen_has_no_master() -> None:
-    policy = Policy(CPU, compute=HALF, master=SINGLE)
+    policy = StoragePolicy(CPU, compute=HALF, master=SINGLE)
     frozen = parameter(WIDE, trains=False)
     assert (policy.dtype_of(frozen), policy.master_of(frozen)) == (HALF, HALF)
 
@@ -62,5 +62,5 @@ def test_what_is_frozen_has_no_master() -> None:
 def test_where_pieces_and_their_gradients_lie(
     offloads: dict[str, bool], homes: tuple[torch.device, ...]
 ) -> None:
-    policy = Policy(META, **offloads)
+    policy = StoragePolicy(META, **offloads)
     assert (policy.home, policy.gradient_home) == homes

@@ -18,11 +18,11 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.footprint.attention import fused, fuses
+from plait.footprint.fused_attention import fused, fuses
 from plait.layers.nested import tensors_of
 
 
-class Watch(TorchFunctionMode):
+class StorageTracker(TorchFunctionMode):
     """Numbers the storages that it sees, and remembers which were alive when something was seen."""
 
     def __init__(self) -> None:

@@ -31,7 +31,7 @@ class Category(StrEnum):
 
 
 @dataclass(eq=False, slots=True, frozen=True)
-class Block:
+class MemoryBlock:
     """A piece of memory. What holds the same memory holds the same block."""
 
     nbytes: int
@@ -41,7 +41,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Moment:
+class MemorySnapshot:
     """What is held after an instruction."""
 
     after: Instruction
@@ -56,21 +56,21 @@ class Moment:
         return self.held.total()
 
 
-class Ledger:
+class MemoryLedger:
     """Who holds which blocks now. A block counts once, as long as anybody holds it."""
 
     def __init__(self) -> None:
-        self._holds: dict[Hashable, tuple[Block, ...]] = {}
-        self._holders: Counter[Block] = Counter()
+        self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
+        self._holders: Counter[MemoryBlock] = Counter()
         self._held: Counter[Category] = Counter()
         self._host = 0
-        self.peak: Moment | None = None
+        self.peak: MemorySnapshot | None = None
         """The moment of the most bytes on the device."""
         self.host_peak = 0
         self.most = 0
         """The most bytes on the device, within instructions too."""
 
-    def hold(self, holder: Hashable, blocks: Iterable[Block | None]) -> None:
+    def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
         """From now on `holder` holds `blocks`, and nothing else; None stands for no memory."""
         held = tuple(block for block in blocks if block is not None)
         for block in held:
@@ -99,15 +99,15 @@ class Ledger:
         if self.peak is None or self._held.total() > self.peak.total:
             self.peak = self.moment(instruction)
 
-    def moment(self, instruction: Instruction) -> Moment:
+    def moment(self, instruction: Instruction) -> MemorySnapshot:
         """What is held now, after `instruction`."""
-        return Moment(instruction, self._held.copy(), self._host)
+        return MemorySnapshot(instruction, self._held.copy(), self._host)
 
     def begin(self) -> None:
         """Forget the peaks: another step begins."""
         self.peak, self.host_peak, self.most = None, 0, 0
 
-    def _count(self, block: Block, nbytes: int) -> None:
+    def _count(self, block: MemoryBlock, nbytes: int) -> None:
         if block.on_host:
             self._host += nbytes
         else:

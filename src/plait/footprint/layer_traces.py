@@ -24,7 +24,7 @@ from plait.tensor.weaving import Weaving
 
 
 @dataclass(frozen=True)
-class Traces:
+class ModelTraces:
     """What the layers of a model, in order, and its loss do with a micro-batch."""
 
     layers: Sequence[Trace]
@@ -37,29 +37,29 @@ class Traces:
     targets: Sequence[int]
 
 
-def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> Traces:
+def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
     """Of the first rank along `tp`, which has the largest pieces. ModelError as `infer`.
 
     Without `targets` they are taken to be a class for each row of the output.
     """
     queue = WeightGradientQueue()
-    weaving = drawn.weaving(Group("tp", tuple(range(drawn.plan.tp)), 0, None, Traffic(), 0.0))
-    layers = _skeleton(drawn, weaving, queue)
-    given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[drawn.plan.precision]), microbatch)
+    weaving = blueprint.weaving(Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0))
+    layers = _skeleton(blueprint, weaving, queue)
+    given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)
-    adds_late = drawn.shape.sharding.scatters == "each"
+    adds_late = blueprint.shape.sharding.scatters == "each"
     traces = []
-    for layer, info, recompute in zip(layers, infos, drawn.recompute, strict=True):
+    for layer, info, recompute in zip(layers, infos, blueprint.recompute, strict=True):
         stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute])
         if recompute == "selective":
             trace_layer(stage, value)  # what to keep is known from the first backward
         trace, value = trace_layer(stage, value)
         traces.append(trace)
-    vocabulary = weaving.vocabulary_of(drawn.sequence.layers[-1])
+    vocabulary = weaving.vocabulary_of(blueprint.sequence.layers[-1])
     ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
     clones = vocabulary is not None and traces[-1].output_is_read
     classes = _classes_like(value) if targets is None else map_tensors(_on_meta, targets)
-    return Traces(
+    return ModelTraces(
         traces,
         infos,
         trace_loss(ending, value, classes),
@@ -69,16 +69,16 @@ def traces_of(drawn: Blueprint, microbatch: Value, targets: Value | None, loss: 
     )
 
 
-def _skeleton(drawn: Blueprint, weaving: Weaving, queue: WeightGradientQueue) -> list[NamedLayer]:
+def _skeleton(blueprint: Blueprint, weaving: Weaving, queue: WeightGradientQueue) -> list[NamedLayer]:
     """All layers of the model as a rank runs them, with gradients to add to, on the meta device."""
     coordinate = {"replicate": 0, "shard": 0, "tp": 0}
-    shapes = {name: layout.local_shape(coordinate) for name, layout in drawn.whole_layouts.items()}
-    empty = on_meta(drawn.sequence, DTYPES[drawn.plan.precision], shapes)
-    layers = weaving.weave(private_copy(drawn.sequence.layers, empty), queue)
-    policy = drawn.policy_on(torch.device("meta"))
+    shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
+    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
+    layers = weaving.weave(private_copy(blueprint.sequence.layers, empty), queue)
+    policy = blueprint.policy_on(torch.device("meta"))
     for layer in layers:
         defer_weight_gradients(layer.module, queue)
-    for parameter in drawn.sequence.parameters.values():
+    for parameter in blueprint.sequence.parameters.values():
         if parameter.requires_grad:
             twin, dtype = empty[id(parameter)], policy.gradient_of(parameter)
             twin.grad_dtype = dtype

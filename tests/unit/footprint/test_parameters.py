@@ -8,9 +8,9 @@ import pytest
 import torch
 from torch import nn
 
-from plait.blueprint import draw
-from plait.footprint.ledger import Category, Ledger, Moment
-from plait.footprint.units import UnitAccount, buffers_of
+from plait.blueprint import build_blueprint
+from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
+from plait.footprint.parameters import ParameterAccount, buffers_of
 from plait.plan import Plan
 from plait.schedules.program import (
     AwaitScatter,
@@ -36,11 +36,11 @@ class Account:
 
     def __init__(self, *, moments: int = 2, device: torch.device = DEVICE, **plan: Any) -> None:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
-        self.ledger = Ledger()
-        drawn = draw(model, Plan(dp=N, **plan))
-        self.account = UnitAccount(self.ledger, buffers_of(drawn, [0], device), moments)
+        self.ledger = MemoryLedger()
+        blueprint = build_blueprint(model, Plan(dp=N, **plan))
+        self.account = ParameterAccount(self.ledger, buffers_of(blueprint, [0], device), moments)
 
-    def after(self, *instructions: type) -> Moment:
+    def after(self, *instructions: type) -> MemorySnapshot:
         """What is held when these were carried out for the first layer."""
         handlers = self.account.handlers()
         for kind in instructions:
@@ -151,17 +151,19 @@ def test_where_layers_run_on_the_cpu_what_is_offloaded_counts_like_all_else() ->
 def test_each_stage_of_a_rank_adds_to_a_gradient_of_its_own() -> None:
     tied = nn.Linear(WIDTH, WIDTH, device="meta")
     model = nn.Sequential(tied, *(nn.Linear(1, 1, device="meta") for _ in range(2)), tied)
-    drawn = draw(model, Plan(pp=2, microbatches=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 1)))
-    sizes = [sum(one.gradient for one in unit) for unit in buffers_of(drawn, [0, 3], DEVICE).values()]
+    blueprint = build_blueprint(
+        model, Plan(pp=2, microbatches=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 1))
+    )
+    sizes = [sum(one.gradient for one in unit) for unit in buffers_of(blueprint, [0, 3], DEVICE).values()]
     assert sizes == [2 * WIDTH * WIDTH * 4, 2 * WIDTH * 4]
 
 
 def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     model = nn.Sequential(nn.Linear(WIDTH, WIDTH, device="meta").requires_grad_(False))
     for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
-        drawn = draw(model, Plan(dp=N, strategy=strategy))
-        ledger = Ledger()
-        account = UnitAccount(ledger, buffers_of(drawn, [0], DEVICE), 2)
+        blueprint = build_blueprint(model, Plan(dp=N, strategy=strategy))
+        ledger = MemoryLedger()
+        account = ParameterAccount(ledger, buffers_of(blueprint, [0], DEVICE), 2)
         for kind in (OpenGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.moment(Finish()).total == parameters * P

@@ -13,12 +13,12 @@ from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.layout import Flat, Layout
 
-Holders = Mapping[str, tuple[int, ...]]
+Owners = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
 
 
 def reduction_groups(
-    holders: Holders, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
+    owners: Owners, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
 ) -> dict[str, Group]:
     """For each parameter of this rank, the ranks over which its gradient is summed, once.
 
@@ -27,7 +27,7 @@ def reduction_groups(
     """
     groups: dict[str, Group] = {}
     made: dict[tuple[tuple[int, ...], int], Group | None] = {}
-    for name, stages in holders.items():
+    for name, stages in owners.items():
         summands = summed[name]
         tied = len(stages) > 1
         key = (stages if tied else (), summands)
@@ -66,7 +66,7 @@ def ranks_holding(
     ]
 
 
-def counted_parameters(holders: Holders, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
+def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
     """The parameters that count as this rank's, so that each piece counts once over the ranks of the world.
 
     Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
@@ -78,6 +78,6 @@ def counted_parameters(holders: Holders, layouts: Mapping[str, Layout], mesh: Me
         if isinstance(layout.placements[layout.axes.index("shard")], Flat) and mesh.index("replicate"):
             return False
         first = layout.owner(mesh.coordinate)[layout.axes.index("tp")]
-        return holders[name][0] == here and first == tp
+        return owners[name][0] == here and first == tp
 
-    return frozenset(name for name in holders if owns(name))
+    return frozenset(name for name in owners if owns(name))

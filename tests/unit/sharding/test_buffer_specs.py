@@ -10,8 +10,8 @@ from torch import nn
 
 from plait.layout import Flat, Layout, Replicate, Shard
 from plait.plan import Plan
-from plait.sharding.arranging import Arrangement, Kind, arrange
-from plait.sharding.policy import CPU, Policy
+from plait.sharding.buffer_specs import Arrangement, BufferKind, arrange
+from plait.sharding.storage_policy import CPU, StoragePolicy
 
 
 class Mixed(nn.Module):
@@ -30,7 +30,7 @@ def members(arrangement: Arrangement, unit: str = "0") -> list[tuple[str, ...]]:
     return [tuple(slot.name for slot in slots.places) for slots in arrangement[unit].values()]
 
 
-def kinds(plan: Plan) -> list[Kind]:
+def kinds(plan: Plan) -> list[BufferKind]:
     return list(drawn(nn.Sequential(Mixed()), plan).arrangement["0"])
 
 
@@ -105,7 +105,7 @@ def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
         dict(model.named_parameters()),
         layouts,
         {"weight": 2, "bias": 1},
-        Policy(CPU),
+        StoragePolicy(CPU),
         1,
     )
     assert {

@@ -7,44 +7,47 @@ from typing import Any, get_args
 
 import torch
 
-from plait.blueprint import Blueprint, span
-from plait.footprint.flow import FlowAccount
-from plait.footprint.layers import Traces
-from plait.footprint.ledger import Block, Category, Ledger, Moment
-from plait.footprint.messages import MessageAccount
-from plait.footprint.report import RankMemory
-from plait.footprint.units import UnitAccount, buffers_of
+from plait.blueprint import Blueprint, layers_of_stage
+from plait.footprint.activations import ActivationAccount
+from plait.footprint.layer_traces import ModelTraces
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
+from plait.footprint.memory_report import RankMemory
+from plait.footprint.parameters import ParameterAccount, buffers_of
+from plait.footprint.receive_buffers import ReceiveBufferAccount
 from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
 from plait.schedules.program import Instruction, Program, RunLayer
 
-Watcher = Callable[[int, Moment], None]
+MemoryObserver = Callable[[int, MemorySnapshot], None]
 """Told the rank, and what it holds after each instruction of the rehearsed step."""
 
 
-def rehearse(
-    drawn: Blueprint,
+def simulate_step(
+    blueprint: Blueprint,
     rank: int,
     program: Program,
-    traces: Traces | None,
+    traces: ModelTraces | None,
     device: torch.device,
     moments: int,
-    watcher: Watcher | None = None,
+    watcher: MemoryObserver | None = None,
 ) -> RankMemory:
     """What a rank of `pp` that computes on `device` holds in its second step.
 
     What the first one makes, receive buffers say, is there then. Without `traces` nothing is known of what
     flows. `moments` are the tensors of the optimizer's state a parameter.
     """
-    ledger = Ledger()
-    spans = {stage: span(stage, drawn.counts) for stage in drawn.order.stages_of(rank)}
+    ledger = MemoryLedger()
+    spans = {
+        stage: layers_of_stage(stage, blueprint.layers_per_stage)
+        for stage in blueprint.schedule.stages_of(rank)
+    }
     layers = [layer for stage in spans.values() for layer in stage]
-    units = UnitAccount(ledger, buffers_of(drawn, spans, device), moments)
-    ledger.hold("buffers", [Block(_buffer_bytes(drawn, layers), Category.PARAMETERS)])
+    units = ParameterAccount(ledger, buffers_of(blueprint, spans, device), moments)
+    ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [_nothing(), units.handlers()]
     if traces is not None:
-        inputs = _hold_batch(ledger, drawn, spans, traces, device)
-        handlers.append(_flow(ledger, drawn, spans, traces, inputs).handlers())
+        inputs = _hold_batch(ledger, blueprint, spans, traces, device)
+        handlers.append(_flow(ledger, blueprint, spans, traces, inputs).handlers())
     executor = Executor(*handlers)
     executor.run(program)
     ledger.begin()
@@ -64,18 +67,18 @@ def rehearse(
         rank=rank,
         peak=ledger.peak.total,
         at_peak=ledger.peak.held,
-        at=_described(ledger.peak.after, drawn),
+        at=_described(ledger.peak.after, blueprint),
         most=ledger.most,
         at_rest=ledger.moment(program[-1]).total,
         host=ledger.host_peak,
     )
 
 
-def _buffer_bytes(drawn: Blueprint, layers: Iterable[int]) -> int:
+def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
     """What these layers keep beside parameters."""
-    modules = (drawn.sequence.layers[layer].module for layer in layers)
+    modules = (blueprint.sequence.layers[layer].module for layer in layers)
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
-    told = DTYPES[drawn.plan.precision]
+    told = DTYPES[blueprint.plan.precision]
     return sum(
         buffer.numel() * (told if told and buffer.is_floating_point() else buffer.dtype).itemsize
         for buffer in buffers.values()
@@ -83,12 +86,16 @@ def _buffer_bytes(drawn: Blueprint, layers: Iterable[int]) -> int:
 
 
 def _hold_batch(
-    ledger: Ledger, drawn: Blueprint, spans: Mapping[int, range], traces: Traces, device: torch.device
-) -> list[Block]:
+    ledger: MemoryLedger,
+    blueprint: Blueprint,
+    spans: Mapping[int, range],
+    traces: ModelTraces,
+    device: torch.device,
+) -> list[MemoryBlock]:
     """The first stage reads inputs, the last targets; where layers run on the CPU, all is there anyway."""
-    count, last = drawn.plan.microbatches, len(drawn.counts) - 1
-    inputs = [Block(count * nbytes, Category.BATCH) for nbytes in traces.inputs]
-    targets = [Block(count * nbytes, Category.BATCH) for nbytes in traces.targets]
+    count, last = blueprint.plan.microbatches, len(blueprint.layers_per_stage) - 1
+    inputs = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.inputs]
+    targets = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.targets]
     everywhere = device.type == "cpu"
     ledger.hold("inputs", inputs if everywhere or 0 in spans else [])
     ledger.hold("targets", targets if everywhere or last in spans else [])
@@ -96,28 +103,33 @@ def _hold_batch(
 
 
 def _flow(
-    ledger: Ledger,
-    drawn: Blueprint,
+    ledger: MemoryLedger,
+    blueprint: Blueprint,
     spans: Mapping[int, range],
-    traces: Traces,
-    inputs: Sequence[Block],
-) -> FlowAccount:
-    ends = {stage: span(stage, drawn.counts)[-1] for stage in range(len(drawn.counts))}
-    messages = MessageAccount(ledger, {stage: traces.infos[end].tensors for stage, end in ends.items()})
+    traces: ModelTraces,
+    inputs: Sequence[MemoryBlock],
+) -> ActivationAccount:
+    ends = {
+        stage: layers_of_stage(stage, blueprint.layers_per_stage)[-1]
+        for stage in range(len(blueprint.layers_per_stage))
+    }
+    messages = ReceiveBufferAccount(ledger, {stage: traces.infos[end].tensors for stage, end in ends.items()})
     stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
-    return FlowAccount(ledger, messages, stages, traces, inputs)
+    return ActivationAccount(ledger, messages, stages, traces, inputs)
 
 
 def _nothing() -> Mapping[type, Callable[[Any], None]]:
     return {kind: lambda _: None for kind in get_args(Instruction)}
 
 
-def _described(instruction: Instruction, drawn: Blueprint) -> str:
+def _described(instruction: Instruction, blueprint: Blueprint) -> str:
     """The instruction as a few words."""
     name = type(instruction).__name__
     if isinstance(instruction, RunLayer):
         action = instruction.action
-        layer = drawn.sequence.layers[span(action.stage, drawn.counts)[instruction.layer]]
+        layer = blueprint.sequence.layers[
+            layers_of_stage(action.stage, blueprint.layers_per_stage)[instruction.layer]
+        ]
         return f"{action} of layer {layer.path}" if layer.path else str(action)
     about = getattr(instruction, "action", getattr(instruction, "unit", ""))
     return f"{name}({about})"

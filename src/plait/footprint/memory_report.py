@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from plait.footprint.ledger import Category
+from plait.footprint.memory_ledger import Category
 from plait.plan import Plan
 
 COLUMNS = (

@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
-from plait.footprint.ledger import Block, Category, Ledger
-from plait.footprint.messages import MessageAccount
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.footprint.receive_buffers import ReceiveBufferAccount
 from plait.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 from plait.schedules.program import Finish
@@ -13,13 +13,13 @@ MASK = TensorInfo((2,), torch.bool, requires_grad=False)
 BYTES = 64
 
 
-def account() -> tuple[Ledger, MessageAccount]:
+def account() -> tuple[MemoryLedger, ReceiveBufferAccount]:
     """Of the second of three stages."""
-    ledger = Ledger()
-    return ledger, MessageAccount(ledger, {0: [HIDDEN, MASK], 1: [HIDDEN]})
+    ledger = MemoryLedger()
+    return ledger, ReceiveBufferAccount(ledger, {0: [HIDDEN, MASK], 1: [HIDDEN]})
 
 
-def total(ledger: Ledger) -> int:
+def total(ledger: MemoryLedger) -> int:
     return ledger.moment(Finish()).total
 
 
@@ -47,9 +47,9 @@ def test_only_what_is_differentiable_comes_back() -> None:
 def test_a_channel_holds_two_sends() -> None:
     ledger, messages = account()
     for number in range(4):
-        messages.send(Action.parse(f"1F{number}"), [Block(100, Category.ACTIVATIONS)], 2)
+        messages.send(Action.parse(f"1F{number}"), [MemoryBlock(100, Category.ACTIVATIONS)], 2)
         assert total(ledger) == 100 * min(number + 1, 2)
-    messages.send(Action.parse("1I0"), [Block(10, Category.ACTIVATIONS)], 0)
+    messages.send(Action.parse("1I0"), [MemoryBlock(10, Category.ACTIVATIONS)], 0)
     assert total(ledger) == 210
     messages.finish()
     assert total(ledger) == 0

@@ -25,12 +25,12 @@ from torch import Tensor, nn
 
 from plait.comm.group import Group
 from plait.errors import PlanError
-from plait.sharding.arranging import Kind
-from plait.sharding.slots import Slots
+from plait.sharding.buffer_specs import BufferKind
+from plait.sharding.offsets import Offsets
 
 
 @dataclass(eq=False)
-class Twin:
+class StageView:
     """The parameters of a flat buffer for one more stage: the same memory, with a gradient of their own."""
 
     parameters: dict[str, nn.Parameter]
@@ -43,8 +43,8 @@ class Twin:
 class FlatBuffer:
     """Parameters of one kind; see above."""
 
-    kind: Kind
-    slots: Slots
+    kind: BufferKind
+    slots: Offsets
     shard: Group | None
     """Between whose ranks it is cut. None: it is not."""
     group: Group | None
@@ -67,7 +67,7 @@ class FlatBuffer:
     """Views of `piece_gradient`, one a piece."""
     keeps_whole: bool
     keeps_gradient: bool
-    twins: tuple[Twin, ...] = ()
+    twins: tuple[StageView, ...] = ()
     """For each stage of this rank that uses it, but the first; none where it is frozen."""
     visits: bool = False
     """Whether the piece, which lies on the CPU, comes to the device between steps, for the optimizer."""
@@ -251,13 +251,13 @@ class FlatBuffer:
                 parameter.grad = None
 
 
-def make_room(flat: Tensor) -> None:
+def allocate_storage(flat: Tensor) -> None:
     """Let a flat tensor whose storage is empty have memory again; its content is undefined."""
     storage = flat.untyped_storage()
     if not storage.nbytes():
         storage.resize_(flat.numel() * flat.element_size())
 
 
-def give_room_back(flat: Tensor) -> None:
+def free_storage(flat: Tensor) -> None:
     """Give the memory of a flat tensor back; its views stay. On CUDA it is reused in the stream's order."""
     flat.untyped_storage().resize_(0)

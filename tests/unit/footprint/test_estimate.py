@@ -9,10 +9,10 @@ from torch import nn
 
 import plait
 from plait.errors import ModelError, PlanError
-from plait.footprint import forecast
-from plait.footprint.forecast import Setting
-from plait.footprint.ledger import Category
-from plait.footprint.report import Memory
+from plait.footprint import estimate as forecast
+from plait.footprint.estimate import MemoryEstimator
+from plait.footprint.memory_ledger import Category
+from plait.footprint.memory_report import Memory
 from plait.plan import Plan
 from plait.schedules.stage_cuts import ordered_cut
 
@@ -161,12 +161,12 @@ def test_the_table_says_where_the_peak_is() -> None:
 
 
 def test_plans_share_what_layers_do() -> None:
-    setting = Setting(gpt2(), rows=4, device="cpu")
+    estimator = MemoryEstimator(gpt2(), rows=4, device="cpu")
     for strategy in ("none", "optimizer", "full"):
-        setting.forecast(Plan(dp=2, microbatches=2, strategy=strategy))
-    assert len(setting.traces) == 1
-    setting.forecast(Plan(dp=2, microbatches=4))
-    assert len(setting.traces) == 2
+        estimator.forecast(Plan(dp=2, microbatches=2, strategy=strategy))
+    assert len(estimator.traces) == 1
+    estimator.forecast(Plan(dp=2, microbatches=4))
+    assert len(estimator.traces) == 2
 
 
 def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,13 +178,16 @@ def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
         return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
 
     monkeypatch.setattr(forecast, "ordered_cut", search)
-    plan, setting = Plan(pp=2, dp=2, schedule="auto", microbatches=2), Setting(gpt2(), rows=4, device="cpu")
+    plan, estimator = (
+        Plan(pp=2, dp=2, schedule="auto", microbatches=2),
+        MemoryEstimator(gpt2(), rows=4, device="cpu"),
+    )
     for other in ({}, {"strategy": "full"}, {"strategy": "full", "reduce": "each"}, {"precision": "fp64"}):
-        setting.forecast(replace(plan, **other))
+        estimator.forecast(replace(plan, **other))
     assert len(searches) == 1
     for other in ({"microbatches": 4}, {"memory_limit": 2}, {"layers_per_stage": (3, 3)}, {"chunks": 1}):
-        setting.forecast(replace(plan, **other))
-        setting.forecast(replace(plan, strategy="optimizer", **other))
+        estimator.forecast(replace(plan, **other))
+        estimator.forecast(replace(plan, strategy="optimizer", **other))
     assert len(searches) == 5
-    Setting(gpt2(), rows=4, device="cpu").forecast(plan)
+    MemoryEstimator(gpt2(), rows=4, device="cpu").forecast(plan)
     assert len(searches) == 6

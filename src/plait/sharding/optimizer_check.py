@@ -20,7 +20,7 @@ from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.sharding.trial import Reach, doubt
+from plait.sharding.optimizer_probe import Reach, probe
 
 ELEMENTWISE = frozenset(
     {
@@ -62,11 +62,11 @@ class Partitioning:
         return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
 
 
-def require_independent(optimizer: Optimizer, partitioning: Partitioning) -> None:
+def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
     """Raise PlanError where an update would depend on what another rank has.
 
     A class can vouch for itself with `elementwise = True` or `parameterwise = True` (for itself, not for one
-    that inherits from it). What is neither vouched for nor torch's own is tried out, see `doubt`.
+    that inherits from it). What is neither vouched for nor torch's own is tried out, see `probe`.
     """
     kind = type(optimizer)
     if not partitioning.cut and partitioning.pp == 1:
@@ -96,10 +96,10 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
         return "all", COUPLING[kind]
     if kind in PARAMETERWISE:
         return "parameter", PARAMETERWISE[kind] if partitioning.cut else ""
-    reason = None if vars(kind).get("parameterwise") is True else doubt(optimizer, "parameter")
+    reason = None if vars(kind).get("parameterwise") is True else probe(optimizer, "parameter")
     if reason is not None:
         return "all", reason
-    return "parameter", (doubt(optimizer, "element") or "") if partitioning.cut else ""
+    return "parameter", (probe(optimizer, "element") or "") if partitioning.cut else ""
 
 
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
@@ -111,7 +111,7 @@ def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
     return "set plan.strategy to 'none', and plan.tp and plan.pp to 1"
 
 
-class Guard:
+class OptimizerGuard:
     """Has each optimizer of an engine's parameters asked before its first step; the engine holds the guard.
 
     It hangs on torch's hook before every optimizer's step as long as it lives, and keeps nothing else alive.
@@ -127,7 +127,7 @@ class Guard:
         weakref.finalize(self, handle.remove)
 
     def ask(self, optimizer: Optimizer) -> None:
-        """Raise PlanError as `require_independent` does, if the optimizer has some of the parameters."""
+        """Raise PlanError as `require_elementwise` does, if the optimizer has some of the parameters."""
         self._ask(optimizer, (), {})
 
 
@@ -145,5 +145,5 @@ def _ask(
         return
     parameters = (parameter for group in groups for parameter in group["params"])
     if any(id(one) in watched and watched[id(one)]() is one for one in parameters):
-        require_independent(optimizer, partitioning)
+        require_elementwise(optimizer, partitioning)
         checked[optimizer] = len(groups)

@@ -10,11 +10,11 @@ from typing import Any
 import torch
 from torch import nn
 
-from plait.blueprint import Blueprint, draw
+from plait.blueprint import Blueprint, build_blueprint
 from plait.errors import PlanError
-from plait.footprint.layers import Traces, as_input, traces_of
-from plait.footprint.rehearsal import Watcher, rehearse
-from plait.footprint.report import Memory, RankMemory
+from plait.footprint.layer_traces import ModelTraces, as_input, trace_model
+from plait.footprint.memory_report import Memory, RankMemory
+from plait.footprint.simulated_step import MemoryObserver, simulate_step
 from plait.layers.nested import Value, map_tensors, signature, split, tensors_of
 from plait.layers.precision import DTYPES
 from plait.plan import Plan
@@ -55,11 +55,11 @@ def memory(
     matrix of weights, and recurrent layers as PyTorch composes them. Raises PlanError, ModelError, DataError
     or ScheduleError, as `parallelize` and the first step would.
     """
-    return Setting(model, inputs, targets, as_loss(loss), rules, rows, moments, device).forecast(plan)
+    return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).forecast(plan)
 
 
 @dataclass
-class Setting:
+class MemoryEstimator:
     """All that `memory` is given but the plan.
 
     What layers do, and the order of a step, are found once for all plans that share them.
@@ -73,7 +73,7 @@ class Setting:
     rows: int | None = None
     moments: int = 2
     device: torch.device | str | None = None
-    traces: dict[Any, Traces] = field(default_factory=dict)
+    traces: dict[Any, ModelTraces] = field(default_factory=dict)
     order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: cache(ordered_cut))
 
     def __post_init__(self) -> None:
@@ -91,13 +91,13 @@ class Setting:
         unsharded = max(rank.peak for rank in self.ranks(whole))
         return Memory(plan, self.ranks(plan), unsharded, has_activations=self._batch(plan) is not None)
 
-    def ranks(self, plan: Plan, watcher: Watcher | None = None) -> tuple[RankMemory, ...]:
+    def ranks(self, plan: Plan, watcher: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
         """What each rank of `pp` holds; `watcher` is told of each moment of its second step."""
-        drawn = draw(self.model, plan, self.rules, self.order_of)
-        traces = self._traces(drawn)
+        blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
+        traces = self._traces(blueprint)
         return tuple(
-            rehearse(drawn, rank, program, traces, self.where, self.moments, watcher)
-            for rank, program in enumerate(lower(drawn.order, drawn.shape))
+            simulate_step(blueprint, rank, program, traces, self.where, self.moments, watcher)
+            for rank, program in enumerate(lower(blueprint.schedule, blueprint.shape))
         )
 
     def rows_of(self, plan: Plan) -> int | None:
@@ -122,17 +122,17 @@ class Setting:
         rows = plan.microbatches if self.rows is None else self.rows
         return torch.empty(rows, context, dtype=torch.int64, device="meta")
 
-    def _traces(self, drawn: Blueprint) -> Traces | None:
-        plan, batch = drawn.plan, self._batch(drawn.plan)
+    def _traces(self, blueprint: Blueprint) -> ModelTraces | None:
+        plan, batch = blueprint.plan, self._batch(blueprint.plan)
         if batch is None:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
-        late = drawn.shape.sharding.scatters == "each"
-        key = plan.tp, plan.sequence_parallel, signature(microbatch), precisions, late, drawn.recompute
+        late = blueprint.shape.sharding.scatters == "each"
+        key = plan.tp, plan.sequence_parallel, signature(microbatch), precisions, late, blueprint.recompute
         if key not in self.traces:
             targets = None
             if self.targets is not None:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
-            self.traces[key] = traces_of(drawn, microbatch, targets, self.loss)
+            self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss)
         return self.traces[key]

@@ -11,7 +11,7 @@ from torch.nn import functional
 from plait.errors import PlanError
 from plait.layout import assemble
 from plait.plan import Plan
-from plait.sharding.buffer import give_room_back, make_room
+from plait.sharding.flat_buffer import allocate_storage, free_storage
 from plait.sharding.unit import Unit
 
 STRATEGIES = ("none", "optimizer", "gradients", "full")
@@ -40,13 +40,13 @@ def test_memory_may_be_given_back_between_forward_and_backward() -> None:
     slot = next(slot for slot in buffer.slots.places if slot.name == "0.weight")
 
     def fill() -> None:
-        make_room(buffer.whole)
+        allocate_storage(buffer.whole)
         slot.view_of(buffer.whole).copy_(layer.weight.detach())
 
     fill()
     given_ = torch.ones(1, 64, requires_grad=True)
     output = functional.linear(given_, weight)
-    give_room_back(buffer.whole)
+    free_storage(buffer.whole)
     assert buffer.whole.untyped_storage().nbytes() == 0
     fill()
     output.sum().backward()

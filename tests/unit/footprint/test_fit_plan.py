@@ -9,21 +9,21 @@ import pytest
 from torch import nn
 
 import plait
-from plait.footprint.fitting import difference, fitting, nearest
-from plait.footprint.forecast import Setting
+from plait.footprint.estimate import MemoryEstimator
+from plait.footprint.fit_plan import changed_fields, fit_plan, nearest
 from plait.plan import Plan
 from plait.schedules.stage_cuts import ordered_cut
 
 ROWS = 8
 
 
-def setting(device: str = "cuda") -> Setting:
+def estimator(device: str = "cuda") -> MemoryEstimator:
     model = plait.models.gpt2(layers=2, hidden=32, heads=2, vocab=64, context=16)
-    return Setting(model, rows=ROWS, device=device)
+    return MemoryEstimator(model, rows=ROWS, device=device)
 
 
 def changes(plan: Plan, rows: int | None = ROWS, *, offloads: bool = True) -> Iterator[dict[str, object]]:
-    return (difference(plan, other) for other in nearest(plan, rows, offloads=offloads))
+    return (changed_fields(plan, other) for other in nearest(plan, rows, offloads=offloads))
 
 
 def test_one_change_at_a_time_the_cheapest_first() -> None:
@@ -72,9 +72,9 @@ def test_micro_batches_divide_the_batch() -> None:
 
 @pytest.mark.parametrize("part", [1.0, 0.9, 0.7, 0.5, 0.3])
 def test_the_first_that_fits(part: float) -> None:
-    plan, given = Plan(dp=2, microbatches=2), setting()
+    plan, given = Plan(dp=2, microbatches=2), estimator()
     limit = int(given.forecast(plan).most * part)
-    found = fitting(given, plan, limit)
+    found = fit_plan(given, plan, limit)
     assert found is not None
     assert given.forecast(found).most <= limit
     for nearer in nearest(plan, ROWS, offloads=True):
@@ -85,7 +85,7 @@ def test_the_first_that_fits(part: float) -> None:
 
 def test_a_plan_that_fits_is_the_answer() -> None:
     plan = Plan(dp=2, microbatches=2)
-    assert fitting(setting(), plan, 10**9) is plan or fitting(setting(), plan, 10**9) == plan
+    assert fit_plan(estimator(), plan, 10**9) is plan or fit_plan(estimator(), plan, 10**9) == plan
 
 
 def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
@@ -96,27 +96,27 @@ def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
         return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
 
     given, plan = (
-        replace(setting(), order_of=cache(order_of)),
+        replace(estimator(), order_of=cache(order_of)),
         Plan(pp=2, dp=2, schedule="auto", microbatches=4),
     )
-    assert fitting(given, plan, int(given.forecast(plan).most * 0.5)) is not None
+    assert fit_plan(given, plan, int(given.forecast(plan).most * 0.5)) is not None
     assert sorted(orders) in ([4], [4, 8])
 
 
 def test_none_fits() -> None:
-    assert fitting(setting(), Plan(dp=2, microbatches=2), 1000) is None
+    assert fit_plan(estimator(), Plan(dp=2, microbatches=2), 1000) is None
 
 
 def test_on_a_cpu_offloading_is_not_tried() -> None:
-    given, plan = setting("cpu"), Plan(dp=2, microbatches=8)
+    given, plan = estimator("cpu"), Plan(dp=2, microbatches=8)
     least = min(given.forecast(other).most for other in nearest(plan, ROWS, offloads=False))
-    assert fitting(given, plan, least) is not None
-    assert fitting(given, plan, least - 1) is None
+    assert fit_plan(given, plan, least) is not None
+    assert fit_plan(given, plan, least - 1) is None
 
 
 def test_without_a_known_batch_parameters_still_count() -> None:
-    given = Setting(nn.Sequential(nn.Linear(64, 64)), device="cuda")
+    given = MemoryEstimator(nn.Sequential(nn.Linear(64, 64)), device="cuda")
     plan = Plan(dp=4)
-    found = fitting(given, plan, int(given.forecast(plan).most * 0.9))
+    found = fit_plan(given, plan, int(given.forecast(plan).most * 0.9))
     assert found is not None
     assert found.strategy == "optimizer"

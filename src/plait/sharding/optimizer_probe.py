@@ -45,7 +45,7 @@ Cut: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 """From all groups to those of each rank."""
 
 
-def doubt(optimizer: Optimizer, reach: Reach) -> str | None:
+def probe(optimizer: Optimizer, reach: Reach) -> str | None:
     """Return why updates depend on more than `reach`, as the end of a sentence on the optimizer, or None.
 
     Tried for the settings of all of its groups together, on the device of its first parameter. The optimizer

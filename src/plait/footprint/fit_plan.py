@@ -7,7 +7,7 @@ from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
 
-from plait.footprint.forecast import Setting
+from plait.footprint.estimate import MemoryEstimator
 from plait.plan import Offload, Plan, Strategy
 
 CUT_GRADIENTS = ("gradients", "full")
@@ -21,7 +21,7 @@ class Change(NamedTuple):
     value: Any
 
 
-def fitting(setting: Setting, plan: Plan, limit: int) -> Plan | None:
+def fit_plan(estimator: MemoryEstimator, plan: Plan, limit: int) -> Plan | None:
     """The plan nearest to `plan` of which no rank holds more than `limit` bytes; None where there is none.
 
     `plan` itself, if it fits. Else with one field changed, in this order: gradients reduced each micro-batch;
@@ -29,16 +29,16 @@ def fitting(setting: Setting, plan: Plan, limit: int) -> Plan | None:
     of parameters, or of all. Then with two fields, and so on. What counts is the most that a rank holds,
     within operations too.
     """
-    rows = setting.rows_of(plan)
-    if setting.inputs is None:
-        setting = replace(setting, rows=rows)  # the batch stays as it is, however it is cut
-    for candidate in nearest(plan, rows, offloads=setting.where.type != "cpu"):
-        if max(rank.most for rank in setting.ranks(candidate)) <= limit:
+    rows = estimator.rows_of(plan)
+    if estimator.inputs is None:
+        estimator = replace(estimator, rows=rows)  # the batch stays as it is, however it is cut
+    for candidate in nearest(plan, rows, offloads=estimator.where.type != "cpu"):
+        if max(rank.most for rank in estimator.ranks(candidate)) <= limit:
             return candidate
     return None
 
 
-def difference(before: Plan, after: Plan) -> dict[str, Any]:
+def changed_fields(before: Plan, after: Plan) -> dict[str, Any]:
     """The fields in which two plans differ, with the values of the second."""
     values = {field.name: getattr(after, field.name) for field in fields(Plan)}
     return {name: value for name, value in values.items() if value != getattr(before, name)}

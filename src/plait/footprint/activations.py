@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-from plait.footprint.layers import Traces
-from plait.footprint.ledger import Block, Category, Ledger
-from plait.footprint.messages import MessageAccount
-from plait.footprint.traces import Phase, Trace
+from plait.footprint.layer_traces import ModelTraces
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
+from plait.footprint.receive_buffers import ReceiveBufferAccount
+from plait.footprint.traces import PhaseTrace, Trace
 from plait.schedules.action import Action, Kind
 from plait.schedules.program import (
     AwaitReceive,
@@ -23,20 +23,20 @@ from plait.schedules.program import (
     TakeBatch,
 )
 
-Names = dict[int, Block | None]
+Names = dict[int, MemoryBlock | None]
 """Which block stands for each number of a trace, in one micro-batch."""
 
 
-class FlowAccount:
+class ActivationAccount:
     """Enters in a ledger what `Worker`, `Stage` and `LossEnd` do with the tensors of each micro-batch."""
 
     def __init__(
         self,
-        ledger: Ledger,
-        messages: MessageAccount,
+        ledger: MemoryLedger,
+        messages: ReceiveBufferAccount,
         stages: Mapping[int, Sequence[Trace]],
-        traces: Traces,
-        inputs: Sequence[Block],
+        traces: ModelTraces,
+        inputs: Sequence[MemoryBlock],
     ) -> None:
         """`stages` are this rank's, layer by layer; `inputs` its batch, of which micro-batches are views."""
         self._ledger = ledger
@@ -44,7 +44,7 @@ class FlowAccount:
         self._stages = stages
         self._loss, self._clones = traces.loss, traces.clones
         self._inputs = inputs
-        self._flowing: dict[Hashable, Sequence[Block | None]] = {}
+        self._flowing: dict[Hashable, Sequence[MemoryBlock | None]] = {}
         """Forward and backward, per stage and micro-batch."""
         self._runs: dict[tuple[int, int, int], Names] = {}
         """Per stage, micro-batch and layer."""
@@ -65,13 +65,13 @@ class FlowAccount:
             Finish: lambda i: self._messages.finish(),
         }
 
-    def _flow(self, action: Action, blocks: Sequence[Block | None]) -> None:
+    def _flow(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
         """What flows into or out of a stage, forward or backward, is held until somebody takes it."""
         flow = _flow_of(action)
         self._flowing[flow] = blocks
         self._ledger.hold(flow, blocks)
 
-    def _take(self, action: Action) -> Sequence[Block | None]:
+    def _take(self, action: Action) -> Sequence[MemoryBlock | None]:
         """What flows, once; who takes it has to hold it."""
         flow = _flow_of(action)
         self._ledger.drop(flow)
@@ -110,7 +110,7 @@ class FlowAccount:
             del self._runs[run]
 
     def _phase(
-        self, run: tuple[int, int, int], action: Action, phase: Phase, given: Iterable[int | None]
+        self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]
     ) -> None:
         """Take what flows, make what the phase makes, keep what it keeps, and let its results flow."""
         self._ledger.reach(phase.most)
@@ -124,7 +124,7 @@ class FlowAccount:
         self._ledger.reach(self._clones + forward.most)
         given = self._take(action)
         if self._clones:
-            given = [Block(self._clones, Category.ACTIVATIONS)]
+            given = [MemoryBlock(self._clones, Category.ACTIVATIONS)]
         names = _named(self._loss.inputs, given) | _made(forward)
         self._losses[action.microbatch] = names
         self._ledger.hold(("loss", action.microbatch), _blocks(forward.held, names))
@@ -146,14 +146,14 @@ def _flow_of(action: Action) -> Hashable:
     return "forward" if action.kind is Kind.F else "backward", action.stage, action.microbatch
 
 
-def _named(numbers: Iterable[int | None], blocks: Iterable[Block | None]) -> Names:
+def _named(numbers: Iterable[int | None], blocks: Iterable[MemoryBlock | None]) -> Names:
     pairs = zip(numbers, blocks, strict=True)
     return {number: block for number, block in pairs if number is not None}
 
 
-def _made(phase: Phase) -> Names:
-    return {number: Block(nbytes, Category.ACTIVATIONS) for number, nbytes in phase.made.items()}
+def _made(phase: PhaseTrace) -> Names:
+    return {number: MemoryBlock(nbytes, Category.ACTIVATIONS) for number, nbytes in phase.made.items()}
 
 
-def _blocks(numbers: Iterable[int | None], names: Names) -> list[Block | None]:
+def _blocks(numbers: Iterable[int | None], names: Names) -> list[MemoryBlock | None]:
     return [None if number is None else names[number] for number in numbers]

@@ -12,12 +12,12 @@ import torch
 from torch import nn
 
 from plait.layout import Flat, Layout
-from plait.sharding.policy import Policy
-from plait.sharding.slots import Slots, place
+from plait.sharding.offsets import Offsets, place
+from plait.sharding.storage_policy import StoragePolicy
 
 
 @dataclass(frozen=True)
-class Kind:
+class BufferKind:
     """What the parameters of one buffer have in common."""
 
     dtype: torch.dtype
@@ -35,7 +35,7 @@ class Kind:
     """How many neighbours along `tp` hold the same, and each a summand of its gradient."""
 
 
-Arrangement = Mapping[str, Mapping[Kind, Slots]]
+Arrangement = Mapping[str, Mapping[BufferKind, Offsets]]
 """The buffers of each unit."""
 
 
@@ -44,7 +44,7 @@ def arrange(
     parameters: Mapping[str, nn.Parameter],
     layouts: Mapping[str, Layout],
     summed: Mapping[str, int],
-    policy: Policy,
+    policy: StoragePolicy,
     ranks: int,
 ) -> Arrangement:
     """The buffers of `units` (names of parameters), cut between `ranks`; `layouts` are those over `tp`.
@@ -76,12 +76,12 @@ def _kinds(
     names: Sequence[str],
     parameters: Mapping[str, nn.Parameter],
     summed: Mapping[str, int],
-    policy: Policy,
-) -> dict[Kind, list[str]]:
-    kinds: dict[Kind, list[str]] = {}
+    policy: StoragePolicy,
+) -> dict[BufferKind, list[str]]:
+    kinds: dict[BufferKind, list[str]] = {}
     for name in names:
         parameter = parameters[name]
-        kind = Kind(
+        kind = BufferKind(
             dtype=policy.dtype_of(parameter),
             master=policy.master_of(parameter),
             gradient=policy.gradient_of(parameter),

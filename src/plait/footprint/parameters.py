@@ -10,7 +10,7 @@ import torch
 
 from plait.blueprint import Blueprint
 from plait.comm.transport.shared_memory.transport import SHOW_LIMIT
-from plait.footprint.ledger import Block, Category, Ledger
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.schedules.program import (
     AwaitScatter,
     Finish,
@@ -20,18 +20,18 @@ from plait.schedules.program import (
     ReleaseParameters,
     ScatterGradient,
 )
-from plait.sharding.arranging import Kind
-from plait.sharding.policy import Policy
-from plait.sharding.slots import Slots
+from plait.sharding.buffer_specs import BufferKind
+from plait.sharding.offsets import Offsets
+from plait.sharding.storage_policy import StoragePolicy
 
 
 @dataclass(frozen=True)
 class BufferSizes:
-    """The bytes of each tensor of one flat buffer, 0 where there is none; see `plait.sharding.unit.Maker`."""
+    """The bytes of each tensor of one flat buffer, 0 where there is none."""
 
-    kind: Kind
-    slots: Slots
-    policy: Policy
+    kind: BufferKind
+    slots: Offsets
+    policy: StoragePolicy
     stages: int
     """Of the rank, that use it: each adds to a gradient of its own."""
     sums: bool
@@ -132,28 +132,30 @@ class BufferSizes:
 
 
 def buffers_of(
-    drawn: Blueprint, stages: Collection[int], device: torch.device
+    blueprint: Blueprint, stages: Collection[int], device: torch.device
 ) -> dict[str, list[BufferSizes]]:
     """Of each unit that these stages use, on a rank that has them and computes on `device`."""
-    sequence, policy = drawn.sequence, drawn.policy_on(device)
-    alike = drawn.plan.replicate if drawn.plan.shards else drawn.plan.dp
+    sequence, policy = blueprint.sequence, blueprint.policy_on(device)
+    alike = blueprint.plan.replicate if blueprint.plan.shards else blueprint.plan.dp
     buffers: dict[str, list[BufferSizes]] = {}
     for name in sequence.users:
         unit = sequence.unit_of(name)
-        users = len(drawn.stages_with(unit, stages))
+        users = len(blueprint.stages_with(unit, stages))
         if unit not in buffers and users:
-            tied = len(drawn.holders[name]) > 1
+            tied = len(blueprint.owners[name]) > 1
             buffers[unit] = [
                 BufferSizes(kind, slots, policy, users, sums=alike > 1 or tied or kind.summands > 1)
-                for kind, slots in drawn.arrangement[unit].items()
+                for kind, slots in blueprint.arrangement[unit].items()
             ]
     return buffers
 
 
-class UnitAccount:
+class ParameterAccount:
     """Enters in a ledger what `Gatherer` and `Reducer` do with the units of one rank."""
 
-    def __init__(self, ledger: Ledger, units: Mapping[str, Sequence[BufferSizes]], moments: int) -> None:
+    def __init__(
+        self, ledger: MemoryLedger, units: Mapping[str, Sequence[BufferSizes]], moments: int
+    ) -> None:
         """What is always there is held from now on. `moments`: tensors of state a parameter."""
         self._ledger = ledger
         self._units = units
@@ -180,7 +182,7 @@ class UnitAccount:
 
     def _gather(self, name: str) -> None:
         sizes = (0 if one.keeps_whole else one.whole for one in self._units[name])
-        self._ledger.hold(("gathered", name), [Block(size, Category.GATHERED) for size in sizes])
+        self._ledger.hold(("gathered", name), [MemoryBlock(size, Category.GATHERED) for size in sizes])
 
     def _open(self, name: str) -> None:
         sizes = (0 if one.keeps_gradient else one.gradient for one in self._units[name])
@@ -200,22 +202,22 @@ class UnitAccount:
     def _finish(self) -> None:
         for name, sizes in self._units.items():
             self._ledger.drop(("reducing", name))
-            visitors = [Block(one.visitor, Category.PARAMETERS) for one in sizes]
+            visitors = [MemoryBlock(one.visitor, Category.PARAMETERS) for one in sizes]
             self._ledger.hold(("visiting", name), visitors)
 
 
-def _always(sizes: BufferSizes, moments: int) -> Iterator[Block]:
+def _always(sizes: BufferSizes, moments: int) -> Iterator[MemoryBlock]:
     """What a buffer has all the time. Where layers run on the CPU, what is offloaded is beside the rest."""
     policy = sizes.policy
     elsewhere = policy.device.type != "cpu"
     parameters_leave = elsewhere and policy.offloads_parameters
     gradients_leave = elsewhere and policy.offloads_gradients
-    yield Block(sizes.whole * sizes.keeps_whole, Category.PARAMETERS)
-    yield Block(sizes.piece, Category.PARAMETERS, parameters_leave)
-    yield Block(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS)
-    yield Block(sizes.piece_gradient, Category.GRADIENTS, gradients_leave)
-    yield Block(moments * sizes.moment, Category.STATE, gradients_leave)
+    yield MemoryBlock(sizes.whole * sizes.keeps_whole, Category.PARAMETERS)
+    yield MemoryBlock(sizes.piece, Category.PARAMETERS, parameters_leave)
+    yield MemoryBlock(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS)
+    yield MemoryBlock(sizes.piece_gradient, Category.GRADIENTS, gradients_leave)
+    yield MemoryBlock(moments * sizes.moment, Category.STATE, gradients_leave)
 
 
-def _gradients(sizes: Iterable[int]) -> list[Block]:
-    return [Block(size, Category.GRADIENTS) for size in sizes]
+def _gradients(sizes: Iterable[int]) -> list[MemoryBlock]:
+    return [MemoryBlock(size, Category.GRADIENTS) for size in sizes]

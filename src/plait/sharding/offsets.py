@@ -42,7 +42,7 @@ class Slot:
 
 
 @dataclass(frozen=True)
-class Slots:
+class Offsets:
     """The places of the parameters of one buffer of `size` elements, cut into `pieces` of one size."""
 
     places: tuple[Slot, ...]
@@ -61,7 +61,7 @@ class Slots:
         return (0, *within, slot.shape.numel())
 
 
-def place(shapes: Mapping[str, torch.Size], pieces: int) -> Slots:
+def place(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
     """Lay parameters of these shapes out in a buffer for `pieces` ranks; for one in the given order."""
     if pieces > 1:
         elements = sum(shape.numel() for shape in shapes.values())
@@ -75,7 +75,7 @@ def place(shapes: Mapping[str, torch.Size], pieces: int) -> Slots:
     return _slots(shapes, starts, pieces * _up(-(-stop // pieces), ALIGNMENT), pieces)
 
 
-def _place_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Slots:
+def _place_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
     """Long rows first: where they are multiples of the shorter ones nothing is lost between parameters."""
     rows = {name: max(1, prod(shape[1:])) for name, shape in shapes.items()}
     starts, stop = {}, 0
@@ -85,8 +85,8 @@ def _place_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Slots:
     return _slots(shapes, starts, pieces * _up(-(-stop // pieces), lcm(ALIGNMENT, *rows.values())), pieces)
 
 
-def _slots(shapes: Mapping[str, torch.Size], starts: Mapping[str, int], size: int, pieces: int) -> Slots:
-    return Slots(tuple(Slot(name, shapes[name], start) for name, start in starts.items()), size, pieces)
+def _slots(shapes: Mapping[str, torch.Size], starts: Mapping[str, int], size: int, pieces: int) -> Offsets:
+    return Offsets(tuple(Slot(name, shapes[name], start) for name, start in starts.items()), size, pieces)
 
 
 def _up(size: int, step: int) -> int:

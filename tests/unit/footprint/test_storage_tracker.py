@@ -8,20 +8,20 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.footprint.watch import Watch
+from plait.footprint.storage_tracker import StorageTracker
 
 
-def alive(watch: Watch) -> list[int]:
+def alive(watch: StorageTracker) -> list[int]:
     """Bytes."""
     return sorted(watch.sizes[number] for number in watch.alive())
 
 
 @pytest.fixture
-def watch() -> Watch:
-    return Watch()
+def watch() -> StorageTracker:
+    return StorageTracker()
 
 
-def test_memory_counts_until_the_last_view_of_it_is_gone(watch: Watch) -> None:
+def test_memory_counts_until_the_last_view_of_it_is_gone(watch: StorageTracker) -> None:
     with watch.watching():
         tensor = torch.empty(6)
         view = tensor.view(2, 3)[1:]
@@ -32,7 +32,7 @@ def test_memory_counts_until_the_last_view_of_it_is_gone(watch: Watch) -> None:
         assert alive(watch) == []
 
 
-def test_what_autograd_saves_is_seen_inside_functions_too(watch: Watch) -> None:
+def test_what_autograd_saves_is_seen_inside_functions_too(watch: StorageTracker) -> None:
     with watch.watching():
         given = torch.empty(4, 8, requires_grad=True)
         output = torch.nn.functional.layer_norm(given, (8,))  # keeps a mean and a deviation of each row
@@ -57,7 +57,7 @@ class Keeping(torch.autograd.Function):
         return gradient + 1, None
 
 
-def test_what_a_backward_leaves_behind_is_seen(watch: Watch) -> None:
+def test_what_a_backward_leaves_behind_is_seen(watch: StorageTracker) -> None:
     kept: list[Tensor] = []
     with watch.watching():
         given = torch.empty(5, requires_grad=True)
@@ -70,7 +70,7 @@ def test_what_a_backward_leaves_behind_is_seen(watch: Watch) -> None:
         assert alive(watch) == []
 
 
-def test_samples_hold_what_passed_as_well(watch: Watch) -> None:
+def test_samples_hold_what_passed_as_well(watch: StorageTracker) -> None:
     with watch.watching():
         given = torch.empty(10)
         given = given + 1
@@ -79,7 +79,7 @@ def test_samples_hold_what_passed_as_well(watch: Watch) -> None:
 
 
 def test_afterwards_all_is_as_before() -> None:
-    watch = Watch()
+    watch = StorageTracker()
     with watch.watching():
         torch.empty(3)
     seen = len(watch.samples)

@@ -6,23 +6,23 @@ from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from math import prod
 
-from plait.footprint.ledger import Block, Category, Ledger
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.exchange import SENDS_UNDER_WAY
 from plait.schedules.action import Action, Kind
 
 
-class MessageAccount:
+class ReceiveBufferAccount:
     """Enters in a ledger what an `Exchange` of one rank holds."""
 
-    def __init__(self, ledger: Ledger, crossing: Mapping[int, Sequence[TensorInfo]]) -> None:
+    def __init__(self, ledger: MemoryLedger, crossing: Mapping[int, Sequence[TensorInfo]]) -> None:
         """`crossing[s]` is what stage `s` sends forward."""
         self._ledger = ledger
         self._crossing = crossing
-        self._free: dict[int, list[Block]] = defaultdict(list)
-        self._pool: set[Block] = set()
-        self._posted: dict[Action, list[Block]] = {}
-        self._lent: dict[tuple[int, int], list[Block]] = defaultdict(list)
+        self._free: dict[int, list[MemoryBlock]] = defaultdict(list)
+        self._pool: set[MemoryBlock] = set()
+        self._posted: dict[Action, list[MemoryBlock]] = {}
+        self._lent: dict[tuple[int, int], list[MemoryBlock]] = defaultdict(list)
         self._sends: dict[tuple[int, Kind], list[int]] = defaultdict(list)
         self._sent = 0
 
@@ -34,13 +34,13 @@ class MessageAccount:
             expected = [info for info in self._crossing[action.stage] if info.requires_grad]
         self._posted[action] = [self._take(bytes_of(info)) for info in expected]
 
-    def take(self, action: Action) -> list[Block]:
+    def take(self, action: Action) -> list[MemoryBlock]:
         """What `action` needs has come."""
         blocks = self._posted.pop(action)
         self._lent[action.stage, action.microbatch] += blocks
         return blocks
 
-    def send(self, action: Action, blocks: Sequence[Block], peer: int) -> None:
+    def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
         """A send starts, which holds what it sends until the next but one has started."""
         under_way = self._sends[peer, action.kind]
         if len(under_way) == SENDS_UNDER_WAY:
@@ -49,19 +49,19 @@ class MessageAccount:
         self._ledger.hold(("send", self._sent), map(self.outlasting, blocks))
         under_way.append(self._sent)
 
-    def send_gradients(self, action: Action, gradients: Sequence[Block | None], peer: int) -> None:
+    def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
         """Likewise, with zeros where no gradient flows."""
         pairs = zip(self._crossing[action.stage - 1], gradients, strict=True)
         blocks = [
-            Block(bytes_of(info), Category.MESSAGES) if gradient is None else gradient
+            MemoryBlock(bytes_of(info), Category.MESSAGES) if gradient is None else gradient
             for info, gradient in pairs
             if info.requires_grad
         ]
         self.send(action, blocks, peer)
 
-    def outlasting(self, block: Block) -> Block:
+    def outlasting(self, block: MemoryBlock) -> MemoryBlock:
         """`block`, or a copy where it is a buffer of the pool."""
-        return Block(block.nbytes, Category.MESSAGES) if block in self._pool else block
+        return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 
     def release(self, stage: int, microbatch: int) -> None:
         """The buffers that a stage was lent for a micro-batch are free."""
@@ -75,10 +75,10 @@ class MessageAccount:
                 self._ledger.drop(("send", number))
             under_way.clear()
 
-    def _take(self, nbytes: int) -> Block:
+    def _take(self, nbytes: int) -> MemoryBlock:
         if self._free[nbytes]:
             return self._free[nbytes].pop()
-        block = Block(nbytes, Category.MESSAGES)
+        block = MemoryBlock(nbytes, Category.MESSAGES)
         self._pool.add(block)
         self._ledger.hold(("pool", len(self._pool)), [block])
         return block

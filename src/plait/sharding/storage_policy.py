@@ -11,7 +11,7 @@ CPU = torch.device("cpu")
 
 
 @dataclass(frozen=True)
-class Policy:
+class StoragePolicy:
     """Of one rank. A dtype of None is that of the parameter itself."""
 
     device: torch.device

@@ -9,12 +9,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharding_cases import SHAPES
 
-from plait.sharding.slots import ALIGNMENT, MOST_PADDING, Slots, place
+from plait.sharding.offsets import ALIGNMENT, MOST_PADDING, Offsets, place
 
 PIECES = st.integers(1, 7)
 
 
-def placed(shapes: list[tuple[int, ...]], pieces: int) -> Slots:
+def placed(shapes: list[tuple[int, ...]], pieces: int) -> Offsets:
     return place({str(number): torch.Size(shape) for number, shape in enumerate(shapes)}, pieces)
 
 
@@ -22,15 +22,15 @@ def row_of(shape: tuple[int, ...]) -> int:
     return max(1, prod(shape[1:]))
 
 
-def cuts_between_rows(slots: Slots) -> bool:
+def cuts_between_rows(slots: Offsets) -> bool:
     return all(bound % row_of(slot.shape) == 0 for slot in slots.places for bound in slots.bounds(slot)[1:-1])
 
 
-def padding(slots: Slots) -> int:
+def padding(slots: Offsets) -> int:
     return slots.size - sum(slot.shape.numel() for slot in slots.places)
 
 
-def starts(slots: Slots) -> dict[str, int]:
+def starts(slots: Offsets) -> dict[str, int]:
     return {slot.name: slot.start for slot in slots.places}
 
 
