@@ -1,4 +1,4 @@
-"""How many frames of plait lie between `forward_backward` and a matrix product? Prints the table of README.md."""
+"""How many frames lie between `forward_backward` and a matrix product? Prints the table of README.md."""
 
 import sys
 import time
