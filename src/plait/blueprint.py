@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from itertools import accumulate, pairwise
 
 import torch
 from torch import nn
@@ -63,6 +64,12 @@ class Blueprint:
         return piece_layouts(self.arrangement, self.whole_layouts)
 
     @cached_property
+    def stage_layers(self) -> tuple[range, ...]:
+        """Return the layers of the model that each stage runs."""
+        bounds = accumulate(self.layers_per_stage, initial=0)
+        return tuple(range(first, stop) for first, stop in pairwise(bounds))
+
+    @cached_property
     def shape(self) -> Shape:
         """What lowering must know."""
         users = unit_users(self.sequence, self.layers_per_stage)
@@ -80,10 +87,8 @@ class Blueprint:
         slots = (slots for kinds in self.arrangement.values() for slots in kinds.values())
         buffers = {
             name: (rank_of[stage], tuple(buffer.shape))
-            for stage in range(len(self.layers_per_stage))
-            for name, buffer in saved_buffers(
-                layers[layer] for layer in layers_of_stage(stage, self.layers_per_stage)
-            )
+            for stage, numbers in enumerate(self.stage_layers)
+            for name, buffer in saved_buffers(layers[number] for number in numbers)
         }
         return Spread(
             plan=self.plan,
@@ -185,12 +190,6 @@ def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tupl
         sequence.unit_of(name): tuple(places[layer] for layer in layers)
         for name, layers in sequence.users.items()
     }
-
-
-def layers_of_stage(stage: int, counts: Sequence[int]) -> range:
-    """Which layers of the model make up a stage."""
-    first = sum(counts[:stage])
-    return range(first, first + counts[stage])
 
 
 def rules_of_partitioned_modules(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.weight_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, build_blueprint, layers_of_stage
+from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.agreement import agree, unlike_first
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
@@ -78,10 +78,7 @@ def parallelize(
     sequence = blueprint.sequence
     source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
     steps, dropout = Steps(blueprint.schedule, blueprint.shape, mesh.index("pp")), DropoutGenerator(seed)
-    spans = {
-        stage: layers_of_stage(stage, blueprint.layers_per_stage)
-        for stage in blueprint.schedule.stages_of(mesh.index("pp"))
-    }
+    spans = {stage: blueprint.stage_layers[stage] for stage in steps.schedule.stages_of(mesh.index("pp"))}
     units = build_units(blueprint, spans, mesh, source)
     weaving = blueprint.weaving(mesh.group("tp"))
     stages = build_stages(blueprint, spans, units, weaving, mesh, source, dropout)

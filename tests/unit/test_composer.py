@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import build_blueprint, layers_of_stage, pp_owners, unit_users
+from plait.blueprint import build_blueprint, pp_owners, unit_users
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
@@ -90,8 +90,9 @@ def test_units_users_and_holders_of_a_tied_model() -> None:
     assert pp_owners(sequence, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}
 
 
-def test_spans() -> None:
-    assert [layers_of_stage(stage, (2, 1, 3)) for stage in range(3)] == [range(2), range(2, 3), range(3, 6)]
+def test_layers_of_each_stage() -> None:
+    blueprint = build_blueprint(linears(6), Plan(pp=3, layers_per_stage=(2, 1, 3), microbatches=3))
+    assert blueprint.stage_layers == (range(2), range(2, 3), range(3, 6))
 
 
 @pytest.mark.parametrize("loss", [None, nn.TripletMarginLoss(), lambda output, targets: 0, "cross_entropy"])

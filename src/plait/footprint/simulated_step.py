@@ -7,7 +7,7 @@ from typing import Any, get_args
 
 import torch
 
-from plait.blueprint import Blueprint, layers_of_stage
+from plait.blueprint import Blueprint
 from plait.footprint.activations import ActivationAccount
 from plait.footprint.layer_traces import ModelTraces
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
@@ -37,10 +37,7 @@ def simulate_step(
     flows. `moments` are the tensors of the optimizer's state a parameter.
     """
     ledger = MemoryLedger()
-    spans = {
-        stage: layers_of_stage(stage, blueprint.layers_per_stage)
-        for stage in blueprint.schedule.stages_of(rank)
-    }
+    spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
     units = ParameterAccount(ledger, buffers_of(blueprint, spans, device), moments)
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
@@ -109,11 +106,10 @@ def _flow(
     traces: ModelTraces,
     inputs: Sequence[MemoryBlock],
 ) -> ActivationAccount:
-    ends = {
-        stage: layers_of_stage(stage, blueprint.layers_per_stage)[-1]
-        for stage in range(len(blueprint.layers_per_stage))
+    crossing = {
+        stage: traces.infos[layers[-1]].tensors for stage, layers in enumerate(blueprint.stage_layers)
     }
-    messages = ReceiveBufferAccount(ledger, {stage: traces.infos[end].tensors for stage, end in ends.items()})
+    messages = ReceiveBufferAccount(ledger, crossing)
     stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
     return ActivationAccount(ledger, messages, stages, traces, inputs)
 
@@ -127,9 +123,7 @@ def _described(instruction: Instruction, blueprint: Blueprint) -> str:
     name = type(instruction).__name__
     if isinstance(instruction, RunLayer):
         action = instruction.action
-        layer = blueprint.sequence.layers[
-            layers_of_stage(action.stage, blueprint.layers_per_stage)[instruction.layer]
-        ]
+        layer = blueprint.sequence.layers[blueprint.stage_layers[action.stage][instruction.layer]]
         return f"{action} of layer {layer.path}" if layer.path else str(action)
     about = getattr(instruction, "action", getattr(instruction, "unit", ""))
     return f"{name}({about})"
