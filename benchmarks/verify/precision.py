@@ -18,10 +18,10 @@ from plait.sharding import gatherer, reducer
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.rank import Outcome, run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.report import Report
-from plait.verification.verify import report_on
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import RankOutcome, verify_rank
+from plait.verification.report import VerificationReport
+from plait.verification.report_from_ranks import build_report
 
 PLAN = plait.Plan(
     pp=2, tp=2, dp=2, microbatches=2, strategy="full", precision="bf16", master_precision="fp32"
@@ -228,19 +228,21 @@ KINDS: dict[str, tuple[Seeded, plait.Plan]] = {
 }
 
 
-def run_with(seeded: Seeded, size: float, case: Case, plan: plait.Plan) -> Outcome:
+def run_with(seeded: Seeded, size: float, case: Case, plan: plait.Plan) -> RankOutcome:
     """One rank's verification with an error in it."""
     with seeded(size):
-        return run_rank(case, plan)
+        return verify_rank(case, plan)
 
 
-def verified(pool: RankPool, seeded: Seeded, size: float, plan: plait.Plan, hidden: int) -> Report:
+def verified(
+    pool: RankPool, seeded: Seeded, size: float, plan: plait.Plan, hidden: int
+) -> VerificationReport:
     """What `plait verify --mode native` says of a model with an error in it."""
     tokens = torch.randint(256, (8, 65), generator=torch.Generator().manual_seed(0))
     model = partial(plait.models.gpt2, layers=2, hidden=hidden, heads=4, vocab=256, context=64)
     batches = [(tokens[:, :-1], tokens[:, 1:].contiguous())] * 2
-    case = Case(model, cross_entropy, batches, Recipe(mode="native"), timeout=60.0)
-    return report_on(case, plan, pool.run(run_with, seeded, size, case, plan, ranks=plan.world))
+    case = Case(model, cross_entropy, batches, VerifyOptions(mode="native"), timeout=60.0)
+    return build_report(pool.run(run_with, seeded, size, case, plan, ranks=plan.world), plan, case.options)
 
 
 def smallest_seen(pool: RankPool, seeded: Seeded, plan: plait.Plan, hidden: int) -> tuple[str, str]:
@@ -252,7 +254,7 @@ def smallest_seen(pool: RankPool, seeded: Seeded, plan: plait.Plan, hidden: int)
         if report.first is None:
             unseen = digits
         else:
-            seen, where = digits, report.what(report.first.difference.place)
+            seen, where = digits, report.what(report.first.difference.location)
     return (f"2^-{seen}" if seen else "none below 1"), where
 
 

@@ -20,9 +20,9 @@ from plait.comm.pool import RankPool
 from plait.pipeline.exchange import Exchange
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.rank import Outcome, run_rank
-from plait.verification.recipe import Mode, Recipe
-from plait.verification.verify import report_on
+from plait.verification.options import Mode, VerifyOptions
+from plait.verification.rank_verification import RankOutcome, verify_rank
+from plait.verification.report_from_ranks import build_report
 
 DEMO = Path(__file__).parents[2] / "examples" / "demo.toml"
 RUNS = {
@@ -66,22 +66,22 @@ def one_element_off(error: float, backward: bool) -> Iterator[None]:
         yield
 
 
-def run_with(error: float, backward: bool, case: Case) -> Outcome:
+def run_with(error: float, backward: bool, case: Case) -> RankOutcome:
     """One rank's verification with a mistake in it."""
     with one_element_off(error, backward):
-        return run_rank(case, PLAN)
+        return verify_rank(case, PLAN)
 
 
 def smallest_seen(pool: RankPool, mode: Mode, backward: bool, hidden: int) -> str:
     """The smallest power of ten that is seen."""
     tokens = torch.randint(256, (4, 65), generator=torch.Generator().manual_seed(0))
     model = partial(plait.models.gpt2, layers=2, hidden=hidden, heads=4, vocab=256, context=64)
-    recipe = Recipe(mode=mode, steps=1)
-    case = Case(model, cross_entropy, [(tokens[:, :-1], tokens[:, 1:].contiguous())], recipe)
+    options = VerifyOptions(mode=mode, steps=1)
+    case = Case(model, cross_entropy, [(tokens[:, :-1], tokens[:, 1:].contiguous())], options)
     seen = "none"
     for exponent in range(0, -17, -1):
         outcomes = pool.run(run_with, 10.0**exponent, backward, case, ranks=2)
-        if report_on(case, PLAN, outcomes):
+        if build_report(outcomes, PLAN, case.options):
             break
         seen = f"1e{exponent}"
     return seen

@@ -20,9 +20,9 @@ from parity.parity import check_parity
 from plait.comm.pool import RankPool
 from plait.plan import Plan
 from plait.verification.case import Case
-from plait.verification.rank import run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.verify import report_on
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 
 
 @pytest.fixture(scope="module")
@@ -107,8 +107,8 @@ def test_verify_says_equal_with_dropout(ranks: RankPool, name: str, mode: Any) -
 def verify(ranks: RankPool, theirs: nn.Module, plan: Plan) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
     model = plait.models.from_huggingface(theirs)
-    case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, Recipe())
-    report = report_on(case, plan, ranks.run(run_rank, case, plan, ranks=plan.world))
+    case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
+    report = build_report(ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
     assert report, report
 
 

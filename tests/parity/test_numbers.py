@@ -22,9 +22,9 @@ from plait.layout import assemble
 from plait.plan import Plan
 from plait.rules import column, row
 from plait.verification.case import Case
-from plait.verification.rank import run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.verify import report_on
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 
 
 class Scaled(nn.Module):
@@ -149,11 +149,11 @@ RUNS = [(name, "float64") for name in PLANS] + [("full", "native"), ("full", "ex
 
 @pytest.mark.parametrize(("name", "mode"), RUNS)
 def test_verified(rank_pool: RankPool, name: str, mode: Any) -> None:
-    plan, recipe = PLANS[name], Recipe(mode=mode, steps=1 if mode == "exact" else 2)
+    plan, options = PLANS[name], VerifyOptions(mode=mode, steps=1 if mode == "exact" else 2)
     case = Case(
-        model(), LOSS, [batch(0), batch(1)][: recipe.steps], recipe, RULES, device="cpu", timeout=60.0
+        model(), LOSS, [batch(0), batch(1)][: options.steps], options, RULES, device="cpu", timeout=60.0
     )
-    report = report_on(case, plan, rank_pool.run(run_rank, case, plan, ranks=plan.world))
+    report = build_report(rank_pool.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
     assert report, str(report)
 
 

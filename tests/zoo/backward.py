@@ -13,7 +13,7 @@ from parity.defects import no_gradient_over_boundary, rounded_to_single_precisio
 from parity.tensor_defects import backward_of_the_reduction_scaled, entrance_without_sum
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.stage import Gradients, Stage
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, rank
 from zoo.row import Named, Row
@@ -112,7 +112,7 @@ def gradient_sent_too_early() -> Iterator[None]:
         yield
 
 
-def _row(defect: Any, model: Any, plan: Any, phase: Phase, layer: str, **more: Any) -> Row:
+def _row(defect: Any, model: Any, plan: Any, phase: StepPhase, layer: str, **more: Any) -> Row:
     shown = {key: more.pop(key) for key in ("missed", "unexplained", "full") if key in more}
     named = Named(phase=phase, layer=layer, **{"microbatch": 0} | more)
     return Row(defect=defect, model=model, plan=plan, named=named, **shown)
@@ -124,7 +124,7 @@ BACKWARD = (
         entrance_without_sum,
         cases.GPT2,
         cases.TWO_PIECES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         "head",
         ranks=BOTH,
         cause="sum over tp is missing",
@@ -133,7 +133,7 @@ BACKWARD = (
         mlp_entrance_without_sum,
         cases.LLAMA,
         cases.TWO_PIECES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.MLP,
         ranks=BOTH,
         cause="sum over tp is missing",
@@ -142,7 +142,7 @@ BACKWARD = (
         backward_of_the_reduction_scaled,
         cases.GPT2,
         cases.TWO_PIECES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.MLP,
         ranks=BOTH,
         cause="adds to the gradient is 2 times .* size of tp",
@@ -151,7 +151,7 @@ BACKWARD = (
         attention_reduction_scaled,
         cases.LLAMA,
         cases.TWO_PIECES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.ATTENTION,
         ranks=BOTH,
         cause="adds to the gradient is 2 times .* size of tp",
@@ -161,7 +161,7 @@ BACKWARD = (
         residual_forgotten,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.MLP,
         ranks=(1,),
         full=True,
@@ -170,7 +170,7 @@ BACKWARD = (
         residual_twice,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.ATTENTION,
         ranks=FIRST,
         full=True,
@@ -179,7 +179,7 @@ BACKWARD = (
         gradient_zero_on_one_rank,
         cases.GPT2,
         cases.TWO_COPIES,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         "head",
         microbatch=2,
         ranks=(1,),
@@ -190,7 +190,7 @@ BACKWARD = (
         no_gradient_over_boundary,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         ranks=FIRST,
         cause="zero",
@@ -199,7 +199,7 @@ BACKWARD = (
         gradient_of_another_microbatch,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         microbatch=1,
         ranks=FIRST,
@@ -209,7 +209,7 @@ BACKWARD = (
         gradient_with_the_wrong_sign,
         cases.LLAMA,
         cases.TWO_STAGES,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         ranks=FIRST,
         cause="-1 times",
@@ -218,7 +218,7 @@ BACKWARD = (
         gradient_divided_by_stages,
         cases.LLAMA,
         cases.FORWARD_FIRST,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         ranks=FIRST,
         cause="1/2 times",
@@ -228,7 +228,7 @@ BACKWARD = (
         gradient_sent_too_early,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         ranks=FIRST,
         full=True,
@@ -237,7 +237,7 @@ BACKWARD = (
         rounded_to_single_precision,
         cases.GPT2,
         cases.TWO_STAGES,
-        Phase.GRADIENT_MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
         cases.ATTENTION,
         ranks=FIRST,
         cause="float32",

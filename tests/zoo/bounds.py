@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.engine import Engine, engine
 from plait.sharding.norm import scale_to, start_norm
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo.patching import rank
 from zoo.row import TWO_STEPS
 from zoo.stepping import BOTH, COPIES, EXACT, STAGES, row_of
@@ -144,40 +144,42 @@ def norm_of_the_engine_is_always_two() -> Any:
 
 BOUNDS = (
     row_of(
-        Phase.CLIP,
+        StepPhase.CLIP,
         clipped_without_clamp,
         STAGES,
         full=False,
         ranks=BOTH,
         cause="though the norm is below the bound",
     ),
-    row_of(Phase.CLIP, clamped_from_below, STAGES, ranks=BOTH),
-    row_of(Phase.CLIP, clipped_from_four_times_the_bound, COPIES, full=False, ranks=BOTH, cause="not scaled"),
-    row_of(Phase.CLIP, bound_shared_by_ranks, COPIES, ranks=BOTH, cause="1/2"),
-    row_of(Phase.CLIP, clipped_by_the_square, STAGES, ranks=BOTH),
-    row_of(Phase.CLIP, clipped_with_a_large_epsilon, COPIES, ranks=BOTH),
-    row_of(Phase.CLIP, factor_in_single_precision, COPIES, ranks=BOTH),
-    row_of(Phase.CLIP, clipped_element_by_element, COPIES, ranks=BOTH),
-    row_of(Phase.CLIP, first_unit_not_clipped, COPIES, ranks=BOTH, cause="not scaled"),
-    row_of(Phase.CLIP, clipped_on_the_last_rank_only, COPIES, ranks=(0,), cause="not scaled"),
+    row_of(StepPhase.CLIP, clamped_from_below, STAGES, ranks=BOTH),
     row_of(
-        Phase.CLIP,
+        StepPhase.CLIP, clipped_from_four_times_the_bound, COPIES, full=False, ranks=BOTH, cause="not scaled"
+    ),
+    row_of(StepPhase.CLIP, bound_shared_by_ranks, COPIES, ranks=BOTH, cause="1/2"),
+    row_of(StepPhase.CLIP, clipped_by_the_square, STAGES, ranks=BOTH),
+    row_of(StepPhase.CLIP, clipped_with_a_large_epsilon, COPIES, ranks=BOTH),
+    row_of(StepPhase.CLIP, factor_in_single_precision, COPIES, ranks=BOTH),
+    row_of(StepPhase.CLIP, clipped_element_by_element, COPIES, ranks=BOTH),
+    row_of(StepPhase.CLIP, first_unit_not_clipped, COPIES, ranks=BOTH, cause="not scaled"),
+    row_of(StepPhase.CLIP, clipped_on_the_last_rank_only, COPIES, ranks=(0,), cause="not scaled"),
+    row_of(
+        StepPhase.CLIP,
         clipped_in_the_first_step_only,
         COPIES,
         full=False,
         ranks=BOTH,
         step=1,
-        recipe=TWO_STEPS,
+        options=TWO_STEPS,
         cause="not scaled",
     ),
-    row_of(Phase.NORM, norm_is_the_clipped_one, STAGES, full=False, ranks=BOTH),
-    row_of(Phase.NORM, norm_in_16_bits, STAGES, ranks=BOTH),
-    row_of(Phase.NORM, largest_element_of_own_rank, STAGES, full=False, recipe=EXACT),
+    row_of(StepPhase.NORM, norm_is_the_clipped_one, STAGES, full=False, ranks=BOTH),
+    row_of(StepPhase.NORM, norm_in_16_bits, STAGES, ranks=BOTH),
+    row_of(StepPhase.NORM, largest_element_of_own_rank, STAGES, full=False, options=EXACT),
     row_of(
-        Phase.NORM,
+        StepPhase.NORM,
         norm_of_the_engine_is_always_two,
         replace(STAGES, microbatches=3),
         ranks=BOTH,
-        recipe=EXACT,
+        options=EXACT,
     ),
 )

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 from parity import case as parity
 from plait.plan import Plan
-from plait.verification.recipe import Recipe
+from plait.verification.options import VerifyOptions
 from zoo.row import ONE_STEP
 
 CLAIMS = {
@@ -41,7 +41,7 @@ class Mistake:
     """A pattern of what names the cause, or, where many causes give such numbers, of the place of it."""
     true: frozenset[str]
     """Of `CLAIMS`, those that hold."""
-    recipe: Recipe = ONE_STEP
+    options: VerifyOptions = ONE_STEP
 
     @property
     def name(self) -> str:

@@ -11,7 +11,7 @@ from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan import Plan
 from plait.tensor import weave
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
 
 
@@ -60,25 +60,25 @@ DROPPING = (
         defect=rows_counted_from_each_ranks_first,
         model=MODEL,
         plan=TWO_COPIES,
-        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=2, ranks=(1,)),
+        named=Named(phase=StepPhase.FORWARD, layer=EMBEDDED, microbatch=2, ranks=(1,)),
     ),
     Row(
         defect=every_micro_batch_the_first,
         model=MODEL,
         plan=Plan(pp=2, microbatches=2),
-        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=1, ranks=(0,)),
+        named=Named(phase=StepPhase.FORWARD, layer=EMBEDDED, microbatch=1, ranks=(0,)),
     ),
     Row(
         defect=first_heads_on_every_rank,
         model=MODEL,
         plan=TWO_PIECES,
-        named=Named(phase=Phase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
+        named=Named(phase=StepPhase.FORWARD, layer="2", microbatch=0, ranks=(0, 1)),
     ),
     Row(
         defect=the_same_in_every_step,
         model=MODEL,
         plan=Plan(pp=2, microbatches=2),
-        recipe=TWO_STEPS,
-        named=Named(phase=Phase.FORWARD, layer=EMBEDDED, microbatch=0, step=1, ranks=(0,)),
+        options=TWO_STEPS,
+        named=Named(phase=StepPhase.FORWARD, layer=EMBEDDED, microbatch=0, step=1, ranks=(0,)),
     ),
 )

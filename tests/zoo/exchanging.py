@@ -15,7 +15,7 @@ from plait.pipeline.exchange import Exchange
 from plait.plan import Plan
 from plait.schedules.action import Kind
 from plait.tensor import border
-from plait.verification.recipe import Recipe
+from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.backward import _messages
 from zoo.computing import _of
@@ -227,8 +227,10 @@ TP, PP = cases.TWO_PIECES_OF_THREE, cases.TWO_STAGES_OF_THREE
 G, L = cases.GPT2, cases.LLAMA
 
 
-def _at(plan: Plan, defect: Any, model: Any, cause: str, *true: str, recipe: Recipe | None = None) -> Mistake:
-    more = {} if recipe is None else {"recipe": recipe}
+def _at(
+    plan: Plan, defect: Any, model: Any, cause: str, *true: str, options: VerifyOptions | None = None
+) -> Mistake:
+    more = {} if options is None else {"options": options}
     return _of(defect, model, cause, *true, plan=plan, **more)
 
 
@@ -270,7 +272,7 @@ EXCHANGING: tuple[Mistake, ...] = (
     _at(PP, message_with_last_row_unwritten, G, "never written"),
     _at(PP, second_half_not_sent, G, "zero", "cut", "rows"),
     _at(PP, half_of_the_message_before, L, "1:2 of dim 0", "cut", "rows"),
-    _at(PP, message_of_the_step_before, L, "step before", "order", recipe=TWO_STEPS),
+    _at(PP, message_of_the_step_before, L, "step before", "order", options=TWO_STEPS),
     _at(PP, gradient_in_bfloat16, G, "bfloat16", "bfloat16"),
     _at(PP, gradient_doubled, L, "2 times", "factor"),
     _at(PP, gradient_with_rows_exchanged, G, "order", "order"),

@@ -30,7 +30,7 @@ from plait.pipeline.exchange import Exchange
 from plait.schedules.action import Kind
 from plait.tensor import border, embedding
 from plait.tensor.linear import RowParallelLinear
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import during, in_single, rank
 from zoo.row import Named, Row
@@ -302,8 +302,10 @@ def copy_differs() -> Any:
     return patch.object(start_values, "initial_value", initial_value)
 
 
-def _row(defect: Any, model: Any, plan: Any, layer: str, phase: Phase = Phase.FORWARD, **more: Any) -> Row:
-    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+def _row(
+    defect: Any, model: Any, plan: Any, layer: str, phase: StepPhase = StepPhase.FORWARD, **more: Any
+) -> Row:
+    shown = {key: more.pop(key) for key in ("options", "missed", "unexplained", "full") if key in more}
     return Row(
         defect=defect,
         model=model,
@@ -314,18 +316,22 @@ def _row(defect: Any, model: Any, plan: Any, layer: str, phase: Phase = Phase.FO
 
 
 def _started(defect: Any, model: Any, plan: Any, parameter: str, **more: Any) -> Row:
-    return _row(defect, model, plan, "", Phase.INITIAL, parameter=parameter, microbatch=None, **more)
+    return _row(defect, model, plan, "", StepPhase.INITIAL, parameter=parameter, microbatch=None, **more)
 
 
 FORWARD = (
-    _row(micro_batches_interleaved, cases.GPT2, cases.TWO_STAGES, "", Phase.INPUT, ranks=(0,), cause="rows"),
-    _row(inputs_in_single_precision, models.VECTORS, cases.ANY_TWO_STAGES, "", Phase.INPUT, cause="float32"),
+    _row(
+        micro_batches_interleaved, cases.GPT2, cases.TWO_STAGES, "", StepPhase.INPUT, ranks=(0,), cause="rows"
+    ),
+    _row(
+        inputs_in_single_precision, models.VECTORS, cases.ANY_TWO_STAGES, "", StepPhase.INPUT, cause="float32"
+    ),
     _row(
         message_of_another_microbatch,
         cases.GPT2,
         cases.TWO_STAGES,
         cases.ATTENTION,
-        Phase.MESSAGE,
+        StepPhase.MESSAGE,
         microbatch=1,
         ranks=(1,),
         cause="micro-batch 0",
@@ -335,7 +341,7 @@ FORWARD = (
         cases.GPT2,
         cases.TWO_STAGES,
         cases.ATTENTION,
-        Phase.MESSAGE,
+        StepPhase.MESSAGE,
         ranks=(1,),
         cause="float32",
     ),

@@ -11,7 +11,7 @@ from parity.defects import norm_of_own_stage_only, tie_not_reduced, weight_work_
 from parity.tensor_defects import bias_added_by_every_rank, copies_not_summed, entrance_without_sum
 from plait import composer
 from plait.plan import Plan
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.backward import gradient_of_another_microbatch
 from zoo.forward import mask_missing_on_one_rank, message_of_another_microbatch
@@ -43,14 +43,14 @@ FOUR = (
         defect=reduced_over_the_wrong_axis,
         model=cases.EVEN,
         plan=COPIES_OF_PIECES,
-        named=Named(phase=Phase.REDUCTION, ranks=ALL),
+        named=Named(phase=StepPhase.REDUCTION, ranks=ALL),
     ),
     Row(
         defect=tie_not_reduced,
         model=cases.GPT2,
         plan=STAGES_OF_COPIES,
         named=Named(
-            phase=Phase.REDUCTION,
+            phase=StepPhase.REDUCTION,
             parameter="embedding.token.weight",
             ranks=ALL,
             cause="sum over dp and pp is missing",
@@ -62,7 +62,7 @@ FOUR = (
         model=llama(layers=1, heads=4, kv_heads=2),
         plan=FOUR_PIECES,
         named=Named(
-            phase=Phase.REDUCTION,
+            phase=StepPhase.REDUCTION,
             parameter=r"blocks.0.attention.(key|value).weight",
             ranks=ALL,
             cause="sum over tp is missing",
@@ -73,7 +73,7 @@ FOUR = (
         defect=bias_added_by_every_rank,
         model=cases.GPT2,
         plan=STAGES_OF_PIECES,
-        named=Named(phase=Phase.FORWARD, layer=cases.ATTENTION, microbatch=0, ranks=(0, 1), cause="bias"),
+        named=Named(phase=StepPhase.FORWARD, layer=cases.ATTENTION, microbatch=0, ranks=(0, 1), cause="bias"),
         full=True,
     ),
     Row(
@@ -81,7 +81,11 @@ FOUR = (
         model=cases.GPT2,
         plan=STAGES_OF_PIECES,
         named=Named(
-            phase=Phase.INPUT_GRADIENT, layer="head", microbatch=0, ranks=(2, 3), cause="over tp is missing"
+            phase=StepPhase.INPUT_GRADIENT,
+            layer="head",
+            microbatch=0,
+            ranks=(2, 3),
+            cause="over tp is missing",
         ),
         full=True,
     ),
@@ -89,7 +93,7 @@ FOUR = (
         defect=mask_missing_on_one_rank,
         model=cases.GPT2,
         plan=STAGES_OF_COPIES,
-        named=Named(phase=Phase.FORWARD, layer=cases.ATTENTION, microbatch=2, ranks=(1,)),
+        named=Named(phase=StepPhase.FORWARD, layer=cases.ATTENTION, microbatch=2, ranks=(1,)),
         full=True,
     ),
     Row(
@@ -97,7 +101,11 @@ FOUR = (
         model=cases.LLAMA,
         plan=FOUR_STAGES,
         named=Named(
-            phase=Phase.MESSAGE, layer="embedding", microbatch=1, ranks=(1,), cause="that of micro-batch 0"
+            phase=StepPhase.MESSAGE,
+            layer="embedding",
+            microbatch=1,
+            ranks=(1,),
+            cause="that of micro-batch 0",
         ),
         full=True,
     ),
@@ -106,7 +114,7 @@ FOUR = (
         model=cases.LLAMA,
         plan=replace(FOUR_STAGES, schedule="zb-h2"),
         named=Named(
-            phase=Phase.GRADIENT_MESSAGE,
+            phase=StepPhase.GRADIENT_MESSAGE,
             layer=cases.MLP,
             microbatch=1,
             ranks=(2,),
@@ -119,7 +127,7 @@ FOUR = (
         model=cases.UNTIED,
         plan=replace(STAGES_OF_PIECES, schedule="zb-h1"),
         named=Named(
-            phase=Phase.WEIGHT_GRADIENT,
+            phase=StepPhase.WEIGHT_GRADIENT,
             layer="head",
             parameter="head.output.weight",
             microbatch=0,
@@ -132,14 +140,14 @@ FOUR = (
         defect=norm_of_own_stage_only,
         model=cases.GPT2,
         plan=STAGES_OF_PIECES,
-        named=Named(phase=Phase.NORM, ranks=ALL, cause="too small"),
+        named=Named(phase=StepPhase.NORM, ranks=ALL, cause="too small"),
         full=True,
     ),
     Row(
         defect=mean_counted_by_every_rank,
         model=cases.GPT2,
         plan=STAGES_OF_PIECES,
-        named=Named(phase=Phase.MEAN_LOSS, ranks=ALL),
+        named=Named(phase=StepPhase.MEAN_LOSS, ranks=ALL),
         full=True,
     ),
     Row(
@@ -147,7 +155,7 @@ FOUR = (
         model=cases.GPT2,
         plan=COPIES_OF_PIECES,
         named=Named(
-            phase=Phase.OPTIMIZER, parameter="blocks.0.mlp.norm.weight", ranks=(1,), cause="not updated"
+            phase=StepPhase.OPTIMIZER, parameter="blocks.0.mlp.norm.weight", ranks=(1,), cause="not updated"
         ),
         full=True,
     ),

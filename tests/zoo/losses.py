@@ -19,7 +19,7 @@ from plait.engine import Parts, runner
 from plait.pipeline.loss_end import LossEnd
 from plait.tensor import cross_entropy
 from plait.tensor.losses import CrossEntropy
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import replaced_all_reduce
 from zoo.row import Named, Row
@@ -152,90 +152,90 @@ def total_is_a_mean() -> Iterator[None]:
 
 
 BOTH = (0, 1)
-BATCH = Named(phase=Phase.BATCH, cause="cut")
+BATCH = Named(phase=StepPhase.BATCH, cause="cut")
 LOSSES = (
     Row(
         defect=targets_shifted,
         model=cases.GPT2,
         plan=cases.TWO_STAGES,
-        named=Named(phase=Phase.LOSS, microbatch=0, ranks=(1,), cause="targets"),
+        named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=(1,), cause="targets"),
     ),
     Row(
         defect=targets_of_another_microbatch,
         model=cases.GPT2,
         plan=cases.TWO_STAGES,
-        named=Named(phase=Phase.LOSS, microbatch=1, ranks=(1,), cause="targets"),
+        named=Named(phase=StepPhase.LOSS, microbatch=1, ranks=(1,), cause="targets"),
         full=True,
     ),
     Row(
         defect=ignored_targets_counted,
         model=cases.UNEVEN,
         plan=cases.TWO_COPIES,
-        named=Named(phase=Phase.LOSS, microbatch=0, ranks=(0,), cause="targets"),
+        named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=(0,), cause="targets"),
         full=True,
     ),
     Row(
         defect=smoothing_over_own_classes,
         model=cases.SMOOTH,
         plan=cases.TWO_PIECES,
-        named=Named(phase=Phase.LOSS, microbatch=0, ranks=BOTH),
+        named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=BOTH),
     ),
     Row(
         defect=targets_off_by_the_remainder,
         model=cases.GPT2,
         plan=cases.TWO_PIECES,
-        named=Named(phase=Phase.LOSS, microbatch=0),
+        named=Named(phase=StepPhase.LOSS, microbatch=0),
     ),
     Row(
         defect=maximum_of_own_logits,
         model=cases.GPT2,
         plan=cases.TWO_PIECES,
-        named=Named(phase=Phase.LOSS, microbatch=0, ranks=BOTH),
+        named=Named(phase=StepPhase.LOSS, microbatch=0, ranks=BOTH),
     ),
     Row(
         defect=ignored_targets_in_the_weight,
         model=cases.UNEVEN,
         plan=cases.TWO_STAGES,
-        named=Named(phase=Phase.LOSS_GRADIENT, layer="head", microbatch=0, ranks=(1,), cause="times"),
+        named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0, ranks=(1,), cause="times"),
     ),
     Row(
         defect=loss_divided_by_own_weight,
         model=cases.UNEVEN,
         plan=cases.TWO_COPIES,
-        named=Named(phase=Phase.LOSS_GRADIENT, layer="head", microbatch=0, ranks=(0,), cause="times"),
+        named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0, ranks=(0,), cause="times"),
     ),
     Row(
         defect=divided_by_microbatches,
         model=cases.GPT2,
         plan=cases.TWO_STAGES_OF_THREE,
         named=Named(
-            phase=Phase.LOSS_GRADIENT, layer="head", microbatch=0, cause="1/3 .* number of micro-batches"
+            phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0, cause="1/3 .* number of micro-batches"
         ),
     ),
     Row(
         defect=multiplied_by_data_ranks,
         model=cases.GPT2,
         plan=cases.TWO_COPIES_OF_THREE,
-        named=Named(phase=Phase.LOSS_GRADIENT, layer="head", microbatch=0, cause="2 times .* size of dp"),
+        named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0, cause="2 times .* size of dp"),
     ),
     Row(
         defect=target_subtracted_on_every_rank,
         model=cases.GPT2,
         plan=cases.TWO_PIECES,
-        named=Named(phase=Phase.LOSS_GRADIENT, layer="head", microbatch=0),
+        named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=0),
     ),
     Row(
         defect=seed_of_another_microbatch,
         model=cases.GPT2,
         plan=cases.TWO_STAGES,
-        named=Named(phase=Phase.LOSS_GRADIENT, layer="head", microbatch=1, cause="micro-batch 0"),
+        named=Named(phase=StepPhase.LOSS_GRADIENT, layer="head", microbatch=1, cause="micro-batch 0"),
         full=True,
     ),
     Row(
         defect=mean_counted_by_every_rank,
         model=cases.GPT2,
         plan=cases.TWO_PIECES,
-        named=Named(phase=Phase.MEAN_LOSS, ranks=BOTH),
+        named=Named(phase=StepPhase.MEAN_LOSS, ranks=BOTH),
     ),
     Row(defect=statistics_over_the_batch, model=models.CENTRED, plan=cases.ANY_TWO_STAGES, named=BATCH),
     Row(defect=rows_by_number, model=models.NUMBERED, plan=cases.TWO_COPIES, named=BATCH, full=True),

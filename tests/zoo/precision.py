@@ -19,14 +19,14 @@ from plait.sharding import gatherer, reducer
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.storage_policy import StoragePolicy
 from plait.sharding.unit import UnitFactory
-from plait.verification.place import Phase
-from plait.verification.recipe import Recipe
+from plait.verification.location import StepPhase
+from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.bounds import right_factor, scaling
 from zoo.row import Named, Row
 
-NATIVE = Recipe(mode="native", steps=1)
-TWO_NATIVE_STEPS = Recipe(mode="native", steps=2)
+NATIVE = VerifyOptions(mode="native", steps=1)
+TWO_NATIVE_STEPS = VerifyOptions(mode="native", steps=2)
 MIXED = replace(cases.TWO_COPIES_OF_THREE, precision="bf16", master_precision="fp32")
 MIXED_PIECES = replace(MIXED, strategy="full", reduce="each")
 NORM = "blocks.0.mlp.norm.weight"
@@ -195,38 +195,49 @@ def clip_factor_in_16_bits() -> Any:
 
 
 def native_row(
-    phase: Phase, defect: Any, plan: Plan, *, full: bool = True, recipe: Recipe = NATIVE, **more: Any
+    phase: StepPhase,
+    defect: Any,
+    plan: Plan,
+    *,
+    full: bool = True,
+    options: VerifyOptions = NATIVE,
+    **more: Any,
 ) -> Row:
     return Row(
-        defect=defect, model=cases.GPT2, plan=plan, named=Named(phase=phase, **more), recipe=recipe, full=full
+        defect=defect,
+        model=cases.GPT2,
+        plan=plan,
+        named=Named(phase=phase, **more),
+        options=options,
+        full=full,
     )
 
 
 PRECISION = (
-    native_row(Phase.REDUCTION, travels_in_16_bits, MIXED, full=False, ranks=BOTH),
+    native_row(StepPhase.REDUCTION, travels_in_16_bits, MIXED, full=False, ranks=BOTH),
     native_row(
-        Phase.INITIAL, masters_in_16_bits, MIXED, ranks=BOTH, cause="dtype is bfloat16 instead of float32"
+        StepPhase.INITIAL, masters_in_16_bits, MIXED, ranks=BOTH, cause="dtype is bfloat16 instead of float32"
     ),
     native_row(
-        Phase.WEIGHT_GRADIENT,
+        StepPhase.WEIGHT_GRADIENT,
         gradients_in_16_bits,
         MIXED,
         cause="dtype is bfloat16 instead of float32",
     ),
     native_row(
-        Phase.WEIGHT_GRADIENT,
+        StepPhase.WEIGHT_GRADIENT,
         added_up_in_16_bits,
         MIXED,
         full=False,
         cause="rounded to bfloat16",
     ),
-    native_row(Phase.REDUCTION, rounded_before_the_reduction, MIXED, ranks=BOTH),
-    native_row(Phase.REDUCTION, pieces_scattered_in_16_bits, MIXED_PIECES, ranks=BOTH),
-    native_row(Phase.INITIAL, masters_filled_from_copies, MIXED, ranks=BOTH),
-    native_row(Phase.OPTIMIZER, masters_rounded_by_the_step, MIXED, full=False, ranks=BOTH),
-    native_row(Phase.OPTIMIZER, state_in_16_bits, MIXED, ranks=BOTH, parameter=".*/exp_avg"),
+    native_row(StepPhase.REDUCTION, rounded_before_the_reduction, MIXED, ranks=BOTH),
+    native_row(StepPhase.REDUCTION, pieces_scattered_in_16_bits, MIXED_PIECES, ranks=BOTH),
+    native_row(StepPhase.INITIAL, masters_filled_from_copies, MIXED, ranks=BOTH),
+    native_row(StepPhase.OPTIMIZER, masters_rounded_by_the_step, MIXED, full=False, ranks=BOTH),
+    native_row(StepPhase.OPTIMIZER, state_in_16_bits, MIXED, ranks=BOTH, parameter=".*/exp_avg"),
     native_row(
-        Phase.PARAMETERS,
+        StepPhase.PARAMETERS,
         stale_copy,
         MIXED,
         full=False,
@@ -234,10 +245,10 @@ PRECISION = (
         layer="blocks.0.mlp",
         parameter="blocks.0.mlp.*",
         step=1,
-        recipe=TWO_NATIVE_STEPS,
+        options=TWO_NATIVE_STEPS,
         cause="before the last step",
     ),
-    native_row(Phase.PARAMETERS, copies_cut_off, MIXED, ranks=BOTH),
-    native_row(Phase.PARAMETERS, copies_of_scaled_masters, MIXED, ranks=BOTH),
-    native_row(Phase.CLIP, clip_factor_in_16_bits, MIXED, ranks=BOTH),
+    native_row(StepPhase.PARAMETERS, copies_cut_off, MIXED, ranks=BOTH),
+    native_row(StepPhase.PARAMETERS, copies_of_scaled_masters, MIXED, ranks=BOTH),
+    native_row(StepPhase.CLIP, clip_factor_in_16_bits, MIXED, ranks=BOTH),
 )

@@ -17,7 +17,7 @@ from plait.pipeline.stage import Stage
 from plait.sharding import reducer
 from plait.sharding.reducer import Reducer
 from plait.tensor.cutting import is_cut
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single, replaced_all_reduce
 from zoo.row import Named, Row
@@ -112,7 +112,7 @@ def reduced_before_the_last_microbatch() -> Iterator[None]:
 
 def _row(defect: Any, model: Any, plan: Any, parameter: str, **more: Any) -> Row:
     shown = {key: more.pop(key) for key in ("missed", "unexplained", "full") if key in more}
-    named = Named(phase=Phase.REDUCTION, parameter=parameter, **{"ranks": (0, 1)} | more)
+    named = Named(phase=StepPhase.REDUCTION, parameter=parameter, **{"ranks": (0, 1)} | more)
     return Row(defect=defect, model=model, plan=plan, named=named, **shown)
 
 

@@ -16,7 +16,7 @@ from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.loss_scale import LossScale
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import rank
 from zoo.precision import BOTH, MIXED, NORM, TWO_NATIVE_STEPS, native_row
@@ -133,7 +133,7 @@ def fixed_scale_halved() -> Any:
 
 def scale_never_grows() -> Any:
     """Good steps are not counted."""
-    return patch.object(loss_scale, "GROWS_AFTER", 10**9)
+    return patch.object(loss_scale, "GROWTH_INTERVAL", 10**9)
 
 
 def scale_grows_on_one_rank() -> Any:
@@ -148,7 +148,7 @@ def scale_grows_on_one_rank() -> Any:
 
 SCALING = (
     native_row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         unit_left_scaled,
         SCALED,
         full=False,
@@ -156,41 +156,49 @@ SCALING = (
         parameter="blocks.0.mlp.*",
         cause="1024",
     ),
-    native_row(Phase.REDUCTION, nothing_unscaled, SCALED, ranks=BOTH, cause="1024"),
-    native_row(Phase.REDUCTION, unscaled_twice, SCALED, ranks=BOTH),
-    native_row(Phase.REDUCTION, unscaled_by_another_scale_on_one_rank, SCALED, ranks=(1,)),
-    native_row(Phase.LOSS_GRADIENT, loss_scaled_twice, SCALED, microbatch=0, cause="1024"),
-    native_row(Phase.LOSS_GRADIENT, last_microbatch_not_scaled, SCALED_STAGES, microbatch=1, ranks=(1,)),
+    native_row(StepPhase.REDUCTION, nothing_unscaled, SCALED, ranks=BOTH, cause="1024"),
+    native_row(StepPhase.REDUCTION, unscaled_twice, SCALED, ranks=BOTH),
+    native_row(StepPhase.REDUCTION, unscaled_by_another_scale_on_one_rank, SCALED, ranks=(1,)),
+    native_row(StepPhase.LOSS_GRADIENT, loss_scaled_twice, SCALED, microbatch=0, cause="1024"),
+    native_row(StepPhase.LOSS_GRADIENT, last_microbatch_not_scaled, SCALED_STAGES, microbatch=1, ranks=(1,)),
     native_row(
-        Phase.OPTIMIZER, overflow_not_dropped, SCALED, full=False, step=1, ranks=BOTH, cause="were not finite"
+        StepPhase.OPTIMIZER,
+        overflow_not_dropped,
+        SCALED,
+        full=False,
+        step=1,
+        ranks=BOTH,
+        cause="were not finite",
     ),
     native_row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         overflow_judged_by_each_rank,
         HALF_STAGES,
         step=1,
         ranks=(0,),
         cause="were not finite",
     ),
-    native_row(Phase.LOSS_GRADIENT, scale_not_halved, HALF, full=False, parameter=LAST, step=1, ranks=BOTH),
-    native_row(Phase.LOSS_GRADIENT, scale_quartered, HALF_STAGES, parameter=LAST, step=1, ranks=BOTH),
-    native_row(Phase.LOSS_GRADIENT, fixed_scale_halved, SCALED, parameter=LAST, step=1, ranks=BOTH),
     native_row(
-        Phase.LOSS_GRADIENT,
+        StepPhase.LOSS_GRADIENT, scale_not_halved, HALF, full=False, parameter=LAST, step=1, ranks=BOTH
+    ),
+    native_row(StepPhase.LOSS_GRADIENT, scale_quartered, HALF_STAGES, parameter=LAST, step=1, ranks=BOTH),
+    native_row(StepPhase.LOSS_GRADIENT, fixed_scale_halved, SCALED, parameter=LAST, step=1, ranks=BOTH),
+    native_row(
+        StepPhase.LOSS_GRADIENT,
         scale_never_grows,
         HALF,
         parameter=LAST,
         step=1,
         ranks=BOTH,
-        recipe=TWO_NATIVE_STEPS,
+        options=TWO_NATIVE_STEPS,
     ),
     native_row(
-        Phase.LOSS_GRADIENT,
+        StepPhase.LOSS_GRADIENT,
         scale_grows_on_one_rank,
         HALF,
         parameter=LAST,
         step=1,
         ranks=(0,),
-        recipe=TWO_NATIVE_STEPS,
+        options=TWO_NATIVE_STEPS,
     ),
 )

@@ -20,7 +20,7 @@ from plait.schedules import reducing
 from plait.sharding import reducer
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.row import TWO_STEPS, Named, Row
 
@@ -221,8 +221,8 @@ def offloaded_gradients_not_clipped() -> Any:
     return patch.object(engine, "scale_to", lambda units, norm, max_norm: None)
 
 
-def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
-    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+def _row(phase: StepPhase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
+    shown = {key: more.pop(key) for key in ("options", "missed", "unexplained", "full") if key in more}
     named = Named(phase=phase, **{"ranks": BOTH} | more)
     return Row(defect=defect, model=model, plan=plan, named=named, **shown)
 
@@ -231,27 +231,27 @@ FIRST, BOTH, ALL = (0,), (0, 1), (0, 1, 2, 3)
 OF_MLP = "blocks.0.mlp.*"
 SCATTERING = (
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         piece_of_another_rank,
         cases.CUT_GRADIENTS,
         cases.NARROW,
         cause="over other ranks",
     ),
-    _row(Phase.REDUCTION, scatter_without_sum, cases.CUT_PARAMETERS, cause="missing"),
+    _row(StepPhase.REDUCTION, scatter_without_sum, cases.CUT_PARAMETERS, cause="missing"),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         scatter_averages,
         cases.CUT_STATE_OF_THREE,
         cause="1/2 .* over dp: either averaged",
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         only_the_last_microbatch_kept,
         cases.CUT_GRADIENTS_EACH,
         cause="missing",
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         tied_unit_collected_twice,
         cases.CUT_GRADIENTS_OF_THREE,
         cases.NARROW,
@@ -259,7 +259,7 @@ SCATTERING = (
         cause="2 times .* size of dp",
     ),
     _row(
-        Phase.WEIGHT_GRADIENT,
+        StepPhase.WEIGHT_GRADIENT,
         opened_without_zeros,
         cases.CUT_GRADIENTS_EACH,
         layer="head",
@@ -268,7 +268,7 @@ SCATTERING = (
         cause="more than once",
     ),
     _row(
-        Phase.WEIGHT_GRADIENT,
+        StepPhase.WEIGHT_GRADIENT,
         opened_again_by_the_second_layer,
         cases.CUT_PARAMETERS_EACH,
         layer="embedding",
@@ -277,7 +277,7 @@ SCATTERING = (
         ranks=FIRST,
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         one_unit_scattered_for_one_microbatch,
         cases.CUT_PARAMETERS_EACH,
         cases.LLAMA,
@@ -285,29 +285,29 @@ SCATTERING = (
         cause="missing",
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         scattered_before_the_last_microbatch,
         cases.CUT_PARAMETERS,
         parameter=OF_MLP,
         cause="missing",
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         pieces_of_the_step_before_stay,
         cases.CUT_PARAMETERS,
         step=1,
         cause="step before is still in it",
-        recipe=TWO_STEPS,
+        options=TWO_STEPS,
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         copies_of_pieces_not_summed,
         cases.HYBRID_GRADIENTS,
         ranks=ALL,
         cause="sum over replicate is missing",
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         pieces_summed_over_shard,
         cases.HYBRID_STATE,
         ranks=ALL,
@@ -315,7 +315,7 @@ SCATTERING = (
         full=True,
     ),
     _row(
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         tie_of_pieces_not_reduced,
         cases.STAGES_OF_CUT_PARAMETERS,
         parameter=TIED,
@@ -323,9 +323,9 @@ SCATTERING = (
         cause="sum over pp is missing",
         full=True,
     ),
-    _row(Phase.NORM, norm_of_own_pieces_only, cases.CUT_PARAMETERS, cause="too small: it leaves out"),
+    _row(StepPhase.NORM, norm_of_own_pieces_only, cases.CUT_PARAMETERS, cause="too small: it leaves out"),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         copies_of_pieces_counted,
         cases.HYBRID_GRADIENTS,
         ranks=ALL,
@@ -333,14 +333,14 @@ SCATTERING = (
         full=True,
     ),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         padding_counted,
         cases.CUT_GRADIENTS,
         cases.NARROW,
         cause="padding",
     ),
     _row(
-        Phase.CLIP,
+        StepPhase.CLIP,
         offloaded_gradients_not_clipped,
         cases.CUT_GRADIENTS_AWAY,
         cause="not scaled",

@@ -33,7 +33,7 @@ from plait.sharding import reducer
 from plait.tensor import border
 from plait.tensor.border import SequenceBorder
 from plait.tensor.linear import RowParallelLinear
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce
 from zoo.row import Named, Row
@@ -268,8 +268,10 @@ KEPT = Plan(tp=2, microbatches=2, sequence_parallel="keep")
 REGATHERED = replace(KEPT, sequence_parallel="regather")
 
 
-def _row(defect: Any, model: Case, phase: Phase, layer: str | None, *, plan: Plan = KEPT, **more: Any) -> Row:
-    named = {"microbatch": None if phase is Phase.REDUCTION else 0, "ranks": (0, 1)} | more
+def _row(
+    defect: Any, model: Case, phase: StepPhase, layer: str | None, *, plan: Plan = KEPT, **more: Any
+) -> Row:
+    named = {"microbatch": None if phase is StepPhase.REDUCTION else 0, "ranks": (0, 1)} | more
     return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, layer=layer, **named))
 
 
@@ -277,7 +279,7 @@ SEQUENCE = (
     _row(
         whole_parameters_not_summed,
         cases.LLAMA,
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         None,
         parameter=r".*norm.weight",
         cause="sum over tp is missing",
@@ -285,58 +287,60 @@ SEQUENCE = (
     _row(
         whole_parameters_summed_twice,
         ODD,
-        Phase.REDUCTION,
+        StepPhase.REDUCTION,
         None,
         parameter=r".*norm.(weight|bias)|.*(output|down).bias",
         cause="2 times",
     ),
-    _row(piece_of_another_rank_kept, cases.GPT2, Phase.FORWARD, cases.ATTENTION, cause="rank 1 should have"),
+    _row(
+        piece_of_another_rank_kept, cases.GPT2, StepPhase.FORWARD, cases.ATTENTION, cause="rank 1 should have"
+    ),
     _row(
         own_piece_of_a_gradient_not_summed,
         cases.LLAMA,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         "head",
         cause="a sum over tp",
     ),
     _row(
         gradient_summed_where_it_is_gathered,
         cases.GPT2,
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         cases.MLP,
         plan=REGATHERED,
         cause="2 times",
     ),
-    _row(entered_in_another_order, cases.GPT2, Phase.FORWARD, cases.ATTENTION),
-    _row(made_whole_in_another_order, WHOLE_AT_THE_END, Phase.FORWARD, "head", cause="in another order"),
-    _row(bias_added_before_the_sum, cases.GPT2, Phase.FORWARD, cases.ATTENTION, cause="bias"),
+    _row(entered_in_another_order, cases.GPT2, StepPhase.FORWARD, cases.ATTENTION),
+    _row(made_whole_in_another_order, WHOLE_AT_THE_END, StepPhase.FORWARD, "head", cause="in another order"),
+    _row(bias_added_before_the_sum, cases.GPT2, StepPhase.FORWARD, cases.ATTENTION, cause="bias"),
     _row(
         first_micro_batch_gathered_again,
         cases.GPT2,
-        Phase.WEIGHT_GRADIENT,
+        StepPhase.WEIGHT_GRADIENT,
         "head",
         plan=REGATHERED,
         parameter="embedding.token.weight",
         microbatch=1,
         cause="another input",
     ),
-    _row(pieces_one_position_too_early, ODD, Phase.FORWARD, "embedding", ranks=(1,), cause="shifted"),
+    _row(pieces_one_position_too_early, ODD, StepPhase.FORWARD, "embedding", ranks=(1,), cause="shifted"),
     _row(
         dropout_counts_from_the_piece,
         tokens(dropping_in_pieces),
-        Phase.FORWARD,
+        StepPhase.FORWARD,
         "1",
         ranks=(1,),
         cause="from the start of a piece",
     ),
-    _row(mixes_positions, tokens(mixing), Phase.FORWARD, "1", ranks=(1,), cause="positions before it"),
+    _row(mixes_positions, tokens(mixing), StepPhase.FORWARD, "1", ranks=(1,), cause="positions before it"),
     _row(
         counts_positions_from_the_piece,
         tokens(turning),
-        Phase.FORWARD,
+        StepPhase.FORWARD,
         "1",
         plan=REGATHERED,
         ranks=(1,),
         cause="from the start of a piece",
     ),
-    _row(blocks_not_joined, tokens(fused), Phase.FORWARD, "1"),
+    _row(blocks_not_joined, tokens(fused), StepPhase.FORWARD, "1"),
 )

@@ -20,7 +20,7 @@ from plait.sharding import gatherer
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.unit import UnitFactory
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row
@@ -224,8 +224,8 @@ def flat_pieces_do_not_decay() -> Any:
     return _groups(by_rows)
 
 
-def _row(phase: Phase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
-    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+def _row(phase: StepPhase, defect: Any, plan: Any, model: Any = cases.GPT2, **more: Any) -> Row:
+    shown = {key: more.pop(key) for key in ("options", "missed", "unexplained", "full") if key in more}
     return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, **more), **shown)
 
 
@@ -233,13 +233,15 @@ def _used(defect: Any, plan: Any, model: Any = cases.GPT2, step: int = 0, **more
     """Wrong parameters are seen before the first layer uses them."""
     cause = "before the last step of the optimizer" if step else "pieces"
     more = {"layer": "embedding", "parameter": "embedding.*", "ranks": BOTH, "cause": cause} | more
-    recipe = TWO_STEPS if step else ONE_STEP
-    return _row(Phase.PARAMETERS, defect, plan, model, step=step, recipe=recipe, **more)
+    options = TWO_STEPS if step else ONE_STEP
+    return _row(StepPhase.PARAMETERS, defect, plan, model, step=step, options=options, **more)
 
 
 FIRST, BOTH = (0,), (0, 1)
 SHARDING = (
-    _row(Phase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=BOTH, cause="another piece"),
+    _row(
+        StepPhase.INITIAL, initial_pieces_exchanged, cases.CUT_PARAMETERS, ranks=BOTH, cause="another piece"
+    ),
     _used(gathered_in_reverse, cases.CUT_PARAMETERS),
     # Initial values have no more digits than that.
     _used(gathered_in_single_precision, cases.CUT_PARAMETERS, cases.NARROW, step=1, cause="float32"),
@@ -256,7 +258,7 @@ SHARDING = (
     _used(piece_not_brought_back, cases.VISITING, cases.NARROW, step=1),
     _used(piece_not_sent_to_the_device, cases.CUT_STATE_AWAY, cases.LLAMA, step=1),
     _row(
-        Phase.INPUT_GRADIENT,
+        StepPhase.INPUT_GRADIENT,
         released_before_its_backward,
         cases.CUT_PARAMETERS,
         layer=cases.MLP,
@@ -264,9 +266,9 @@ SHARDING = (
         ranks=FIRST,
         cause="own backward is not in it",
     ),
-    _row(Phase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=BOTH, cause="not updated"),
+    _row(StepPhase.OPTIMIZER, wholes_are_stepped, cases.CUT_STATE, ranks=BOTH, cause="not updated"),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         flat_pieces_do_not_decay,
         cases.CUT_PARAMETERS,
         cases.NARROW,
@@ -275,7 +277,7 @@ SHARDING = (
         cause="weight decay",
     ),
     _row(
-        Phase.EVALUATION,
+        StepPhase.EVALUATION,
         evaluated_on_parameters_of_the_step_before,
         cases.CUT_STATE,
         step=1,

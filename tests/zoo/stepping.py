@@ -12,14 +12,14 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.sharding.gatherer import Gatherer
-from plait.verification.place import Phase
-from plait.verification.recipe import Recipe
+from plait.verification.location import StepPhase
+from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.patching import rank
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row
 
 BOTH = (0, 1)
-EXACT = Recipe(mode="exact", steps=1)
+EXACT = VerifyOptions(mode="exact", steps=1)
 Optimizer = torch.optim.Optimizer
 
 
@@ -220,14 +220,14 @@ def gathered_after_steps_of_the_engine_only() -> Iterator[None]:
 
 
 def row_of(
-    phase: Phase, defect: Any, plan: Any, *, full: bool = True, recipe: Any = ONE_STEP, **more: Any
+    phase: StepPhase, defect: Any, plan: Any, *, full: bool = True, options: Any = ONE_STEP, **more: Any
 ) -> Row:
     return Row(
         defect=defect,
         model=cases.GPT2,
         plan=plan,
         named=Named(phase=phase, **more),
-        recipe=recipe,
+        options=options,
         full=full,
     )
 
@@ -235,22 +235,29 @@ def row_of(
 COPIES, STAGES = cases.TWO_COPIES, cases.TWO_STAGES
 VECTORS = ".*(bias|norm.weight)(/.*)?"
 STEPPING = (
-    row_of(Phase.OPTIMIZER, step_without_the_optimizer, STAGES, full=False, ranks=BOTH, cause="not updated"),
-    row_of(Phase.CLIP, stepped_before_clipping, STAGES, full=False, ranks=BOTH, cause="not scaled"),
-    row_of(Phase.OPTIMIZER, stepped_twice, COPIES, ranks=BOTH),
     row_of(
-        Phase.OPTIMIZER, stepped_on_the_first_rank_only, COPIES, full=False, ranks=(1,), cause="not updated"
+        StepPhase.OPTIMIZER, step_without_the_optimizer, STAGES, full=False, ranks=BOTH, cause="not updated"
     ),
-    row_of(Phase.CLIP, stepped_without_clipping, COPIES, ranks=BOTH, cause="not scaled"),
-    row_of(Phase.NORM, norm_after_clipping_returned, STAGES, ranks=BOTH),
-    row_of(Phase.CLIP, gradients_gone_before_the_step, COPIES, ranks=BOTH, cause="zero"),
-    row_of(Phase.CLIP, gradients_zero_before_the_step, COPIES, ranks=BOTH, cause="zero"),
-    row_of(Phase.CLIP, divided_again_before_the_step, COPIES, ranks=BOTH),
-    row_of(Phase.OPTIMIZER, state_gone_after_the_step, COPIES, ranks=BOTH, cause="no such state"),
-    row_of(Phase.OPTIMIZER, rate_doubled_in_the_step, COPIES, ranks=BOTH),
-    row_of(Phase.OPTIMIZER, weights_decay_again, STAGES, ranks=BOTH),
+    row_of(StepPhase.CLIP, stepped_before_clipping, STAGES, full=False, ranks=BOTH, cause="not scaled"),
+    row_of(StepPhase.OPTIMIZER, stepped_twice, COPIES, ranks=BOTH),
     row_of(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
+        stepped_on_the_first_rank_only,
+        COPIES,
+        full=False,
+        ranks=(1,),
+        cause="not updated",
+    ),
+    row_of(StepPhase.CLIP, stepped_without_clipping, COPIES, ranks=BOTH, cause="not scaled"),
+    row_of(StepPhase.NORM, norm_after_clipping_returned, STAGES, ranks=BOTH),
+    row_of(StepPhase.CLIP, gradients_gone_before_the_step, COPIES, ranks=BOTH, cause="zero"),
+    row_of(StepPhase.CLIP, gradients_zero_before_the_step, COPIES, ranks=BOTH, cause="zero"),
+    row_of(StepPhase.CLIP, divided_again_before_the_step, COPIES, ranks=BOTH),
+    row_of(StepPhase.OPTIMIZER, state_gone_after_the_step, COPIES, ranks=BOTH, cause="no such state"),
+    row_of(StepPhase.OPTIMIZER, rate_doubled_in_the_step, COPIES, ranks=BOTH),
+    row_of(StepPhase.OPTIMIZER, weights_decay_again, STAGES, ranks=BOTH),
+    row_of(
+        StepPhase.OPTIMIZER,
         only_the_first_group_steps,
         STAGES,
         ranks=BOTH,
@@ -258,20 +265,20 @@ STEPPING = (
         cause="not updated",
     ),
     row_of(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         steps_only_where_it_clips,
         STAGES,
         full=False,
         ranks=BOTH,
         parameter="an optimizer of one step",
     ),
-    row_of(Phase.NORM, norm_type_lost_in_the_step, STAGES, full=False, ranks=BOTH, recipe=EXACT),
+    row_of(StepPhase.NORM, norm_type_lost_in_the_step, STAGES, full=False, ranks=BOTH, options=EXACT),
     row_of(
-        Phase.EVALUATION,
+        StepPhase.EVALUATION,
         gathered_after_steps_of_the_engine_only,
         cases.CUT_STATE,
         step=2,
         ranks=BOTH,
-        recipe=TWO_STEPS,
+        options=TWO_STEPS,
     ),
 )

@@ -32,7 +32,7 @@ def marks_of(number, mistake):
     ],
 )
 def test_what_is_said_of_a_mistake_is_true(rank_pool, mistake):
-    report = report_of(rank_pool, mistake.model, mistake.plan, mistake.defect, mistake.recipe)
+    report = report_of(rank_pool, mistake.model, mistake.plan, mistake.defect, mistake.options)
     assert report.first is not None, "no difference at all"
     said = report.first.cause
     assert not mistake.false_in(said), f"{mistake.false_in(said)} in: {said}"

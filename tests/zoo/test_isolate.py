@@ -2,15 +2,15 @@
 
 from contextlib import ExitStack, contextmanager
 
-from plait.verification.place import Phase
-from plait.verification.recipe import Recipe
+from plait.verification.location import StepPhase
+from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.forward import message_of_another_microbatch, other_epsilon
 from zoo.row import ONE_STEP, report_of
 from zoo.updates import clipped_twice
 from zoo.weights import work_of_one_layer_left_out
 
-ISOLATED = Recipe(steps=1, perturbations=1, isolate=True)
+ISOLATED = VerifyOptions(steps=1, perturbations=1, isolate=True)
 
 
 def together(*defects):
@@ -26,16 +26,16 @@ def together(*defects):
 
 def places_of(report):
     """Of a step: nobody looks into an evaluation, so that a mistake shows there once more."""
-    every = [difference.place for difference in (report.first.difference, *report.others)]
-    return [place for place in every if place.phase is not Phase.EVALUATION]
+    every = [difference.location for difference in (report.first.difference, *report.others)]
+    return [location for location in every if location.phase is not StepPhase.EVALUATION]
 
 
 def test_two_mistakes_are_both_listed(rank_pool):
     defect = together(message_of_another_microbatch, work_of_one_layer_left_out)
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, defect, ISOLATED)
-    phases = {place.phase for place in places_of(report)}
-    assert {Phase.MESSAGE, Phase.WEIGHT_GRADIENT} == phases
-    assert {report.path_of(place) for place in places_of(report)} == {cases.ATTENTION}
+    phases = {location.phase for location in places_of(report)}
+    assert {StepPhase.MESSAGE, StepPhase.WEIGHT_GRADIENT} == phases
+    assert {report.path_of(location) for location in places_of(report)} == {cases.ATTENTION}
     said = " ".join(str(report).split())
     assert "forward message, micro-batch 1: layer 1, blocks.0.attention" in said
     assert "also the weight gradient of blocks.0.attention.key.weight in blocks.0.attention" in said
@@ -45,16 +45,18 @@ def test_a_mistake_behind_another_is_listed(rank_pool):
     defect = together(other_epsilon, clipped_twice)
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, defect, ISOLATED)
     assert report.first.layer == cases.MLP
-    assert {place.phase for place in places_of(report) if place.layer is None} == {Phase.CLIP}
+    assert {location.phase for location in places_of(report) if location.layer is None} == {StepPhase.CLIP}
 
 
 def test_a_mistake_of_a_layer_makes_differences_in_that_layer_only(rank_pool):
     report = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, other_epsilon, ISOLATED)
-    assert {report.path_of(place) for place in places_of(report)} == {cases.MLP}
+    assert {report.path_of(location) for location in places_of(report)} == {cases.MLP}
     together = report_of(rank_pool, cases.LLAMA, cases.TWO_STAGES, other_epsilon, ONE_STEP)
-    assert len({together.path_of(place) for place in places_of(together)}) > 1
+    assert len({together.path_of(location) for location in places_of(together)}) > 1
 
 
 def test_a_wrong_message_makes_one_difference_for_each(rank_pool):
     report = report_of(rank_pool, cases.GPT2, cases.TWO_STAGES, message_of_another_microbatch, ISOLATED)
-    assert [(place.phase, place.microbatch) for place in places_of(report)] == [(Phase.MESSAGE, 1)]
+    assert [(location.phase, location.microbatch) for location in places_of(report)] == [
+        (StepPhase.MESSAGE, 1)
+    ]

@@ -5,8 +5,8 @@ import pytest
 from parity.cases import gpt2, llama
 from plait.plan import Plan
 from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import Refused, plans_on, run_all
-from plait.verification.verify import report_on
+from plait.verification.layouts import RefusedPlan, plans_on, verify_plans
+from plait.verification.report_from_ranks import build_report
 from zoo.row import case_of
 
 BLOCKS = {1: 1, 2: 1, 4: 3}
@@ -43,10 +43,10 @@ def verified(pool, model, plans, ranks):
     case = case_of(model, PLAN)
     for first in range(0, len(plans), AT_ONCE):
         together = plans[first : first + AT_ONCE]
-        outcomes = pool.run(run_all, case, together, ranks=ranks)
+        outcomes = pool.run(verify_plans, case, together, ranks=ranks)
         for plan, own in zip(together, zip(*outcomes, strict=True), strict=True):
-            assert not any(isinstance(outcome, Refused) for outcome in own), (plan, own[0])
-            yield report_on(case, plan, own)
+            assert not any(isinstance(outcome, RefusedPlan) for outcome in own), (plan, own[0])
+            yield build_report(own, plan, case.options)
 
 
 @pytest.mark.parametrize("name", MODELS)

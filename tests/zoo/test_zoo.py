@@ -3,7 +3,7 @@
 import pytest
 
 from plait.errors import ModelError
-from plait.verification.recipe import Recipe
+from plait.verification.options import VerifyOptions
 from zoo.backward import BACKWARD
 from zoo.bounds import BOUNDS
 from zoo.cases import TWO_COPIES
@@ -40,7 +40,7 @@ ROWS = (
     *PRECISION,
     *SCALING,
 )
-EXACT = Recipe(mode="exact", steps=1)
+EXACT = VerifyOptions(mode="exact", steps=1)
 IN_ONE_STEP = (row for row in (*SHARDING, *SCATTERING) if not row.named.step)
 SEEN_BY_EXACT = (*FORWARD, *BACKWARD, *WEIGHTS, *REDUCTIONS, *FOUR, *IN_ONE_STEP, *SEQUENCE)
 UNSEEN_BY_EXACT = {
@@ -72,7 +72,7 @@ def marks_of(row):
     "row", [pytest.param(row, id=f"{row.name}-{row.plan.world}", marks=marks_of(row)) for row in ROWS]
 )
 def test_a_mistake_is_named(rank_pool, row):
-    report = report_of(rank_pool, row.model, row.plan, row.defect, row.recipe)
+    report = report_of(rank_pool, row.model, row.plan, row.defect, row.options)
     missed = row.named.missed_by(report)
     assert not missed, "\n".join([*missed, "", str(report)])
     assert row.named.explained_by(report) != bool(row.unexplained), report

@@ -17,7 +17,7 @@ from plait import composer
 from plait.comm.handle import Handle
 from plait.engine import Engine, engine, runner
 from plait.sharding.norm import scale_to, start_norm
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import rank
 from zoo.row import ONE_STEP, TWO_STEPS, Named, Row
@@ -165,8 +165,8 @@ def evaluated_on_own_rows() -> Iterator[None]:
         yield
 
 
-def _row(phase: Phase, defect: Any, model: Any, plan: Any, **more: Any) -> Row:
-    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
+def _row(phase: StepPhase, defect: Any, model: Any, plan: Any, **more: Any) -> Row:
+    shown = {key: more.pop(key) for key in ("options", "missed", "unexplained", "full") if key in more}
     return Row(defect=defect, model=model, plan=plan, named=Named(phase=phase, **more), **shown)
 
 
@@ -174,7 +174,7 @@ BOTH = (0, 1)
 VECTORS = ".*(bias|norm.weight)"
 NORMS = (
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         norm_of_own_stage_only,
         cases.GPT2,
         cases.TWO_STAGES,
@@ -182,7 +182,7 @@ NORMS = (
         cause="too small: it leaves out",
     ),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         whole_parameters_counted_by_every_rank,
         cases.GPT2,
         cases.TWO_PIECES,
@@ -190,7 +190,7 @@ NORMS = (
         cause="too large",
     ),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         tie_counted_by_both_stages,
         cases.GPT2,
         cases.TWO_STAGES,
@@ -199,7 +199,7 @@ NORMS = (
         full=True,
     ),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         norm_summed_over_data_ranks,
         cases.GPT2,
         cases.TWO_COPIES,
@@ -208,19 +208,32 @@ NORMS = (
         full=True,
     ),
     _row(
-        Phase.NORM,
+        StepPhase.NORM,
         largest_gradient_for_the_norm,
         cases.LLAMA,
         cases.TWO_COPIES,
         ranks=BOTH,
         cause="too small",
     ),
-    _row(Phase.CLIP, clipped_by_own_norm, cases.GPT2, cases.TWO_STAGES, parameter=".*", cause="factor|times"),
     _row(
-        Phase.CLIP, clipped_twice, cases.GPT2, cases.TWO_COPIES, ranks=BOTH, cause="scaled twice", full=True
+        StepPhase.CLIP,
+        clipped_by_own_norm,
+        cases.GPT2,
+        cases.TWO_STAGES,
+        parameter=".*",
+        cause="factor|times",
     ),
     _row(
-        Phase.CLIP,
+        StepPhase.CLIP,
+        clipped_twice,
+        cases.GPT2,
+        cases.TWO_COPIES,
+        ranks=BOTH,
+        cause="scaled twice",
+        full=True,
+    ),
+    _row(
+        StepPhase.CLIP,
         vectors_not_clipped,
         cases.GPT2,
         cases.TWO_STAGES,
@@ -230,7 +243,7 @@ NORMS = (
 )
 STEPS = (
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         vectors_decay,
         cases.GPT2,
         cases.TWO_STAGES,
@@ -238,7 +251,7 @@ STEPS = (
         cause="setting|times",
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         copies_are_stepped,
         cases.GPT2,
         cases.TWO_COPIES,
@@ -247,7 +260,7 @@ STEPS = (
         full=True,
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         one_parameter_not_stepped_on_one_rank,
         cases.GPT2,
         cases.TWO_COPIES,
@@ -256,7 +269,7 @@ STEPS = (
         cause="not updated",
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         tie_stepped_on_one_stage,
         cases.GPT2,
         cases.TWO_STAGES,
@@ -265,7 +278,7 @@ STEPS = (
         cause="not updated",
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         rate_differs_on_one_rank,
         cases.GPT2,
         cases.TWO_COPIES,
@@ -274,26 +287,26 @@ STEPS = (
         full=True,
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         state_forgotten,
         cases.LLAMA,
         cases.TWO_COPIES,
         step=1,
         ranks=BOTH,
         cause="state",
-        recipe=replace(TWO_STEPS, optimizer=models.forgetful),
+        options=replace(TWO_STEPS, optimizer=models.forgetful),
     ),
     _row(
-        Phase.OPTIMIZER,
+        StepPhase.OPTIMIZER,
         step_as_long_as_the_parameter,
         cases.LLAMA,
         cases.TWO_PIECES,
         parameter=".*(token|attention|mlp).(query|key|value|output|gate|up|down)?.?weight",
         ranks=BOTH,
         cause="elementwise",
-        recipe=replace(ONE_STEP, optimizer=models.Layerwise),
+        options=replace(ONE_STEP, optimizer=models.Layerwise),
     ),
-    _row(Phase.EVALUATION, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
-    _row(Phase.EVALUATION, evaluated_on_own_rows, cases.GPT2, cases.TWO_COPIES, step=1, ranks=BOTH),
+    _row(StepPhase.EVALUATION, evaluated_in_training_mode, models.MOODY, cases.ANY_TWO_STAGES, step=1),
+    _row(StepPhase.EVALUATION, evaluated_on_own_rows, cases.GPT2, cases.TWO_COPIES, step=1, ranks=BOTH),
 )
 UPDATES = NORMS + STEPS

@@ -21,7 +21,7 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce
 from plait.pipeline.stage import Stage
 from plait.tensor import embedding
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import in_single
 from zoo.row import TWO_STEPS, Named, Row
@@ -174,8 +174,8 @@ def added_up_in_single_precision() -> Iterator[None]:
 
 
 def _row(defect: Any, model: Any, plan: Any, layer: str, parameter: str, **more: Any) -> Row:
-    shown = {key: more.pop(key) for key in ("recipe", "missed", "unexplained", "full") if key in more}
-    named = {"phase": Phase.WEIGHT_GRADIENT, "microbatch": 0} | more
+    shown = {key: more.pop(key) for key in ("options", "missed", "unexplained", "full") if key in more}
+    named = {"phase": StepPhase.WEIGHT_GRADIENT, "microbatch": 0} | more
     return Row(
         defect=defect,
         model=model,
@@ -292,7 +292,7 @@ WEIGHTS = (
         ".*",
         microbatch=None,
         ranks=(1,),
-        also=(Phase.FORWARD, Phase.INPUT_GRADIENT),  # as soon as the next message is there
+        also=(StepPhase.FORWARD, StepPhase.INPUT_GRADIENT),  # as soon as the next message is there
     ),
     _row(
         added_up_in_single_precision,
@@ -311,6 +311,6 @@ WEIGHTS = (
         ".*",
         step=1,
         cause="step before",
-        recipe=TWO_STEPS,
+        options=TWO_STEPS,
     ),
 )

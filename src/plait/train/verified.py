@@ -10,7 +10,7 @@ from plait.train.data import load_data
 from plait.train.model import build_model
 from plait.train.optimizer import adamw
 from plait.verification.case import Case
-from plait.verification.recipe import Mode, Recipe, usual_steps
+from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
 def case_of(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
@@ -20,7 +20,7 @@ def case_of(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> 
     """
     data, settings, run = load_data(config), config.train, config.run
     steps = usual_steps(mode) if steps is None else steps
-    recipe = Recipe(
+    options = VerifyOptions(
         mode=mode,
         steps=steps,
         weight_decay=settings.weight_decay,
@@ -32,7 +32,7 @@ def case_of(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> 
         model=build_model(config.model, data.vocab),
         loss=cross_entropy,
         batches=[data.training.batch(step, slice(0, settings.batch)) for step in range(steps)],
-        recipe=recipe,
+        options=options,
         device=None if run.device == "auto" else run.device,
         timeout=run.timeout,
     )

@@ -13,16 +13,16 @@ from torch import nn
 from plait.layers.nested import Value, split, tensors_of
 from plait.rules import Rules
 from plait.tensor.losses import Loss
-from plait.verification.exact import (
+from plait.verification.integer_mode import (
+    IntegerMode,
     WeightedSum,
-    WholeNumbers,
-    whole_batch,
-    whole_buffer,
-    whole_parameter,
+    integer_batch,
+    integer_buffer,
+    integer_parameter,
 )
-from plait.verification.recipe import Recipe
-from plait.verification.reference import Batch
-from plait.verification.values import Change, moved, unchanged, with_values
+from plait.verification.options import VerifyOptions
+from plait.verification.reference_run import Batch
+from plait.verification.start_values import ValueChange, moved, unchanged, with_values
 
 
 @dataclass(frozen=True)
@@ -33,17 +33,17 @@ class Case:
     """Or what builds it, for one that cannot be sent to the ranks."""
     loss: Loss
     batches: Sequence[Batch]
-    recipe: Recipe
+    options: VerifyOptions
     rules: Rules | None = None
     device: str | None = None
     timeout: float = 600.0
 
     def build(self) -> nn.Module:
-        """The model; one that is built draws its values from the recipe's seed."""
+        """The model; one that is built draws its values from the options's seed."""
         if isinstance(self.model, nn.Module) or not callable(self.model):
             return self.model  # what is no module is refused where its layers are asked for
         with torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(self.recipe.seed)
+            torch.default_generator.manual_seed(self.options.seed)
             return self.model()
 
     def rules_of(self, model: nn.Module) -> Rules | None:
@@ -52,37 +52,37 @@ class Case:
 
 
 @dataclass(frozen=True)
-class Ready:
+class PreparedCase:
     """A case as its mode prepares it, for both sides."""
 
     model: nn.Module
-    change: Change
+    change: ValueChange
     """What is done to the model's initial values before the first step."""
     loss: Loss
     batches: Sequence[Batch]
-    recipe: Recipe
+    options: VerifyOptions
     rules: Rules | None
 
 
 @contextmanager
-def prepared(case: Case) -> Iterator[Ready]:
+def prepared(case: Case) -> Iterator[PreparedCase]:
     """The case as its mode runs it; both sides run while this is entered."""
-    model, recipe = case.build(), case.recipe
-    seed = recipe.seed
+    model, options = case.build(), case.options
+    seed = options.seed
     for inputs, targets in case.batches:
         rows_of(inputs)
-        if recipe.mode != "exact":  # that has a loss of its own
+        if options.mode != "exact":  # that has a loss of its own
             split(targets, 1, "targets")
     rules = case.rules_of(model)
-    if recipe.mode != "exact":
-        yield Ready(model, moved(seed), case.loss, case.batches, recipe, rules)
+    if options.mode != "exact":
+        yield PreparedCase(model, moved(seed), case.loss, case.batches, options, rules)
         return
     inputs, _ = case.batches[0]
-    batch = whole_batch(inputs, rows_of(inputs))
-    start = with_values(model, seed, whole_parameter(seed), whole_buffer)
-    plain = replace(recipe, clip=None, weight_decay=0.0, optimizer=descent)
-    with WholeNumbers():
-        yield Ready(start, unchanged, WeightedSum(), [batch], plain, rules)
+    batch = integer_batch(inputs, rows_of(inputs))
+    start = with_values(model, seed, integer_parameter(seed), integer_buffer)
+    plain = replace(options, clip=None, weight_decay=0.0, optimizer=descent)
+    with IntegerMode():
+        yield PreparedCase(start, unchanged, WeightedSum(), [batch], plain, rules)
 
 
 def rows_of(inputs: Value) -> int:

@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from plait.layers.precision import DTYPES
 from plait.plan import Plan
 
-FIRST_SCALE = 2.0**16
+INITIAL_LOSS_SCALE = 2.0**16
 """Of a dynamic loss scale (Micikevicius et al. 2017, arXiv:1710.03740)."""
-GROWS_AFTER = 2000
+GROWTH_INTERVAL = 2000
 """Steps with finite gradients, after which a dynamic loss scale is doubled."""
 
 
 @dataclass(frozen=True)
-class Formats:
+class NumberFormats:
     """What numbers are stored in and how the loss is scaled. A dtype of None is the parameter's own."""
 
     compute: torch.dtype | None = None
@@ -65,9 +65,9 @@ class Formats:
         return parameter.requires_grad and torch.float16 in kinds
 
 
-def formats_of(plan: Plan) -> Formats:
+def formats_of(plan: Plan) -> NumberFormats:
     """The formats of `plan`."""
-    return Formats(
+    return NumberFormats(
         compute=DTYPES[plan.precision],
         master=DTYPES[plan.master_precision],
         gradient=DTYPES[plan.gradient_precision],
@@ -86,12 +86,12 @@ def _or(told: torch.dtype | None, otherwise: torch.dtype, parameter: Tensor) -> 
 
 
 @dataclass
-class ReferenceScale:
+class ReferenceLossScale:
     """The loss scale of a step, and what becomes of it."""
 
     value: float = 1.0
     dynamic: bool = False
-    finite_steps: int = GROWS_AFTER - 1
+    finite_steps: int = GROWTH_INTERVAL - 1
     """Begins one step before a dynamic scale grows, so that a verification sees it grow."""
 
     def update(self, *, finite: bool) -> None:
@@ -101,5 +101,5 @@ class ReferenceScale:
         self.finite_steps = self.finite_steps + 1 if finite else 0
         if not finite:
             self.value /= 2
-        elif self.finite_steps == GROWS_AFTER:
+        elif self.finite_steps == GROWTH_INTERVAL:
             self.value, self.finite_steps = self.value * 2, 0

@@ -11,14 +11,14 @@ from plait.errors import DataError, ModelError, PlanError, ScheduleError
 from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
 from plait.schedules.search.schedule import NAMES, usual_chunks
 from plait.verification.case import Case
-from plait.verification.rank import Outcome, Recordings, run_rank
+from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
 
-Tell = Callable[[int, int], None]
+ReportProgress = Callable[[int, int], None]
 """Given how many plans are done, of how many."""
 
 
 @dataclass(frozen=True)
-class Refused:
+class RefusedPlan:
     """A plan that this model cannot be woven by, and why."""
 
     reason: str
@@ -93,20 +93,22 @@ def _share(microbatches: int, dp: int, rows: int) -> int:
     return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 
 
-def run_all(case: Case, plans: Sequence[Plan], tell: Tell | None = None) -> list[Outcome | Refused]:
+def verify_plans(
+    case: Case, plans: Sequence[Plan], tell: ReportProgress | None = None
+) -> list[RankOutcome | RefusedPlan]:
     """Verify plan after plan as one of their ranks; they have the same number of ranks. Rank 0 may `tell`."""
-    recordings: Recordings = {}
+    recordings: RecordingCache = {}
     outcomes = []
     for plan in plans:
         outcomes.append(_run(case, plan, recordings))
-        if tell is not None and isinstance(outcomes[-1], Outcome) and outcomes[-1].rank == 0:
+        if tell is not None and isinstance(outcomes[-1], RankOutcome) and outcomes[-1].rank == 0:
             tell(len(outcomes), len(plans))
     return outcomes
 
 
-def _run(case: Case, plan: Plan, recordings: Recordings) -> Outcome | Refused:
+def _run(case: Case, plan: Plan, recordings: RecordingCache) -> RankOutcome | RefusedPlan:
     try:
-        return run_rank(case, plan, recordings)
+        return verify_rank(case, plan, recordings)
     except (PlanError, ModelError, ScheduleError, DataError) as error:
         # Raised by every rank alike, before any waits for another.
-        return Refused(str(error))
+        return RefusedPlan(str(error))

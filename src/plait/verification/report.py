@@ -9,9 +9,9 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from plait.plan import Plan
-from plait.verification.difference import Difference, Tally
-from plait.verification.place import Phase, Place
-from plait.verification.recipe import Recipe
+from plait.verification.findings import Difference, Tally
+from plait.verification.location import Location, StepPhase
+from plait.verification.options import VerifyOptions
 
 WIDTH = 80
 ROWS = 6
@@ -21,7 +21,7 @@ LISTED = 5
 
 
 @dataclass(frozen=True)
-class First:
+class FirstDifference:
     """The first difference: before it, all is equal."""
 
     difference: Difference
@@ -34,14 +34,14 @@ class First:
 
 
 @dataclass(frozen=True)
-class Report:
+class VerificationReport:
     """The answer of a verification. It is true where the runs are equal; `print` it."""
 
     plan: Plan
-    recipe: Recipe
+    options: VerifyOptions
     clip: float
-    tallies: dict[Phase, Tally]
-    first: First | None
+    tallies: dict[StepPhase, Tally]
+    first: FirstDifference | None
     others: tuple[Difference, ...]
     paths: tuple[str, ...]
     seconds: float
@@ -80,7 +80,7 @@ class Report:
     def headline(self) -> str:
         """Equal or not, and how closely, in one line."""
         if self.first is None:
-            if self.recipe.mode == "exact":
+            if self.options.mode == "exact":
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
             worst = max(tally.relative for tally in self.tallies.values())
             rest = (
@@ -92,29 +92,33 @@ class Report:
             )
         difference = self.first.difference
         relative = difference.largest / difference.size if difference.size else float("inf")
-        return f"NOT EQUAL to one rank: {self.what(difference.place)} differs by {relative:.1e} of its size."
+        return (
+            f"NOT EQUAL to one rank: {self.what(difference.location)} differs by {relative:.1e} of its size."
+        )
 
-    def what(self, place: Place) -> str:
+    def what(self, location: Location) -> str:
         """The place in words: `the forward of blocks.1.mlp`."""
-        layer = self.path_of(place)
-        named = f"{place.name} in " if place.name and place.phase is Phase.WEIGHT_GRADIENT else ""
+        layer = self.path_of(location)
+        named = (
+            f"{location.name} in " if location.name and location.phase is StepPhase.WEIGHT_GRADIENT else ""
+        )
         if layer:
-            return f"the {place.phase} of {named}{layer}"
-        return f"the {place.phase} of {place.name}" if place.name else f"the {place.phase}"
+            return f"the {location.phase} of {named}{layer}"
+        return f"the {location.phase} of {location.name}" if location.name else f"the {location.phase}"
 
-    def path_of(self, place: Place) -> str:
+    def path_of(self, location: Location) -> str:
         """The path of the layer, if the place has one."""
-        if place.layer is None:
+        if location.layer is None:
             return ""
-        return self.paths[place.layer] if 0 <= place.layer < len(self.paths) else "the batch"
+        return self.paths[location.layer] if 0 <= location.layer < len(self.paths) else "the batch"
 
     def as_json(self) -> dict[str, Any]:
         """Everything, for programs; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
-            "mode": self.recipe.mode,
+            "mode": self.options.mode,
             "plan": asdict(self.plan),
-            "steps": self.recipe.steps,
+            "steps": self.options.steps,
             "clip": finite(self.clip),
             "compared": self.compared,
             "different": self.different,
@@ -133,14 +137,14 @@ class Report:
         }
 
     def _as_json(self, difference: Difference) -> dict[str, Any]:
-        place = difference.place
+        location = difference.location
         return {
-            "step": place.step,
-            "phase": str(place.phase),
-            "layer": self.path_of(place) or None,
-            "parameter": place.name or None,
-            "tensor": place.tensor,
-            "microbatch": place.microbatch,
+            "step": location.step,
+            "phase": str(location.phase),
+            "layer": self.path_of(location) or None,
+            "parameter": location.name or None,
+            "tensor": location.tensor,
+            "microbatch": location.microbatch,
             "largest": finite(difference.largest),
             "size": finite(difference.size),
             "allowed": finite(difference.allowed),
@@ -152,49 +156,49 @@ class Report:
         }
 
     def _circumstances(self) -> list[str]:
-        plan, recipe = self.plan, self.recipe
-        steps = "1 step" if recipe.steps == 1 else f"{recipe.steps} steps"
+        plan, options = self.plan, self.options
+        steps = "1 step" if options.steps == 1 else f"{options.steps} steps"
         clipped = f", clipped to {self.clip:.3g}" if math.isfinite(self.clip) else ""
-        formats = f" ({formats_in(plan)})" if recipe.mode == "native" and formats_in(plan) else ""
-        run = f"{recipe.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
+        formats = f" ({formats_in(plan)})" if options.mode == "native" and formats_in(plan) else ""
+        run = f"{options.mode}{formats}, {plan.microbatches} micro-batches, {steps}{clipped}"
         lines = [_line("plan", f"{layout_of(plan)}, {plan.schedule}; {run}; {self.seconds:.1f} s")]
         if self.first is None:
             return lines
         first, difference = self.first, self.first.difference
-        place = difference.place
-        number = "" if place.microbatch is None else f", micro-batch {place.microbatch}"
-        subject = self._subject(place)
+        location = difference.location
+        number = "" if location.microbatch is None else f", micro-batch {location.microbatch}"
+        subject = self._subject(location)
         lines += [
-            _line("first", f"step {place.step + 1}, {place.phase}{number}{subject and f': {subject}'}"),
+            _line("first", f"step {location.step + 1}, {location.phase}{number}{subject and f': {subject}'}"),
             _line("on", _ranks(first)),
             _line("where", _where(difference)),
             _line("likely", first.cause),
             _line("in all", f"{self.different:,} of {self.compared:,} tensors differ{self._advice()}"),
         ]
-        if recipe.isolate:
+        if options.isolate:
             lines += [_line("also", text) for text in self._also()]
         return lines
 
     def _also(self) -> list[str]:
         """The other differences, one for each phase and layer."""
-        kinds: dict[tuple[Phase, int | None], set[Place]] = {}
+        kinds: dict[tuple[StepPhase, int | None], set[Location]] = {}
         for other in self.others:
-            kinds.setdefault((other.place.phase, other.place.layer), set()).add(other.place)
+            kinds.setdefault((other.location.phase, other.location.layer), set()).add(other.location)
         told = []
         for places in list(kinds.values())[:LISTED]:
-            first = min(places, key=lambda place: place.order(len(self.paths)))
+            first = min(places, key=lambda location: location.order(len(self.paths)))
             more = f" and {len(places) - 1} more" if len(places) > 1 else ""
             told.append(f"{self.what(first)}{more}")
         return told + ([f"{len(kinds) - LISTED} more places"] if len(kinds) > LISTED else [])
 
-    def _subject(self, place: Place) -> str:
-        parts = [] if place.layer is None else [f"layer {place.layer}"]
-        parts += [path] if (path := self.path_of(place)) else []
-        parts += [f"tensor {place.tensor} of its value"] if place.tensor else []
-        return ", ".join(parts + ([place.name] if place.name else []))
+    def _subject(self, location: Location) -> str:
+        parts = [] if location.layer is None else [f"layer {location.layer}"]
+        parts += [path] if (path := self.path_of(location)) else []
+        parts += [f"tensor {location.tensor} of its value"] if location.tensor else []
+        return ", ".join(parts + ([location.name] if location.name else []))
 
     def _advice(self) -> str:
-        if self.recipe.isolate:
+        if self.options.isolate:
             return ", each (but in evaluation) by itself: the reference's values were fed downstream"
         return "" if self.different == 1 else "; with isolate only those that differ by themselves would"
 
@@ -230,7 +234,7 @@ def layout_of(plan: Plan) -> str:
     return layout + (f" · recompute {plan.recompute}" if plan.recompute != "none" else "")
 
 
-def _ranks(first: First) -> str:
+def _ranks(first: FirstDifference) -> str:
     shown = [
         f"rank {rank} ({_coordinate(coordinate)})"
         for rank, coordinate in zip(first.ranks, first.coordinates, strict=True)
@@ -262,7 +266,7 @@ def _line(title: str, text: str) -> str:
     return textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
 
 
-def _table(tallies: Mapping[Phase, Tally]) -> list[str]:
+def _table(tallies: Mapping[StepPhase, Tally]) -> list[str]:
     """A line a phase; where something differs, those that are equal in one."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
@@ -278,7 +282,7 @@ def _table(tallies: Mapping[Phase, Tally]) -> list[str]:
     return lines
 
 
-def _row(phase: Phase, tally: Tally) -> str:
+def _row(phase: StepPhase, tally: Tally) -> str:
     number = f"{tally.different:,}" if tally.different else "-"
     closeness = f"{tally.relative:>9.1e}  {tally.used:.0%}" if tally.different < tally.compared else ""
     return f"  {phase:<22} {tally.compared:>9,} {number:>9} {closeness}".rstrip()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
 from typing import Literal, TypeVar
 
@@ -16,12 +16,12 @@ from plait.rules import Rule, Rules
 from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case, rows_of
-from plait.verification.layouts import Refused, Tell, plans_on, run_all
-from plait.verification.merge import build_report
-from plait.verification.rank import Outcome, run_rank
-from plait.verification.recipe import MakeOptimizer, Mode, Recipe, adamw, usual_steps
-from plait.verification.report import Report
-from plait.verification.survey import Survey
+from plait.verification.layouts import RefusedPlan, ReportProgress, plans_on, verify_plans
+from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report import VerificationReport
+from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import Sweep
 
 Result = TypeVar("Result")
 
@@ -43,7 +43,7 @@ def verify(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     threads: int | None = None,
     timeout: float = 600.0,
-) -> Report:
+) -> VerificationReport:
     """Does `model`, woven as `plan` says, compute what one device computes? If not, where does it begin?
 
     Runs the model on one rank in plain PyTorch, then woven on `plan.world` ranks (as `plait.launch` starts or
@@ -80,22 +80,24 @@ def verify(
     if not callable(model):
         raise ModelError(f"the model is {model!r}: give an nn.Module, or a function that builds one.")
     steps = usual_steps(mode) if steps is None else steps
-    recipe = Recipe(mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed)
+    options = VerifyOptions(
+        mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed
+    )
     batches = [(inputs, targets)] * steps
     chosen = None if device == "auto" else device
-    case = Case(model, as_loss(loss), batches, recipe, rules, device=chosen, timeout=timeout)
+    case = Case(model, as_loss(loss), batches, options, rules, device=chosen, timeout=timeout)
     return verify_case(case, plan, threads=threads)
 
 
-def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> Report:
+def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:
     """The same for a case with its own batches."""
-    outcomes = _launch(partial(run_rank, case, plan), case, plan.world, threads)
-    return report_on(case, plan, outcomes)
+    outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
+    return build_report(outcomes, plan, case.options)
 
 
 def verify_all(
-    case: Case, plan: Plan, ranks: int, *, threads: int | None = None, tell: Tell | None = None
-) -> Survey:
+    case: Case, plan: Plan, ranks: int, *, threads: int | None = None, tell: ReportProgress | None = None
+) -> Sweep:
     """Verify every layout, schedule and way to shard that `ranks` ranks allow, with the rest of `plan`.
 
     What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
@@ -104,19 +106,14 @@ def verify_all(
     rules = case.rules_of(case.build()) or {}
     in_pieces = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
     plans = plans_on(ranks, plan, rows_of(case.batches[0][0]), in_pieces=in_pieces)
-    outcomes = _launch(partial(run_all, case, plans, tell), case, ranks, threads)
-    rows: list[tuple[Plan, Report | Refused]] = []
+    outcomes = _launch(partial(verify_plans, case, plans, tell), case, ranks, threads)
+    rows: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
     for number, one in enumerate(plans):
         own = [every[number] for every in outcomes]
-        refused = [outcome for outcome in own if isinstance(outcome, Refused)]
-        found = [outcome for outcome in own if not isinstance(outcome, Refused)]
-        rows.append((one, refused[0] if refused else report_on(case, one, found)))
-    return Survey(ranks, tuple(rows))
-
-
-def report_on(case: Case, plan: Plan, outcomes: Sequence[Outcome]) -> Report:
-    """The report on what the ranks of one plan found."""
-    return build_report(outcomes, plan, case.recipe)
+        refused = [outcome for outcome in own if isinstance(outcome, RefusedPlan)]
+        found = [outcome for outcome in own if not isinstance(outcome, RefusedPlan)]
+        rows.append((one, refused[0] if refused else build_report(found, one, case.options)))
+    return Sweep(ranks, tuple(rows))
 
 
 def _launch(function: Callable[[], Result], case: Case, ranks: int, threads: int | None) -> list[Result]:

@@ -16,8 +16,8 @@ from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan import Plan
 from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import Refused
-from plait.verification.survey import Survey
+from plait.verification.layouts import RefusedPlan
+from plait.verification.sweep import Sweep
 
 SETTINGS = {
     "model.layers": "1",
@@ -66,11 +66,11 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
     seen: list[dict[str, Any]] = []
 
     def one(case: Any, plan: Plan, *, threads: int | None) -> Answer:
-        seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "case": case})
+        seen.append({"options": case.options, "plan": plan, "threads": threads, "case": case})
         return Answer(True)
 
     def every(case: Any, plan: Plan, ranks: int, *, threads: int | None, tell: Any) -> Answer:
-        seen.append({"recipe": case.recipe, "plan": plan, "threads": threads, "ranks": ranks})
+        seen.append({"options": case.options, "plan": plan, "threads": threads, "ranks": ranks})
         return Answer(True)
 
     monkeypatch.setattr("plait.verification.verify.verify_case", one)
@@ -128,7 +128,7 @@ def test_where_no_plan_can_be_run_the_exit_code_is_2(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing was compared, so nothing was found to differ."""
-    nothing = Survey(1, ((Plan(), Refused("no")),))
+    nothing = Sweep(1, ((Plan(), RefusedPlan("no")),))
     monkeypatch.setattr("plait.verification.verify.verify_all", lambda *_, **__: nothing)
     assert main(["verify", *TINY, "--all"]) == 2
     assert capsys.readouterr().out.startswith("NOTHING to compare")
@@ -221,8 +221,8 @@ def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
     options = ["--mode", "native", "--steps", "3", "--isolate", "--parallel.pp", "2", "--train.seed", "7"]
     assert main(["verify", *options, *TINY]) == 0
     (call,) = calls
-    recipe = call["recipe"]
-    assert (recipe.mode, recipe.steps, recipe.isolate, recipe.seed) == ("native", 3, True, 7)
+    options = call["options"]
+    assert (options.mode, options.steps, options.isolate, options.seed) == ("native", 3, True, 7)
     assert (call["plan"].pp, call["plan"].microbatches, call["threads"]) == (2, 2, 1)
     assert len(call["case"].batches) == 3
     assert call["case"].device == "cpu"
@@ -231,12 +231,12 @@ def test_options_are_passed_on(calls: list[dict[str, Any]]) -> None:
 @pytest.mark.parametrize(("mode", "steps"), [("float64", 2), ("exact", 1)])
 def test_how_many_steps_unless_told(mode: str, steps: int, calls: list[dict[str, Any]]) -> None:
     assert main(["verify", "--mode", mode, *TINY]) == 0
-    assert calls[0]["recipe"].steps == steps
+    assert calls[0]["options"].steps == steps
 
 
 def test_an_option_may_stand_between_those_of_the_configuration(calls: list[dict[str, Any]]) -> None:
     assert main(["verify", "--train.batch=8", "--isolate", "--train.microbatches", "4", *TINY[:8]]) == 0
-    assert calls[0]["recipe"].isolate
+    assert calls[0]["options"].isolate
     assert calls[0]["plan"].microbatches == 4
 
 

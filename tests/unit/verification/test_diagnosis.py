@@ -16,12 +16,12 @@ from plait.verification.diagnosis import Symptoms, likely_cause
 from plait.verification.diagnosis.cause import HYPOTHESES
 from plait.verification.diagnosis.known import BY_PLAN, KNOWN, known_of
 from plait.verification.diagnosis.rounding import rounded
-from plait.verification.inside import Inside
-from plait.verification.place import Phase, Place
+from plait.verification.location import Location, StepPhase
+from plait.verification.sketches import InnerDifference
 
 ONE, TP, CUBE = Plan(), Plan(tp=2), Plan(pp=2, dp=2, tp=2, microbatches=4)
-FORWARD = Place(0, Phase.FORWARD, 1, 0)
-REDUCTION = Place(0, Phase.REDUCTION, name="weight")
+FORWARD = Location(0, StepPhase.FORWARD, 1, 0)
+REDUCTION = Location(0, StepPhase.REDUCTION, name="weight")
 EXPECTED = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 NOISE = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
 
@@ -29,7 +29,7 @@ NOISE = torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manua
 def symptoms(
     actual: Tensor | dict[int, Tensor],
     *,
-    place: Place = FORWARD,
+    location: Location = FORWARD,
     expected: Tensor = EXPECTED,
     plan: Plan = ONE,
     base: Tensor | None = None,
@@ -40,8 +40,8 @@ def symptoms(
     """One tensor, or those of several ranks, in the place of `expected`."""
     by_rank = actual if isinstance(actual, dict) else {0: actual}
     return Symptoms(
-        difference_at(place, expected, by_rank[min(by_rank)], **told),
-        evidence_of(place, expected, by_rank, base),
+        difference_at(location, expected, by_rank[min(by_rank)], **told),
+        evidence_of(location, expected, by_rank, base),
         coordinates_of(plan),
         tuple(by_rank) if judges is None else judges,
         plan,
@@ -59,45 +59,45 @@ def fitting(made: Symptoms) -> list[str]:
 
 
 def test_where_nothing_fits_it_is_what_is_known() -> None:
-    for phase in Phase:
-        if phase is not Phase.NORM:
-            made = symptoms(NOISE, place=Place(0, phase, 1, 0))
+    for phase in StepPhase:
+        if phase is not StepPhase.NORM:
+            made = symptoms(NOISE, location=Location(0, phase, 1, 0))
             assert fitting(made) == []
             assert likely_cause(made) == f"{known_of(made)}."
 
 
 def test_of_every_phase_something_is_known() -> None:
-    assert KNOWN.keys() | BY_PLAN.keys() == set(Phase)
+    assert KNOWN.keys() | BY_PLAN.keys() == set(StepPhase)
     assert not KNOWN.keys() & BY_PLAN.keys()
 
 
-@pytest.mark.parametrize("phase", list(Phase))
-def test_at_one_rank_no_rank_is_to_blame(phase: Phase) -> None:
-    told = cause(NOISE, place=Place(0, phase, 1, 0)) if phase is not Phase.NORM else "no sum"
+@pytest.mark.parametrize("phase", list(StepPhase))
+def test_at_one_rank_no_rank_is_to_blame(phase: StepPhase) -> None:
+    told = cause(NOISE, location=Location(0, phase, 1, 0)) if phase is not StepPhase.NORM else "no sum"
     assert not re.search(r"\btp\b|region|reduction|piece of|other ranks'", told), told
 
 
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
-    place = Place(0, Phase.INPUT_GRADIENT, 1, 0)
-    assert "a sum over tp" in cause(NOISE, place=place, plan=TP, divided=True)
-    assert "sum over" not in cause(NOISE, place=place, plan=TP)
+    location = Location(0, StepPhase.INPUT_GRADIENT, 1, 0)
+    assert "a sum over tp" in cause(NOISE, location=location, plan=TP, divided=True)
+    assert "sum over" not in cause(NOISE, location=location, plan=TP)
 
 
 def test_recomputation_is_suspected_only_where_there_is_any() -> None:
-    place = Place(0, Phase.INPUT_GRADIENT, 1, 0)
-    assert "recomputed" in cause(NOISE, place=place, plan=Plan(recompute="full"))
-    assert "recomputed" not in cause(NOISE, place=place)
+    location = Location(0, StepPhase.INPUT_GRADIENT, 1, 0)
+    assert "recomputed" in cause(NOISE, location=location, plan=Plan(recompute="full"))
+    assert "recomputed" not in cause(NOISE, location=location)
 
 
 def test_an_update_of_pieces_is_suspected_only_where_there_are_any() -> None:
-    place = Place(0, Phase.OPTIMIZER, name="weight")
-    assert "elementwise" in cause(NOISE, place=place, plan=TP)
-    assert "elementwise" in cause(NOISE, place=place, plan=Plan(dp=2, strategy="optimizer"))
-    assert "elementwise" not in cause(NOISE, place=place)
+    location = Location(0, StepPhase.OPTIMIZER, name="weight")
+    assert "elementwise" in cause(NOISE, location=location, plan=TP)
+    assert "elementwise" in cause(NOISE, location=location, plan=Plan(dp=2, strategy="optimizer"))
+    assert "elementwise" not in cause(NOISE, location=location)
 
 
 def test_the_place_inside_of_a_layer_stands_behind_what_fits() -> None:
-    inside = Inside(3, "inside, what norm gives is the first to differ")
+    inside = InnerDifference(3, "inside, what norm gives is the first to differ")
     assert cause(NOISE, inside=inside).endswith("and what it gives is not: " + inside.sentence + ".")
     assert cause(3 * EXPECTED, inside=inside).endswith(
         "times; inside, what norm gives is the first to differ."
@@ -132,22 +132,22 @@ class TestSummands:
     @pytest.mark.parametrize(("plan", "axis"), [(Plan(dp=2), "dp"), (Plan(pp=2), "pp")])
     def test_over_another_axis(self, plan: Plan, axis: str) -> None:
         parts = {0: NOISE, 1: EXPECTED - NOISE}
-        assert f"their sum over {axis} is missing" in cause(parts, plan=plan, place=REDUCTION)
+        assert f"their sum over {axis} is missing" in cause(parts, plan=plan, location=REDUCTION)
 
     def test_over_both_axes_of_dp(self) -> None:
         plan = Plan(dp=4, replicate=2)
         parts = {0: NOISE, 1: EXPECTED, 2: -NOISE, 3: 0 * NOISE}
-        assert "their sum over dp is missing" in cause(parts, plan=plan, place=REDUCTION)
+        assert "their sum over dp is missing" in cause(parts, plan=plan, location=REDUCTION)
 
     def test_over_replicate_where_ranks_of_shard_hold_other_pieces(self) -> None:
         plan = Plan(dp=4, replicate=2, strategy="gradients")
         parts = {0: NOISE, 2: EXPECTED - NOISE}
-        assert "their sum over replicate is missing" in cause(parts, plan=plan, place=REDUCTION)
+        assert "their sum over replicate is missing" in cause(parts, plan=plan, location=REDUCTION)
 
     def test_over_two_axes(self) -> None:
         plan = Plan(dp=2, tp=2)
         parts = {0: NOISE, 1: EXPECTED, 2: -3 * NOISE, 3: 2 * NOISE}
-        assert "the ranks of tp and dp hold summands" in cause(parts, plan=plan, place=REDUCTION)
+        assert "the ranks of tp and dp hold summands" in cause(parts, plan=plan, location=REDUCTION)
 
     def test_a_near_miss(self) -> None:
         parts = {0: NOISE, 1: EXPECTED - 1.01 * NOISE}
@@ -198,26 +198,38 @@ class TestFactor:
     @pytest.mark.parametrize(
         ("factor", "phase", "told"),
         [
-            (2.0, Phase.FORWARD, "2 times what it should be, the size of tp: either a sum is taken twice"),
+            (
+                2.0,
+                StepPhase.FORWARD,
+                "2 times what it should be, the size of tp: either a sum is taken twice",
+            ),
             (
                 0.5,
-                Phase.FORWARD,
+                StepPhase.FORWARD,
                 "1/2 times what it should be, one over tp: either averaged instead of summed",
             ),
-            (4.0, Phase.FORWARD, "4 times what it should be: it is scaled by one number too many"),
+            (4.0, StepPhase.FORWARD, "4 times what it should be: it is scaled by one number too many"),
             (
                 4.0,
-                Phase.WEIGHT_GRADIENT,
+                StepPhase.WEIGHT_GRADIENT,
                 "4 times what it should be, the size of the number of micro-batches",
             ),
-            (0.25, Phase.REDUCTION, "1/4 times what it should be, one over the number of micro-batches"),
-            (2.0, Phase.WEIGHT_GRADIENT, "2 times what it should be, the size of tp and of dp: either a sum"),
-            (0.5, Phase.REDUCTION, "1/2 times what it should be, one over tp and dp and pp: either averaged"),
+            (0.25, StepPhase.REDUCTION, "1/4 times what it should be, one over the number of micro-batches"),
+            (
+                2.0,
+                StepPhase.WEIGHT_GRADIENT,
+                "2 times what it should be, the size of tp and of dp: either a sum",
+            ),
+            (
+                0.5,
+                StepPhase.REDUCTION,
+                "1/2 times what it should be, one over tp and dp and pp: either averaged",
+            ),
         ],
     )
-    def test_is_explained_by_a_degree(self, factor: float, phase: Phase, told: str) -> None:
-        place = Place(0, phase, 1, 0, "weight")
-        assert told in cause(factor * EXPECTED, place=place, plan=CUBE, divided=True)
+    def test_is_explained_by_a_degree(self, factor: float, phase: StepPhase, told: str) -> None:
+        location = Location(0, phase, 1, 0, "weight")
+        assert told in cause(factor * EXPECTED, location=location, plan=CUBE, divided=True)
 
     def test_of_what_the_layer_adds(self) -> None:
         """A residual connection: what flows through is right."""
@@ -234,18 +246,20 @@ class TestFactor:
         assert fitting(symptoms(torch.tensor([2.0]), expected=torch.tensor([1.0]))) == []
 
     def test_one_number_that_is_off_by_a_degree(self) -> None:
-        one, place = torch.tensor([1.0]), Place(0, Phase.MEAN_LOSS)
+        one, location = torch.tensor([1.0]), Location(0, StepPhase.MEAN_LOSS)
         assert "2 times what it should be, the size of tp" in cause(
-            2 * one, expected=one, place=place, plan=TP
+            2 * one, expected=one, location=location, plan=TP
         )
-        assert fitting(symptoms(2.001 * one, expected=one, place=place, plan=TP)) == []
+        assert fitting(symptoms(2.001 * one, expected=one, location=location, plan=TP)) == []
 
     def test_of_a_layer_that_is_not_divided_tp_is_no_reason(self) -> None:
         assert "tp" not in cause(2 * EXPECTED, plan=TP)
 
     def test_of_an_optimizer_the_gradients_are_right(self) -> None:
-        place = Place(0, Phase.OPTIMIZER, name="weight")
-        told = cause(EXPECTED + 2 * NOISE, expected=EXPECTED + NOISE, base=EXPECTED, place=place, plan=CUBE)
+        location = Location(0, StepPhase.OPTIMIZER, name="weight")
+        told = cause(
+            EXPECTED + 2 * NOISE, expected=EXPECTED + NOISE, base=EXPECTED, location=location, plan=CUBE
+        )
         assert told.startswith(
             "the update is 2 times what it should be: the gradients are equal, so either it"
         )
@@ -254,14 +268,14 @@ class TestFactor:
     @pytest.mark.parametrize(
         ("phase", "told"),
         [
-            (Phase.FORWARD, "it is the layer's input, unchanged: either the layer is skipped"),
-            (Phase.INPUT_GRADIENT, "it is the gradient of the layer's output, unchanged"),
-            (Phase.OPTIMIZER, "it was not updated"),
-            (Phase.WEIGHT_GRADIENT, "nothing of this micro-batch is in it"),
+            (StepPhase.FORWARD, "it is the layer's input, unchanged: either the layer is skipped"),
+            (StepPhase.INPUT_GRADIENT, "it is the gradient of the layer's output, unchanged"),
+            (StepPhase.OPTIMIZER, "it was not updated"),
+            (StepPhase.WEIGHT_GRADIENT, "nothing of this micro-batch is in it"),
         ],
     )
-    def test_nothing_but_the_base(self, phase: Phase, told: str) -> None:
-        assert cause(NOISE, base=NOISE, place=Place(0, phase, 1, 0, "weight")).startswith(told)
+    def test_nothing_but_the_base(self, phase: StepPhase, told: str) -> None:
+        assert cause(NOISE, base=NOISE, location=Location(0, phase, 1, 0, "weight")).startswith(told)
 
 
 class TestMultipleOfInput:
@@ -274,11 +288,13 @@ class TestMultipleOfInput:
         )
 
     def test_backward_it_is_the_gradient_of_the_output(self) -> None:
-        told = cause(EXPECTED - NOISE, base=NOISE, place=Place(0, Phase.INPUT_GRADIENT, 1, 0))
+        told = cause(EXPECTED - NOISE, base=NOISE, location=Location(0, StepPhase.INPUT_GRADIENT, 1, 0))
         assert told.startswith("the gradient of the layer's output is missing in it")
 
     def test_of_an_optimizer_it_is_the_weight_decay(self) -> None:
-        told = cause(EXPECTED - 1e-4 * NOISE, base=NOISE, place=Place(0, Phase.OPTIMIZER, name="weight"))
+        told = cause(
+            EXPECTED - 1e-4 * NOISE, base=NOISE, location=Location(0, StepPhase.OPTIMIZER, name="weight")
+        )
         assert told.startswith("it differs by -0.0001 times what the parameter was before: the weight decay")
 
     def test_a_near_miss(self) -> None:
@@ -310,7 +326,7 @@ class TestSameForAll:
         assert fitting(symptoms(actual)) == []
 
     def test_only_of_a_forward(self) -> None:
-        assert fitting(symptoms(EXPECTED + NOISE[:1], place=REDUCTION)) == []
+        assert fitting(symptoms(EXPECTED + NOISE[:1], location=REDUCTION)) == []
 
     def test_of_tokens_in_several_dims(self) -> None:
         expected = EXPECTED.view(2, 2, 6)
@@ -346,7 +362,7 @@ class TestOrder:
 
     def test_a_transpose(self) -> None:
         square = NOISE[:, :4]
-        assert cause(square.T, expected=square, place=REDUCTION) == "it is transposed."
+        assert cause(square.T, expected=square, location=REDUCTION) == "it is transposed."
 
     def test_a_near_miss(self) -> None:
         actual = EXPECTED.flip(0)
@@ -383,14 +399,14 @@ class TestLaterPieces:
     @pytest.mark.parametrize(
         ("wrong", "plan", "phase"),
         [
-            (0, PIECES, Phase.FORWARD),
-            (1, TP, Phase.FORWARD),
-            (1, PIECES, Phase.INPUT_GRADIENT),
+            (0, PIECES, StepPhase.FORWARD),
+            (1, TP, StepPhase.FORWARD),
+            (1, PIECES, StepPhase.INPUT_GRADIENT),
         ],
         ids=["the first is wrong", "no pieces", "backward"],
     )
-    def test_a_near_miss(self, wrong: int, plan: Plan, phase: Phase) -> None:
-        made = symptoms({wrong: NOISE}, plan=plan, judges=(0, 1), place=Place(0, phase, 1, 0))
+    def test_a_near_miss(self, wrong: int, plan: Plan, phase: StepPhase) -> None:
+        made = symptoms({wrong: NOISE}, plan=plan, judges=(0, 1), location=Location(0, phase, 1, 0))
         assert fitting(made) == []
 
 
@@ -416,9 +432,9 @@ class TestRange:
         ],
     )
     def test_of_positions(self, wrong: tuple[int, int], told: str | None) -> None:
-        expected, noise = EXPECTED.view(2, 6, 2), NOISE.view(2, 6, 2)
+        expected, perturbation = EXPECTED.view(2, 6, 2), NOISE.view(2, 6, 2)
         actual = expected.clone()
-        actual[:, slice(*wrong)] += noise[:, slice(*wrong)]
+        actual[:, slice(*wrong)] += perturbation[:, slice(*wrong)]
         share = (wrong[1] - wrong[0]) / 6
         box = ((0, 2), wrong, (0, 2))
         made = symptoms(actual, expected=expected, box=box, whole_box=False, share=share)
@@ -488,38 +504,38 @@ class TestRounded:
 
     def test_one_number_may_show_it(self) -> None:
         one = torch.tensor([0.1], dtype=torch.float64)
-        told = cause(one.float().double(), expected=one, place=Place(0, Phase.LOSS, None, 0))
+        told = cause(one.float().double(), expected=one, location=Location(0, StepPhase.LOSS, None, 0))
         assert told.startswith("all of it has no more digits than float32 holds")
 
 
 class TestNorm:
-    PLACE = Place(0, Phase.NORM)
+    PLACE = Location(0, StepPhase.NORM)
 
     @pytest.mark.parametrize(("plan", "blames"), [(ONE, False), (TP, True)])
     def test_too_large(self, plan: Plan, blames: bool) -> None:
-        told = cause(torch.tensor(1.3), expected=torch.tensor(1.0), place=self.PLACE, plan=plan)
+        told = cause(torch.tensor(1.3), expected=torch.tensor(1.0), location=self.PLACE, plan=plan)
         assert told.startswith("it is too large: either ")
         assert ("what several ranks hold alike" in told) == blames
 
     def test_as_large_as_if_every_square_counted_on_each_rank(self) -> None:
         root = torch.tensor([2.0**0.5], dtype=torch.float64)
         one = torch.tensor([1.0], dtype=torch.float64)
-        told = cause(root, expected=one, place=self.PLACE, plan=Plan(dp=2))
+        told = cause(root, expected=one, location=self.PLACE, plan=Plan(dp=2))
         assert told == "it is too large: as if every square counted on each rank of dp."
 
     def test_too_small(self) -> None:
-        told = cause(torch.tensor(0.5), expected=torch.tensor(1.0), place=self.PLACE)
+        told = cause(torch.tensor(0.5), expected=torch.tensor(1.0), location=self.PLACE)
         assert told.startswith("it is too small: either it leaves out gradients (of some parameters)")
 
     def test_squares_of_ranks_that_add_up(self) -> None:
         parts = {rank: torch.tensor([own], dtype=torch.float64) for rank, own in enumerate((0.6, 0.8))}
         expected = torch.tensor([1.0], dtype=torch.float64)
-        told = cause(parts, expected=expected, place=self.PLACE, plan=Plan(pp=2))
+        told = cause(parts, expected=expected, location=self.PLACE, plan=Plan(pp=2))
         assert "the squares of the ranks of pp add up to what it should be" in told
 
     def test_only_of_a_norm(self) -> None:
-        place = Place(0, Phase.MEAN_LOSS)
-        assert fitting(symptoms(torch.tensor(0.5), expected=torch.tensor(1.0), place=place)) == []
+        location = Location(0, StepPhase.MEAN_LOSS)
+        assert fitting(symptoms(torch.tensor(0.5), expected=torch.tensor(1.0), location=location)) == []
 
 
 class TestCircumstances:
@@ -528,23 +544,25 @@ class TestCircumstances:
         assert likely_cause(made) == f"{known_of(made)}; equal on tp 0."
 
     def test_dp_counts_over_both_of_its_axes(self) -> None:
-        told = cause({2: NOISE}, plan=Plan(dp=4, replicate=2), place=REDUCTION, judges=(0, 1, 2, 3))
+        told = cause({2: NOISE}, plan=Plan(dp=4, replicate=2), location=REDUCTION, judges=(0, 1, 2, 3))
         assert told.endswith("; equal on dp 0, 1, 3.")
 
     def test_ranks_that_no_axis_sets_apart(self) -> None:
-        told = cause({1: NOISE, 2: NOISE}, plan=Plan(dp=2, tp=2), place=REDUCTION, judges=(0, 1, 2, 3))
+        told = cause({1: NOISE, 2: NOISE}, plan=Plan(dp=2, tp=2), location=REDUCTION, judges=(0, 1, 2, 3))
         assert told.endswith("; equal on rank 0, 3.")
 
     def test_earlier_micro_batches_of_the_rank(self) -> None:
         plan = Plan(dp=2, microbatches=2)
-        ends = [cause(NOISE, plan=plan, place=Place(0, Phase.FORWARD, 1, m)) for m in range(4)]
+        ends = [cause(NOISE, plan=plan, location=Location(0, StepPhase.FORWARD, 1, m)) for m in range(4)]
         assert [told.endswith("; micro-batches before it are equal.") for told in ends] == [0, 1, 0, 1]
 
     def test_earlier_steps(self) -> None:
-        assert cause(NOISE, place=Place(1, Phase.FORWARD, 1, 0)).endswith("; the steps before it are equal.")
+        assert cause(NOISE, location=Location(1, StepPhase.FORWARD, 1, 0)).endswith(
+            "; the steps before it are equal."
+        )
 
     def test_all_of_them(self) -> None:
         plan = Plan(tp=2, microbatches=2)
-        made = symptoms({0: NOISE}, plan=plan, place=Place(2, Phase.FORWARD, 1, 1), judges=(0, 1))
+        made = symptoms({0: NOISE}, plan=plan, location=Location(2, StepPhase.FORWARD, 1, 1), judges=(0, 1))
         circumstances = "equal on tp 1; micro-batches before it are equal; the steps before it are equal."
         assert likely_cause(made) == f"{known_of(made)}; {circumstances}"

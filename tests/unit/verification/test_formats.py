@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plait.plan import Plan
-from plait.verification.formats import GROWS_AFTER, ReferenceScale, formats_of
+from plait.verification.formats import GROWTH_INTERVAL, ReferenceLossScale, formats_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WEIGHT = nn.Parameter(torch.ones(2))
@@ -59,10 +59,10 @@ def test_gradients_overflow_where_something_is_fp16(plan: Plan, overflows: bool)
 
 
 def test_a_dynamic_scale_is_halved_and_doubled() -> None:
-    scale = ReferenceScale(8.0, dynamic=True, finite_steps=GROWS_AFTER - 2)
+    scale = ReferenceLossScale(8.0, dynamic=True, finite_steps=GROWTH_INTERVAL - 2)
     for finite, value in ((True, 8.0), (True, 16.0), (True, 16.0), (False, 8.0), (False, 4.0)):
         scale.update(finite=finite)
         assert scale.value == value
-    fixed = ReferenceScale(8.0)
+    fixed = ReferenceLossScale(8.0)
     fixed.update(finite=False)
     assert fixed.value == 8.0

@@ -1,4 +1,4 @@
-"""The reference in few digits: masters, sums, the loss scale; and what a run that follows it deviates by."""
+"""The reference in few digits: masters, sums, the loss scale; how far a run that is reset to it deviates."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.formats import formats_of
-from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment, Records
-from plait.verification.recipe import Recipe
-from plait.verification.recording import Recording
-from plait.verification.reference import Reference
-from plait.verification.updating import exact_bound
-from plait.verification.values import unchanged
+from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.perturbation import Perturbation
+from plait.verification.reference_recording import ReferenceRecording
+from plait.verification.reference_run import ReferenceRun
+from plait.verification.reference_update import exact_bound
+from plait.verification.start_values import unchanged
 
 MIXED = Plan(microbatches=2, precision="bf16", master_precision="fp32")
 STEPS = 2
@@ -35,11 +35,11 @@ def momentum(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 def recorded(
-    plan: Plan, noise: int = 0, followed: Recording | None = None, rows: int = 4
-) -> dict[Moment, Records]:
-    recipe = Recipe(mode="native", optimizer=momentum, weight_decay=0.0, clip=math.inf)
-    given = (sequence_of(mlp()), cross_entropy, recipe, unchanged, formats_of(plan), torch.device("cpu"))
-    reference = Reference(*given, Noise(noise), math.inf, followed=followed)
+    plan: Plan, perturbation: int = 0, baseline: ReferenceRecording | None = None, rows: int = 4
+) -> dict[RecordScope, Records]:
+    options = VerifyOptions(mode="native", optimizer=momentum, weight_decay=0.0, clip=math.inf)
+    given = (sequence_of(mlp()), cross_entropy, options, unchanged, formats_of(plan), torch.device("cpu"))
+    reference = ReferenceRun(*given, Perturbation(perturbation), math.inf, baseline=baseline)
     inputs, targets = rows_and_classes(rows)
     return dict(reference.run([(inputs.bfloat16(), targets)] * STEPS, plan.microbatches))
 
@@ -66,10 +66,10 @@ def by_hand(microbatches: int) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
 
 
 def test_masters_and_sums_in_fp32_are_those_of_plain_pytorch() -> None:
-    records = recorded(MIXED)[Moment(STEPS - 1, WHOLE)]
+    records = recorded(MIXED)[RecordScope(STEPS - 1, WHOLE_STEP)]
     gradients, parameters = by_hand(2)
     for name, value in parameters.items():
-        final, master = records[Key("final", name=name)], records[Key("value", name=name)]
+        final, master = records[RecordKey("final", name=name)], records[RecordKey("value", name=name)]
         assert final.dtype == master.dtype == torch.float32
         assert torch.allclose(final, gradients[name], rtol=1e-6, atol=1e-8), name
         assert torch.allclose(master, value, rtol=1e-6, atol=1e-8), name
@@ -77,34 +77,34 @@ def test_masters_and_sums_in_fp32_are_those_of_plain_pytorch() -> None:
 
 def test_a_loss_scale_is_in_the_backward_and_in_no_final_gradient() -> None:
     plain, scaled = recorded(MIXED), recorded(replace(MIXED, loss_scale=1024.0))
-    key = Key("contribution", 0, "0.weight")
-    assert torch.equal(scaled[Moment(0, 0)][key], plain[Moment(0, 0)][key] * 1024)
-    whole = Moment(STEPS - 1, WHOLE)
+    key = RecordKey("contribution", 0, "0.weight")
+    assert torch.equal(scaled[RecordScope(0, 0)][key], plain[RecordScope(0, 0)][key] * 1024)
+    whole = RecordScope(STEPS - 1, WHOLE_STEP)
     assert all(torch.equal(scaled[whole][k], v) for k, v in plain[whole].items() if k.kind != "scale")
 
 
 def test_gradients_are_added_up_in_their_own_dtype() -> None:
-    narrow = recorded(replace(MIXED, gradient_precision="bf16"))[Moment(0, WHOLE)]
-    final = narrow[Key("final", name="0.weight")]
+    narrow = recorded(replace(MIXED, gradient_precision="bf16"))[RecordScope(0, WHOLE_STEP)]
+    final = narrow[RecordKey("final", name="0.weight")]
     assert final.dtype == torch.float32
     assert torch.equal(final, final.bfloat16().float())
-    wide = recorded(MIXED)[Moment(0, WHOLE)][Key("final", name="0.weight")]
+    wide = recorded(MIXED)[RecordScope(0, WHOLE_STEP)][RecordKey("final", name="0.weight")]
     assert not torch.equal(wide, wide.bfloat16().float())
 
 
 def test_a_run_that_follows_deviates_by_roundings_of_what_it_just_made() -> None:
     """Contributions by those of bf16; sums, clipped gradients and parameters by those of fp32."""
-    main = Recording()
-    for moment, values in recorded(MIXED).items():
-        main.add(moment, values)
-    shaken = recorded(MIXED, noise=1, followed=main)
+    main = ReferenceRecording()
+    for scope, values in recorded(MIXED).items():
+        main.add(scope, values)
+    shaken = recorded(MIXED, perturbation=1, baseline=main)
 
-    def apart(moment: Moment, kind: str) -> float:
-        pairs = [(v, shaken[moment][k]) for k, v in main.values[moment].items() if k.kind == kind]
+    def apart(scope: RecordScope, kind: str) -> float:
+        pairs = [(v, shaken[scope][k]) for k, v in main.values[scope].items() if k.kind == kind]
         return max(float((a - b).abs().max() / a.abs().max()) for a, b in pairs)
 
-    last = Moment(STEPS - 1, WHOLE)
-    assert apart(Moment(1, 0), "contribution") > 1e-3
+    last = RecordScope(STEPS - 1, WHOLE_STEP)
+    assert apart(RecordScope(1, 0), "contribution") > 1e-3
     for kind in ("final", "clipped", "value", "state"):
         assert 0 < apart(last, kind) < 1e-5 or kind == "value", kind
     assert apart(last, "value") < 1e-6

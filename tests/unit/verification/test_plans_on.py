@@ -17,9 +17,9 @@ from plait.plan import Plan, Recompute
 from plait.schedules.search.schedule import NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.layouts import Refused, plans_on, run_all
-from plait.verification.rank import Outcome
-from plait.verification.recipe import Recipe
+from plait.verification.layouts import RefusedPlan, plans_on, verify_plans
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import RankOutcome
 
 RANKS = st.integers(1, 16)
 WAYS_TO_SHARD = [
@@ -191,7 +191,7 @@ def test_each_cut_by_hand_that_stays_can_be_run() -> None:
     case = mlp_case(steps=1)
     plans = [one for one in plans_on(1, Plan(layers_per_stage=(3, 1)), 4) if one.layers_per_stage]
     assert {one.schedule for one in plans} == {*TWO_CHUNKS, "auto"}
-    assert all(isinstance(outcome, Outcome) for outcome in run_all(case, plans[::2]))
+    assert all(isinstance(outcome, RankOutcome) for outcome in verify_plans(case, plans[::2]))
 
 
 @pytest.mark.parametrize(("rows", "expected"), [(6, 3), (5, 1), (8, 2), (1, 1)])
@@ -203,22 +203,22 @@ def test_fewer_micro_batches_where_the_rows_do_not_divide(rows: int, expected: i
 def test_plans_that_cannot_be_are_given_with_the_reason() -> None:
     case = mlp_case(steps=1)
     plans = [Plan(schedule="zb-v", chunks=3), Plan(microbatches=3), Plan(chunks=2), Plan(microbatches=2)]
-    one, two, three, four = run_all(case, plans)
-    assert isinstance(one, Refused)
+    one, two, three, four = verify_plans(case, plans)
+    assert isinstance(one, RefusedPlan)
     assert "chunks" in one.reason
-    assert isinstance(two, Refused)
+    assert isinstance(two, RefusedPlan)
     assert "4 rows, which do not divide into 3 micro-batches" in two.reason
-    assert isinstance(three, Refused)
-    assert isinstance(four, Outcome)
+    assert isinstance(three, RefusedPlan)
+    assert isinstance(four, RankOutcome)
     assert four.findings.differences == []
 
 
 def test_after_a_plan_that_was_refused_the_next_one_runs(rank_pool: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
-    case = Case(model, cross_entropy, [rows_and_classes()], Recipe(steps=1))
+    case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     plans = [Plan(pp=2), Plan(pp=2, layers_per_stage=(2, 1)), Plan(tp=2), Plan(dp=2)]
     results = rank_pool.run(run_each, case, plans, ranks=2)
     for of_rank in results:
-        assert [type(outcome) for outcome in of_rank] == [Outcome, Refused, Refused, Outcome]
+        assert [type(outcome) for outcome in of_rank] == [RankOutcome, RefusedPlan, RefusedPlan, RankOutcome]
     told = [{of_rank[number].reason for of_rank in results} for number in (1, 2)]
     assert [len(reasons) for reasons in told] == [1, 1]

@@ -8,7 +8,7 @@ import pytest
 
 from plait.comm import Mesh
 from plait.errors import CommunicationError
-from plait.verification import rank
+from plait.verification import rank_verification as rank
 
 
 def test_a_lost_rank_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from parity.models import buffers, on_meta, repeated, tied_table
 from plait.layers.layer_sequence import bits_of
-from plait.verification.values import FROM_ZERO, MOVED, Change, moved, unchanged, with_values
+from plait.verification.start_values import FROM_ZERO, MOVED, ValueChange, moved, unchanged, with_values
 
 
 def test_a_parameter_moves_by_a_tenth_of_its_size() -> None:
@@ -42,7 +42,7 @@ def made(model: nn.Module) -> nn.Module:
 
 
 @pytest.mark.parametrize("change", [moved(0), unchanged])
-def test_the_model_given_is_not_altered(change: Change) -> None:
+def test_the_model_given_is_not_altered(change: ValueChange) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     before = {name: bits_of(value) for name, value in model.state_dict().items()}
     parameters = list(map(id, model.parameters()))

@@ -20,20 +20,21 @@ from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleE
 from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.verification import rank as rank_module
+from plait.verification import rank_verification
 from plait.verification.case import Case
-from plait.verification.place import Phase
-from plait.verification.rank import run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.report import Report
-from plait.verification.verify import report_on, verify_all
+from plait.verification.location import StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report import VerificationReport
+from plait.verification.report_from_ranks import build_report
+from plait.verification.verify import verify_all
 
 PLAN = Plan(microbatches=2)
 
 
-def over(rank_pool: RankPool, case: Case, plan: Plan) -> Report:
+def over(rank_pool: RankPool, case: Case, plan: Plan) -> VerificationReport:
     """`plait.verify` on ranks that are there already."""
-    return report_on(case, plan, rank_pool.run(run_rank, case, plan, ranks=plan.world))
+    return build_report(rank_pool.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
 
 
 def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
@@ -45,8 +46,8 @@ def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
     plan = Plan(pp=2, microbatches=2, schedule="zb-h1")
     report = plait.verify(model, plan, inputs, targets, threads=1, device="cpu")
     assert report, report
-    assert (report.recipe.mode, report.recipe.steps, report.plan) == ("float64", 2, plan)
-    assert {Phase.MESSAGE, Phase.GRADIENT_MESSAGE} <= report.tallies.keys()
+    assert (report.options.mode, report.options.steps, report.plan) == ("float64", 2, plan)
+    assert {StepPhase.MESSAGE, StepPhase.GRADIENT_MESSAGE} <= report.tallies.keys()
     assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
     assert [module.training for module in model.modules()] == modes
     assert all(parameter.grad is None for parameter in model.parameters())
@@ -69,7 +70,7 @@ def test_a_function_that_builds_the_model_on_ranks_of_its_own() -> None:
     ids=label,
 )
 def test_a_function_that_builds_the_model(plan: Plan, rank_pool: RankPool) -> None:
-    case = Case(lambda: mlp(), cross_entropy, [rows_and_classes(8)] * 2, Recipe(), device="cpu")
+    case = Case(lambda: mlp(), cross_entropy, [rows_and_classes(8)] * 2, VerifyOptions(), device="cpu")
     report = over(rank_pool, case, plan)
     assert report, report
 
@@ -140,7 +141,7 @@ class Close(nn.Module):
 
 def masked(kind: torch.dtype) -> Case:
     model = nn.Sequential(MakeMask(kind), MaskedAttention(), MaskedAttention(), Close())
-    return Case(model, cross_entropy, [rows_and_classes()] * 2, Recipe())
+    return Case(model, cross_entropy, [rows_and_classes()] * 2, VerifyOptions())
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
@@ -155,7 +156,7 @@ Replace = Callable[[nn.Sequential], nn.Sequential]
 @pytest.fixture
 def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
     """Have each engine that is verified damaged after it was made, or made of another model."""
-    right = rank_module.parallelize
+    right = rank_verification.parallelize
 
     def install(damage: Break = lambda engine: None, replace: Replace = lambda model: model) -> None:
         def parallelize(model: nn.Sequential, *arguments: Any, **options: Any) -> Engine:
@@ -163,7 +164,7 @@ def broken(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
             damage(engine)
             return engine
 
-        monkeypatch.setattr(rank_module, "parallelize", parallelize)
+        monkeypatch.setattr(rank_verification, "parallelize", parallelize)
 
     return install
 
@@ -184,8 +185,8 @@ def test_a_weight_that_is_a_little_off_is_seen(broken: Callable[..., None], mode
     broken(moved_weight)
     report = verify_here(mlp_case(mode=mode, steps=1))
     assert report.first is not None
-    place = report.first.difference.place
-    assert (place.step, place.phase, place.name) == (0, Phase.INITIAL, "0.weight")
+    location = report.first.difference.location
+    assert (location.step, location.phase, location.name) == (0, StepPhase.INITIAL, "0.weight")
 
 
 @pytest.mark.parametrize("mode", ["float64", "exact"])
@@ -194,7 +195,7 @@ def test_a_layer_that_computes_something_else_is_seen(broken: Callable[..., None
     report = verify_here(mlp_case(mode=mode, steps=1))
     assert not report
     assert report.first is not None
-    assert (report.first.difference.place.phase, report.first.layer) == (Phase.FORWARD, "2")
+    assert (report.first.difference.location.phase, report.first.layer) == (StepPhase.FORWARD, "2")
 
 
 @pytest.mark.parametrize("kind", [torch.bool, torch.float64])
@@ -202,7 +203,7 @@ def test_it_is_seen_where_masks_flow_too(broken: Callable[..., None], kind: torc
     broken(replace=another_layer)
     report = verify_here(masked(kind))
     assert report.first is not None
-    assert (report.first.difference.place.phase, report.first.layer) == (Phase.FORWARD, "2")
+    assert (report.first.difference.location.phase, report.first.layer) == (StepPhase.FORWARD, "2")
 
 
 def test_gradients_that_are_not_clipped_are_seen(broken: Callable[..., None]) -> None:
@@ -213,8 +214,8 @@ def test_gradients_that_are_not_clipped_are_seen(broken: Callable[..., None]) ->
     broken(damage)
     report = verify_here(mlp_case())
     assert report.first is not None
-    assert report.first.difference.place.phase is Phase.CLIP
-    assert report.first.difference.place.step == 0
+    assert report.first.difference.location.phase is StepPhase.CLIP
+    assert report.first.difference.location.step == 0
     assert report.first.cause == "it was not scaled."
 
 
@@ -223,7 +224,7 @@ def test_with_isolate_the_same_mistake_is_counted_by_itself(broken: Callable[...
     everything, alone = (verify_here(mlp_case(steps=1, isolate=isolate)) for isolate in (False, True))
     assert alone.first is not None
     assert everything.first is not None
-    assert alone.first.difference.place == everything.first.difference.place
+    assert alone.first.difference.location == everything.first.difference.location
     assert alone.different < everything.different / 3
 
 
@@ -239,7 +240,7 @@ def test_a_loss_that_does_not_add_up_is_seen_on_the_reference_alone() -> None:
 
     report = verify_here(mlp_case(loss=OfTheBatch()))
     assert report.first is not None
-    assert report.first.difference.place.phase is Phase.BATCH
+    assert report.first.difference.location.phase is StepPhase.BATCH
     assert "depends on how the batch is cut" in report.first.cause
 
 
@@ -256,7 +257,7 @@ def test_other_optimizers_and_settings() -> None:
 
     report = verify_here(mlp_case(optimizer=momentum, clip=1e9, steps=3, seed=4))
     assert report, report
-    assert (report.clip, report.tallies[Phase.NORM].compared) == (1e9, 3 + 2 + 3)
+    assert (report.clip, report.tallies[StepPhase.NORM].compared) == (1e9, 3 + 2 + 3)
 
 
 def test_a_model_that_is_not_trained() -> None:
@@ -300,7 +301,7 @@ def test_a_plan_that_cannot_be_raises_as_parallelize_does(rank_pool: RankPool) -
     plan = Plan(pp=2, microbatches=2)
     told = rank_pool.run(refused_by_parallelize, model, plan, ranks=2)[0]
     assert "2 stages" in told
-    case = Case(model, cross_entropy, [rows_and_classes()], Recipe(steps=1))
+    case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     with pytest.raises((PlanError, ScheduleError)) as caught:
         over(rank_pool, case, plan)
     assert str(caught.value) == told
@@ -321,9 +322,9 @@ def test_a_plan_that_cannot_be_raises_as_parallelize_does(rank_pool: RankPool) -
 def test_what_cannot_be_run_is_a_sentence(model: Any, inputs: Any, error: type, mode: Any) -> None:
     rows = len(inputs) if isinstance(inputs, Tensor) and inputs.dim() else 2
     targets = torch.zeros(rows, dtype=torch.int64)
-    case = Case(model, cross_entropy, [(inputs, targets)], Recipe(mode=mode, steps=1))
+    case = Case(model, cross_entropy, [(inputs, targets)], VerifyOptions(mode=mode, steps=1))
     with pytest.raises(error):
-        run_rank(case, PLAN)
+        verify_rank(case, PLAN)
 
 
 @pytest.mark.parametrize("inputs", [torch.tensor(1.0), "no tensor"])

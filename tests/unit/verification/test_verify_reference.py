@@ -16,15 +16,15 @@ from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, sequence_of
 from plait.layers.nested import Value, map_tensors, split, tensors_of
-from plait.verification.formats import Formats
-from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment, Records
-from plait.verification.recipe import Recipe
-from plait.verification.reference import Reference
-from plait.verification.updating import FRACTION
-from plait.verification.values import unchanged
+from plait.verification.formats import NumberFormats
+from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.perturbation import Perturbation
+from plait.verification.reference_run import ReferenceRun
+from plait.verification.reference_update import FRACTION
+from plait.verification.start_values import unchanged
 
-DOUBLE = Formats(compute=torch.float64)
+DOUBLE = NumberFormats(compute=torch.float64)
 TOLERANCE, ROWS, MICROBATCHES, CLIP = 1e-12, 4, 2, 0.05
 CASES = {case.name: case for case in (*USER_CASES, gpt2(), llama(tied=False))}
 
@@ -33,15 +33,19 @@ def adamw(groups: list[dict[str, object]]) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=LEARNING_RATE, eps=EPSILON)
 
 
-def reference_of(model: nn.Module, case: Case, clip: float | None = CLIP, noise: int = 0) -> Reference:
-    recipe = Recipe(optimizer=adamw, seed=SEED, clip=clip)
+def reference_of(
+    model: nn.Module, case: Case, clip: float | None = CLIP, perturbation: int = 0
+) -> ReferenceRun:
+    options = VerifyOptions(optimizer=adamw, seed=SEED, clip=clip)
     device = torch.device("cpu")
-    return Reference(sequence_of(model), case.loss, recipe, unchanged, DOUBLE, device, Noise(noise), clip)
+    return ReferenceRun(
+        sequence_of(model), case.loss, options, unchanged, DOUBLE, device, Perturbation(perturbation), clip
+    )
 
 
-def recorded(case: Case, clip: float | None = CLIP, noise: int = 0) -> dict[Moment, Records]:
+def recorded(case: Case, clip: float | None = CLIP, perturbation: int = 0) -> dict[RecordScope, Records]:
     """Two steps of a case, recorded."""
-    reference = reference_of(case.build(), case, clip, noise)
+    reference = reference_of(case.build(), case, clip, perturbation)
     return dict(reference.run(case.batches(ROWS, 2, torch.float64), MICROBATCHES))
 
 
@@ -54,33 +58,36 @@ def of_kind(records: Records, kind: str) -> dict[str, Tensor]:
 def test_equals_autograd_on_the_whole_batch_at_once(name: str) -> None:
     case = CASES[name]
     expected = plain.train(case, ROWS, PlainRecipe(steps=2, clip=CLIP), torch.float64)
-    moments = recorded(case)
-    steps = [moments[Moment(step, WHOLE)] for step in range(2)]
+    scopes = recorded(case)
+    steps = [scopes[RecordScope(step, WHOLE_STEP)] for step in range(2)]
     assert_equal(of_kind(steps[0], "final"), expected.gradients, TOLERANCE, "the gradient")
     assert_equal(of_kind(steps[1], "value"), expected.parameters, TOLERANCE, "the parameter")
     for records, loss, norm in zip(steps, expected.losses, expected.norms, strict=True):
-        assert_close(float(records[Key("mean")]), loss, TOLERANCE, "the mean")
-        assert_close(float(records[Key("whole")]), loss, TOLERANCE, "the mean of the uncut batch")
-        assert_close(float(records[Key("norm")]), norm, TOLERANCE, "the norm")
+        assert_close(float(records[RecordKey("mean")]), loss, TOLERANCE, "the mean")
+        assert_close(float(records[RecordKey("whole")]), loss, TOLERANCE, "the mean of the uncut batch")
+        assert_close(float(records[RecordKey("norm")]), norm, TOLERANCE, "the norm")
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_contributions_of_all_uses_sum_to_the_gradient(name: str) -> None:
-    for step, (moments, records) in enumerate(by_step(recorded(CASES[name]))):
+    for step, (scopes, records) in enumerate(by_step(recorded(CASES[name]))):
         final = of_kind(records, "final")
         sums = {parameter: torch.zeros_like(value) for parameter, value in final.items()}
-        for microbatch in moments:
+        for microbatch in scopes:
             for key, value in microbatch.items():
                 if key.kind == "contribution":
                     sums[key.name] += value
-        assert len(moments) == MICROBATCHES
+        assert len(scopes) == MICROBATCHES
         assert_equal(sums, final, TOLERANCE, f"the sum in step {step}")
 
 
-def by_step(moments: dict[Moment, Records]) -> Iterator[tuple[list[Records], Records]]:
+def by_step(scopes: dict[RecordScope, Records]) -> Iterator[tuple[list[Records], Records]]:
     """Of each step its micro-batches' records, and those of the whole."""
     for step in range(2):
-        yield [moments[Moment(step, number)] for number in range(MICROBATCHES)], moments[Moment(step, WHOLE)]
+        yield (
+            [scopes[RecordScope(step, number)] for number in range(MICROBATCHES)],
+            scopes[RecordScope(step, WHOLE_STEP)],
+        )
 
 
 @pytest.mark.parametrize(
@@ -92,18 +99,18 @@ def test_what_flows_between_layers_and_its_gradient(name: str) -> None:
     model = plain.materialise(case.build(), torch.float64)
     (inputs, targets), _ = case.batches(ROWS, 2, torch.float64)
     weight = case.loss.weight(targets)
-    moments = recorded(case)
+    scopes = recorded(case)
     parts = zip(split(inputs, MICROBATCHES, ""), split(targets, MICROBATCHES, ""), strict=True)
     for number, (value, wanted) in enumerate(parts):
-        outputs: dict[Key, Tensor] = {}
+        outputs: dict[RecordKey, Tensor] = {}
         for index, layer in enumerate([None, *sequence_of(model).layers]):
             value = copied(value if layer is None else layer.module(copied(value)))
             tensors = enumerate(tensors_of(value))
-            outputs |= {Key("output", index - 1, str(place)): tensor for place, tensor in tensors}
+            outputs |= {RecordKey("output", index - 1, str(location)): tensor for location, tensor in tensors}
         leaves = {key: tensor for key, tensor in outputs.items() if tensor.requires_grad}
         total = case.loss.total(value, wanted) / weight
         gradients = torch.autograd.grad(total, list(leaves.values()), allow_unused=True)
-        records = moments[Moment(0, number)]
+        records = scopes[RecordScope(0, number)]
         assert_equal(
             {str(key): value for key, value in records.items() if key.kind == "output"},
             {str(key): value.detach() for key, value in outputs.items()},
@@ -128,37 +135,37 @@ def copied(value: Value) -> Value:
 
 
 def test_a_parameter_of_several_layers_is_recorded_by_use() -> None:
-    records = recorded(CASES["repeated"])[Moment(0, 0)]
+    records = recorded(CASES["repeated"])[RecordScope(0, 0)]
     uses = [key.layer for key in records if key.kind == "contribution" and key.name == "0.weight"]
     assert uses == [0, 2, 4]
-    values = [records[Key("contribution", layer, "0.weight")] for layer in uses]
+    values = [records[RecordKey("contribution", layer, "0.weight")] for layer in uses]
     assert not torch.equal(values[0], values[1])
-    final = of_kind(recorded(CASES["repeated"])[Moment(0, WHOLE)], "final")
+    final = of_kind(recorded(CASES["repeated"])[RecordScope(0, WHOLE_STEP)], "final")
     assert sorted(final) == ["0.bias", "0.weight", "5.bias", "5.weight"]
 
 
 def test_frozen_parameters_have_values_and_no_gradients() -> None:
-    moments = recorded(CASES["half_frozen"])
-    whole = moments[Moment(1, WHOLE)]
+    scopes = recorded(CASES["half_frozen"])
+    whole = scopes[RecordScope(1, WHOLE_STEP)]
     frozen = {"0.weight", "3.weight", "4.bias"}
     assert not frozen & of_kind(whole, "final").keys()
-    assert not frozen & {key.name for key in moments[Moment(0, 0)] if key.kind == "contribution"}
-    first = of_kind(moments[Moment(0, WHOLE)], "value")
-    assert all(torch.equal(first[name], whole[Key("value", name=name)]) for name in frozen)
+    assert not frozen & {key.name for key in scopes[RecordScope(0, 0)] if key.kind == "contribution"}
+    first = of_kind(scopes[RecordScope(0, WHOLE_STEP)], "value")
+    assert all(torch.equal(first[name], whole[RecordKey("value", name=name)]) for name in frozen)
 
 
 def test_the_state_of_the_optimizer_is_recorded_by_parameter() -> None:
-    records = of_kind(recorded(CASES["in_place"])[Moment(1, WHOLE)], "state")
+    records = of_kind(recorded(CASES["in_place"])[RecordScope(1, WHOLE_STEP)], "state")
     assert {name.partition("/")[2] for name in records} == {"step", "exp_avg", "exp_avg_sq"}
     assert float(records["1.weight/step"]) == 2.0
     assert records["1.weight/exp_avg"].shape == (6, 8)
 
 
 def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> None:
-    moments = recorded(CASES["in_place"], clip=None)
-    first, second = (moments[Moment(step, WHOLE)] for step in range(2))
-    assert float(first[Key("clip")]) == (float(first[Key("norm")]) + 1e-6) * FRACTION
-    assert first[Key("clip")] == second[Key("clip")]
+    scopes = recorded(CASES["in_place"], clip=None)
+    first, second = (scopes[RecordScope(step, WHOLE_STEP)] for step in range(2))
+    assert float(first[RecordKey("clip")]) == (float(first[RecordKey("norm")]) + 1e-6) * FRACTION
+    assert first[RecordKey("clip")] == second[RecordKey("clip")]
     final, clipped = of_kind(first, "final"), of_kind(first, "clipped")
     expected = {name: value / 3 for name, value in final.items()}
     assert_equal(clipped, expected, TOLERANCE, "the clipped gradient")
@@ -167,9 +174,9 @@ def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> Non
 def test_the_last_moment_is_an_evaluation() -> None:
     case = CASES["moody"]
     model = plain.materialise(case.build(), torch.float64)
-    *_, (moment, records) = reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), 1)
-    assert moment == Moment(1, WHOLE)
-    assert list(records) == [Key("evaluation")]
+    *_, (scope, records) = reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), 1)
+    assert scope == RecordScope(1, WHOLE_STEP)
+    assert list(records) == [RecordKey("evaluation")]
     assert model.training
 
 
@@ -177,9 +184,9 @@ def test_a_loss_that_nothing_trains_for() -> None:
     """All is frozen: there are no gradients, and the parameters stay."""
     model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 5)).requires_grad_(False)
     case = Case("frozen", lambda: model, CASES["in_place"].draw)
-    moments = dict(reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), MICROBATCHES))
-    assert {key.kind for key in moments[Moment(0, 0)]} == {"output", "total"}
-    assert float(moments[Moment(0, WHOLE)][Key("norm")]) == 0.0
+    scopes = dict(reference_of(model, case).run(case.batches(ROWS, 1, torch.float64), MICROBATCHES))
+    assert {key.kind for key in scopes[RecordScope(0, 0)]} == {"output", "total"}
+    assert float(scopes[RecordScope(0, WHOLE_STEP)][RecordKey("norm")]) == 0.0
 
 
 def test_the_model_given_is_not_altered() -> None:
@@ -187,7 +194,9 @@ def test_the_model_given_is_not_altered() -> None:
     model = case.build()
     before = {name: bits_of(value) for name, value in model.state_dict().items()}
     ids = [id(parameter) for parameter in model.parameters()]
-    for _ in reference_of(model, case, noise=1).run(case.batches(ROWS, 2, torch.float64), MICROBATCHES):
+    for _ in reference_of(model, case, perturbation=1).run(
+        case.batches(ROWS, 2, torch.float64), MICROBATCHES
+    ):
         pass
     assert {name: bits_of(value) for name, value in model.state_dict().items()} == before
     assert [id(parameter) for parameter in model.parameters()] == ids
@@ -214,10 +223,10 @@ def test_the_batch_given_is_not_altered() -> None:
 
 
 def test_a_shaken_run_is_near_and_not_the_same() -> None:
-    plainly, shaken = (recorded(CASES["gpt2"], noise=number) for number in (0, 1))
+    plainly, shaken = (recorded(CASES["gpt2"], perturbation=number) for number in (0, 1))
     assert shaken.keys() == plainly.keys()
-    for moment, records in plainly.items():
-        assert shaken[moment].keys() == records.keys()
-    one, two = (of_kind(run[Moment(0, WHOLE)], "final") for run in (plainly, shaken))
+    for scope, records in plainly.items():
+        assert shaken[scope].keys() == records.keys()
+    one, two = (of_kind(run[RecordScope(0, WHOLE_STEP)], "final") for run in (plainly, shaken))
     assert_equal(two, one, 1e-11, "the gradient")
     assert not any(torch.equal(one[name], two[name]) for name in one)

@@ -15,59 +15,59 @@ from torch import Tensor
 from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan import Plan
-from plait.verification.difference import Findings, Origin
-from plait.verification.inside import Inside
-from plait.verification.merge import build_report
-from plait.verification.place import Phase, Place
-from plait.verification.rank import Outcome
-from plait.verification.recipe import Recipe
-from plait.verification.recording import Bound
-from plait.verification.report import LISTED, Report, layout_of
+from plait.verification.findings import Findings, Origin
+from plait.verification.location import Location, StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import RankOutcome
+from plait.verification.reference_recording import Tolerance
+from plait.verification.report import LISTED, VerificationReport, layout_of
+from plait.verification.report_from_ranks import build_report
+from plait.verification.sketches import InnerDifference
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
 PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")
 RIGHT = torch.linspace(1, 2, 8, dtype=torch.float64).view(2, 4)
-BOUND = Bound(2.0, 1e-13)
+BOUND = Tolerance(2.0, 1e-13)
 EVERYWHERE = (
-    Place(0, Phase.BATCH),
-    Place(0, Phase.INPUT, -1, 0),
-    Place(0, Phase.MESSAGE, 1, 0),
-    Place(0, Phase.FORWARD, 2, 0),
-    Place(0, Phase.LOSS, None, 0),
-    Place(0, Phase.LOSS_GRADIENT, 3, 0),
-    Place(0, Phase.GRADIENT_MESSAGE, 1, 0),
-    Place(0, Phase.INPUT_GRADIENT, 2, 0),
-    Place(0, Phase.WEIGHT_GRADIENT, 2, 0, "blocks.0.mlp.up.weight"),
-    Place(0, Phase.REDUCTION, name="blocks.0.mlp.up.weight"),
-    Place(0, Phase.MEAN_LOSS),
-    Place(0, Phase.NORM),
-    Place(0, Phase.CLIP, name="blocks.0.mlp.up.weight"),
-    Place(0, Phase.OPTIMIZER, name="blocks.0.mlp.up.weight"),
-    Place(1, Phase.EVALUATION),
+    Location(0, StepPhase.BATCH),
+    Location(0, StepPhase.INPUT, -1, 0),
+    Location(0, StepPhase.MESSAGE, 1, 0),
+    Location(0, StepPhase.FORWARD, 2, 0),
+    Location(0, StepPhase.LOSS, None, 0),
+    Location(0, StepPhase.LOSS_GRADIENT, 3, 0),
+    Location(0, StepPhase.GRADIENT_MESSAGE, 1, 0),
+    Location(0, StepPhase.INPUT_GRADIENT, 2, 0),
+    Location(0, StepPhase.WEIGHT_GRADIENT, 2, 0, "blocks.0.mlp.up.weight"),
+    Location(0, StepPhase.REDUCTION, name="blocks.0.mlp.up.weight"),
+    Location(0, StepPhase.MEAN_LOSS),
+    Location(0, StepPhase.NORM),
+    Location(0, StepPhase.CLIP, name="blocks.0.mlp.up.weight"),
+    Location(0, StepPhase.OPTIMIZER, name="blocks.0.mlp.up.weight"),
+    Location(1, StepPhase.EVALUATION),
 )
 FORWARD, REDUCTION = EVERYWHERE[3], EVERYWHERE[9]
 
 
-def outcomes(wrong: Mapping[int, Mapping[Place, Tensor]], plan: Plan = PLAN) -> list[Outcome]:
+def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) -> list[RankOutcome]:
     """Every rank has compared every phase; some have found something else than `RIGHT`."""
     made = []
     for rank, coordinate in enumerate(coordinates_of(plan)):
         findings, own = Findings(len(PATHS), divided={2} if plan.tp > 1 else set()), wrong.get(rank, {})
-        for place in EVERYWHERE:
-            findings.compare(place, RIGHT, RIGHT, BOUND)
-        for place, actual in own.items():
-            findings.compare(place, actual, RIGHT, BOUND, origin=Origin((0, 4 * rank)))
-        made.append(Outcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
+        for location in EVERYWHERE:
+            findings.compare(location, RIGHT, RIGHT, BOUND)
+        for location, actual in own.items():
+            findings.compare(location, actual, RIGHT, BOUND, origin=Origin((0, 4 * rank)))
+        made.append(RankOutcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
     return made
 
 
 def report_of(
-    wrong: Mapping[int, Mapping[Place, Tensor]] | None = None, plan: Plan = PLAN, **recipe: Any
-) -> Report:
-    return build_report(outcomes(wrong or {}, plan), plan, Recipe(**recipe))
+    wrong: Mapping[int, Mapping[Location, Tensor]] | None = None, plan: Plan = PLAN, **options: Any
+) -> VerificationReport:
+    return build_report(outcomes(wrong or {}, plan), plan, VerifyOptions(**options))
 
 
-def as_json(report: Report) -> dict[str, Any]:
+def as_json(report: VerificationReport) -> dict[str, Any]:
     """By way of strict JSON, which knows neither NaN nor infinity."""
     read: dict[str, Any] = json.loads(json.dumps(report.as_json(), allow_nan=False))
     return read
@@ -86,11 +86,11 @@ def test_equal() -> None:
 
 def test_how_closely() -> None:
     findings = outcomes({0: {FORWARD: RIGHT + 2.5e-14}, 1: {REDUCTION: RIGHT + 5e-14}})
-    report = build_report(findings, PLAN, Recipe())
+    report = build_report(findings, PLAN, VerifyOptions())
     assert report
     assert report.used == pytest.approx(0.5, rel=0.01)
     assert "differ by at most 2.5e-14 of their size, 50% of what rounding explains." in report.headline()
-    assert report.tallies[Phase.FORWARD].used == pytest.approx(0.25, rel=0.01)
+    assert report.tallies[StepPhase.FORWARD].used == pytest.approx(0.25, rel=0.01)
 
 
 def test_equal_in_whole_numbers() -> None:
@@ -105,7 +105,7 @@ def test_different() -> None:
     assert not report.equal
     assert (report.compared, report.different) == (63, 3)
     assert report.first is not None
-    assert report.first.difference.place == FORWARD
+    assert report.first.difference.location == FORWARD
     assert report.first.ranks == (2, 3)
     assert report.first.layer == "blocks.0.mlp"
     assert [coordinate["shard"] for coordinate in report.first.coordinates] == [1, 1]
@@ -113,14 +113,14 @@ def test_different() -> None:
         report.headline()
         == "NOT EQUAL to one rank: the forward of blocks.0.mlp differs by 1.0e+00 of its size."
     )
-    assert [difference.place for difference in report.others] == [REDUCTION]
+    assert [difference.location for difference in report.others] == [REDUCTION]
 
 
 def test_the_first_difference_is_the_first_of_all_ranks() -> None:
     report = report_of({0: {REDUCTION: 0 * RIGHT}, 3: {FORWARD: 2 * RIGHT}})
     assert report.first is not None
-    assert (report.first.difference.place, report.first.ranks) == (FORWARD, (3,))
-    assert [difference.place for difference in report.others] == [REDUCTION]
+    assert (report.first.difference.location, report.first.ranks) == (FORWARD, (3,))
+    assert [difference.location for difference in report.others] == [REDUCTION]
 
 
 def test_the_cause_is_made_of_what_all_ranks_have() -> None:
@@ -130,11 +130,11 @@ def test_the_cause_is_made_of_what_all_ranks_have() -> None:
 
 
 def test_ranks_that_compared_the_same_and_are_equal_are_told() -> None:
-    noise = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    one_of_two = report_of({2: {FORWARD: noise}})
+    perturbation = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    one_of_two = report_of({2: {FORWARD: perturbation}})
     assert one_of_two.first is not None
     assert one_of_two.first.cause.endswith("; equal on tp 1.")  # other ranks of dp have other data
-    one_of_four = report_of({2: {REDUCTION: noise}})
+    one_of_four = report_of({2: {REDUCTION: perturbation}})
     assert one_of_four.first is not None
     assert one_of_four.first.cause.endswith("; equal on rank 0, 1, 3.")
 
@@ -144,14 +144,14 @@ def test_ranks_that_differ_in_other_parameters_are_named_too() -> None:
     other = replace(REDUCTION, name="head.output.weight")
     report = report_of({0: {REDUCTION: 2 * RIGHT}, 2: {other: 2 * RIGHT}, 3: {FORWARD: RIGHT}})
     assert report.first is not None
-    assert (report.first.difference.place, report.first.ranks) == (REDUCTION, (0, 2))
+    assert (report.first.difference.location, report.first.ranks) == (REDUCTION, (0, 2))
     assert report.first.cause.endswith("; equal on tp 1.")
 
 
 def test_ranks_without_an_element_are_not_told_to_be_equal() -> None:
     made = outcomes({0: {REDUCTION: 2 * RIGHT}})
     made[2].findings.compare(REDUCTION, RIGHT[:0], RIGHT[:0], BOUND)
-    report = build_report(made, PLAN, Recipe())
+    report = build_report(made, PLAN, VerifyOptions())
     assert report.first is not None
     assert report.first.cause.endswith("; equal on tp 1.")
 
@@ -160,27 +160,27 @@ def test_ranks_that_did_not_compare_are_not_told_to_be_equal() -> None:
     """Only rank 0 compares how the batch is cut."""
     made = outcomes({0: {EVERYWHERE[0]: 2 * RIGHT}})
     for outcome in made[1:]:
-        del outcome.findings.tallies[Phase.BATCH]
-    report = build_report(made, PLAN, Recipe())
+        del outcome.findings.tallies[StepPhase.BATCH]
+    report = build_report(made, PLAN, VerifyOptions())
     assert report.first is not None
     assert "equal on" not in report.first.cause
 
 
 @pytest.mark.parametrize(
-    ("place", "words"),
+    ("location", "words"),
     [
-        (Place(0, Phase.FORWARD, 2, 0), "the forward of blocks.0.mlp"),
-        (Place(0, Phase.INPUT, -1, 0), "the input of the batch"),
+        (Location(0, StepPhase.FORWARD, 2, 0), "the forward of blocks.0.mlp"),
+        (Location(0, StepPhase.INPUT, -1, 0), "the input of the batch"),
         (
-            Place(0, Phase.WEIGHT_GRADIENT, 2, 0, "up.weight"),
+            Location(0, StepPhase.WEIGHT_GRADIENT, 2, 0, "up.weight"),
             "the weight gradient of up.weight in blocks.0.mlp",
         ),
-        (Place(0, Phase.OPTIMIZER, name="up.weight/exp_avg"), "the optimizer of up.weight/exp_avg"),
-        (Place(0, Phase.NORM), "the norm"),
+        (Location(0, StepPhase.OPTIMIZER, name="up.weight/exp_avg"), "the optimizer of up.weight/exp_avg"),
+        (Location(0, StepPhase.NORM), "the norm"),
     ],
 )
-def test_a_place_in_words(place: Place, words: str) -> None:
-    assert report_of().what(place) == words
+def test_a_place_in_words(location: Location, words: str) -> None:
+    assert report_of().what(location) == words
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_a_layout_in_words(plan: Plan, words: str) -> None:
 
 
 def test_the_text_of_a_difference() -> None:
-    report = report_of({3: {Place(1, Phase.FORWARD, 2, 5): 2 * RIGHT}})
+    report = report_of({3: {Location(1, StepPhase.FORWARD, 2, 5): 2 * RIGHT}})
     lines = str(report).splitlines()
     assert lines[:2] == [report.headline(), ""]
     assert "  plan     pp 1 · dp 2 · tp 2, zb-h1; float64, 4 micro-batches, 2 steps, clipped" in lines
@@ -227,9 +227,9 @@ def test_of_what_ranks_saw_inside_of_a_layer_the_earliest_counts() -> None:
             -3.5 * RIGHT,
             RIGHT,
             BOUND,
-            inside=partial(Inside, order, f"{order} is the first to differ"),
+            inside=partial(InnerDifference, order, f"{order} is the first to differ"),
         )
-    first = build_report(made, PLAN, Recipe()).first
+    first = build_report(made, PLAN, VerifyOptions()).first
     assert first is not None
     assert first.cause.endswith("; 2 is the first to differ.")
 
@@ -242,9 +242,9 @@ def test_a_layer_that_is_not_cut_is_not_blamed_for_that() -> None:
 
 
 def test_a_model_of_one_layer_has_no_path() -> None:
-    made = outcomes({0: {Place(0, Phase.FORWARD, 0, 0): 2 * RIGHT}})
-    made = [Outcome(one.rank, one.coordinate, ("",), one.findings, one.clip, one.seconds) for one in made]
-    text = str(build_report(made, PLAN, Recipe()))
+    made = outcomes({0: {Location(0, StepPhase.FORWARD, 0, 0): 2 * RIGHT}})
+    made = [RankOutcome(one.rank, one.coordinate, ("",), one.findings, one.clip, one.seconds) for one in made]
+    text = str(build_report(made, PLAN, VerifyOptions()))
     assert "  first    step 1, forward, micro-batch 0: layer 0\n" in text
 
 
@@ -259,10 +259,10 @@ def test_with_isolate_others_are_listed_too() -> None:
 
 @pytest.mark.parametrize(("places", "isolate"), [(EVERYWHERE[3:], False), (EVERYWHERE[7:10], True)])
 @pytest.mark.parametrize("ranks", [(3,), (0, 1, 2, 3)])
-def test_a_terminal_holds_it(ranks: tuple[int, ...], places: tuple[Place, ...], isolate: bool) -> None:
+def test_a_terminal_holds_it(ranks: tuple[int, ...], places: tuple[Location, ...], isolate: bool) -> None:
     """What a defect usually looks like: from one place on all is different, or a few by themselves."""
-    noise = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    following = dict.fromkeys(places, noise)
+    perturbation = torch.randn(2, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    following = dict.fromkeys(places, perturbation)
     lines = str(report_of(dict.fromkeys(ranks, following), isolate=isolate)).splitlines()
     assert len(lines) <= 24
     assert max(map(len, lines)) <= 100
@@ -296,7 +296,7 @@ def test_json_of_what_is_equal() -> None:
 
 
 def test_json_of_a_difference() -> None:
-    read = as_json(report_of({3: {Place(1, Phase.FORWARD, 2, 5): 2 * RIGHT}}))
+    read = as_json(report_of({3: {Location(1, StepPhase.FORWARD, 2, 5): 2 * RIGHT}}))
     first = read["first"]
     cause = first.pop("cause")
     assert cause.startswith("all of it is 2 times what it should be, the size of tp")
@@ -342,9 +342,9 @@ def test_the_text_of_another_shape() -> None:
 
 def test_json_where_the_reference_is_no_number() -> None:
     findings = Findings(len(PATHS))
-    findings.compare(FORWARD, RIGHT, RIGHT * math.nan, Bound(math.nan, 0.0))
-    outcome = Outcome(0, coordinates_of(Plan())[0], PATHS, findings, math.nan, 1.0)
-    read = as_json(build_report([outcome], Plan(), Recipe()))
+    findings.compare(FORWARD, RIGHT, RIGHT * math.nan, Tolerance(math.nan, 0.0))
+    outcome = RankOutcome(0, coordinates_of(Plan())[0], PATHS, findings, math.nan, 1.0)
+    read = as_json(build_report([outcome], Plan(), VerifyOptions()))
     assert (read["clip"], read["first"]["expected"], read["first"]["size"]) == (None, None, None)
 
 

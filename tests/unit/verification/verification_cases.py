@@ -13,13 +13,13 @@ from plait.comm import coordinates
 from plait.plan import Plan
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case
-from plait.verification.difference import Difference, Evidence
-from plait.verification.layouts import Refused, run_all
-from plait.verification.place import Phase, Place
-from plait.verification.rank import Outcome, run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.report import Report
-from plait.verification.verify import report_on
+from plait.verification.findings import Difference, Evidence
+from plait.verification.layouts import RefusedPlan, verify_plans
+from plait.verification.location import Location, StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import RankOutcome, verify_rank
+from plait.verification.report import VerificationReport
+from plait.verification.report_from_ranks import build_report
 
 ROWS, CLASSES = 4, 5
 
@@ -38,22 +38,22 @@ def rows_and_classes(rows: int = ROWS) -> tuple[Tensor, Tensor]:
     return inputs, torch.randint(CLASSES, (rows,), generator=generator)
 
 
-def mlp_case(*, loss: Loss = cross_entropy, rows: int = ROWS, **recipe: Any) -> Case:
+def mlp_case(*, loss: Loss = cross_entropy, rows: int = ROWS, **options: Any) -> Case:
     """`mlp` on the same batch in each step, as `plait.verify` makes it."""
-    made = Recipe(**recipe)
+    made = VerifyOptions(**options)
     return Case(mlp(), loss, [rows_and_classes(rows)] * made.steps, made, device="cpu", timeout=60.0)
 
 
-def case_of(case: ParityCase, *, rows: int = 4, **recipe: Any) -> Case:
+def case_of(case: ParityCase, *, rows: int = 4, **options: Any) -> Case:
     """A case of the parity tests, on batches that differ from step to step."""
-    made = Recipe(**recipe)
+    made = VerifyOptions(**options)
     batches = case.batches(rows, made.steps, torch.float64)
     return Case(case.build, case.loss, batches, made, device="cpu", timeout=60.0)
 
 
-def verify_here(case: Case, plan: Plan = Plan(microbatches=2)) -> Report:  # noqa: B008 (frozen)
+def verify_here(case: Case, plan: Plan = Plan(microbatches=2)) -> VerificationReport:  # noqa: B008 (frozen)
     """Verify a plan of one rank in this process."""
-    return report_on(case, plan, [run_rank(case, plan)])
+    return build_report([verify_rank(case, plan)], plan, case.options)
 
 
 def coordinates_of(plan: Plan) -> list[dict[str, int]]:
@@ -62,7 +62,7 @@ def coordinates_of(plan: Plan) -> list[dict[str, int]]:
     return [coordinates.coordinate_of(rank, sizes) for rank in range(plan.world)]
 
 
-def difference_at(place: Place, expected: Tensor, actual: Tensor, **changes: Any) -> Difference:
+def difference_at(location: Location, expected: Tensor, actual: Tensor, **changes: Any) -> Difference:
     """A difference of whole tensors, without what a report only repeats."""
     apart = (actual.double() - expected.double()).abs().nan_to_num(nan=torch.inf, posinf=torch.inf)
     told: dict[str, Any] = {
@@ -76,18 +76,18 @@ def difference_at(place: Place, expected: Tensor, actual: Tensor, **changes: Any
         "worst": (0,) * actual.dim(),
         "values": (float(actual.flatten()[0]), float(expected.flatten()[0])),
     }
-    return Difference(place, **(told | changes))
+    return Difference(location, **(told | changes))
 
 
 def evidence_of(
-    place: Place, expected: Tensor, actual: Mapping[int, Tensor], base: Tensor | None = None
+    location: Location, expected: Tensor, actual: Mapping[int, Tensor], base: Tensor | None = None
 ) -> dict[int, Evidence]:
     """What each rank has instead of `expected`."""
     flat = None if base is None else base.flatten()
-    return {rank: Evidence(place, own.flatten(), expected.flatten(), flat) for rank, own in actual.items()}
+    return {rank: Evidence(location, own.flatten(), expected.flatten(), flat) for rank, own in actual.items()}
 
 
-def phases_of(outcomes: Sequence[Outcome]) -> set[Phase]:
+def phases_of(outcomes: Sequence[RankOutcome]) -> set[StepPhase]:
     """The phases in which anything was compared."""
     return {phase for outcome in outcomes for phase in outcome.findings.tallies}
 
@@ -98,6 +98,6 @@ def label(plan: Plan) -> str:
     return f"pp{plan.pp}-dp{plan.dp}-tp{plan.tp}-{plan.schedule}{recompute}"
 
 
-def run_each(case: Case, plans: Sequence[Plan]) -> list[Outcome | Refused]:
-    """`run_all`, for ranks: every plan on the same number of them."""
-    return run_all(case, plans)
+def run_each(case: Case, plans: Sequence[Plan]) -> list[RankOutcome | RefusedPlan]:
+    """`verify_plans`, for ranks: every plan on the same number of them."""
+    return verify_plans(case, plans)

@@ -7,7 +7,7 @@ import math
 from plait.verification.diagnosis.arrangement import range_of
 from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close
 from plait.verification.diagnosis.wording import of_the_optimizer, product_of
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 
 NEAR_ONE = 1e-2
 """A parameter off by such a factor says nothing: a step of the optimizer is a small part of it."""
@@ -60,7 +60,7 @@ def factor(symptoms: Symptoms) -> str | None:
             continue
         ratio = float(actual @ expected) / square
         is_whole = what == "all of it"
-        if is_whole and (abs(ratio) < FITS or (abs(ratio - 1) < NEAR_ONE and phase is Phase.OPTIMIZER)):
+        if is_whole and (abs(ratio) < FITS or (abs(ratio - 1) < NEAR_ONE and phase is StepPhase.OPTIMIZER)):
             continue
         if not math.isfinite(ratio) or not close(actual, ratio * expected, symptoms.slack):
             continue
@@ -70,13 +70,13 @@ def factor(symptoms: Symptoms) -> str | None:
     return None
 
 
-def _nothing_added(phase: Phase) -> str:
+def _nothing_added(phase: StepPhase) -> str:
     """Return the sentence for a tensor that is equal to its base."""
-    if phase is Phase.INPUT_GRADIENT:
+    if phase is StepPhase.INPUT_GRADIENT:
         return "it is the gradient of the layer's output, unchanged: the layer's own backward is not in it"
-    if phase is Phase.FORWARD:
+    if phase is StepPhase.FORWARD:
         return "it is the layer's input, unchanged: either the layer is skipped, or what it adds is zero"
-    if phase is Phase.OPTIMIZER:
+    if phase is StepPhase.OPTIMIZER:
         return "it was not updated"
     return "nothing of this micro-batch is in it: it was not added, or is zero"
 
@@ -84,7 +84,7 @@ def _nothing_added(phase: Phase) -> str:
 def _factor_of_one_number(symptoms: Symptoms) -> str | None:
     """Return the sentence for a single number that is off by exactly a degree of the plan."""
     actual, expected = (float(tensor[0]) for tensor in symptoms.pair)
-    if not expected or symptoms.phase not in (Phase.MEAN_LOSS, Phase.EVALUATION):
+    if not expected or symptoms.phase not in (StepPhase.MEAN_LOSS, StepPhase.EVALUATION):
         return None
     ratio = actual / expected
     said = _degrees_of(ratio, symptoms, EXACTLY)
@@ -93,9 +93,9 @@ def _factor_of_one_number(symptoms: Symptoms) -> str | None:
 
 def _reason(ratio: float, symptoms: Symptoms) -> str:
     """Return what a factor may come from."""
-    if symptoms.phase is Phase.OPTIMIZER:
+    if symptoms.phase is StepPhase.OPTIMIZER:
         return f": the gradients are equal, so {of_the_optimizer(symptoms.plan)}"
-    if symptoms.phase is Phase.CLIP:
+    if symptoms.phase is StepPhase.CLIP:
         return ": the gradients before it are equal, so they are clipped by another norm, or to another bound"
     is_whole = ratio > 1.5 and abs(ratio - round(ratio)) < ROUGHLY
     counts = f", or counts {product_of(ratio)} times" if is_whole else ""
@@ -124,13 +124,19 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
     """Return the degrees that a sum of this phase may run over, without those of 1."""
     plan, phase = symptoms.plan, symptoms.phase
-    if phase in (Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS, Phase.MESSAGE, Phase.GRADIENT_MESSAGE):
+    if phase in (
+        StepPhase.INITIAL,
+        StepPhase.INPUT,
+        StepPhase.PARAMETERS,
+        StepPhase.MESSAGE,
+        StepPhase.GRADIENT_MESSAGE,
+    ):
         return {}  # nothing is summed
-    inside = phase in (Phase.FORWARD, Phase.INPUT_GRADIENT)
+    inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
     degrees = {"tp": plan.tp} if symptoms.divided or not inside else {}
-    if not inside and phase is not Phase.LOSS:
+    if not inside and phase is not StepPhase.LOSS:
         degrees |= {"dp": plan.dp, "the number of micro-batches": plan.microbatches}
-    if phase not in (Phase.FORWARD, Phase.INPUT_GRADIENT, Phase.LOSS, Phase.WEIGHT_GRADIENT):
+    if phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT, StepPhase.LOSS, StepPhase.WEIGHT_GRADIENT):
         degrees |= {"pp": plan.pp}
     return {name: size for name, size in degrees.items() if size > 1}
 
@@ -146,7 +152,7 @@ def multiple_of_input(symptoms: Symptoms) -> str | None:
     times = float(apart @ base) / square if square else 0.0
     if not times or not math.isfinite(times) or not close(apart, times * base, symptoms.slack):
         return None
-    if symptoms.phase is Phase.OPTIMIZER:
+    if symptoms.phase is StepPhase.OPTIMIZER:
         return (
             f"it differs by {times:.3g} times what the parameter was before: the weight decay is another, "
             "or is left out"
@@ -162,13 +168,16 @@ def multiple_of_input(symptoms: Symptoms) -> str | None:
     )
 
 
-AROUND = {Phase.FORWARD: "the layer's input", Phase.INPUT_GRADIENT: "the gradient of the layer's output"}
+AROUND = {
+    StepPhase.FORWARD: "the layer's input",
+    StepPhase.INPUT_GRADIENT: "the gradient of the layer's output",
+}
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
     """Return the sentence for an error that is the same for all rows, or for each row of the batch."""
     pair = symptoms.shaped
-    if symptoms.phase is not Phase.FORWARD or pair is None or pair[0].dim() < 2:
+    if symptoms.phase is not StepPhase.FORWARD or pair is None or pair[0].dim() < 2:
         return None
     if range_of(symptoms) is not None:
         return None  # a part that is other everywhere

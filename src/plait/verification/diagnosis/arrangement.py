@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.verification.diagnosis.symptoms import Symptoms, close
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 
 SHIFTS = (1, -1, 2, -2)
 SLICES = 4096
@@ -50,7 +50,7 @@ def permuted(symptoms: Symptoms) -> str | None:
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None
     pair = symptoms.shaped
-    gathered = "; pieces were gathered to other places" if symptoms.phase is Phase.PARAMETERS else ""
+    gathered = "; pieces were gathered to other places" if symptoms.phase is StepPhase.PARAMETERS else ""
     for dim in range(0 if pair is None else pair[0].dim()):
         assert pair is not None
         order = _order_along(dim, *pair, symptoms.slack)
@@ -71,7 +71,7 @@ def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> li
     order[(here @ weights).argsort()] = (there @ weights).argsort()
     if not close(here, there[order], slack):
         return None
-    return [int(place) for place in order]
+    return [int(location) for location in order]
 
 
 def part_of_a_dim(symptoms: Symptoms) -> str | None:
@@ -85,7 +85,7 @@ def positions(symptoms: Symptoms) -> str | None:
     part = range_of(symptoms)
     if (
         part is None
-        or symptoms.phase is not Phase.FORWARD
+        or symptoms.phase is not StepPhase.FORWARD
         or not 0 < part[0] < len(symptoms.difference.shape) - 1
     ):
         return None

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
 from plait.verification.diagnosis.arithmetic import factor, multiple_of_input, no_number, same_for_all, zero
 from plait.verification.diagnosis.arrangement import part_of_a_dim, permuted, positions, shifted, transposed
 from plait.verification.diagnosis.known import known_of
-from plait.verification.diagnosis.ranks import later_pieces, norm, piece_of_another, summands
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.diagnosis.wording import circumstances

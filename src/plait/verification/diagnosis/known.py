@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from plait.verification.diagnosis.symptoms import Symptoms
 from plait.verification.diagnosis.wording import either, of_the_optimizer
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 
 
 def known_of(symptoms: Symptoms) -> str:
@@ -75,51 +75,51 @@ def _optimizer(symptoms: Symptoms) -> str:
 
 
 BY_PLAN = {
-    Phase.FORWARD: _forward,
-    Phase.LOSS: _loss,
-    Phase.INPUT_GRADIENT: _input_gradient,
-    Phase.REDUCTION: _reduction,
-    Phase.INITIAL: _initial,
-    Phase.OPTIMIZER: _optimizer,
+    StepPhase.FORWARD: _forward,
+    StepPhase.LOSS: _loss,
+    StepPhase.INPUT_GRADIENT: _input_gradient,
+    StepPhase.REDUCTION: _reduction,
+    StepPhase.INITIAL: _initial,
+    StepPhase.OPTIMIZER: _optimizer,
 }
 KNOWN = {
-    Phase.BATCH: (
+    StepPhase.BATCH: (
         "on one rank, too, the loss of the batch is not that of its micro-batches: the model or the loss "
         "depends on how the batch is cut, as statistics over rows do, or a loss whose total is no sum over "
         "rows"
     ),
-    Phase.INPUT: (
+    StepPhase.INPUT: (
         "the first stage was given other values than its rows of the batch: either other rows, or changed "
         "ones"
     ),
-    Phase.PARAMETERS: (
+    StepPhase.PARAMETERS: (
         "the pieces are right on the ranks that hold them, and what was gathered of them is not: from "
         "other ranks, to other places, too early, not at all, or changed on its way"
     ),
-    Phase.MESSAGE: (
+    StepPhase.MESSAGE: (
         "what one stage sent is not what the next one got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
-    Phase.LOSS_GRADIENT: (
+    StepPhase.LOSS_GRADIENT: (
         "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
         "of the loss is not that of its forward"
     ),
-    Phase.GRADIENT_MESSAGE: (
+    StepPhase.GRADIENT_MESSAGE: (
         "what one stage sent is not what the stage before got: either it was changed on its way, as in a "
         "buffer that was used again too early, or it is another message"
     ),
-    Phase.WEIGHT_GRADIENT: (
+    StepPhase.WEIGHT_GRADIENT: (
         "the gradient of the layer's output is equal, and that of its weight is not: either it is made of "
         "another input or output gradient than the layer's, or what was added before is lost or counts "
         "more than once, or something else is added"
     ),
-    Phase.MEAN_LOSS: (
+    StepPhase.MEAN_LOSS: (
         "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
         "weight, or not all of them are in it once"
     ),
-    Phase.NORM: "the gradients are equal, and their norm is not",
-    Phase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",
-    Phase.EVALUATION: (
+    StepPhase.NORM: "the gradients are equal, and their norm is not",
+    StepPhase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",
+    StepPhase.EVALUATION: (
         "training is equal, and evaluation is not: another mode, other parameters, other rows, or another "
         "weight"
     ),

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from plait.comm.coordinates import axes_of
 from plait.plan import Plan
-from plait.verification.difference import Difference, Evidence
-from plait.verification.place import Phase
+from plait.verification.findings import Difference, Evidence
+from plait.verification.location import StepPhase
 
 FITS, ROUGHLY = 1e-6, 1e-3
 """A hypothesis fits where it explains the difference but for the first part of it; where rounding is larger,
@@ -35,9 +35,9 @@ class Symptoms:
     """Whether the layer has a parameter that is cut over `tp`."""
 
     @property
-    def phase(self) -> Phase:
+    def phase(self) -> StepPhase:
         """The phase of the difference."""
-        return self.difference.place.phase
+        return self.difference.location.phase
 
     @property
     def slack(self) -> float:
@@ -81,17 +81,17 @@ class Symptoms:
         return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
 
 
-def bases_of(evidence: Evidence, phase: Phase) -> Iterator[tuple[str, Tensor]]:
-    """What a tensor may be split at: (name of the rest, what is subtracted). First zero: all of it."""
+def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
+    """Yield (name of the rest, tensor to subtract) for each split of a tensor; the first subtracts zero."""
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base
 
 
 REST = {
-    Phase.OPTIMIZER: "the update",
-    Phase.WEIGHT_GRADIENT: "what the micro-batch adds",
-    Phase.INPUT_GRADIENT: "what the layer adds to the gradient",
+    StepPhase.OPTIMIZER: "the update",
+    StepPhase.WEIGHT_GRADIENT: "what the micro-batch adds",
+    StepPhase.INPUT_GRADIENT: "what the layer adds to the gradient",
 }
 """Without the base of the phase (see `Evidence`): what is left."""
 

@@ -40,13 +40,13 @@ def of_the_optimizer(plan: Plan) -> str:
 
 def circumstances(symptoms: Symptoms) -> Iterator[str]:
     """Yield on which ranks, and before which micro-batches and steps, all is equal."""
-    place = symptoms.difference.place
+    location = symptoms.difference.location
     equal = [rank for rank in symptoms.judges if rank not in symptoms.evidence]
     if equal:
         yield f"equal on {ranks_in_words(equal, symptoms)}"
-    if place.microbatch is not None and place.microbatch % symptoms.plan.microbatches:
+    if location.microbatch is not None and location.microbatch % symptoms.plan.microbatches:
         yield "micro-batches before it are equal"
-    if place.step:
+    if location.step:
         yield "the steps before it are equal"
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.verification.inside import Inside, Sketches, first_inside, sketch_of, sketched
-from plait.verification.recording import Bound
+from plait.verification.reference_recording import Tolerance
+from plait.verification.sketches import InnerDifference, Sketches, first_inner_difference, sketch_of, sketched
 
 
 class Layer(nn.Module):
@@ -41,8 +41,8 @@ def sketches_of(made: nn.Module, x: Tensor = X) -> dict[str, Tensor]:
     return found
 
 
-def first(found: dict[str, Tensor], expected: dict[str, Tensor]) -> Inside | None:
-    return first_inside(found, expected, {name: Bound(1.0, 1e-12) for name in expected})
+def first(found: dict[str, Tensor], expected: dict[str, Tensor]) -> InnerDifference | None:
+    return first_inner_difference(found, expected, {name: Tolerance(1.0, 1e-12) for name in expected})
 
 
 def said(change: Callable[[Layer], object]) -> str:

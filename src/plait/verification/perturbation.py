@@ -14,7 +14,7 @@ from torch import Tensor
 
 
 @dataclass
-class Noise:
+class Perturbation:
     """A source of rounding errors; number 0 makes none."""
 
     number: int
@@ -23,7 +23,7 @@ class Noise:
     def __post_init__(self) -> None:
         self.generator = torch.Generator().manual_seed(self.number)
 
-    def shake(self, tensor: Tensor) -> Tensor:
+    def perturb(self, tensor: Tensor) -> Tensor:
         """`tensor` with an error in each element: relative to itself, and to the usual size of all.
 
         The second part stands for sums that cancel: their error is that of the summands. The usual size is
@@ -39,7 +39,7 @@ class Noise:
             size = size.clamp(min=torch.finfo(tensor.dtype).smallest_normal).where(size > 0, 0.0)
         return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
 
-    def round(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
+    def perturb_elementwise(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
         """`tensor` with an error in each element relative to itself: its dtype's `epsilon` unless given."""
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor

@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from plait.layout import Layout
-from plait.verification.inside import Inside
-from plait.verification.place import Phase, Place
-from plait.verification.recording import Bound, apart, difference
+from plait.verification.location import Location, StepPhase
+from plait.verification.reference_recording import Tolerance, apart, difference
+from plait.verification.sketches import InnerDifference
 
 REMEMBERED = 64
 """Differences of one rank that are listed; of others only their number is kept."""
@@ -79,11 +79,11 @@ Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
 class Difference:
     """A tensor that is not what the reference says, on one rank."""
 
-    place: Place
+    location: Location
     largest: float
     """Absolute; infinity where one of the two is no number."""
     size: float
-    """Of the reference's tensor: see `Bound`."""
+    """Of the reference's tensor: see `Tolerance`."""
     allowed: float
     """What rounding explains, absolute."""
     shape: tuple[int, ...]
@@ -100,7 +100,7 @@ class Difference:
     """That element, as it is and as it should be."""
     hint: str = ""
     """What the tensor is instead, where this rank sees it by itself."""
-    inside: Inside | None = None
+    inside: InnerDifference | None = None
     """Of a layer's output: which module inside is the first that differs."""
 
 
@@ -122,7 +122,7 @@ class Tally:
 class Evidence:
     """The tensors of a rank's first difference, flat; long ones are shortened."""
 
-    place: Place
+    location: Location
     actual: Tensor
     expected: Tensor
     base: Tensor | None = None
@@ -135,27 +135,27 @@ class Findings:
     """What one rank found out."""
 
     layers: int
-    tallies: dict[Phase, Tally] = field(default_factory=dict)
+    tallies: dict[StepPhase, Tally] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
     """The first one first."""
     evidence: Evidence | None = None
-    empty: set[Place] = field(default_factory=set)
+    empty: set[Location] = field(default_factory=set)
     """Where this rank has no element, as of a parameter that lies on others."""
     divided: set[int] = field(default_factory=set)
     """Of this rank's layers those with a parameter that is cut over `tp`."""
 
     def compare(
         self,
-        place: Place,
+        location: Location,
         actual: Tensor,
         expected: Tensor,
-        bound: Bound,
+        tolerance: Tolerance,
         *,
         origin: Origin = HERE,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
         rounding: float | None = None,
-        inside: Callable[[], Inside | None] = lambda: None,
+        inside: Callable[[], InnerDifference | None] = lambda: None,
     ) -> bool:
         """Whether `actual` is what the reference says. `origin`: where this rank's piece begins.
 
@@ -164,31 +164,33 @@ class Findings:
         kind, however near they are. `alternatives`, `base` and `inside` tell more of the first that is
         different: see `Difference`, `Evidence`.
         """
-        tally = self.tallies.setdefault(place.phase, Tally())
+        tally = self.tallies.setdefault(location.phase, Tally())
         tally.compared += 1
         if not actual.numel():
-            self.empty.add(place)
+            self.empty.add(location)
         actual, expected = actual.detach(), expected.to(actual.device)
         largest = torch.inf if _misfit(actual, expected) else difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
-        if narrower is not None and largest <= bound.allowed:
-            told, bound = f"it was rounded to {narrower} on the way", Bound(bound.size, 0.0)
+        if narrower is not None and largest <= tolerance.allowed:
+            told, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
             alternatives = partial(one_alternative, told, actual)
-        if largest <= bound.allowed:
-            tally.used = max(tally.used, largest / bound.allowed if largest else 0.0)
-            tally.relative = max(tally.relative, largest / bound.size if largest and bound.size else 0.0)
-            tally.vague += bound.allowed > VAGUE * bound.size
+        if largest <= tolerance.allowed:
+            tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
+            tally.relative = max(
+                tally.relative, largest / tolerance.size if largest and tolerance.size else 0.0
+            )
+            tally.vague += tolerance.allowed > VAGUE * tolerance.size
             return True
         tally.different += 1
-        if self.evidence is None or place.order(self.layers) < self.evidence.place.order(self.layers):
+        if self.evidence is None or location.order(self.layers) < self.evidence.location.order(self.layers):
             fits = base is not None and base.shape == actual.shape and base.dtype == actual.dtype
             through = _shortened(base) if base is not None and fits else None
-            self.evidence = Evidence(place, _shortened(actual), _shortened(expected), through)
-            hint = _hint(actual, expected, bound, alternatives)
-            found = _describe(place, actual, expected, bound, origin, hint)
+            self.evidence = Evidence(location, _shortened(actual), _shortened(expected), through)
+            hint = _hint(actual, expected, tolerance, alternatives)
+            found = _describe(location, actual, expected, tolerance, origin, hint)
             self.differences.insert(0, replace(found, inside=inside()))
         elif len(self.differences) < REMEMBERED:
-            self.differences.append(_describe(place, actual, expected, bound, origin, ""))
+            self.differences.append(_describe(location, actual, expected, tolerance, origin, ""))
         return False
 
 
@@ -226,35 +228,37 @@ def one_alternative(told: str, actual: Tensor) -> Iterable[tuple[str, Tensor]]:
     return [(told, actual)]
 
 
-def _hint(actual: Tensor, expected: Tensor, bound: Bound, alternatives: Alternatives) -> str:
+def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
     """What a tensor is instead."""
     if told := _misfit(actual, expected):
         return told
-    fitting = (text for text, value in alternatives() if difference(actual, value) <= bound.allowed)
+    fitting = (text for text, value in alternatives() if difference(actual, value) <= tolerance.allowed)
     return next(fitting, "")
 
 
 def _describe(
-    place: Place, actual: Tensor, expected: Tensor, bound: Bound, origin: Origin, hint: str
+    location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, origin: Origin, hint: str
 ) -> Difference:
     """Where two tensors differ, and how."""
     if _misfit(actual, expected) or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
-        return Difference(place, math.inf, bound.size, bound.allowed, shape, (), True, 1.0, (), nowhere, hint)
+        return Difference(
+            location, math.inf, tolerance.size, tolerance.allowed, shape, (), True, 1.0, (), nowhere, hint
+        )
     far = apart(actual, expected)
     if actual.is_complex():
         far = far.amax(-1)
     far = far.reshape(actual.shape or (1,))
-    wrong = (far > bound.allowed).nonzero()
+    wrong = (far > tolerance.allowed).nonzero()
     low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
     worst = torch.stack(torch.unravel_index(far.argmax(), far.shape))
     here, there = actual.reshape(far.shape)[tuple(worst)], expected.reshape(far.shape)[tuple(worst)]
     outside = origin.places(wrong)
     return Difference(
-        place=place,
+        location=location,
         largest=float(far.max()),
-        size=bound.size,
-        allowed=bound.allowed,
+        size=tolerance.size,
+        allowed=tolerance.allowed,
         shape=tuple(actual.shape),
         box=tuple((int(index.min()), int(index.max()) + 1) for index in outside.T),
         whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, far.shape, strict=True)),

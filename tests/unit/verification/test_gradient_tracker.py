@@ -11,20 +11,20 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.verification.ledger import Due, Ledger, Use
-from plait.verification.recording import Bound
+from plait.verification.gradient_tracker import GradientTracker, ParameterUse, TrackedGradient
+from plait.verification.reference_recording import Tolerance
 
 NAME = ("weight", 0)
 LAYER = 2
 
 
-def contribution(use: Use) -> Tensor:
+def contribution(use: ParameterUse) -> Tensor:
     """Another one for each use."""
     generator = torch.Generator().manual_seed(100 * use[0] + use[1])
     return torch.randn(3, 2, dtype=torch.float64, generator=generator)
 
 
-BOUND = Bound(2.0, 1e-14)
+BOUND = Tolerance(2.0, 1e-14)
 
 
 @dataclass
@@ -32,11 +32,11 @@ class Books:
     """A ledger of one parameter, and the gradient that it watches."""
 
     gradient: Tensor = field(default_factory=lambda: torch.zeros(3, 2, dtype=torch.float64))
-    found: list[tuple[Use, bool]] = field(default_factory=list)
+    found: list[tuple[ParameterUse, bool]] = field(default_factory=list)
     """The uses with which something was due, and whether it was as it should be."""
 
     def __post_init__(self) -> None:
-        self.ledger = Ledger({NAME: self.gradient}, 8 * 2.0**-52)
+        self.ledger = GradientTracker({NAME: self.gradient}, 8 * 2.0**-52)
 
     def input(self, microbatch: int, adds: float = 0.0, *, layer: int = LAYER) -> None:
         """`I`, which adds a part of the contribution."""
@@ -57,7 +57,7 @@ class Books:
         self._see(use, self.ledger.after_input(NAME, use, contribution(use), BOUND, whole=True))
         self._see(use, self.ledger.after_weight(NAME, use))
 
-    def left(self) -> list[tuple[Use, bool]]:
+    def left(self) -> list[tuple[ParameterUse, bool]]:
         return [(use, due.holds) for _, use, due in self.ledger.left([NAME])]
 
     def scatter(self) -> None:
@@ -65,7 +65,7 @@ class Books:
         self.ledger.close([NAME])
         self.gradient.zero_()
 
-    def _see(self, use: Use, due: Due | None) -> None:
+    def _see(self, use: ParameterUse, due: TrackedGradient | None) -> None:
         if due is not None:
             self.found.append((use, due.holds))
             if not due.holds:
@@ -77,7 +77,7 @@ def books() -> Books:
     return Books()
 
 
-def right(*microbatches: int) -> list[tuple[Use, bool]]:
+def right(*microbatches: int) -> list[tuple[ParameterUse, bool]]:
     return [((LAYER, number), True) for number in microbatches]
 
 
@@ -243,7 +243,7 @@ def test_what_is_left_is_told_once(books: Books) -> None:
 
 def test_others_stay_when_some_are_scattered() -> None:
     one, other = (torch.zeros(3, 2, dtype=torch.float64) for _ in range(2))
-    ledger = Ledger({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
+    ledger = GradientTracker({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
     for number in (0, 1):
         use = (LAYER, number)
         for name, gradient in ledger.gradients.items():
@@ -264,7 +264,7 @@ def test_only_of_what_is_asked_for_something_is_left(books: Books) -> None:
 
 def test_a_contribution_of_zero_is_right_whoever_adds_it() -> None:
     zero = torch.zeros(2, dtype=torch.float64)
-    ledger = Ledger({NAME: zero.clone()}, 1e-15)
+    ledger = GradientTracker({NAME: zero.clone()}, 1e-15)
     assert ledger.after_input(NAME, (0, 0), zero, BOUND, whole=False) is None
     due = ledger.after_weight(NAME, (0, 0))
     assert due is not None
@@ -279,7 +279,7 @@ def test_what_is_allowed_grows_with_what_is_added(books: Books) -> None:
         books.ledger.after_input(NAME, use, contribution(use), BOUND, whole=True)
         due = books.ledger.after_weight(NAME, use)
         assert due is not None
-        allowed.append(due.bound.allowed)
+        allowed.append(due.tolerance.allowed)
     assert allowed == sorted(allowed)
     assert BOUND.allowed < allowed[0] < allowed[-1] < 10 * BOUND.allowed
 

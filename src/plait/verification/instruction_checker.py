@@ -28,23 +28,23 @@ from plait.schedules.program import (
 )
 from plait.tensor.cutting import is_cut
 from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
-from plait.verification.difference import Findings, Origin, origin_of
+from plait.verification.findings import Findings, Origin, origin_of
 from plait.verification.formats import epsilon_of
-from plait.verification.inside import Inside, Sketches, first_inside
-from plait.verification.ledger import Due, Ledger, SumKey, Use
-from plait.verification.place import WHOLE, Key, Moment, Phase, Place
-from plait.verification.recording import NOTHING, Bound, Recording
+from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
+from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
+from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording, Tolerance
+from plait.verification.sketches import InnerDifference, Sketches, first_inner_difference
 
 Named = Iterator[tuple[str, Tensor]]
 
 
-class Observer:
+class InstructionChecker:
     """Compares one rank's steps; `findings` is what comes of it."""
 
     def __init__(
         self,
         parts: Parts,
-        recording: Recording,
+        recording: ReferenceRecording,
         findings: Findings,
         *,
         epsilon: float,
@@ -54,7 +54,7 @@ class Observer:
         """`epsilon` is that of the gradients' dtype, 0 where all is exact (and nothing is sketched).
 
         With `dtypes`, of each parameter as layers use it and of its gradient, the run goes on with the
-        reference's gradients and parameters where they are equal (see `Recipe.follows`).
+        reference's gradients and parameters where they are equal (see `VerifyOptions.resynchronizes`).
         """
         self.parts = parts
         self.dtypes = dtypes
@@ -68,8 +68,8 @@ class Observer:
         self.sketches: dict[tuple[int, int], Sketches] = {}
         """By stage and layer."""
         self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
-        gradients: dict[SumKey, Tensor] = {}
-        self.uses: dict[tuple[int, int], list[SumKey]] = {}
+        gradients: dict[GradientKey, Tensor] = {}
+        self.uses: dict[tuple[int, int], list[GradientKey]] = {}
         """By stage and layer, what its backward adds to."""
         for stage in parts.worker.stages.values():
             units = [unit for unit in parts.reducer.units.values() if stage.number in unit.stages]
@@ -83,7 +83,7 @@ class Observer:
                     findings.divided.add(self._layer(stage.number) + number)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.uses[stage.number, number] = [sums[name] for name in trained if self._is_local(name)]
-        self.ledger = Ledger(gradients, 8 * epsilon)
+        self.ledger = GradientTracker(gradients, 8 * epsilon)
 
     def begin(self, step: int, targets: list[Value]) -> None:
         """Start a step. `targets`: of each of this rank's micro-batches, as they should be."""
@@ -100,24 +100,24 @@ class Observer:
         """After an instruction: compare what it gave."""
         match instruction:
             case TakeBatch(action):
-                self._value(Phase.INPUT, action, -1)
+                self._value(StepPhase.INPUT, action, -1)
             case AwaitReceive(action) | HandOver(action) if action.kind is Kind.F:
-                self._value(Phase.MESSAGE, action, self._layer(action.stage) - 1)
+                self._value(StepPhase.MESSAGE, action, self._layer(action.stage) - 1)
             case AwaitReceive(action) | HandOver(action):
-                self._gradient(Phase.GRADIENT_MESSAGE, action, self._layer(action.stage + 1) - 1)
+                self._gradient(StepPhase.GRADIENT_MESSAGE, action, self._layer(action.stage + 1) - 1)
             case AwaitParameters(unit):
                 self._parameters(unit)
             case RunLayer(action, layer) if action.kind is Kind.F:
-                self._value(Phase.FORWARD, action, self._layer(action.stage) + layer)
+                self._value(StepPhase.FORWARD, action, self._layer(action.stage) + layer)
                 self._forget_sketches()
             case RunLayer(action, layer):
                 self._backward(action, layer)
                 self._forget_sketches()  # of what was recomputed
             case ComputeLoss(action):
                 total = parts.worker.loss_end.total(action.microbatch)
-                self._compare(Phase.LOSS, action, None, Key("total"), total)
+                self._compare(StepPhase.LOSS, action, None, RecordKey("total"), total)
             case SeedGradient(action):
-                self._gradient(Phase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
+                self._gradient(StepPhase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
             case ScatterGradient(unit):
                 names = parts.reducer.units[unit].parameters
                 sums = [which for which in self.ledger.gradients if which[0] in names]
@@ -139,52 +139,52 @@ class Observer:
             self._parameter(name, parameter, layer)
 
     def _parameter(self, name: str, parameter: Tensor, layer: int) -> None:
-        moment, key = Moment(self.step - 1, WHOLE), Key("value", name=name)
-        expected, bound = self.recording.values[moment][key], self.recording.bounds[moment][key]
+        scope, key = RecordScope(self.step - 1, WHOLE_STEP), RecordKey("value", name=name)
+        expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
         expected = self.piece(name, expected)
         if self.dtypes is not None:  # then the optimizer's parameters are the reference's
-            expected, bound = expected.to(self.dtypes[name][0]), NOTHING
+            expected, tolerance = expected.to(self.dtypes[name][0]), NO_TOLERANCE
 
         def alternatives() -> Named:
-            before = self.recording.values.get(Moment(self.step - 2, WHOLE), {}).get(key)
+            before = self.recording.values.get(RecordScope(self.step - 2, WHOLE_STEP), {}).get(key)
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
-                is_right = (parameter.detach() - expected).abs() <= bound.allowed
+                is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
                 yield text, torch.where(is_right, expected, self.piece(name, before).to(expected))
 
         equal = self.findings.compare(
-            Place(self.step, Phase.PARAMETERS, layer, name=name),
+            Location(self.step, StepPhase.PARAMETERS, layer, name=name),
             parameter,
             expected,
-            bound,
+            tolerance,
             origin=origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate),
             alternatives=alternatives,
         )
         if not equal and self.isolate:
             parameter.data.copy_(expected)
 
-    def _value(self, phase: Phase, action: Action, layer: int) -> None:
+    def _value(self, phase: StepPhase, action: Action, layer: int) -> None:
         value = self.parts.worker.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
-            self._compare(phase, action, layer, Key("output", layer, str(number)), tensor)
+            self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
 
-    def _gradient(self, phase: Phase, action: Action, source: int, layer: int | None = None) -> None:
+    def _gradient(self, phase: StepPhase, action: Action, source: int, layer: int | None = None) -> None:
         """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
-        recorded = self.recording.values[Moment(self.step, self._global(action))]
-        place = source if layer is None else layer
+        recorded = self.recording.values[RecordScope(self.step, self._global(action))]
+        location = source if layer is None else layer
         for number, tensor in enumerate(self.parts.worker.stages[action.stage].gradients[action.microbatch]):
-            key = Key("gradient", source, str(number))
+            key = RecordKey("gradient", source, str(number))
             if tensor is None and key in recorded:
                 # No gradient flows where the reference has one.
                 tensor = torch.zeros_like(self._of_this_rank(recorded[key], recorded[key], key)[0])
             if tensor is not None:
-                self._compare(phase, action, place, key, tensor)
+                self._compare(phase, action, location, key, tensor)
 
     def _backward(self, action: Action, number: int) -> None:
         layer = self._layer(action.stage) + number
         use = layer, self._global(action)
         if action.kind in (Kind.I, Kind.B):
-            self._gradient(Phase.INPUT_GRADIENT, action, layer - 1, layer)
+            self._gradient(StepPhase.INPUT_GRADIENT, action, layer - 1, layer)
             for which in self.uses[action.stage, number]:
                 found = self._contribution(which[0], use)
                 if found is not None:
@@ -198,14 +198,14 @@ class Observer:
                 if due is not None:
                     self._weight_gradient(which, use, due)
 
-    def _left(self, sums: Iterable[SumKey]) -> None:
+    def _left(self, sums: Iterable[GradientKey]) -> None:
         """Of these, the weight gradients that never were certain."""
         for which, use, due in list(self.ledger.left(sums)):
             self._weight_gradient(which, use, due)
 
-    def _weight_gradient(self, which: SumKey, use: Use, due: Due) -> None:
+    def _weight_gradient(self, which: GradientKey, use: ParameterUse, due: TrackedGradient) -> None:
         name, _ = which
-        place = Place(self.step, Phase.WEIGHT_GRADIENT, *use, name)
+        location = Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name)
         origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
         own = self._contribution(name, use)
 
@@ -218,8 +218,8 @@ class Observer:
                     if other != use[1] and found is not None:
                         text = f"what was added is that of micro-batch {other}"
                         yield text, due.expected - own[0] + found[0]
-            before = self.recording.values.get(Moment(self.step - 1, WHOLE), {}).get(
-                Key("clipped", name=name)
+            before = self.recording.values.get(RecordScope(self.step - 1, WHOLE_STEP), {}).get(
+                RecordKey("clipped", name=name)
             )
             if before is not None:
                 text = "the gradient of the step before is still in it"
@@ -230,10 +230,10 @@ class Observer:
             expected = expected.to(self.dtypes[name][1])
             rounding = epsilon_of(expected.dtype)
         equal = self.findings.compare(
-            place,
+            location,
             due.actual,
             expected,
-            due.bound,
+            due.tolerance,
             origin=origin,
             alternatives=alternatives,
             base=None if own is None else due.expected - own[0],
@@ -252,20 +252,20 @@ class Observer:
         if self._is_local(name):
             return self.ledger.allowed(name)
         return sum(
-            self.recording.bounds[moment][key].allowed
-            for moment, values in self.recording.values.items()
+            self.recording.tolerances[scope][key].allowed
+            for scope, values in self.recording.values.items()
             for key in values
-            if moment.step == self.step and key.kind == "contribution" and key.name == name
+            if scope.step == self.step and key.kind == "contribution" and key.name == name
         )
 
-    def _contribution(self, name: str, use: Use) -> tuple[Tensor, Bound] | None:
+    def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
         """This rank's piece of what a use adds, from the recording."""
         layer, microbatch = use
-        moment, key = Moment(self.step, microbatch), Key("contribution", layer, name)
-        whole = self.recording.values.get(moment, {}).get(key)
+        scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
+        whole = self.recording.values.get(scope, {}).get(key)
         if whole is None:
             return None
-        return self.piece(name, whole), self.recording.bounds[moment][key]
+        return self.piece(name, whole), self.recording.tolerances[scope][key]
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor that is laid out as the parameter is."""
@@ -275,74 +275,78 @@ class Observer:
         """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
         return self.parts.summed[name] == 1
 
-    def _compare(self, phase: Phase, action: Action, layer: int | None, key: Key, actual: Tensor) -> None:
+    def _compare(
+        self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
+    ) -> None:
         number = self._global(action)
-        moment = Moment(self.step, number)
-        whole = self.recording.values[moment].get(key)
+        scope = RecordScope(self.step, number)
+        whole = self.recording.values[scope].get(key)
         expected, start = self._of_this_rank(whole, actual, key)
         origin = Origin(start)
 
         def alternatives() -> Named:
             for other in range(self.recording.microbatches(self.step)):
-                value = self.recording.values.get(Moment(self.step, other), {}).get(key)
+                value = self.recording.values.get(RecordScope(self.step, other), {}).get(key)
                 if other != number and value is not None and whole is not None and value.shape == whole.shape:
                     yield f"it is that of micro-batch {other}", self._of_this_rank(value, actual, key)[0]
-            before = self.recording.values.get(Moment(self.step - 1, number), {}).get(key)
+            before = self.recording.values.get(RecordScope(self.step - 1, number), {}).get(key)
             if before is not None and whole is not None and before.shape == whole.shape:
                 yield "it is that of the step before", self._of_this_rank(before, actual, key)[0]
-            if phase is Phase.FORWARD and whole is not None and self._cut_dim(key) is None:
+            if phase is StepPhase.FORWARD and whole is not None and self._cut_dim(key) is None:
                 tp = self.parts.mesh.size("tp")
-                yield from with_other_parameters(expected, self._parameters_of(key.layer, moment), tp)
-            if phase is Phase.LOSS and whole is not None:
-                yield from self._other_losses(action.microbatch, moment, whole)
+                yield from with_other_parameters(expected, self._parameters_of(key.layer, scope), tp)
+            if phase is StepPhase.LOSS and whole is not None:
+                yield from self._other_losses(action.microbatch, scope, whole)
 
-        behind = {Phase.FORWARD: -1, Phase.INPUT_GRADIENT: 1}.get(phase)
+        behind = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
         through = None if behind is None else key._replace(layer=key.layer + behind)
-        base = None if through is None else self.recording.values[moment].get(through)
+        base = None if through is None else self.recording.values[scope].get(through)
         if base is not None and whole is not None and base.shape == whole.shape:
             base, _ = self._of_this_rank(base, actual, key)
         equal = self.findings.compare(
-            Place(self.step, phase, layer, number, tensor=int(key.name or 0)),
+            Location(self.step, phase, layer, number, tensor=int(key.name or 0)),
             actual,
             expected,
-            self.recording.bounds[moment].get(key, NOTHING),
+            self.recording.tolerances[scope].get(key, NO_TOLERANCE),
             origin=origin,
             alternatives=alternatives,
             base=base,
-            inside=lambda: self._inside(action, key.layer, moment) if phase is Phase.FORWARD else None,
+            inside=lambda: self._inside(action, key.layer, scope) if phase is StepPhase.FORWARD else None,
         )
         if not equal and self.isolate and not _overlaps(actual):
             actual.data.copy_(expected)  # through .data: a layer may have saved what it gave
 
-    def _parameters_of(self, layer: int, moment: Moment) -> dict[str, Tensor]:
+    def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
         """The parameters of a layer in this step, whole, by name, as far as this rank has them recorded."""
-        values = self.recording.values.get(Moment(self.step - 1, WHOLE), {})
-        names = [k.name for k in self.recording.values[moment] if k[:2] == ("contribution", layer)]
-        keys = {name: Key("value", name=name) for name in names}
+        values = self.recording.values.get(RecordScope(self.step - 1, WHOLE_STEP), {})
+        names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
+        keys = {name: RecordKey("value", name=name) for name in names}
         return {name: values[key] for name, key in keys.items() if key in values}
 
-    def _other_losses(self, microbatch: int, moment: Moment, total: Tensor) -> Named:
+    def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> Named:
         """The loss that other targets would have; nothing where the output is more than one tensor."""
         last = sum(self.parts.counts) - 1
-        output = self.recording.values[moment].get(Key("output", last, "0"))
-        if output is not None and Key("output", last, "1") not in self.recording.values[moment]:
+        output = self.recording.values[scope].get(RecordKey("output", last, "0"))
+        if output is not None and RecordKey("output", last, "1") not in self.recording.values[scope]:
             yield from with_another_loss(self.parts.loss, output, self.targets, microbatch, total)
 
-    def _inside(self, action: Action, layer: int, moment: Moment) -> Inside | None:
-        """Which module inside of a layer is the first whose numbers differ: see `first_inside`."""
+    def _inside(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
+        """Which module inside of a layer is the first whose numbers differ: see `first_inner_difference`."""
         sketches = self.sketches.get((action.stage, layer - self._layer(action.stage)))
         if sketches is None:
             return None
-        keys = [key for key in self.recording.values[moment] if key[:2] == ("inside", layer)]
-        expected = {key.name: self.recording.values[moment][key] for key in keys}
-        bounds = {key.name: self.recording.bounds[moment][key] for key in keys}
-        return first_inside(sketches.found, expected, bounds)
+        keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
+        expected = {key.name: self.recording.values[scope][key] for key in keys}
+        tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
+        return first_inner_difference(sketches.found, expected, tolerances)
 
     def _forget_sketches(self) -> None:
         for sketches in self.sketches.values():
             sketches.begin()
 
-    def _of_this_rank(self, whole: Tensor | None, actual: Tensor, key: Key) -> tuple[Tensor, tuple[int, ...]]:
+    def _of_this_rank(
+        self, whole: Tensor | None, actual: Tensor, key: RecordKey
+    ) -> tuple[Tensor, tuple[int, ...]]:
         """What stands in the place of `actual`, and where that begins in the whole tensor.
 
         Nothing recorded means zeros; logits may be cut by class, what flows by sequence.
@@ -360,7 +364,7 @@ class Observer:
         begin[dim] = own.start
         return whole.narrow(dim, own.start, len(own)), tuple(begin)
 
-    def _cut_dim(self, key: Key) -> int | None:
+    def _cut_dim(self, key: RecordKey) -> int | None:
         """Along which dim the ranks of `tp` have pieces of a recorded tensor."""
         if key.kind == "total":
             return None

@@ -9,7 +9,7 @@ from typing import NamedTuple
 from torch import Tensor
 
 
-class Phase(StrEnum):
+class StepPhase(StrEnum):
     """What a step does, in the order in which one thing depends on another."""
 
     BATCH = "cut into micro-batches"
@@ -31,16 +31,23 @@ class Phase(StrEnum):
     EVALUATION = "evaluation"
 
 
-FORWARD = (Phase.BATCH, Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS, Phase.MESSAGE, Phase.FORWARD)
-BACKWARD = (Phase.GRADIENT_MESSAGE, Phase.INPUT_GRADIENT, Phase.WEIGHT_GRADIENT)
+FORWARD = (
+    StepPhase.BATCH,
+    StepPhase.INITIAL,
+    StepPhase.INPUT,
+    StepPhase.PARAMETERS,
+    StepPhase.MESSAGE,
+    StepPhase.FORWARD,
+)
+BACKWARD = (StepPhase.GRADIENT_MESSAGE, StepPhase.INPUT_GRADIENT, StepPhase.WEIGHT_GRADIENT)
 
 
 @dataclass(frozen=True)
-class Place:
+class Location:
     """One tensor of one step, on whichever rank."""
 
     step: int
-    phase: Phase
+    phase: StepPhase
     layer: int | None = None
     """Of the model, counted from 0; of a message the layer that it comes from (forward) or is for."""
     microbatch: int | None = None
@@ -52,22 +59,28 @@ class Place:
 
     def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
         """Sorts places of a model of `layers` layers so that a cause stands before its consequences."""
-        phases = list(Phase)
+        phases = list(StepPhase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
         if self.phase in FORWARD:
             # A message brings what the layer before gave. Without a layer: before all layers; without a
             # micro-batch (as what a layer's parameters are): before all of the layer's.
-            place = (0, 2 * layer + (self.phase is Phase.MESSAGE) - 2 * (self.layer is None))
+            location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
         elif self.phase in BACKWARD:
             # Layers last to first; a message comes before what the layer does with it.
-            place = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
+            location = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
         else:
-            place = (phase, 0)
-        return self.step, *place, -1 if self.microbatch is None else self.microbatch, self.tensor, self.name
+            location = (phase, 0)
+        return (
+            self.step,
+            *location,
+            -1 if self.microbatch is None else self.microbatch,
+            self.tensor,
+            self.name,
+        )
 
 
-class Key(NamedTuple):
+class RecordKey(NamedTuple):
     """The name of a recorded tensor within a moment."""
 
     kind: str
@@ -78,18 +91,18 @@ class Key(NamedTuple):
     name: str = ""
 
 
-Records = dict[Key, Tensor]
+Records = dict[RecordKey, Tensor]
 """What was computed at one moment."""
 OF_PARAMETERS = ("contribution", "final", "clipped", "value", "state")
 """Kinds whose name is that of a parameter; of a state it is followed by `/` and the state's own."""
 
 
-class Moment(NamedTuple):
+class RecordScope(NamedTuple):
     """A step, and one of its micro-batches (of the global batch), or the step as a whole."""
 
     step: int
     microbatch: int
 
 
-WHOLE = -1
+WHOLE_STEP = -1
 """In the place of a micro-batch: the step as a whole."""

@@ -11,40 +11,42 @@ import torch
 from verification_cases import mlp_case, verify_here
 
 from plait.plan import Plan
-from plait.verification.difference import Findings, Tally
-from plait.verification.layouts import Refused
-from plait.verification.place import Phase, Place
-from plait.verification.rank import Outcome
-from plait.verification.recording import Bound
-from plait.verification.report import Report
-from plait.verification.survey import Survey
-from plait.verification.verify import report_on
+from plait.verification.findings import Findings, Tally
+from plait.verification.layouts import RefusedPlan
+from plait.verification.location import Location, StepPhase
+from plait.verification.rank_verification import RankOutcome
+from plait.verification.reference_recording import Tolerance
+from plait.verification.report import VerificationReport
+from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import Sweep
 
 ONE, TWO = Plan(dp=2, microbatches=2), Plan(pp=2, microbatches=4, schedule="zb-h1")
-NO = Refused("7 heads do not divide by tp = 2: change one of them.")
+NO = RefusedPlan("7 heads do not divide by tp = 2: change one of them.")
 
 
 @pytest.fixture(scope="module")
-def equal() -> Report:
+def equal() -> VerificationReport:
     return verify_here(mlp_case(steps=1))
 
 
 @pytest.fixture(scope="module")
-def different(equal: Report) -> Report:
+def different(equal: VerificationReport) -> VerificationReport:
     """As where the loss of a micro-batch is another."""
 
     findings = Findings(4)
-    findings.compare(Place(0, Phase.FORWARD, 2, 1), torch.ones(2), torch.zeros(2), Bound(1.0, 0.0))
+    findings.compare(Location(0, StepPhase.FORWARD, 2, 1), torch.ones(2), torch.zeros(2), Tolerance(1.0, 0.0))
     coordinate = {"pp": 0, "replicate": 0, "shard": 0, "tp": 0}
-    return report_on(mlp_case(), TWO, [Outcome(0, coordinate, equal.paths, findings, 0.1, 0.5)])
+    return build_report(
+        [RankOutcome(0, coordinate, equal.paths, findings, 0.1, 0.5)], TWO, mlp_case().options
+    )
 
 
-def used(report: Report, share: float) -> Report:
-    return replace(report, tallies={Phase.FORWARD: Tally(10, 0, share, share * 1e-15)})
+def used(report: VerificationReport, share: float) -> VerificationReport:
+    return replace(report, tallies={StepPhase.FORWARD: Tally(10, 0, share, share * 1e-15)})
 
 
-def test_all_are_equal(equal: Report) -> None:
-    survey = Survey(2, ((ONE, used(equal, 0.1)), (TWO, used(equal, 0.25))))
+def test_all_are_equal(equal: VerificationReport) -> None:
+    survey = Sweep(2, ((ONE, used(equal, 0.1)), (TWO, used(equal, 0.25))))
     assert survey
     assert survey.headline() == ("EQUAL to one rank: all 2 plans on 2 ranks, 25% of what rounding explains.")
     first, second = str(survey).splitlines()[2:]
@@ -52,18 +54,18 @@ def test_all_are_equal(equal: Report) -> None:
     assert second.startswith("  pp 2 · dp 1 · tp 1  zb-h1        m 4   equal  2.5e-16   25%")
 
 
-def test_what_is_refused_does_not_count(equal: Report) -> None:
-    survey = Survey(2, ((ONE, used(equal, 0.1)), (TWO, NO)))
+def test_what_is_refused_does_not_count(equal: VerificationReport) -> None:
+    survey = Sweep(2, ((ONE, used(equal, 0.1)), (TWO, NO)))
     assert survey
     assert survey.reports == (used(equal, 0.1),)
     assert survey.headline().endswith("what rounding explains (1 more are not possible for this model).")
     assert str(survey).splitlines()[3].endswith(f"tp 1  zb-h1        m 4   not possible: {NO.reason}")
 
 
-def test_each_row_names_its_schedule_and_what_is_recomputed(equal: Report) -> None:
+def test_each_row_names_its_schedule_and_what_is_recomputed(equal: VerificationReport) -> None:
     refused = replace(TWO, recompute="full"), replace(TWO, schedule="v-min", recompute=("none", "full"))
     rows = ((replace(ONE, recompute="selective"), used(equal, 0.1)), *((plan, NO) for plan in refused))
-    lines = str(Survey(2, rows)).splitlines()[2:]
+    lines = str(Sweep(2, rows)).splitlines()[2:]
     assert [
         line.split(f" {word}")[0].rstrip() for line, word in zip(lines, ("equal", "not", "not"), strict=True)
     ] == [
@@ -73,8 +75,8 @@ def test_each_row_names_its_schedule_and_what_is_recomputed(equal: Report) -> No
     ]
 
 
-def test_one_is_different(equal: Report, different: Report) -> None:
-    survey = Survey(2, ((ONE, equal), (TWO, different), (TWO, NO)))
+def test_one_is_different(equal: VerificationReport, different: VerificationReport) -> None:
+    survey = Sweep(2, ((ONE, equal), (TWO, different), (TWO, NO)))
     assert not survey
     assert not survey.equal
     assert survey.headline() == (
@@ -84,7 +86,7 @@ def test_one_is_different(equal: Report, different: Report) -> None:
 
 
 def test_nothing_that_can_be_run_is_not_equal() -> None:
-    survey = Survey(1, ((ONE, NO),))
+    survey = Sweep(1, ((ONE, NO),))
     assert not survey
     assert survey.headline() == "NOTHING to compare: this model runs by none of 1 plans on 1 rank."
     assert "not possible" in str(survey)
@@ -92,19 +94,19 @@ def test_nothing_that_can_be_run_is_not_equal() -> None:
 
 def test_nothing_at_all_is_not_equal() -> None:
     """Rows that no degree of dp divides leave no plan."""
-    survey = Survey(2, ())
+    survey = Sweep(2, ())
     assert not survey
     assert str(survey).startswith("NOTHING to compare")
 
 
 def test_in_whole_numbers() -> None:
-    survey = Survey(1, ((Plan(microbatches=2), verify_here(mlp_case(mode="exact", steps=1))),))
+    survey = Sweep(1, ((Plan(microbatches=2), verify_here(mlp_case(mode="exact", steps=1))),))
     assert survey.headline() == "EQUAL to one rank: all 1 plans on 1 rank, bit by bit."
     assert "%" not in str(survey)
 
 
-def test_json(equal: Report, different: Report) -> None:
-    survey = Survey(2, ((ONE, equal), (TWO, different), (TWO, NO)))
+def test_json(equal: VerificationReport, different: VerificationReport) -> None:
+    survey = Sweep(2, ((ONE, equal), (TWO, different), (TWO, NO)))
     read: dict[str, Any] = json.loads(json.dumps(survey.as_json(), allow_nan=False))
     assert (read["equal"], read["ranks"]) == (False, 2)
     assert [plan["equal"] for plan in read["plans"]] == [True, False, None]

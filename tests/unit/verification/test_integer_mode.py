@@ -24,22 +24,22 @@ from plait.errors import ModelError, PlanError
 from plait.plan import Plan, Recompute
 from plait.tensor.vocabulary import Vocabulary
 from plait.verification.case import Case
-from plait.verification.exact import (
+from plait.verification.integer_mode import (
     LARGEST,
     PERIOD,
     STAND_INS,
+    IntegerMode,
     WeightedSum,
-    WholeNumbers,
     fold,
-    require_whole,
-    whole_batch,
-    whole_buffer,
-    whole_parameter,
+    integer_batch,
+    integer_buffer,
+    integer_parameter,
+    require_integers,
 )
 from plait.verification.layouts import plans_on
-from plait.verification.rank import run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.verify import report_on
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.report_from_ranks import build_report
 
 PLAN = Plan(microbatches=2)
 
@@ -88,7 +88,7 @@ ELEMENTWISE: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", ELEMENTWISE)
 def test_an_elementwise_stand_in_keeps_whole_numbers_and_each_element_by_itself(name: str) -> None:
     function, x = ELEMENTWISE[name], whole(4, 6)
-    with WholeNumbers():
+    with IntegerMode():
         result, other = function(x), x.clone()
         other[1, 2] += 5
         changed = function(other) != result
@@ -102,7 +102,7 @@ def test_an_elementwise_stand_in_keeps_whole_numbers_and_each_element_by_itself(
 @pytest.mark.parametrize("name", [name for name in ELEMENTWISE if name not in ("sin", "cos")])
 def test_the_gradient_of_a_stand_in_is_whole(name: str) -> None:
     x = whole(4, 6).requires_grad_()
-    with WholeNumbers():
+    with IntegerMode():
         ELEMENTWISE[name](x).backward(whole(4, 6, seed=1))
     assert x.grad is not None
     assert is_whole(x.grad)
@@ -135,7 +135,7 @@ def test_what_a_backward_computes_again_has_stand_ins_too(
     gradients = []
     for run in (layer, again):
         x = whole(4, 6).requires_grad_()
-        with WholeNumbers():
+        with IntegerMode():
             backward([run(x), run(2 * x)])
         assert x.grad is not None
         gradients.append(x.grad)
@@ -153,7 +153,7 @@ def test_a_run_that_recomputes_is_equal_bit_by_bit(recompute: Recompute) -> None
 @pytest.mark.parametrize("norm", [functional.layer_norm, functional.rms_norm])
 def test_a_norm_has_its_weight_and_bias(norm: Callable[..., Tensor]) -> None:
     x, weight, bias = whole(4, 6), whole(6, seed=1, largest=3), whole(6, seed=2, largest=3)
-    with WholeNumbers():
+    with IntegerMode():
         plain, scaled = norm(x, (6,)), norm(x, (6,), weight=weight)
         assert torch.equal(scaled, plain * weight)
         if norm is functional.layer_norm:
@@ -161,7 +161,7 @@ def test_a_norm_has_its_weight_and_bias(norm: Callable[..., Tensor]) -> None:
 
 
 def attention(q: Tensor, k: Tensor, v: Tensor, **options: object) -> Tensor:
-    with WholeNumbers():
+    with IntegerMode():
         return functional.scaled_dot_product_attention(q, k, v, **options)  # type: ignore[arg-type]
 
 
@@ -214,7 +214,7 @@ def test_attention_has_whole_gradients_for_all_three() -> None:
 
 def test_stand_ins_hold_only_while_entered() -> None:
     x = torch.tensor([0.3])
-    with WholeNumbers():
+    with IntegerMode():
         assert float(torch.tanh(torch.tensor([100.0]))) == 4.0
     assert float(torch.tanh(x)) == pytest.approx(0.2913126)
     assert functional.gelu in STAND_INS
@@ -222,19 +222,19 @@ def test_stand_ins_hold_only_while_entered() -> None:
 
 def test_parameters_are_small_whole_numbers_by_name_and_seed() -> None:
     matrix, vector = torch.empty(40, 30), torch.empty(50)
-    change = whole_parameter(3)
+    change = integer_parameter(3)
     made = change("a", matrix)
     assert set(made.flatten().tolist()) == {-1.0, 0.0, 1.0}
     assert set(change("a", vector).tolist()) == {-1.0, 1.0}  # no zeros: it may be a scale
-    assert torch.equal(made, whole_parameter(3)("a", matrix))
+    assert torch.equal(made, integer_parameter(3)("a", matrix))
     assert not torch.equal(made, change("b", matrix))
-    assert not torch.equal(made, whole_parameter(4)("a", matrix))
-    assert torch.equal(whole_buffer("any", torch.tensor([0.4, 0.6])), torch.tensor([0.0, 1.0]))
+    assert not torch.equal(made, integer_parameter(4)("a", matrix))
+    assert torch.equal(integer_buffer("any", torch.tensor([0.4, 0.6])), torch.tensor([0.0, 1.0]))
 
 
 @given(st.integers(1, 300))
 def test_the_weights_of_a_batch_are_whole_and_add_up_to_a_power_of_two(rows: int) -> None:
-    inputs, weights = whole_batch(torch.rand(rows, 3), rows)
+    inputs, weights = integer_batch(torch.rand(rows, 3), rows)
     assert is_whole(inputs)
     assert weights.shape == (rows,)
     assert (weights > 0).all()
@@ -244,7 +244,7 @@ def test_the_weights_of_a_batch_are_whole_and_add_up_to_a_power_of_two(rows: int
 
 def test_tokens_of_a_batch_stay_what_they_are() -> None:
     given_ = {"tokens": torch.tensor([[5, 3]]), "weight": torch.rand(1, 2), "note": "x"}
-    inputs, _ = whole_batch(given_, 1)
+    inputs, _ = integer_batch(given_, 1)
     assert inputs["tokens"] is given_["tokens"]
     assert inputs["note"] == "x"
     assert is_whole(inputs["weight"])
@@ -290,7 +290,7 @@ def test_the_loss_looks_at_all_floating_point_tensors() -> None:
 def test_what_is_not_exact_is_refused(value: float) -> None:
     tensor = torch.tensor([1.0, value], dtype=torch.float64)
     with pytest.raises(ModelError, match=r"^the output holds .*, and exact mode needs multiples of 2\^-16"):
-        require_whole(tensor, "the output")
+        require_integers(tensor, "the output")
 
 
 def test_what_is_exact_is_taken() -> None:
@@ -300,7 +300,7 @@ def test_what_is_exact_is_taken() -> None:
         torch.empty(0),
         torch.tensor(0.5),
     ):
-        require_whole(tensor, "it")
+        require_integers(tensor, "it")
 
 
 class Exponential(nn.Module):
@@ -312,14 +312,14 @@ class Exponential(nn.Module):
 
 def test_a_model_without_stand_ins_is_refused_and_the_layer_named() -> None:
     model = nn.Sequential(nn.Linear(6, 4), nn.ReLU(), Exponential(), nn.Linear(4, CLASSES))
-    case = Case(model, WeightedSum(), [rows_and_classes()], Recipe(mode="exact", steps=1))
+    case = Case(model, WeightedSum(), [rows_and_classes()], VerifyOptions(mode="exact", steps=1))
     with pytest.raises(ModelError, match="the reference's output of layer 2 holds "):
-        run_rank(case, PLAN)
+        verify_rank(case, PLAN)
 
 
 def test_more_than_one_step_is_refused() -> None:
     with pytest.raises(PlanError, match="steps is 2: mode exact takes 1"):
-        Recipe(mode="exact")
+        VerifyOptions(mode="exact")
 
 
 def test_a_right_run_is_equal_bit_by_bit() -> None:
@@ -332,7 +332,9 @@ def test_a_right_run_is_equal_bit_by_bit() -> None:
 def outcomes(case: ParityCase, plan: Plan, rank_pool: RankPool) -> str:
     """The first line of the report."""
     made = case_of(case, mode="exact", steps=1)
-    return report_on(made, plan, rank_pool.run(run_rank, made, plan, ranks=plan.world)).headline()
+    return build_report(
+        rank_pool.run(verify_rank, made, plan, ranks=plan.world), plan, made.options
+    ).headline()
 
 
 @pytest.mark.parametrize(

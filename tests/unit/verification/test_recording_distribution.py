@@ -16,11 +16,11 @@ from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.place import WHOLE, Key, Moment
-from plait.verification.rank import run_rank
-from plait.verification.recipe import Recipe
-from plait.verification.recording import Recording
-from plait.verification.sharing import from_first_rank, share
+from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import verify_rank
+from plait.verification.recording_distribution import from_first_rank, share
+from plait.verification.reference_recording import ReferenceRecording
 
 TENSORS: dict[str, Tensor] = {
     "double": torch.linspace(0, 1, 7, dtype=torch.float64),
@@ -34,32 +34,32 @@ TENSORS: dict[str, Tensor] = {
 }
 
 
-def recording_of(tensors: dict[str, Tensor], moments: int) -> Recording:
-    recording = Recording()
-    for number in range(moments):
-        moment = Moment(0, WHOLE if number == 0 else number - 1)
-        recording.add(moment, {Key("value", name=name): value for name, value in tensors.items()})
-        recording.widen(moment, {Key("value", name=name): value for name, value in tensors.items()})
+def recording_of(tensors: dict[str, Tensor], scopes: int) -> ReferenceRecording:
+    recording = ReferenceRecording()
+    for number in range(scopes):
+        scope = RecordScope(0, WHOLE_STEP if number == 0 else number - 1)
+        recording.add(scope, {RecordKey("value", name=name): value for name, value in tensors.items()})
+        recording.widen(scope, {RecordKey("value", name=name): value for name, value in tensors.items()})
     return recording
 
 
-def shared(own: dict[int, list[str]], tensors: dict[str, Tensor]) -> dict[Moment, dict[str, Any]]:
+def shared(own: dict[int, list[str]], tensors: dict[str, Tensor]) -> dict[RecordScope, dict[str, Any]]:
     """What a rank that wants the names in `own[rank]` of micro-batch `rank` and of the whole gets."""
     mesh = Mesh(Plan(dp=4))
     recording = recording_of(tensors, 5) if mesh.rank == 0 else None
 
-    def wanted(moment: Moment, key: Key) -> bool:
-        return moment.microbatch in (WHOLE, mesh.rank) and key.name in own[mesh.rank]
+    def wanted(scope: RecordScope, key: RecordKey) -> bool:
+        return scope.microbatch in (WHOLE_STEP, mesh.rank) and key.name in own[mesh.rank]
 
     got = share(recording, mesh, wanted)
     mesh.close()
-    assert all(got.bounds[moment].keys() == values.keys() for moment, values in got.values.items())
+    assert all(got.tolerances[scope].keys() == values.keys() for scope, values in got.values.items())
     return {
-        moment: {
-            key.name: (bits_of(value), value.dtype, tuple(value.shape), str(got.bounds[moment][key]))
+        scope: {
+            key.name: (bits_of(value), value.dtype, tuple(value.shape), str(got.tolerances[scope][key]))
             for key, value in values.items()
         }
-        for moment, values in got.values.items()
+        for scope, values in got.values.items()
     }
 
 
@@ -67,27 +67,27 @@ def test_each_rank_gets_what_it_wants_and_nothing_else(rank_pool: RankPool) -> N
     own = {0: [], 1: list(TENSORS), 2: ["narrow", "scalar"], 3: []}
     results = rank_pool.run(shared, own, TENSORS, ranks=4)
     whole = results[0]
-    assert list(whole) == [Moment(0, number) for number in (WHOLE, 0, 1, 2, 3)]
+    assert list(whole) == [RecordScope(0, number) for number in (WHOLE_STEP, 0, 1, 2, 3)]
     assert all(list(entries) == list(TENSORS) for entries in whole.values())
     for name, tensor in TENSORS.items():
-        bits, dtype, shape, _ = whole[Moment(0, 1)][name]
+        bits, dtype, shape, _ = whole[RecordScope(0, 1)][name]
         assert (bits, dtype, shape) == (bits_of(tensor), tensor.dtype, tuple(tensor.shape))
     for rank in (1, 2, 3):
         assert list(results[rank]) == list(whole)  # so that it knows how many micro-batches there are
-        for moment, entries in results[rank].items():
-            names = own[rank] if moment.microbatch in (WHOLE, rank) else []
-            assert entries == {name: whole[moment][name] for name in TENSORS if name in names}
+        for scope, entries in results[rank].items():
+            names = own[rank] if scope.microbatch in (WHOLE_STEP, rank) else []
+            assert entries == {name: whole[scope][name] for name in TENSORS if name in names}
 
 
 def test_masks_are_shared_too(rank_pool: RankPool) -> None:
     mask = {"mask": torch.tensor([True, False, True])}
     _, got, *_ = rank_pool.run(shared, {rank: ["mask"] for rank in range(4)}, mask, ranks=4)
-    assert got[Moment(0, 1)]["mask"][:3] == (bits_of(mask["mask"]), torch.bool, (3,))
+    assert got[RecordScope(0, 1)]["mask"][:3] == (bits_of(mask["mask"]), torch.bool, (3,))
 
 
 def test_alone_the_recording_stays_what_it_is() -> None:
     recording = recording_of(TENSORS, 2)
-    assert share(recording, Mesh(), lambda moment, key: False) is recording
+    assert share(recording, Mesh(), lambda scope, key: False) is recording
     assert from_first_rank("anything", Mesh()) == "anything"
 
 
@@ -100,7 +100,7 @@ class Exponential(nn.Module):
 
 def told(case: Case, plan: Plan) -> str:
     try:
-        run_rank(case, plan)
+        verify_rank(case, plan)
     except ModelError as error:
         return str(error)
     return "nothing"
@@ -108,7 +108,7 @@ def told(case: Case, plan: Plan) -> str:
 
 def test_an_error_of_rank_0_is_raised_on_all_ranks(rank_pool: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 4), Exponential(), nn.Linear(4, CLASSES))
-    case = Case(model, cross_entropy, [rows_and_classes()], Recipe(mode="exact", steps=1))
+    case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(mode="exact", steps=1))
     said = rank_pool.run(told, case, Plan(pp=2, microbatches=2), ranks=2)
     assert len(set(said)) == 1
     assert said[0].startswith("the reference's output of layer 1 holds ")
@@ -126,6 +126,6 @@ class Shy(nn.Module):
 
 def test_what_fails_on_one_rank_already_is_a_sentence(rank_pool: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, CLASSES), Shy())
-    case = Case(model, cross_entropy, [rows_and_classes()], Recipe(steps=1))
+    case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     with pytest.raises(PlaitError, match="1 fails on a single device, ValueError: no such rows"):
-        rank_pool.run(run_rank, case, Plan(pp=2, microbatches=2), ranks=2)
+        rank_pool.run(verify_rank, case, Plan(pp=2, microbatches=2), ranks=2)

@@ -8,18 +8,18 @@ from typing import Any
 
 from plait.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
-from plait.verification.difference import Tally
-from plait.verification.place import Phase, Place
-from plait.verification.rank import Outcome
-from plait.verification.recipe import Recipe
-from plait.verification.report import First, Report
+from plait.verification.findings import Tally
+from plait.verification.location import Location, StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.rank_verification import RankOutcome
+from plait.verification.report import FirstDifference, VerificationReport
 
 
-def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Report:
+def build_report(outcomes: Sequence[RankOutcome], plan: Plan, options: VerifyOptions) -> VerificationReport:
     """Put together what every rank of `plan` found."""
     paths = outcomes[0].paths
-    tallies: dict[Phase, Tally] = {}
-    for phase in Phase:
+    tallies: dict[StepPhase, Tally] = {}
+    for phase in StepPhase:
         own = [outcome.findings.tallies[phase] for outcome in outcomes if phase in outcome.findings.tallies]
         if own:
             tallies[phase] = Tally(
@@ -39,15 +39,15 @@ def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Rep
                     difference
                     for outcome in outcomes
                     for difference in outcome.findings.differences
-                    if difference.place != first.difference.place
+                    if difference.location != first.difference.location
                 ),
-                key=lambda difference: difference.place.order(len(paths)),
+                key=lambda difference: difference.location.order(len(paths)),
             )
         )
     )
-    return Report(
+    return VerificationReport(
         plan=plan,
-        recipe=recipe,
+        options=options,
         clip=outcomes[0].clip,
         tallies=tallies,
         first=first,
@@ -57,23 +57,23 @@ def build_report(outcomes: Sequence[Outcome], plan: Plan, recipe: Recipe) -> Rep
     )
 
 
-def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> First | None:
+def _first(outcomes: Sequence[RankOutcome], plan: Plan, paths: Sequence[str]) -> FirstDifference | None:
     wrong = [outcome for outcome in outcomes if outcome.findings.evidence is not None]
     if not wrong:
         return None
 
-    def order(outcome: Outcome) -> tuple[Any, ...]:
+    def order(outcome: RankOutcome) -> tuple[Any, ...]:
         assert outcome.findings.evidence is not None
-        return outcome.findings.evidence.place.order(len(paths)), outcome.rank
+        return outcome.findings.evidence.location.order(len(paths)), outcome.rank
 
     chosen = min(wrong, key=order)
     difference = chosen.findings.differences[0]
     evidence = {
         outcome.rank: outcome.findings.evidence
         for outcome in wrong
-        if outcome.findings.evidence is not None and outcome.findings.evidence.place == difference.place
+        if outcome.findings.evidence is not None and outcome.findings.evidence.location == difference.location
     }
-    alike = [outcome.rank for outcome in wrong if _begins_alike(outcome, difference.place)]
+    alike = [outcome.rank for outcome in wrong if _begins_alike(outcome, difference.location)]
     found = [outcomes[rank].findings.differences[0].inside for rank in evidence]
     earliest = min((one for one in found if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
@@ -83,14 +83,14 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
         judges=[
             outcome.rank
             for outcome in outcomes
-            if _compares(outcome, chosen, difference.place)
+            if _compares(outcome, chosen, difference.location)
             and (outcome.rank in evidence or outcome.rank not in alike)
         ],
         plan=plan,
-        divided=_is_divided(outcomes, difference.place),
+        divided=_is_divided(outcomes, difference.location),
     )
-    layer = difference.place.layer
-    return First(
+    layer = difference.location.layer
+    return FirstDifference(
         difference=difference,
         ranks=tuple(alike),
         coordinates=tuple(dict(outcomes[rank].coordinate) for rank in alike),
@@ -99,23 +99,23 @@ def _first(outcomes: Sequence[Outcome], plan: Plan, paths: Sequence[str]) -> Fir
     )
 
 
-def _begins_alike(outcome: Outcome, place: Place) -> bool:
+def _begins_alike(outcome: RankOutcome, location: Location) -> bool:
     """Whether a rank's first difference is at this place, but for the parameter: it may have none of that."""
     assert outcome.findings.evidence is not None
-    return replace(outcome.findings.evidence.place, name=place.name) == place
+    return replace(outcome.findings.evidence.location, name=location.name) == location
 
 
-def _is_divided(outcomes: Sequence[Outcome], place: Place) -> bool:
+def _is_divided(outcomes: Sequence[RankOutcome], location: Location) -> bool:
     """Whether the layer of a place, or of the model any, has a parameter that is cut over `tp`."""
     divided = {layer for outcome in outcomes for layer in outcome.findings.divided}
-    return bool(divided) if place.layer is None else place.layer in divided
+    return bool(divided) if location.layer is None else location.layer in divided
 
 
-def _compares(outcome: Outcome, chosen: Outcome, place: Place) -> bool:
+def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
     """Whether a rank has the same stage, for a micro-batch the same data, and elements to compare."""
-    if place.phase is Phase.BATCH:
+    if location.phase is StepPhase.BATCH:
         return outcome is chosen
-    if place in outcome.findings.empty:
+    if location in outcome.findings.empty:
         return False
-    axes = ("pp",) if place.microbatch is None else ("pp", "replicate", "shard")
+    axes = ("pp",) if location.microbatch is None else ("pp", "replicate", "shard")
     return all(outcome.coordinate[axis] == chosen.coordinate[axis] for axis in axes)

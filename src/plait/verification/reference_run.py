@@ -25,68 +25,70 @@ from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
-from plait.verification.formats import FIRST_SCALE, Formats, ReferenceScale, epsilon_of
-from plait.verification.inside import sketched
-from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment, Records
-from plait.verification.recipe import Recipe
-from plait.verification.recording import OF_LOSS, Recording
-from plait.verification.updating import Updates
-from plait.verification.values import Change
+from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, ReferenceLossScale, epsilon_of
+from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.perturbation import Perturbation
+from plait.verification.reference_recording import OF_LOSS, ReferenceRecording
+from plait.verification.reference_update import ReferenceUpdate
+from plait.verification.sketches import sketched
+from plait.verification.start_values import ValueChange
 
 Batch = tuple[Value, Value]
 """Inputs and targets of a global batch."""
 
 
-class Reference:
+class ReferenceRun:
     """One run on one device, recorded moment by moment."""
 
     def __init__(
         self,
         sequence: LayerSequence,
         loss: Loss,
-        recipe: Recipe,
-        change: Change,
-        formats: Formats,
+        options: VerifyOptions,
+        change: ValueChange,
+        formats: NumberFormats,
         device: torch.device,
-        noise: Noise,
+        perturbation: Perturbation,
         clip: float | None,
         *,
-        followed: Recording | None = None,
+        baseline: ReferenceRecording | None = None,
         scale: float | None = None,
     ) -> None:
         """`clip`: the largest gradient norm, None: a third of the first step's.
 
-        `followed`: the recording of the undisturbed run. From its gradients and parameters this run goes on
+        `baseline`: the recording of the undisturbed run. From its gradients and parameters this run goes on
         wherever it has recorded its own, so that a rounding error shows in what is computed next, and not in
         all that follows. `scale`: the first value of a dynamic loss scale.
         """
         self.loss = loss
-        self.noise = noise
+        self.perturbation = perturbation
         self.formats = formats
-        self.followed = followed
-        built = materialise(sequence, recipe.seed, change, formats, device, apart=followed is not None)
+        self.baseline = baseline
+        built = materialise(sequence, options.seed, change, formats, device, apart=baseline is not None)
         self.parameters, self.copies, self.layers, self.uses = built
-        self.dropout = DropoutGenerator(recipe.seed)
+        self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
-        if followed is None:
+        if baseline is None:
             with torch.no_grad():
                 for parameter in self.parameters.values():
-                    parameter.copy_(noise.shake(parameter))
+                    parameter.copy_(perturbation.perturb(parameter))
         self.model_parameters = sequence.parameters
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.updates = Updates(self.parameters, recipe, noise, clip, followed, scale=self._scale(scale))
+        self.updates = ReferenceUpdate(
+            self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
+        )
         self.sums: dict[str, Tensor] = {}
         """Of the step under way, the gradients so far."""
         self.epsilon_of_loss = 0.0
-        self.looks_inside = recipe.mode != "exact"
+        self.looks_inside = options.mode != "exact"
 
     @property
     def clip(self) -> float | None:
         """The bound of the norm in the first step, once that is done."""
         return self.updates.clip
 
-    def epsilon(self, key: Key) -> float:
+    def epsilon(self, key: RecordKey) -> float:
         """The largest machine epsilon of what a recorded tensor was made of, other than its own dtype's."""
         if key.kind in OF_LOSS:
             return self.epsilon_of_loss
@@ -97,33 +99,33 @@ class Reference:
             return epsilon_of(torch.float32) if kinds else 0.0
         return 0.0
 
-    def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[Moment, Records]]:
+    def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
         """Train on `batches`, each cut into `microbatches`; give each moment when it is done.
 
         The first, of step -1, is how the parameters start.
         """
-        yield Moment(-1, WHOLE), self.updates.values()
+        yield RecordScope(-1, WHOLE_STEP), self.updates.values()
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
         self._refresh()
         with evaluating(layer.module for layer in self.layers):
             mean = self._mean(inputs, targets)
-        yield Moment(len(batches), WHOLE), {Key("evaluation"): mean}
+        yield RecordScope(len(batches), WHOLE_STEP), {RecordKey("evaluation"): mean}
 
-    def _scale(self, first: float | None) -> ReferenceScale:
+    def _scale(self, first: float | None) -> ReferenceLossScale:
         """The loss scale that the formats ask for."""
         if self.formats.loss_scale is not None:
-            return ReferenceScale(self.formats.loss_scale)
+            return ReferenceLossScale(self.formats.loss_scale)
         if any(map(self.formats.may_overflow, self.model_parameters.values())):
-            return ReferenceScale(FIRST_SCALE if first is None else first, dynamic=True)
-        return ReferenceScale()
+            return ReferenceLossScale(INITIAL_LOSS_SCALE if first is None else first, dynamic=True)
+        return ReferenceLossScale()
 
     def _refresh(self) -> None:
         """Let layers use what the optimizer has made of the parameters."""
         with torch.no_grad():
             for name, copied in self.copies.items():
-                copied.copy_(self.noise.shake(self.parameters[name].to(copied.dtype)))
+                copied.copy_(self.perturbation.perturb(self.parameters[name].to(copied.dtype)))
         for uses in self.uses:
             for name, alias in uses.items():
                 if name not in self.copies:
@@ -131,7 +133,7 @@ class Reference:
 
     def _step(
         self, step: int, inputs: Value, targets: Value, microbatches: int
-    ) -> Iterator[tuple[Moment, Records]]:
+    ) -> Iterator[tuple[RecordScope, Records]]:
         self.dropout.step = step
         self._refresh()
         whole = self._mean(inputs, targets)
@@ -146,22 +148,22 @@ class Reference:
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
         for number, (part, wanted) in enumerate(zip(given, parts, strict=True)):
-            records = self._microbatch(Moment(step, number), part, wanted, weight)
-            totals.append(records[Key("total")].double())
-            yield Moment(step, number), records
-        records = {Key("mean"): torch.stack(totals).sum() / weight, Key("whole"): whole}
+            records = self._microbatch(RecordScope(step, number), part, wanted, weight)
+            totals.append(records[RecordKey("total")].double())
+            yield RecordScope(step, number), records
+        records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
         for name, parameter in self.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
-        yield Moment(step, WHOLE), records | self.updates.update(step)
+        yield RecordScope(step, WHOLE_STEP), records | self.updates.update(step)
 
     def _reduced(self, name: str) -> Tensor:
         """The sum of a gradient, with the rounding errors of the dtype that it travels in."""
         total, travels = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
-        if self.followed is None or epsilon_of(travels) <= epsilon_of(total.dtype):
+        if self.baseline is None or epsilon_of(travels) <= epsilon_of(total.dtype):
             return total
-        return self.noise.round(total, epsilon_of(travels))
+        return self.perturbation.perturb_elementwise(total, epsilon_of(travels))
 
-    def _microbatch(self, moment: Moment, inputs: Value, targets: Value, weight: Tensor) -> Records:
+    def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
@@ -170,17 +172,17 @@ class Reference:
 
             def pass_on(tensor: Tensor) -> Tensor:
                 name = str(next(numbers))
-                shaken = self.noise.shake(tensor)
-                records[Key("output", layer, name)] = shaken.detach().clone()
+                shaken = self.perturbation.perturb(tensor)
+                records[RecordKey("output", layer, name)] = shaken.detach().clone()
                 copied = shaken.clone()
                 if copied.requires_grad:
-                    copied.register_hook(partial(keep, Key("gradient", layer, name)))  # type: ignore[no-untyped-call]
+                    copied.register_hook(partial(keep, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
                 return copied
 
             return map_tensors(pass_on, value)
 
-        def keep(key: Key, gradient: Tensor) -> Tensor:
-            shaken = self.noise.shake(gradient)
+        def keep(key: RecordKey, gradient: Tensor) -> Tensor:
+            shaken = self.perturbation.perturb(gradient)
             records[key] = shaken.detach().clone()
             return shaken
 
@@ -188,31 +190,33 @@ class Reference:
         for number, layer in enumerate(self.layers):
             looking = sketched(layer.module, wanted=self.looks_inside)
             with telling(layer.path or "the model"), drawing_nothing(layer.path), looking as inside:
-                output = self._run(layer, moment.microbatch, value)
-            records |= {Key("inside", number, name): sketch for name, sketch in inside.items()}
+                output = self._run(layer, scope.microbatch, value)
+            records |= {RecordKey("inside", number, name): sketch for name, sketch in inside.items()}
             value = boundary(output, number)
         with telling("the loss"):
             total = self.loss.total(value, targets)
         self.epsilon_of_loss = torch.finfo(total.dtype).eps
-        records[Key("total")] = total.detach().clone()
+        records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
             torch.autograd.backward(total, (self.updates.scale.value / weight).to(total))
-        return records | self._contributions(moment)
+        return records | self._contributions(scope)
 
-    def _contributions(self, moment: Moment) -> Records:
+    def _contributions(self, scope: RecordScope) -> Records:
         """What each use of each parameter adds to its gradient."""
         records: Records = {}
         for number, uses in enumerate(self.uses):
             for name, alias in uses.items():
                 if alias.grad is None:
                     continue
-                key = Key("contribution", number, name)
-                records[key] = added = self.noise.shake(alias.grad)
+                key = RecordKey("contribution", number, name)
+                records[key] = added = self.perturbation.perturb(alias.grad)
                 alias.grad = None
-                if self.followed is not None:
-                    added = self.followed.values[moment][key]
+                if self.baseline is not None:
+                    added = self.baseline.values[scope][key]
                 total = self.sums[name] + added.to(self.sums[name].dtype)
-                self.sums[name] = total if self.followed is None else self.noise.round(total)
+                self.sums[name] = (
+                    total if self.baseline is None else self.perturbation.perturb_elementwise(total)
+                )
         return records
 
     def _run(self, layer: NamedLayer, microbatch: int, value: Value) -> Value:
@@ -267,8 +271,8 @@ Built = tuple[dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list
 def materialise(
     sequence: LayerSequence,
     seed: int,
-    change: Change,
-    formats: Formats,
+    change: ValueChange,
+    formats: NumberFormats,
     device: torch.device,
     *,
     apart: bool,

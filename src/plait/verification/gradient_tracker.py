@@ -12,11 +12,11 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from plait.verification.recording import NOTHING, Bound, difference, peak
+from plait.verification.reference_recording import NO_TOLERANCE, Tolerance, difference, peak
 
-SumKey = tuple[str, int]
+GradientKey = tuple[str, int]
 """A parameter's name, and the first of the rank's stages that add to this gradient of it."""
-Use = tuple[int, int]
+ParameterUse = tuple[int, int]
 """Layer of the model, micro-batch of the global batch."""
 
 
@@ -25,35 +25,35 @@ class Contribution:
     """What one use adds to a gradient, and by how much that may be missed."""
 
     value: Tensor
-    bound: Bound
+    tolerance: Tolerance
     begun: bool = False
     """Whether `I` has added a part of it."""
 
 
 @dataclass(frozen=True)
-class Due:
+class TrackedGradient:
     """A gradient as it is and as it should be."""
 
     actual: Tensor
     expected: Tensor
-    bound: Bound
+    tolerance: Tolerance
 
     @property
     def holds(self) -> bool:
         """Whether it is as it should be."""
-        return difference(self.actual, self.expected) <= self.bound.allowed
+        return difference(self.actual, self.expected) <= self.tolerance.allowed
 
 
 @dataclass
-class Ledger:
+class GradientTracker:
     """The gradients that a rank's parameters should have, as contributions come in."""
 
-    gradients: Mapping[SumKey, Tensor]
+    gradients: Mapping[GradientKey, Tensor]
     """What is added to."""
     epsilon: float
-    settled: dict[SumKey, tuple[Tensor, Bound]] = field(default_factory=dict)
+    settled: dict[GradientKey, tuple[Tensor, Tolerance]] = field(default_factory=dict)
     """What is surely in it."""
-    open: dict[SumKey, dict[Use, Contribution]] = field(default_factory=dict)
+    open: dict[GradientKey, dict[ParameterUse, Contribution]] = field(default_factory=dict)
     """Uses whose `I` is done and whose `W` may be to come."""
 
     def begin(self) -> None:
@@ -62,21 +62,27 @@ class Ledger:
         self.open.clear()
 
     def after_input(
-        self, which: SumKey, use: Use, contribution: Tensor, bound: Bound, *, whole: bool
-    ) -> Due | None:
+        self,
+        which: GradientKey,
+        use: ParameterUse,
+        contribution: Tensor,
+        tolerance: Tolerance,
+        *,
+        whole: bool,
+    ) -> TrackedGradient | None:
         """After `I`: the gradient, if it holds the contribution already. `whole`: `W` was done as well."""
         own = self.open.setdefault(which, {})
-        own[use] = Contribution(contribution, bound)
+        own[use] = Contribution(contribution, tolerance)
         if whole:
             return None
         waiting, added = self._due(which, []), self._due(which, [use])
         if added.holds and not waiting.holds:
             return self._settle(which, [use], added)
         if not waiting.holds:
-            own[use] = Contribution(contribution, bound, begun=True)
+            own[use] = Contribution(contribution, tolerance, begun=True)
         return None
 
-    def after_weight(self, which: SumKey, use: Use) -> Due | None:
+    def after_weight(self, which: GradientKey, use: ParameterUse) -> TrackedGradient | None:
         """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
         own = self.open.get(which, {})
         if use not in own:
@@ -91,45 +97,49 @@ class Ledger:
                 return None
         return self._settle(which, uses, due)
 
-    def left(self, sums: Iterable[SumKey]) -> Iterator[tuple[SumKey, Use, Due]]:
+    def left(
+        self, sums: Iterable[GradientKey]
+    ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
         """When all is done: the gradients that never were what they should be, with the first open use."""
         for which in sums:
             if self.open.get(which):
                 due = self._due(which, self.open[which])
                 yield which, next(iter(self.open.pop(which))), due
 
-    def close(self, sums: Iterable[SumKey]) -> None:
+    def close(self, sums: Iterable[GradientKey]) -> None:
         """What was added to these is given away: they start from zero again. What is open is to come."""
         for which in sums:
             self.settled.pop(which, None)
 
-    def accept(self, which: SumKey, *, exactly: bool = False) -> None:
+    def accept(self, which: GradientKey, *, exactly: bool = False) -> None:
         """Start from a gradient that was wrong, and was reported; or from one that is `exactly` right now."""
         due = self._due(which, [])
-        bound = Bound(due.bound.size, 0.0) if exactly else due.bound
-        self.settled[which] = due.actual.detach().clone(), bound
+        tolerance = Tolerance(due.tolerance.size, 0.0) if exactly else due.tolerance
+        self.settled[which] = due.actual.detach().clone(), tolerance
 
-    def is_begun(self, which: SumKey) -> bool:
+    def is_begun(self, which: GradientKey) -> bool:
         """Whether `I` has added a part of what is still open."""
         return any(use.begun for use in self.open.get(which, {}).values())
 
     def allowed(self, name: str) -> float:
         """By how much all gradients of a parameter together may be missed."""
-        return sum(bound.allowed for (own, _), (_, bound) in self.settled.items() if own == name)
+        return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
-    def _due(self, which: SumKey, uses: Iterable[Use]) -> Due:
+    def _due(self, which: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
         actual = self.gradients[which]
         before = self.settled.get(which)
-        total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NOTHING)
+        total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NO_TOLERANCE)
         for use in uses:
-            value, bound = self.open[which][use].value, self.open[which][use].bound
+            value, tolerance = self.open[which][use].value, self.open[which][use].tolerance
             total = total + value
-            size = max(size, bound.size, peak(total))
-            allowed += bound.allowed + self.epsilon * size
-        return Due(actual, total, Bound(size, allowed))
+            size = max(size, tolerance.size, peak(total))
+            allowed += tolerance.allowed + self.epsilon * size
+        return TrackedGradient(actual, total, Tolerance(size, allowed))
 
-    def _settle(self, which: SumKey, uses: Iterable[Use], due: Due) -> Due:
-        self.settled[which] = due.expected, due.bound
+    def _settle(
+        self, which: GradientKey, uses: Iterable[ParameterUse], due: TrackedGradient
+    ) -> TrackedGradient:
+        self.settled[which] = due.expected, due.tolerance
         for use in uses:
             del self.open[which][use]
         return due

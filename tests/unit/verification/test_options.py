@@ -11,7 +11,7 @@ from torch import nn
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.verification.recipe import Recipe, adamw, usual_steps
+from plait.verification.options import VerifyOptions, adamw, usual_steps
 
 MIXED = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
 
@@ -33,13 +33,13 @@ MIXED = Plan(precision="bf16", master_precision="fp32", reduce_precision="bf16")
 )
 def test_what_cannot_be_is_refused(changes: dict[str, Any], told: str) -> None:
     with pytest.raises(PlanError) as caught:
-        Recipe(**changes)
+        VerifyOptions(**changes)
     assert str(caught.value) == told
 
 
 def test_what_can_be() -> None:
-    assert Recipe() == Recipe(mode="float64", steps=2, clip=None, optimizer=adamw)
-    assert Recipe(mode="exact", steps=1, clip=float("inf"), seed=0).steps == 1
+    assert VerifyOptions() == VerifyOptions(mode="float64", steps=2, clip=None, optimizer=adamw)
+    assert VerifyOptions(mode="exact", steps=1, clip=float("inf"), seed=0).steps == 1
 
 
 def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
@@ -47,16 +47,16 @@ def test_two_steps_unless_told_and_one_of_whole_numbers() -> None:
 
 
 def test_only_mode_native_keeps_the_precision_of_the_plan() -> None:
-    assert Recipe().applied_to(MIXED) == Plan(precision="fp64")
-    assert Recipe(mode="exact", steps=1).applied_to(Plan()).precision == "fp64"
-    assert Recipe(mode="native").applied_to(MIXED) == MIXED
-    assert Recipe(mode="native").applied_to(Plan()) == Plan()
+    assert VerifyOptions().applied_to(MIXED) == Plan(precision="fp64")
+    assert VerifyOptions(mode="exact", steps=1).applied_to(Plan()).precision == "fp64"
+    assert VerifyOptions(mode="native").applied_to(MIXED) == MIXED
+    assert VerifyOptions(mode="native").applied_to(Plan()) == Plan()
 
 
 def test_all_else_of_the_plan_is_verified() -> None:
     plan = Plan(dp=4, replicate=2, strategy="full", reduce="each", offload="full", microbatches=3)
-    assert Recipe().applied_to(plan) == replace(plan, precision="fp64")
-    assert Recipe(mode="native").applied_to(plan) == plan
+    assert VerifyOptions().applied_to(plan) == replace(plan, precision="fp64")
+    assert VerifyOptions(mode="native").applied_to(plan) == plan
 
 
 @pytest.mark.parametrize(
@@ -67,8 +67,8 @@ def test_all_else_of_the_plan_is_verified() -> None:
     ],
 )
 def test_mode_native_keeps_gradients_and_the_loss_scale(plan: Plan) -> None:
-    assert Recipe(mode="native").applied_to(plan) == plan
-    assert Recipe().applied_to(plan) == Plan(precision="fp64")
+    assert VerifyOptions(mode="native").applied_to(plan) == plan
+    assert VerifyOptions().applied_to(plan) == Plan(precision="fp64")
 
 
 def test_the_optimizer_keeps_the_decay_of_its_groups() -> None:

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.verification.exact import GRAIN, require_whole
-from plait.verification.place import OF_PARAMETERS, Key, Moment
+from plait.verification.integer_mode import GRAIN, require_integers
+from plait.verification.location import OF_PARAMETERS, RecordKey, RecordScope
 
 MARGIN = 16.0
 """Times the deviation that a few shaken runs showed: a woven run may be unlucky where they were not."""
@@ -38,32 +38,32 @@ RESULTS = ("total", "mean", "final", "norm")
 OF_LOSS = ("total", "mean", "whole", "evaluation")
 
 
-class Bound(NamedTuple):
+class Tolerance(NamedTuple):
     """How large a tensor is (its largest element, or `FLOOR`), and by how much it may be missed."""
 
     size: float
     allowed: float
 
 
-NOTHING = Bound(0.0, 0.0)
+NO_TOLERANCE = Tolerance(0.0, 0.0)
 
 
 @dataclass
-class Recording:
+class ReferenceRecording:
     """Of each moment the tensors by key, and the largest difference that rounding explains."""
 
-    values: dict[Moment, dict[Key, Tensor]] = field(default_factory=dict)
-    bounds: dict[Moment, dict[Key, Bound]] = field(default_factory=dict)
+    values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
+    tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
 
-    def add(self, moment: Moment, values: Mapping[Key, Tensor]) -> None:
+    def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
         """Record a moment; nothing in it may be missed by anything yet. ModelError where the loss is NaN."""
-        self.values[moment] = dict(values)
+        self.values[scope] = dict(values)
         largest: dict[object, float] = {}
         peaks = {key: peak(value) for key, value in values.items()}
         for key, size in peaks.items():
             largest[_family(key)] = max(largest.get(_family(key), 0.0), size)
-        self.bounds[moment] = {
-            key: Bound(max(size, FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
+        self.tolerances[scope] = {
+            key: Tolerance(max(size, FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
         }
         for key, value in values.items():
             if key.kind in RESULTS and bool(value.isnan().any()):
@@ -73,52 +73,52 @@ class Recording:
 
     def widen(
         self,
-        moment: Moment,
-        values: Mapping[Key, Tensor],
-        epsilon_of: Callable[[Key], float] = lambda key: 0.0,
+        scope: RecordScope,
+        values: Mapping[RecordKey, Tensor],
+        epsilon_of: Callable[[RecordKey], float] = lambda key: 0.0,
     ) -> None:
         """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings.
 
         `epsilon_of` gives the machine epsilon of what a tensor was made of, where that is a narrower dtype.
         """
-        recorded, bounds = self.values[moment], self.bounds[moment]
+        recorded, tolerances = self.values[scope], self.tolerances[scope]
         for key, value in values.items():
             if value.is_floating_point() or value.is_complex():
-                size, allowed = bounds[key]
+                size, allowed = tolerances[key]
                 epsilon = max(torch.finfo(value.dtype).eps, epsilon_of(key))
                 margin, least = (NARROW, NARROW) if epsilon > 1e-4 else (MARGIN, LEAST)
                 shown = margin * difference(value, recorded[key])
                 shown = shown if math.isfinite(shown) else 0.0  # a run that broke explains nothing
-                bounds[key] = Bound(size, max(allowed, shown, least * epsilon * size))
+                tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:
         """ModelError where a tensor is not of whole numbers; only the norm, a root, may then be missed."""
-        for moment, values in self.values.items():
+        for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "norm":
-                    size = self.bounds[moment][key].size
-                    self.bounds[moment][key] = Bound(size, OF_ROOT * size)
+                    size = self.tolerances[scope][key].size
+                    self.tolerances[scope][key] = Tolerance(size, OF_ROOT * size)
                 elif key.kind not in EXACT:
                     of = f" of layer {key.layer}" if key.layer >= 0 else ""
                     named = f" ({key.name})" if key.kind in OF_PARAMETERS else ""
                     grain = GRAIN / 8 if key.kind in HALVED else GRAIN
-                    require_whole(value, f"the reference's {key.kind}{of}{named}", grain)
+                    require_integers(value, f"the reference's {key.kind}{of}{named}", grain)
 
     def microbatches(self, step: int) -> int:
         """How many micro-batches of the global batch a step has."""
-        return sum(moment.step == step and moment.microbatch >= 0 for moment in self.values)
+        return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)
 
     def _since(self) -> str:
         """Where the first NaN is, for a sentence."""
-        for moment, values in self.values.items():
+        for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "output" and bool(value.isnan().any()):
                     where = f"what layer {key.layer} gives" if key.layer >= 0 else "the batch"
-                    return f", first in {where} (step {moment.step + 1}, micro-batch {moment.microbatch})"
+                    return f", first in {where} (step {scope.step + 1}, micro-batch {scope.microbatch})"
         return ", though no layer gives one (is the loss's weight zero?)"
 
 
-def _family(key: Key) -> object:
+def _family(key: RecordKey) -> object:
     """Tensors whose sizes have to do with each other: the noise of one is measured by the largest."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]

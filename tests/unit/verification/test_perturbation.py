@@ -7,24 +7,24 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.verification.noise import Noise
+from plait.verification.perturbation import Perturbation
 
 WIDE = torch.linspace(-3, 5, 4096, dtype=torch.float64)
 
 
 def test_number_0_changes_nothing() -> None:
-    assert Noise(0).shake(WIDE) is WIDE
+    assert Perturbation(0).perturb(WIDE) is WIDE
 
 
 @pytest.mark.parametrize("tensor", [torch.arange(5), torch.ones(3, dtype=torch.bool), torch.empty(0, 4)])
 def test_what_has_no_rounding_is_left_alone(tensor: torch.Tensor) -> None:
-    assert torch.equal(Noise(1).shake(tensor), tensor)
+    assert torch.equal(Perturbation(1).perturb(tensor), tensor)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 def test_an_error_is_at_most_a_rounding_of_the_element_and_of_the_usual_size(dtype: torch.dtype) -> None:
     tensor = WIDE.to(dtype)
-    shaken = Noise(1).shake(tensor)
+    shaken = Perturbation(1).perturb(tensor)
     assert shaken.dtype == dtype
     epsilon = torch.finfo(dtype).eps
     largest = epsilon * (tensor.double().abs() + tensor.double().abs().median())
@@ -35,9 +35,9 @@ def test_an_error_is_at_most_a_rounding_of_the_element_and_of_the_usual_size(dty
 
 def test_a_zero_among_others_is_shaken_for_it_may_be_a_sum_that_cancels() -> None:
     tensor = torch.zeros(64, dtype=torch.float64)
-    assert torch.equal(Noise(1).shake(tensor), tensor)
+    assert torch.equal(Perturbation(1).perturb(tensor), tensor)
     tensor[24:] = 1.0
-    errors = Noise(1).shake(tensor)[:24].abs()
+    errors = Perturbation(1).perturb(tensor)[:24].abs()
     assert (errors > 0).all()
     assert errors.max() <= 2.0**-52
 
@@ -46,28 +46,28 @@ def test_a_few_large_elements_do_not_drown_the_others() -> None:
     """As the -1e9 of a mask."""
     tensor = torch.ones(9, dtype=torch.float64)
     tensor[3] = -1e9
-    errors = (Noise(1).shake(tensor) - tensor).abs()
+    errors = (Perturbation(1).perturb(tensor) - tensor).abs()
     assert errors[[0, 1, 2, 4, 5]].max() <= 2 * 2.0**-52
 
 
 @given(st.integers(1, 50))
 def test_the_same_number_makes_the_same_errors(number: int) -> None:
-    one, two, other = Noise(number), Noise(number), Noise(number + 1)
-    first = one.shake(WIDE)
-    assert torch.equal(first, two.shake(WIDE))
-    assert not torch.equal(first, one.shake(WIDE))
-    assert not torch.equal(first, other.shake(WIDE))
+    one, two, other = Perturbation(number), Perturbation(number), Perturbation(number + 1)
+    first = one.perturb(WIDE)
+    assert torch.equal(first, two.perturb(WIDE))
+    assert not torch.equal(first, one.perturb(WIDE))
+    assert not torch.equal(first, other.perturb(WIDE))
 
 
 def test_the_generator_of_the_process_is_not_touched() -> None:
     before = torch.random.get_rng_state()
-    Noise(3).shake(WIDE)
+    Perturbation(3).perturb(WIDE)
     assert torch.equal(torch.random.get_rng_state(), before)
 
 
 def test_the_gradient_goes_through() -> None:
     tensor = WIDE.clone().requires_grad_()
-    Noise(1).shake(tensor).sum().backward()
+    Perturbation(1).perturb(tensor).sum().backward()
     assert tensor.grad is not None
     assert torch.equal(tensor.grad, torch.ones_like(tensor))
 
@@ -75,6 +75,6 @@ def test_the_gradient_goes_through() -> None:
 def test_an_infinity_stays_and_does_not_spread() -> None:
     """As in a mask that is added to scores: else the shaken run is all NaN, and then anything is allowed."""
     tensor = torch.tensor([1.0, -torch.inf, 0.5, 0.0], dtype=torch.float64)
-    shaken = Noise(1).shake(tensor)
+    shaken = Perturbation(1).perturb(tensor)
     assert shaken[1] == -torch.inf
     assert (shaken[[0, 2, 3]] - tensor[[0, 2, 3]]).abs().max() < 1e-15

@@ -7,19 +7,19 @@ from collections.abc import Iterator
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plait.verification.place import Phase, Place
+from plait.verification.location import Location, StepPhase
 
-P = Phase
+P = StepPhase
 
 
-def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple[Place, Place]]:
+def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple[Location, Location]]:
     """What follows directly from what in a step, around one layer and one micro-batch."""
 
-    def at(phase: Phase, layer: int | None = None, name: str = "") -> Place:
-        return Place(step, phase, layer, microbatch, name)
+    def at(phase: StepPhase, layer: int | None = None, name: str = "") -> Location:
+        return Location(step, phase, layer, microbatch, name)
 
-    def whole(phase: Phase, name: str = "") -> Place:
-        return Place(step, phase, name=name)
+    def whole(phase: StepPhase, name: str = "") -> Location:
+        return Location(step, phase, name=name)
 
     first, last = layer == 0, layer == layers - 1
     yield whole(P.BATCH), at(P.INPUT, -1)
@@ -41,9 +41,9 @@ def edges(step: int, layers: int, layer: int, microbatch: int) -> Iterator[tuple
     yield whole(P.REDUCTION, "weight"), whole(P.NORM)
     yield whole(P.NORM), whole(P.CLIP, "weight")
     yield whole(P.CLIP, "weight"), whole(P.OPTIMIZER, "weight")
-    yield whole(P.OPTIMIZER, "weight"), Place(step + 1, P.BATCH)
-    yield whole(P.OPTIMIZER, "weight"), Place(step + 1, P.FORWARD, 0, 0)
-    yield whole(P.OPTIMIZER, "weight"), Place(step + 1, P.EVALUATION)
+    yield whole(P.OPTIMIZER, "weight"), Location(step + 1, P.BATCH)
+    yield whole(P.OPTIMIZER, "weight"), Location(step + 1, P.FORWARD, 0, 0)
+    yield whole(P.OPTIMIZER, "weight"), Location(step + 1, P.EVALUATION)
 
 
 @st.composite
@@ -65,38 +65,38 @@ def test_within_a_phase_micro_batches_come_in_their_order(
 ) -> None:
     step, layers, layer, microbatch = drawn
     for phase in (P.FORWARD, P.MESSAGE, P.LOSS, P.INPUT_GRADIENT, P.WEIGHT_GRADIENT):
-        one, two = (Place(step, phase, layer, number).order(layers) for number in (microbatch, other))
+        one, two = (Location(step, phase, layer, number).order(layers) for number in (microbatch, other))
         assert (one < two) == (microbatch < other)
 
 
 def test_the_forward_of_another_micro_batch_comes_before_a_later_layer() -> None:
     """A layer that is wrong in the last micro-batch only is named, and not what follows from it."""
-    assert Place(0, P.FORWARD, 1, 7).order(3) < Place(0, P.FORWARD, 2, 0).order(3)
-    assert Place(0, P.INPUT_GRADIENT, 2, 7).order(3) < Place(0, P.INPUT_GRADIENT, 1, 0).order(3)
+    assert Location(0, P.FORWARD, 1, 7).order(3) < Location(0, P.FORWARD, 2, 0).order(3)
+    assert Location(0, P.INPUT_GRADIENT, 2, 7).order(3) < Location(0, P.INPUT_GRADIENT, 1, 0).order(3)
 
 
 def test_a_step_of_two_layers_over_two_stages() -> None:
     in_order = [
-        Place(0, P.BATCH),
-        Place(0, P.INPUT, -1, 0),
-        Place(0, P.FORWARD, 0, 0),
-        Place(0, P.MESSAGE, 0, 0),
-        Place(0, P.FORWARD, 1, 0),
-        Place(0, P.LOSS, None, 0),
-        Place(0, P.LOSS_GRADIENT, 1, 0),
-        Place(0, P.INPUT_GRADIENT, 1, 0),
-        Place(0, P.WEIGHT_GRADIENT, 1, 0, "1.weight"),
-        Place(0, P.GRADIENT_MESSAGE, 0, 0),
-        Place(0, P.INPUT_GRADIENT, 0, 0),
-        Place(0, P.WEIGHT_GRADIENT, 0, 0, "0.weight"),
-        Place(0, P.REDUCTION, name="0.weight"),
-        Place(0, P.REDUCTION, name="1.weight"),
-        Place(0, P.MEAN_LOSS),
-        Place(0, P.NORM),
-        Place(0, P.CLIP, name="0.weight"),
-        Place(0, P.OPTIMIZER, name="0.weight"),
-        Place(0, P.OPTIMIZER, name="0.weight/exp_avg"),
-        Place(1, P.BATCH),
+        Location(0, P.BATCH),
+        Location(0, P.INPUT, -1, 0),
+        Location(0, P.FORWARD, 0, 0),
+        Location(0, P.MESSAGE, 0, 0),
+        Location(0, P.FORWARD, 1, 0),
+        Location(0, P.LOSS, None, 0),
+        Location(0, P.LOSS_GRADIENT, 1, 0),
+        Location(0, P.INPUT_GRADIENT, 1, 0),
+        Location(0, P.WEIGHT_GRADIENT, 1, 0, "1.weight"),
+        Location(0, P.GRADIENT_MESSAGE, 0, 0),
+        Location(0, P.INPUT_GRADIENT, 0, 0),
+        Location(0, P.WEIGHT_GRADIENT, 0, 0, "0.weight"),
+        Location(0, P.REDUCTION, name="0.weight"),
+        Location(0, P.REDUCTION, name="1.weight"),
+        Location(0, P.MEAN_LOSS),
+        Location(0, P.NORM),
+        Location(0, P.CLIP, name="0.weight"),
+        Location(0, P.OPTIMIZER, name="0.weight"),
+        Location(0, P.OPTIMIZER, name="0.weight/exp_avg"),
+        Location(1, P.BATCH),
     ]
     mixed = in_order[1::2] + in_order[::2]
-    assert sorted(mixed, key=lambda place: place.order(2)) == in_order
+    assert sorted(mixed, key=lambda location: location.order(2)) == in_order

@@ -155,7 +155,7 @@ STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
 }
 
 
-class WholeNumbers(TorchFunctionMode):
+class IntegerMode(TorchFunctionMode):
     """While it is entered, operations with a stand-in are done by that; so is what a backward makes again."""
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
@@ -176,7 +176,7 @@ class WholeNumbers(TorchFunctionMode):
             torch.autograd.backward(edges, *gradients, **options)
 
 
-def whole_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
+def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
     """-1, 0 and 1, by name, seed and index; a vector has no zeros, for it may be a scale."""
 
     def change(name: str, value: Tensor) -> Tensor:
@@ -186,12 +186,12 @@ def whole_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
     return change
 
 
-def whole_buffer(name: str, value: Tensor) -> Tensor:
+def integer_buffer(name: str, value: Tensor) -> Tensor:
     """The nearest whole numbers."""
     return value.round()
 
 
-def whole_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
+def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
     """Inputs of whole numbers (tokens stay what they are), and a weight for each row as the targets."""
 
     def whole(tensor: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ def _weighted(output: Tensor, rows: Tensor, columns: range) -> Tensor:
     return (output * row * column).sum()
 
 
-def require_whole(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
+def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
     """ModelError where a number is no multiple of `grain`, or so large that sums are not exact."""
     if not tensor.is_floating_point() or not tensor.numel():
         return

@@ -9,13 +9,13 @@ import torch
 
 from plait.verification.diagnosis.symptoms import Symptoms, bases_of, close
 from plait.verification.diagnosis.wording import ranks_in_words
-from plait.verification.place import Phase
+from plait.verification.location import StepPhase
 
 SAME_NORM = 1e-6
 """Relative: a norm nearer than this counts all that it has to."""
-NOT_SUMMED = (Phase.INITIAL, Phase.INPUT, Phase.PARAMETERS)
+NOT_SUMMED = (StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
 """Phases whose tensors are never made by a sum over ranks."""
-IN_PIECES = (Phase.INITIAL, Phase.PARAMETERS, Phase.REDUCTION, Phase.OPTIMIZER)
+IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepPhase.OPTIMIZER)
 """Phases in which ranks of dp hold pieces."""
 
 
@@ -57,7 +57,7 @@ def later_pieces(symptoms: Symptoms) -> str | None:
     """Return the sentence for all ranks of `tp` but the first, where each has a piece of the sequence."""
     wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
     right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.judges} - wrong
-    if not symptoms.plan.cuts_sequence or symptoms.phase is not Phase.FORWARD or 0 not in right:
+    if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
         return None
     return (
         "only later pieces of the sequence differ: either something counts positions from the start of a "
@@ -68,7 +68,7 @@ def later_pieces(symptoms: Symptoms) -> str | None:
 
 def norm(symptoms: Symptoms) -> str | None:
     """Return the sentence for a norm: whose squares are in it, or only that it is too large or small."""
-    if symptoms.phase is not Phase.NORM:
+    if symptoms.phase is not StepPhase.NORM:
         return None
     actual, expected = symptoms.difference.values
     if abs(actual - expected) < SAME_NORM * expected:

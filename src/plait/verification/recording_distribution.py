@@ -11,15 +11,15 @@ from torch import Tensor
 
 from plait.comm.collectives import broadcast
 from plait.comm.mesh import Mesh
-from plait.verification.place import Key, Moment
-from plait.verification.recording import Bound, Recording
+from plait.verification.location import RecordKey, RecordScope
+from plait.verification.reference_recording import ReferenceRecording, Tolerance
 
 Thing = TypeVar("Thing")
-Wanted = Callable[[Moment, Key], bool]
-Entry = tuple[Key, tuple[int, ...], torch.dtype, Bound]
+Wanted = Callable[[RecordScope, RecordKey], bool]
+Entry = tuple[RecordKey, tuple[int, ...], torch.dtype, Tolerance]
 
 
-def share(recording: Recording | None, mesh: Mesh, wanted: Wanted) -> Recording:
+def share(recording: ReferenceRecording | None, mesh: Mesh, wanted: Wanted) -> ReferenceRecording:
     """What this rank wants of rank 0's recording; only rank 0 gives one, and gets it back whole.
 
     Communication: broadcasts over the world, moment by moment: its table, then its tensors, packed by dtype.
@@ -28,23 +28,27 @@ def share(recording: Recording | None, mesh: Mesh, wanted: Wanted) -> Recording:
     if world.size == 1:
         assert recording is not None
         return recording
-    moments = from_first_rank(None if recording is None else list(recording.values), mesh)
-    mine = Recording()
-    for moment in moments:
-        _share_moment(moment, recording, mine, mesh, wanted)
+    scopes = from_first_rank(None if recording is None else list(recording.values), mesh)
+    mine = ReferenceRecording()
+    for scope in scopes:
+        _share_moment(scope, recording, mine, mesh, wanted)
     return recording or mine
 
 
 def _share_moment(
-    moment: Moment, recording: Recording | None, mine: Recording, mesh: Mesh, wanted: Wanted
+    scope: RecordScope,
+    recording: ReferenceRecording | None,
+    mine: ReferenceRecording,
+    mesh: Mesh,
+    wanted: Wanted,
 ) -> None:
     world = mesh.group("world")
     table: list[Entry] | None = None
     if recording is not None:
-        values, bounds = recording.values[moment], recording.bounds[moment]
-        table = [(key, tuple(t.shape), t.dtype, bounds[key]) for key, t in values.items()]
+        values, tolerances = recording.values[scope], recording.tolerances[scope]
+        table = [(key, tuple(t.shape), t.dtype, tolerances[key]) for key, t in values.items()]
     entries = from_first_rank(table, mesh)
-    found: dict[Key, Tensor] = {}
+    found: dict[RecordKey, Tensor] = {}
     for dtype in dict.fromkeys(entry[2] for entry in entries):
         packed = [entry for entry in entries if entry[2] == dtype]
         sizes = [torch.Size(shape).numel() for _, shape, _, _ in packed]
@@ -52,13 +56,13 @@ def _share_moment(
         pieces = torch.split(flat, sizes)
         if recording is not None:
             for (key, *_), piece in zip(packed, pieces, strict=True):
-                piece.copy_(recording.values[moment][key].reshape(-1))
+                piece.copy_(recording.values[scope][key].reshape(-1))
         broadcast(flat, world, checked=False).wait()
         for (key, shape, _, _), piece in zip(packed, pieces, strict=True):
-            if recording is None and wanted(moment, key):
+            if recording is None and wanted(scope, key):
                 found[key] = piece.clone().view(shape)
-    mine.values[moment] = found
-    mine.bounds[moment] = {key: bound for key, _, _, bound in entries if key in found}
+    mine.values[scope] = found
+    mine.tolerances[scope] = {key: tolerance for key, _, _, tolerance in entries if key in found}
 
 
 def from_first_rank(thing: Thing | None, mesh: Mesh) -> Thing:

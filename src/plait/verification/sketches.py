@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from plait.verification.recording import Bound, difference
+from plait.verification.reference_recording import Tolerance, difference
 
 Side = Literal["given", "gives"]
 GOLDEN = 0.6180339887498949
@@ -89,7 +89,7 @@ def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
 
 @dataclass(frozen=True)
-class Inside:
+class InnerDifference:
     """Where inside of a layer numbers begin to differ, as one rank sees it."""
 
     order: int
@@ -98,9 +98,9 @@ class Inside:
     sentence: str
 
 
-def first_inside(
-    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], bounds: Mapping[str, Bound]
-) -> Inside | None:
+def first_inner_difference(
+    found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
+) -> InnerDifference | None:
     """Return which module of a layer is the first that is given or gives something else.
 
     None where no module was compared: a layer without modules, or whose modules have other shapes.
@@ -109,13 +109,13 @@ def first_inside(
     for order, name in enumerate(expected):
         if name not in found:
             continue
-        if not _is_equal(found[name], expected[name], bounds[name].allowed):
-            return Inside(order, _sentence(name, equal, all_compared=order == len(equal)))
+        if not _is_equal(found[name], expected[name], tolerances[name].allowed):
+            return InnerDifference(order, _sentence(name, equal, all_compared=order == len(equal)))
         equal.append(name)
     if not _given(equal):
         return None
     text = f"inside, what {_listed(equal)} is equal, so it is what the layer computes with that"
-    return Inside(len(expected), text)
+    return InnerDifference(len(expected), text)
 
 
 def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.verification.formats import ReferenceScale
-from plait.verification.noise import Noise
-from plait.verification.place import WHOLE, Key, Moment, Records
-from plait.verification.recipe import Recipe
-from plait.verification.recording import Recording
+from plait.verification.formats import ReferenceLossScale
+from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.options import VerifyOptions
+from plait.verification.perturbation import Perturbation
+from plait.verification.reference_recording import ReferenceRecording
 
 FRACTION = 1 / 3
 """Of the first norm, in a step that clips. No binary number: a factor that was rounded is another one."""
@@ -21,58 +21,58 @@ TINY = 1e-6
 """What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides by it."""
 
 
-class Updates:
+class ReferenceUpdate:
     """The optimizer of one run on one device, and what it is given."""
 
     def __init__(
         self,
         parameters: Mapping[str, nn.Parameter],
-        recipe: Recipe,
-        noise: Noise,
+        options: VerifyOptions,
+        perturbation: Perturbation,
         clip: float | None,
-        followed: Recording | None,
+        baseline: ReferenceRecording | None,
         *,
-        scale: ReferenceScale,
+        scale: ReferenceLossScale,
     ) -> None:
         self.parameters = parameters
         self.trainable = {name: p for name, p in parameters.items() if p.requires_grad}
-        self.norm_type = recipe.norm_type
-        self.noise = noise
+        self.norm_type = options.norm_type
+        self.perturbation = perturbation
         self.given = clip
         self.clip = clip
         """The bound of the first step, once that is done."""
-        self.followed = followed
+        self.baseline = baseline
         self.overflowed = False
         """Whether gradients were not finite at the loss scale."""
         self.scale = scale
         matrices = [p for p in self.trainable.values() if p.dim() >= 2]
         vectors = [p for p in self.trainable.values() if p.dim() < 2]
         groups = [
-            {"params": matrices, "weight_decay": recipe.weight_decay},
+            {"params": matrices, "weight_decay": options.weight_decay},
             {"params": vectors, "weight_decay": 0.0},
         ]
-        self.optimizer = recipe.optimizer(groups)
+        self.optimizer = options.optimizer(groups)
 
     def update(self, step: int) -> Records:
         """Update the parameters from their `.grad`, which the loss scale is still in; record all of it."""
-        records = {Key("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
+        records = {RecordKey("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None
             if self.scale.value != 1:
                 parameter.grad.div_(self.scale.value)
-            records[Key("final", name=name)] = parameter.grad.clone()
-        self._follow(step, "final")
+            records[RecordKey("final", name=name)] = parameter.grad.clone()
+        self._reset_gradients(step, "final")
         records |= self._clip(step)
-        self._follow(step, "clipped")
+        self._reset_gradients(step, "clipped")
         self.optimizer.step()
         self.scale.update(finite=True)
         records |= self.values() | self._states()
-        self._restore(step)
+        self._reset_parameters(step)
         return records
 
     def values(self) -> Records:
         """Copies of all parameters, as the optimizer has them."""
-        return {Key("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
+        return {RecordKey("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
 
     def _clip(self, step: int) -> Records:
         gradients = [p.grad.double() for p in self.trainable.values() if p.grad is not None]
@@ -88,11 +88,11 @@ class Updates:
             )
         bound = self._bound(step, norm)
         nn.utils.clip_grads_with_norm_(self.trainable.values(), bound, norm)
-        records = {Key(kind): value for kind, value in norms.items()}
-        records[Key("clip")] = torch.tensor(bound, dtype=torch.float64)
+        records = {RecordKey(kind): value for kind, value in norms.items()}
+        records[RecordKey("clip")] = torch.tensor(bound, dtype=torch.float64)
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None
-            records[Key("clipped", name=name)] = parameter.grad.clone()
+            records[RecordKey("clipped", name=name)] = parameter.grad.clone()
         return records
 
     def _bound(self, step: int, norm: Tensor) -> float:
@@ -101,8 +101,8 @@ class Updates:
         Under a dynamic loss scale, which allows for one look at the gradients a step, every second step has a
         bound of twice its own norm.
         """
-        if self.followed is not None:
-            return float(self.followed.values[Moment(step, WHOLE)][Key("clip")])
+        if self.baseline is not None:
+            return float(self.baseline.values[RecordScope(step, WHOLE_STEP)][RecordKey("clip")])
         if self.given is not None:
             return self.given
         measured = float(norm) + TINY
@@ -114,30 +114,32 @@ class Updates:
 
     def _states(self) -> Records:
         return {
-            Key("state", name=f"{name}/{entry}"): state.detach().clone()
+            RecordKey("state", name=f"{name}/{entry}"): state.detach().clone()
             for name, parameter in self.trainable.items()
             for entry, state in self.optimizer.state.get(parameter, {}).items()
             if isinstance(state, Tensor)
         }
 
-    def _follow(self, step: int, kind: str) -> None:
-        """Go on with the gradients of the run that is followed, each with a rounding error."""
-        if self.followed is not None:
-            recorded = self.followed.values[Moment(step, WHOLE)]
+    def _reset_gradients(self, step: int, kind: str) -> None:
+        """Set the gradients to those of the baseline, each with a rounding error."""
+        if self.baseline is not None:
+            recorded = self.baseline.values[RecordScope(step, WHOLE_STEP)]
             for name, parameter in self.trainable.items():
-                parameter.grad = self.noise.round(recorded[Key(kind, name=name)].clone())
+                parameter.grad = self.perturbation.perturb_elementwise(
+                    recorded[RecordKey(kind, name=name)].clone()
+                )
 
-    def _restore(self, step: int) -> None:
-        """Go on with the parameters and the optimizer's state of the run that is followed."""
-        if self.followed is None:
+    def _reset_parameters(self, step: int) -> None:
+        """Set the parameters and the optimizer state to those of the baseline."""
+        if self.baseline is None:
             return
-        recorded = self.followed.values[Moment(step, WHOLE)]
+        recorded = self.baseline.values[RecordScope(step, WHOLE_STEP)]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
-                parameter.copy_(recorded[Key("value", name=name)])
+                parameter.copy_(recorded[RecordKey("value", name=name)])
                 for entry, state in self.optimizer.state.get(parameter, {}).items():
                     if isinstance(state, Tensor):
-                        state.copy_(recorded[Key("state", name=f"{name}/{entry}")])
+                        state.copy_(recorded[RecordKey("state", name=f"{name}/{entry}")])
 
 
 def exact_bound(norm: Tensor) -> float:

@@ -17,22 +17,22 @@ from plait.errors import CommunicationError, ModelError, PlaitError
 from plait.layers.layer_sequence import LayerSequence, sequence_of
 from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
-from plait.verification.case import Case, Ready, prepared
-from plait.verification.difference import Findings
-from plait.verification.formats import FIRST_SCALE, Formats, formats_of
-from plait.verification.noise import Noise
-from plait.verification.place import OF_PARAMETERS, WHOLE, Key, Moment
-from plait.verification.recording import Recording
-from plait.verification.reference import Batch, Reference
-from plait.verification.sharing import from_first_rank, share
-from plait.verification.woven import Woven
+from plait.verification.candidate_run import CandidateRun
+from plait.verification.case import Case, PreparedCase, prepared
+from plait.verification.findings import Findings
+from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, formats_of
+from plait.verification.location import OF_PARAMETERS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.perturbation import Perturbation
+from plait.verification.recording_distribution import from_first_rank, share
+from plait.verification.reference_recording import ReferenceRecording
+from plait.verification.reference_run import Batch, ReferenceRun
 
-Recordings = dict[int, Recording]
+RecordingCache = dict[int, ReferenceRecording]
 """By the micro-batches of the global batch."""
 
 
 @dataclass(frozen=True)
-class Outcome:
+class RankOutcome:
     """What one rank found, and where it stands."""
 
     rank: int
@@ -44,7 +44,7 @@ class Outcome:
     seconds: float
 
 
-def run_rank(case: Case, plan: Plan, recordings: Recordings | None = None) -> Outcome:
+def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None) -> RankOutcome:
     """Verify `plan` as one of its ranks. Communication: that of training, and the recording from rank 0.
 
     `recordings` are kept between plans with the same micro-batches, on rank 0.
@@ -53,70 +53,75 @@ def run_rank(case: Case, plan: Plan, recordings: Recordings | None = None) -> Ou
     mesh = Mesh(plan, device=case.device, timeout=case.timeout)
     try:
         with prepared(case) as ready:
-            plan = case.recipe.applied_to(plan)
+            plan = case.options.applied_to(plan)
             paths = tuple(layer.path for layer in sequence_of(ready.model).layers)
             findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
         seconds = perf_counter() - begun
-        return Outcome(mesh.rank, dict(mesh.coordinate), paths, findings, clip, seconds)
+        return RankOutcome(mesh.rank, dict(mesh.coordinate), paths, findings, clip, seconds)
     finally:
         mesh.close()
 
 
-def _compared(case: Ready, plan: Plan, mesh: Mesh, recordings: Recordings) -> tuple[Findings, float]:
+def _compared(
+    case: PreparedCase, plan: Plan, mesh: Mesh, recordings: RecordingCache
+) -> tuple[Findings, float]:
     formats = formats_of(plan)
     batches = [
         (_placed(inputs, mesh, formats.compute), _placed(targets, mesh, None))
         for inputs, targets in case.batches
     ]
-    engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.recipe.seed)
+    engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
     sequence = sequence_of(case.model)
     recording = _recorded(case, sequence, engine, formats, batches, recordings)
-    woven = Woven(engine, case.recipe, recording, sequence, formats)
+    woven = CandidateRun(engine, case.options, recording, sequence, formats)
     woven.start(case.change)
     for step, batch in enumerate(batches):
         woven.train(step, *batch)
-    if case.recipe.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
+    if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
         woven.overflow(len(batches))
         woven.evaluate(len(batches), *batches[-1])
-    return woven.findings, float(recording.values[Moment(0, WHOLE)][Key("clip")])
+    return woven.findings, float(recording.values[RecordScope(0, WHOLE_STEP)][RecordKey("clip")])
 
 
 def _recorded(
-    case: Ready,
+    case: PreparedCase,
     sequence: LayerSequence,
     engine: Engine,
-    formats: Formats,
+    formats: NumberFormats,
     batches: Sequence[Batch],
-    recordings: Recordings,
-) -> Recording:
+    recordings: RecordingCache,
+) -> ReferenceRecording:
     """The recording, made by rank 0: all of it there, elsewhere what the rank's own pieces need.
 
     Communication: a barrier over the world for each micro-batch, so that no rank waits longer than one takes;
     then see `share`.
     """
-    mesh, plan, recipe = engine.mesh, engine.plan, case.recipe
+    mesh, plan, options = engine.mesh, engine.plan, case.options
     microbatches = plan.dp * plan.microbatches
     if not from_first_rank(microbatches in recordings, mesh):
 
         def make(
-            noise: Noise, clip: float | None, followed: Recording | None, scale: float | None
-        ) -> Reference:
-            followed = followed if recipe.follows else None
-            given = (sequence, case.loss, recipe, case.change, formats, mesh.device, noise, clip)
-            return Reference(*given, followed=followed, scale=scale)
+            perturbation: Perturbation,
+            clip: float | None,
+            baseline: ReferenceRecording | None,
+            scale: float | None,
+        ) -> ReferenceRun:
+            baseline = baseline if options.resynchronizes else None
+            given = (sequence, case.loss, options, case.change, formats, mesh.device, perturbation, clip)
+            return ReferenceRun(*given, baseline=baseline, scale=scale)
 
-        runs = 1 + recipe.shaken_runs(formats)
-        moments = 1 + len(batches) * (microbatches + 1) + 1
-        with _in_step(mesh, runs * moments) as tick:
+        runs = 1 + options.perturbed_runs(formats)
+        scopes = 1 + len(batches) * (microbatches + 1) + 1
+        with _in_step(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
-                recordings[microbatches] = record(make, runs, recipe.clip, batches, microbatches, tick)
+                recordings[microbatches] = record(make, runs, options.clip, batches, microbatches, tick)
     first = mesh.index("dp") * plan.microbatches
     own, held = range(first, first + plan.microbatches), {name for name, _ in engine.named_parameters()}
 
-    def wanted(moment: Moment, key: Key) -> bool:
+    def wanted(scope: RecordScope, key: RecordKey) -> bool:
         parameter = key.name.partition("/")[0] if key.kind in OF_PARAMETERS else None
         return (parameter is None or parameter in held) and (
-            moment.microbatch == WHOLE or moment.microbatch in own
+            scope.microbatch == WHOLE_STEP or scope.microbatch in own
         )
 
     return share(recordings.get(microbatches), mesh, wanted)
@@ -148,8 +153,8 @@ def _in_step(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
         raise error
 
 
-MakeReference = Callable[[Noise, float | None, Recording | None, float | None], Reference]
-"""Given the noise, the largest gradient norm, what is followed, and the first dynamic loss scale."""
+MakeReference = Callable[[Perturbation, float | None, ReferenceRecording | None, float | None], ReferenceRun]
+"""Given the perturbation, the maximum gradient norm, the baseline, and the first dynamic loss scale."""
 
 
 def record(
@@ -159,19 +164,19 @@ def record(
     batches: Sequence[Batch],
     microbatches: int,
     tick: Callable[[], None],
-) -> Recording:
+) -> ReferenceRecording:
     """Run the reference as it is, then shaken; `tick` is called after each moment of each run."""
-    recording, scale = Recording(), None
+    recording, scale = ReferenceRecording(), None
     for number in range(runs):
-        reference = make(Noise(number), clip, recording if number else None, scale)
+        reference = make(Perturbation(number), clip, recording if number else None, scale)
         if number == 0 and reference.updates.scale.dynamic:
             scale = settled_scale(make, clip, batches, microbatches)
-            reference = make(Noise(number), clip, None, scale)
-        for moment, values in reference.run(batches, microbatches):
+            reference = make(Perturbation(number), clip, None, scale)
+        for scope, values in reference.run(batches, microbatches):
             if number == 0:
-                recording.add(moment, values)
+                recording.add(scope, values)
             else:
-                recording.widen(moment, values, reference.epsilon)
+                recording.widen(scope, values, reference.epsilon)
             tick()
         clip = reference.clip
         del reference  # before the next is made
@@ -188,9 +193,9 @@ def settled_scale(
     A run in fp16 lowers its scale step by step until nothing overflows; a verification starts there, with
     room for rounding. Runs the reference, a few times if need be.
     """
-    scale = FIRST_SCALE
+    scale = INITIAL_LOSS_SCALE
     while True:
-        reference = make(Noise(0), clip, None, scale)
+        reference = make(Perturbation(0), clip, None, scale)
         try:
             for _ in reference.run(batches, microbatches):
                 pass

@@ -11,7 +11,7 @@ import torch
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.verification.formats import Formats
+from plait.verification.formats import NumberFormats
 
 Mode = Literal["exact", "float64", "native"]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
@@ -29,7 +29,7 @@ def usual_steps(mode: Mode) -> int:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Recipe:
+class VerifyOptions:
     """How both sides run, and how the second is judged.
 
     `mode`: `float64`; `native`, in the plan's own precision, masters, gradients and loss scale included;
@@ -69,14 +69,14 @@ class Recipe:
         return math.inf if self.mode == "exact" else 2.0
 
     @property
-    def follows(self) -> bool:
+    def resynchronizes(self) -> bool:
         """Whether both the shaken runs and the woven one go on with the reference's gradients and parameters.
 
         In few digits gradients are right up to much, and what is made of them in many digits would be, too.
         """
         return self.mode == "native"
 
-    def shaken_runs(self, formats: Formats) -> int:
+    def perturbed_runs(self, formats: NumberFormats) -> int:
         """How often the reference runs again: with few digits, optimizers make steps out of noise."""
         if self.mode == "exact":
             return 0

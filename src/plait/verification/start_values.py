@@ -19,11 +19,11 @@ MOVED = 0.1
 FROM_ZERO = 0.02
 """The same for a parameter that is zero."""
 
-Change = Callable[[str, Tensor], Tensor]
+ValueChange = Callable[[str, Tensor], Tensor]
 """Given a parameter's or buffer's name and value, another value."""
 
 
-def moved(seed: int) -> Change:
+def moved(seed: int) -> ValueChange:
     """Normally distributed moves that depend on the name, the seed and the index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
@@ -36,7 +36,7 @@ def moved(seed: int) -> Change:
     return change
 
 
-def with_values(model: nn.Module, seed: int, parameters: Change, buffers: Change) -> nn.Module:
+def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: ValueChange) -> nn.Module:
     """A copy of `model` in which each floating-point parameter and buffer has a value, and that changed.
 
     What is shared stays shared. `model` may be on the meta device; it is not altered.

@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.layout import Flat, Layout, Shard, shard
-from plait.verification.difference import HERE, REMEMBERED, SHOWN, Findings, Origin, Tally, origin_of
-from plait.verification.place import Phase, Place
-from plait.verification.recording import Bound
+from plait.verification.findings import HERE, REMEMBERED, SHOWN, Findings, Origin, Tally, origin_of
+from plait.verification.location import Location, StepPhase
+from plait.verification.reference_recording import Tolerance
 
-FORWARD = Place(0, Phase.FORWARD, 1, 0)
-BOUND = Bound(size=8.0, allowed=1e-3)
+FORWARD = Location(0, StepPhase.FORWARD, 1, 0)
+BOUND = Tolerance(size=8.0, allowed=1e-3)
 EXPECTED = torch.arange(24, dtype=torch.float64).view(4, 6)
 
 
@@ -39,7 +39,7 @@ def test_what_rounding_explains_is_equal(findings: Findings) -> None:
     assert findings.compare(FORWARD, EXPECTED, EXPECTED, BOUND)
     assert findings.differences == []
     assert findings.evidence is None
-    tally = findings.tallies[Phase.FORWARD]
+    tally = findings.tallies[StepPhase.FORWARD]
     assert (tally.compared, tally.different) == (2, 0)
     assert tally.used == pytest.approx(0.25)
     assert tally.relative == pytest.approx(2.5e-4 / 8)
@@ -50,14 +50,14 @@ def test_where_it_differs(findings: Findings) -> None:
     actual[2, 3] -= 5
     assert not findings.compare(FORWARD, actual, EXPECTED, BOUND)
     (difference,) = findings.differences
-    assert difference.place == FORWARD
+    assert difference.location == FORWARD
     assert difference.shape == (4, 6)
     assert difference.box == ((1, 3), (2, 5))
     assert not difference.whole_box
     assert difference.share == 3 / 24
     assert (difference.worst, difference.values) == ((2, 3), (10.0, 15.0))
     assert (difference.largest, difference.size, difference.allowed) == (5.0, 8.0, 1e-3)
-    assert findings.tallies[Phase.FORWARD] == Tally(1, 1)
+    assert findings.tallies[StepPhase.FORWARD] == Tally(1, 1)
 
 
 def test_places_are_those_of_the_global_tensor(findings: Findings) -> None:
@@ -75,10 +75,10 @@ def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
 AXES = {"shard": 3, "tp": 2}
 
 
-def flat(shape: tuple[int, ...], *bounds: int, rows_over_tp: bool = False, blocks: int = 1) -> Layout:
+def flat(shape: tuple[int, ...], *tolerances: int, rows_over_tp: bool = False, blocks: int = 1) -> Layout:
     """Cut between three ranks of `shard` at these elements; over `tp` by rows, of `blocks`, or not."""
     over_tp = {"tp": Shard(0, blocks=blocks)} if rows_over_tp else {}
-    return Layout(shape, AXES, {"shard": Flat(bounds)} | over_tp)
+    return Layout(shape, AXES, {"shard": Flat(tolerances)} | over_tp)
 
 
 @pytest.mark.parametrize(
@@ -147,18 +147,18 @@ def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
     origin = origin_of(layout, {"shard": 2, "tp": 0})
     assert nothing.shape == (0,)
     assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, origin=origin)
-    assert findings.tallies[Phase.FORWARD].compared == 1
+    assert findings.tallies[StepPhase.FORWARD].compared == 1
 
 
 def test_a_scalar(findings: Findings) -> None:
-    place = Place(0, Phase.LOSS, None, 0)
-    assert not findings.compare(place, torch.tensor(2.0), torch.tensor(1.0), BOUND)
+    location = Location(0, StepPhase.LOSS, None, 0)
+    assert not findings.compare(location, torch.tensor(2.0), torch.tensor(1.0), BOUND)
     difference = findings.differences[0]
     assert (difference.largest, difference.values, difference.shape) == (1.0, (2.0, 1.0), ())
 
 
 def test_masks_and_whole_numbers(findings: Findings) -> None:
-    exact = Bound(1.0, 0.0)
+    exact = Tolerance(1.0, 0.0)
     mask = torch.tensor([True, True, False])
     assert findings.compare(FORWARD, mask, mask.clone(), exact)
     assert not findings.compare(FORWARD, ~mask, mask, exact)
@@ -202,19 +202,23 @@ def test_what_is_no_number_on_both_sides_does_not_differ(findings: Findings, sam
 
 def test_a_tensor_of_no_size_may_still_have_a_bound(findings: Findings) -> None:
     """The reference's is zero, and that of a shaken run is not."""
-    place = Place(0, Phase.LOSS, None, 0)
-    assert findings.compare(place, torch.tensor(1e-14), torch.tensor(0.0), Bound(0.0, 1e-13))
-    assert math.isfinite(findings.tallies[Phase.LOSS].used)
+    location = Location(0, StepPhase.LOSS, None, 0)
+    assert findings.compare(location, torch.tensor(1e-14), torch.tensor(0.0), Tolerance(0.0, 1e-13))
+    assert math.isfinite(findings.tallies[StepPhase.LOSS].used)
 
 
 def test_the_first_difference_is_the_first_in_the_order_of_execution(findings: Findings) -> None:
-    later, first, between = Place(0, Phase.LOSS, None, 0), Place(0, Phase.FORWARD, 0, 1), FORWARD
-    for place, value in ((later, 1.0), (first, 2.0), (between, 3.0)):
-        findings.compare(place, changed((0, 0), by=value), EXPECTED, BOUND)
-    assert findings.differences[0].place == first
-    assert {difference.place for difference in findings.differences} == {later, first, between}
+    later, first, between = (
+        Location(0, StepPhase.LOSS, None, 0),
+        Location(0, StepPhase.FORWARD, 0, 1),
+        FORWARD,
+    )
+    for location, value in ((later, 1.0), (first, 2.0), (between, 3.0)):
+        findings.compare(location, changed((0, 0), by=value), EXPECTED, BOUND)
+    assert findings.differences[0].location == first
+    assert {difference.location for difference in findings.differences} == {later, first, between}
     assert findings.evidence is not None
-    assert findings.evidence.place == first
+    assert findings.evidence.location == first
     assert float(findings.evidence.actual[0]) == 2.0
     assert torch.equal(findings.evidence.expected, EXPECTED.flatten())
 
@@ -246,15 +250,15 @@ def test_long_evidence_is_shortened(findings: Findings) -> None:
 
 def test_of_many_differences_the_first_is_kept_and_the_rest_counted(findings: Findings) -> None:
     for number in range(REMEMBERED + 10, 0, -1):
-        findings.compare(Place(0, Phase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
-    assert findings.tallies[Phase.FORWARD].different == REMEMBERED + 10
-    assert findings.differences[0].place.microbatch == 1
+        findings.compare(Location(0, StepPhase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
+    assert findings.tallies[StepPhase.FORWARD].different == REMEMBERED + 10
+    assert findings.differences[0].location.microbatch == 1
     assert len(findings.differences) <= REMEMBERED + 10
 
 
 def test_the_number_of_listed_differences_is_limited(findings: Findings) -> None:
     for number in range(REMEMBERED + 10):
-        findings.compare(Place(0, Phase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
+        findings.compare(Location(0, StepPhase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
     assert len(findings.differences) == REMEMBERED
 
 

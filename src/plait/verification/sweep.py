@@ -7,23 +7,23 @@ from typing import Any
 
 from plait.plan import Plan
 from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import Refused
-from plait.verification.report import Report, layout_of
+from plait.verification.layouts import RefusedPlan
+from plait.verification.report import VerificationReport, layout_of
 
 SCHEDULE_WIDTH = max(map(len, NAMES))
 
 
 @dataclass(frozen=True)
-class Survey:
+class Sweep:
     """What was found for each plan. It is true where all that can be run are equal; `print` it."""
 
     ranks: int
-    rows: tuple[tuple[Plan, Report | Refused], ...]
+    rows: tuple[tuple[Plan, VerificationReport | RefusedPlan], ...]
 
     @property
-    def reports(self) -> tuple[Report, ...]:
+    def reports(self) -> tuple[VerificationReport, ...]:
         """Of the plans that can be run."""
-        return tuple(result for _, result in self.rows if isinstance(result, Report))
+        return tuple(result for _, result in self.rows if isinstance(result, VerificationReport))
 
     @property
     def compared(self) -> int:
@@ -55,7 +55,7 @@ class Survey:
             return f"NOT EQUAL to one rank: {wrong} of {len(reports)} plans on {ranks}{rest}."
         used = max(report.used for report in reports)
         closeness = (
-            "bit by bit" if reports[0].recipe.mode == "exact" else f"{used:.0%} of what rounding explains"
+            "bit by bit" if reports[0].options.mode == "exact" else f"{used:.0%} of what rounding explains"
         )
         return f"EQUAL to one rank: all {len(reports)} plans on {ranks}, {closeness}{rest}."
 
@@ -66,21 +66,21 @@ class Survey:
             "ranks": self.ranks,
             "plans": [
                 {"plan": asdict(plan), "equal": None, "reason": result.reason}
-                if isinstance(result, Refused)
+                if isinstance(result, RefusedPlan)
                 else result.as_json()
                 for plan, result in self.rows
             ],
         }
 
 
-def _row(plan: Plan, result: Report | Refused, width: int) -> str:
+def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> str:
     """One plan: layout, what is recomputed, schedule, micro-batches, what came of it."""
     start = f"  {layout_of(plan):<{width}}  {plan.schedule:<{SCHEDULE_WIDTH}}  m {plan.microbatches:<3}"
-    if isinstance(result, Refused):
+    if isinstance(result, RefusedPlan):
         return f"{start} not possible: {result.reason}"
     if result.first is not None:
-        place = result.first.difference.place
-        return f"{start} DIFFERENT  step {place.step + 1}, {result.what(place)}"
+        location = result.first.difference.location
+        return f"{start} DIFFERENT  step {location.step + 1}, {result.what(location)}"
     worst = max(tally.relative for tally in result.tallies.values())
-    closeness = "" if result.recipe.mode == "exact" else f"  {worst:.1e}  {result.used:>4.0%}"
+    closeness = "" if result.options.mode == "exact" else f"  {worst:.1e}  {result.used:>4.0%}"
     return f"{start} equal{closeness}  {result.seconds:.1f} s"
