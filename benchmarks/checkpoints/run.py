@@ -21,8 +21,8 @@ import torch
 import torch.distributed.checkpoint as dcp
 
 import plait
-from plait.checkpoint.contents import contents, mine
-from plait.checkpoint.series import Checkpoints
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.rank_contents import rank_contents, written_by
 from plait.comm.collectives import all_reduce, barrier
 from plait.engine import Engine
 from plait.plan import Plan
@@ -41,7 +41,7 @@ class Bench:
         groups = self.engine.parameter_groups(weight_decay=0.1)
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, fused=True)
         self.folder = folder
-        self.series = Checkpoints(folder / "series", keep_last=1)
+        self.series = CheckpointManager(folder / "series", keep_last=1)
         self.steps = 0
 
     def step(self) -> None:
@@ -77,7 +77,7 @@ class Bench:
 
     def by_torch(self) -> None:
         """What this rank holds, each tensor under a name of its own."""
-        held = mine(contents(self.engine, self.optimizer), self.mesh.rank)
+        held = written_by(rank_contents(self.engine, self.optimizer), self.mesh.rank)
         tensors = {f"{one.name}@{self.mesh.rank}": one.piece for one in held}
         target = self.folder / "torch"
         if self.mesh.rank == 0:
@@ -92,7 +92,9 @@ def measure(plan: Plan, folder: str, turns: int, layers: int) -> tuple[dict[str,
     times: Times = {}
     for number in range(turns + 1):
         bench.turn(times if number else {})  # the first warms up
-    written = sum(one.piece.nbytes for one in mine(contents(bench.engine, bench.optimizer), bench.mesh.rank))
+    written = sum(
+        one.piece.nbytes for one in written_by(rank_contents(bench.engine, bench.optimizer), bench.mesh.rank)
+    )
     copies = bench.series.staged_bytes
     return {name: statistics.median(values) for name, values in times.items()}, written / 1e6, copies / 1e6
 

@@ -13,7 +13,6 @@ from itertools import accumulate, pairwise
 import torch
 from torch import nn
 
-from plait.checkpoint.spread import Spread
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layers.compiled import refuse_compiled_modules
@@ -22,6 +21,7 @@ from plait.layers.layer_sequence import LayerSequence, aliases_of, saved_buffers
 from plait.layers.precision import DTYPES
 from plait.layers.validation import refuse_layout_dependence
 from plait.layout import Layout
+from plait.layout.shard_plan import ShardPlan
 from plait.plan import Plan, Recompute
 from plait.rules import Rule, Rules
 from plait.schedules.schedule import Schedule
@@ -81,8 +81,8 @@ class Blueprint:
         return pp_owners(self.sequence, self.shape.units, self.schedule.rank_of)
 
     @cached_property
-    def spread(self) -> Spread:
-        """Which rank writes what into a checkpoint."""
+    def shard_plan(self) -> ShardPlan:
+        """Which piece of each parameter and buffer each rank holds."""
         layers, rank_of = self.sequence.layers, self.schedule.rank_of
         slots = (slots for kinds in self.arrangement.values() for slots in kinds.values())
         buffers = {
@@ -90,12 +90,12 @@ class Blueprint:
             for stage, numbers in enumerate(self.stage_layers)
             for name, buffer in saved_buffers(layers[number] for number in numbers)
         }
-        return Spread(
+        return ShardPlan(
             plan=self.plan,
             layouts={place.name: self.layouts[place.name] for one in slots for place in one.places},
             buffer_shapes={name: shape for name, (_, shape) in buffers.items()},
             aliases=aliases_of(layers),
-            holders={**self.owners, **{name: (rank,) for name, (rank, _) in buffers.items()}},
+            owners={**self.owners, **{name: (rank,) for name, (rank, _) in buffers.items()}},
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:

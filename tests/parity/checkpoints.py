@@ -13,9 +13,9 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.checkpoint.box_reader import BoxReader
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import Manifest, read
-from plait.checkpoint.reading import Boxes
+from plait.checkpoint.manifest import Manifest, read_manifest
 from plait.engine import Engine
 from plait.layout import Layout
 from plait.plan import Plan
@@ -122,12 +122,12 @@ def never_stopped(name: str, stop: str, end: str, steps: int) -> list[float]:
 def tensors_of(path: Path) -> dict[str, Tensor]:
     """All global tensors of a checkpoint, whole."""
     folder = resolve(path)
-    manifest = read(folder)
+    manifest = read_manifest(folder)
     return {name: _whole(folder, manifest, name) for name in manifest.tensors}
 
 
 def _whole(folder: Path, manifest: Manifest, name: str) -> Tensor:
     known = manifest.tensors[name]
     whole = torch.empty(known.shape, dtype=getattr(torch, known.dtype))
-    Boxes(folder, manifest).fill(whole, name, Layout(known.shape, {"world": 1}), {"world": 0})
+    BoxReader(folder, manifest).fill(whole, name, Layout(known.shape, {"world": 1}), {"world": 0})
     return whole

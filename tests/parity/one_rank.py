@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import plait
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import FILE, written
-from plait.checkpoint.tensor_file import Item, write_file
-from plait.checkpoint.wholes import Wholes
+from plait.checkpoint.full_tensor_files import FullTensors
+from plait.checkpoint.manifest import FILE, manifest_text
+from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.layout import Flat, Layout
-from plait.layout.boxes import parts
+from plait.layout.boxes import piece_boxes
 
 Build = Callable[[], nn.Sequential]
 VOCAB, CONTEXT = 29, 6
@@ -80,7 +80,7 @@ def loaded(build: Build, path: Path) -> nn.Sequential:
 
 def cut(source: Path, target: Path, ranks: int = 3) -> Path:
     """The same checkpoint as that of `ranks` ranks, each of which holds an interval of every tensor."""
-    wholes = Wholes(source)
+    wholes = FullTensors(source)
     files = []
     target.mkdir()
     for rank in range(ranks):
@@ -89,11 +89,11 @@ def cut(source: Path, target: Path, ranks: int = 3) -> Path:
             whole = wholes.read(name)
             bounds = tuple(whole.numel() * place // ranks for place in range(ranks + 1))
             layout = Layout(one.shape, {"shard": ranks}, {"shard": Flat(bounds)})
-            for part in parts(layout, {"shard": rank}):
+            for part in piece_boxes(layout, {"shard": rank}):
                 view = whole[part.box.slices].clone()
-                items.append(Item(name, part.box, view.dtype, partial(_itself, view)))
+                items.append(BoxToWrite(name, part.box, view.dtype, partial(_itself, view)))
         files.append(write_file(target / f"rank-{rank:05d}.safetensors", items, Disk()))
-    (target / FILE).write_text(written(replace(wholes.manifest, files=tuple(files))))
+    (target / FILE).write_text(manifest_text(replace(wholes.manifest, files=tuple(files))))
     return target
 
 
@@ -103,7 +103,7 @@ def _itself(tensor: Tensor) -> Tensor:
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
     """All tensors of a checkpoint."""
-    wholes = Wholes(path)
+    wholes = FullTensors(path)
     return {name: wholes.read(name) for name in wholes.manifest.tensors}
 
 

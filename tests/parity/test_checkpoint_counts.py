@@ -11,10 +11,10 @@ import torch
 import plait
 from parity.checkpoints import run_of
 from parity.live_bytes import LiveBytes
-from plait.checkpoint.contents import contents, mine
+from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import read
-from plait.checkpoint.series import Checkpoints
+from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.rank_contents import rank_contents, written_by
 from plait.comm.news import tell_all
 from plait.comm.pool import RankPool
 from plait.plan import Plan
@@ -52,7 +52,7 @@ def test_loading_takes_the_rank_s_part_and_one_tensor(
 ) -> None:
     path = str(tmp_path / "one")
     rank_pool.run(save_it, PLANS[before], path, ranks=2)
-    tensors = read(Path(path)).tensors.values()
+    tensors = read_manifest(Path(path)).tensors.values()
     largest = max(math.prod(one.shape) for one in tensors) * 4
     for most, state in rank_pool.run(peak_of_load, PLANS[after], path, ranks=2):
         assert most <= state + largest + 4096, "numbers, and news between ranks"
@@ -62,8 +62,8 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
     """That this rank writes, stages, and has alive at most meanwhile; and all of the model and optimizer."""
     with run_of(plan) as run:
         run.train(range(1))
-        held = list(contents(run.engine, run.optimizer))
-        series = Checkpoints(Path(folder))
+        held = list(rank_contents(run.engine, run.optimizer))
+        series = CheckpointManager(Path(folder))
         with LiveBytes() as live:
             for one in held:
                 live.own(one.piece)
@@ -72,7 +72,7 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
             live.most = before
             series.save(run.engine, run.optimizer, 1, {})
             series.finish()
-        written = sum(one.piece.nbytes for one in mine(held, run.engine.mesh.rank))
+        written = sum(one.piece.nbytes for one in written_by(held, run.engine.mesh.rank))
         numbers = sum(math.prod(layout.shape) for layout in run.engine.layouts.values())
         return written, series.staged_bytes, live.most - before, numbers * 4 * 3
 
@@ -82,8 +82,8 @@ def test_each_piece_is_written_once_and_bytes_are_shared_out(
     rank_pool: RankPool, tmp_path: Path, name: str
 ) -> None:
     told = rank_pool.run(bytes_of, PLANS[name], str(tmp_path), ranks=2)
-    file_bytes = [file.bytes for file in read(resolve(tmp_path)).files]
-    boxes = [len(file.boxes) for file in read(resolve(tmp_path)).files]
+    file_bytes = [file.bytes for file in read_manifest(resolve(tmp_path)).files]
+    boxes = [len(file.boxes) for file in read_manifest(resolve(tmp_path)).files]
     everything = told[0][3]
     assert everything <= sum(written for written, *_ in told) <= everything + 4 * sum(boxes)
     for (written, staged, alive, _), size, count in zip(told, file_bytes, boxes, strict=True):

@@ -12,7 +12,7 @@ import torch
 import plait
 from parity.checkpoints import VOCAB, Make, plan_of, run_of, tensors_of
 from parity.test_checkpoints import check_close, check_same_bits
-from plait.checkpoint.manifest import read
+from plait.checkpoint.manifest import read_manifest
 from plait.comm.pool import RankPool
 from plait.errors import CheckpointError
 from plait.plan import Plan
@@ -117,7 +117,7 @@ def test_the_state_is_that_of_the_moment(tmp_path: Path) -> None:
         writing = plait.save(run.engine, run.optimizer, tmp_path / "one", state, wait=False)
         state["step"] = 2
         writing.wait()
-        assert read(tmp_path / "one").state == {"step": 1}
+        assert read_manifest(tmp_path / "one").state == {"step": 1}
         with pytest.raises(CheckpointError, match="has a key 30, which JSON would turn into text"):
             plait.save(run.engine, run.optimizer, tmp_path / "two", {"milestones": {30: 1}})
         with pytest.raises(CheckpointError, match="not what JSON can hold"):

@@ -14,7 +14,7 @@ from torch import Tensor
 from parity.checkpoints import LAYOUTS, link, model, never_stopped, plan_of, tensors_of
 from plait.blueprint import build_blueprint
 from plait.checkpoint.converting import convert_for
-from plait.checkpoint.manifest import read
+from plait.checkpoint.manifest import read_manifest
 from plait.comm.pool import RankPool
 
 STEPS = 3
@@ -78,7 +78,7 @@ class Stops:
 
 def files_of(path: Path) -> dict[str, set[tuple[object, ...]]]:
     """Which boxes lie in which file."""
-    manifest = read(path)
+    manifest = read_manifest(path)
     return {
         file.name: {(box.tensor, box.offsets, box.sizes) for box in file.boxes} for file in manifest.files
     }
@@ -140,7 +140,7 @@ def test_a_chain_through_all_layouts(stops: Stops, thread_ranks: RankPool, tmp_p
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_converted_to_a_layout_it_lies_as_if_written_there(name: str, stops: Stops, tmp_path: Path) -> None:
     source = stops.of("all" if name == "one" else "one")[0]
-    convert_for(source, tmp_path / "converted", build_blueprint(model(), plan_of(name)).spread)
+    convert_for(source, tmp_path / "converted", build_blueprint(model(), plan_of(name)).shard_plan)
     assert files_of(tmp_path / "converted") == files_of(stops.of(name)[0])
     before, after = tensors_of(source), tensors_of(tmp_path / "converted")
     assert before.keys() == after.keys()

@@ -8,11 +8,11 @@ from test_layout import filled, layouts
 from test_layout_flat import flat_layouts
 
 from plait.layout import Box, Flat, Layout, Shard, shard
-from plait.layout.boxes import inside, intersection, parts, tile
+from plait.layout.boxes import intersection, is_tiling, piece_boxes, slices_within
 
 
 def boxes_of(layout: Layout, *where: int) -> list[Box]:
-    return [part.box for part in parts(layout, where)]
+    return [part.box for part in piece_boxes(layout, where)]
 
 
 def check_tiles(layout: Layout) -> None:
@@ -22,7 +22,7 @@ def check_tiles(layout: Layout) -> None:
     boxes: list[Box] = []
     for where in layout.coordinates():
         piece = shard(whole, layout, where)
-        for part in parts(layout, where):
+        for part in piece_boxes(layout, where):
             view = part.view_of(piece)
             assert tuple(view.shape) == part.box.sizes
             assert torch.equal(view, whole[part.box.slices])
@@ -31,10 +31,10 @@ def check_tiles(layout: Layout) -> None:
                 count[part.box.slices] += 1
                 boxes.append(part.box)
     assert bool((count == 1).all())
-    assert tile(layout.shape, boxes)
+    assert is_tiling(layout.shape, boxes)
     if boxes:
-        assert not tile(layout.shape, boxes[1:])
-        assert not tile(layout.shape, [*boxes, boxes[-1]])
+        assert not is_tiling(layout.shape, boxes[1:])
+        assert not is_tiling(layout.shape, [*boxes, boxes[-1]])
 
 
 @given(flat_layouts(partial=False))
@@ -77,17 +77,17 @@ def test_intersections() -> None:
     one = Box((0, 2), (4, 4))
     assert intersection(one, Box((2, 0), (4, 3))) == Box((2, 2), (2, 1))
     assert intersection(one, Box((4, 0), (4, 9))) is None
-    assert inside(Box((2, 2), (2, 1)), one) == (slice(2, 4), slice(0, 1))
+    assert slices_within(Box((2, 2), (2, 1)), one) == (slice(2, 4), slice(0, 1))
 
 
 def test_boxes_of_the_right_size_do_not_always_tile() -> None:
     one, other = Box((0, 0), (2, 3)), Box((2, 0), (2, 3))
-    assert tile((4, 3), [other, one])
-    assert not tile((4, 3), [one, one])  # twice the same
-    assert not tile((4, 3), [one, Box((1, 0), (2, 3))])  # overlapping
-    assert not tile((4, 3), [one, Box((3, 0), (2, 3))])  # outside
-    assert not tile((4, 3), [one, Box((2,), (6,))])  # of another tensor
-    assert not tile((4, 3), [one, Box((2, 0), (-2, -3))])
-    assert tile((), [Box((), ())])
-    assert tile((0, 3), [])
-    assert tile((0, 3), [Box((0, 0), (0, 3))])
+    assert is_tiling((4, 3), [other, one])
+    assert not is_tiling((4, 3), [one, one])  # twice the same
+    assert not is_tiling((4, 3), [one, Box((1, 0), (2, 3))])  # overlapping
+    assert not is_tiling((4, 3), [one, Box((3, 0), (2, 3))])  # outside
+    assert not is_tiling((4, 3), [one, Box((2,), (6,))])  # of another tensor
+    assert not is_tiling((4, 3), [one, Box((2, 0), (-2, -3))])
+    assert is_tiling((), [Box((), ())])
+    assert is_tiling((0, 3), [])
+    assert is_tiling((0, 3), [Box((0, 0), (0, 3))])

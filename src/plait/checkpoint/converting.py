@@ -1,47 +1,108 @@
-"""`convert`: a checkpoint in other files: of a single one, of files of a certain size, or of other ranks."""
+"""`convert`: write a checkpoint as one file, as files of limited size, or as another plan would save it."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, replace
+from functools import partial
+from math import prod
 from pathlib import Path
 
+from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.manifest import FILE, written
-from plait.checkpoint.matching import require_model, run_under
-from plait.checkpoint.new_folder import new_folder
-from plait.checkpoint.spread import Spread
-from plait.checkpoint.tensor_file import write_file
-from plait.checkpoint.wholes import Wholes, write_native
-from plait.checkpoint.writing import file_of
+from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.full_tensor_files import FullTensors, write_checkpoint
+from plait.checkpoint.manifest import FILE, TensorEntry, manifest_text
+from plait.checkpoint.optimizer_state import is_number
+from plait.checkpoint.rank_contents import (
+    WriterAssignment,
+    parameter_key,
+    replica_ranks,
+    replicated_layout,
+    state_key,
+    state_keys,
+)
+from plait.checkpoint.save_task import file_name
+from plait.checkpoint.tensor_file import BoxToWrite, write_file
+from plait.comm.coordinates import sizes_of
+from plait.layout import Layout
+from plait.layout.boxes import piece_boxes
+from plait.layout.shard_plan import ShardPlan
 
 
 def convert(
     source: str | Path, target: str | Path, *, max_bytes: int | None = None, disk: Disk | None = None
 ) -> None:
-    """Write the checkpoint `source` to the new folder `target`: every tensor whole, one after another.
+    """Write the checkpoint `source` to the new folder `target`, each tensor as one box.
 
-    In one process, without ranks. `max_bytes`: the most that a file may have, unless it holds one tensor that
-    is larger; None: one file for all. Parameters, optimizer, `state` and what else there is stay as they are,
-    bit by bit. Memory: one tensor. Raises `CheckpointError` where the source is damaged or the target is
-    taken.
+    Runs in one process, without ranks. `max_bytes` limits the size of a file, unless the file holds a single
+    tensor that is larger; None: one file. Parameters, optimizer, `state` and all else are copied bit by bit.
+    Memory: one tensor. Raises `CheckpointError` where the source is damaged or the target exists.
     """
-    wholes = Wholes(Path(source))
-    write_native(Path(target), wholes.manifest, wholes.items(), max_bytes=max_bytes, disk=disk or Disk())
+    tensors = FullTensors(Path(source))
+    write_checkpoint(
+        Path(target), tensors.manifest, tensors.items(), max_bytes=max_bytes, disk=disk or Disk()
+    )
 
 
-def convert_for(source: str | Path, target: str | Path, spread: Spread, *, disk: Disk | None = None) -> None:
-    """Write `source` to the new folder `target` as ranks of another layout would: the same boxes and files.
+def convert_for(
+    source: str | Path, target: str | Path, shard_plan: ShardPlan, *, disk: Disk | None = None
+) -> None:
+    """Write `source` to the new folder `target` with the boxes and files that the ranks of a plan would save.
 
-    `spread` is `plait.blueprint.build_blueprint(model, plan).spread`. What a rank of it holds then lies
-    in its own file, but for what others hold as well. Otherwise as `convert`. Memory: one
-    box. Raises `CheckpointError`, too, where the checkpoint is of another model.
+    `shard_plan`: that of a model and a plan, `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that
+    plan finds all that it holds in its own file, except for pieces that another rank saves for it. Runs in
+    one process, as `convert`. Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of
+    another model.
     """
-    wholes, disk = Wholes(Path(source)), disk or Disk()
-    manifest = wholes.manifest
-    require_model(manifest, spread.layouts, spread.buffer_shapes, spread.aliases)
-    head = replace(manifest, plan=asdict(spread.plan), run=run_under(spread.plan, manifest))
-    with new_folder(Path(target), disk) as folder:
+    tensors, disk = FullTensors(Path(source)), disk or Disk()
+    manifest, plan = tensors.manifest, shard_plan.plan
+    require_model(manifest, shard_plan.layouts, shard_plan.buffer_shapes, shard_plan.aliases)
+    head = replace(manifest, plan=asdict(plan), run=applicable_run_state(plan, manifest))
+    with atomic_folder(Path(target), disk) as folder:
         files = (
-            write_file(folder / file_of(rank), items, disk) for rank, items in enumerate(spread.items(wholes))
+            write_file(folder / file_name(rank), items, disk)
+            for rank, items in enumerate(_boxes_by_rank(shard_plan, tensors))
         )
-        write_text(disk, folder / FILE, written(replace(head, files=tuple(files))))
+        write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
+
+
+def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[BoxToWrite]]:
+    """Return for each rank the boxes that it would save."""
+    plan = shard_plan.plan
+    sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    found: list[list[BoxToWrite]] = [[] for _ in range(plan.world)]
+    writers = WriterAssignment()
+    for name, layout, stages in _layouts(shard_plan, tensors.manifest.tensors):
+        dtype = tensors.dtype(name)
+        for coordinate in layout.coordinates():
+            if coordinate != layout.owner(coordinate):
+                continue  # a replica of an earlier piece
+            where = dict(zip(layout.axes, coordinate, strict=True))
+            boxes = [part.box for part in piece_boxes(layout, where)]
+            size = sum(prod(box.sizes) for box in boxes) * dtype.itemsize
+            writer = writers.assign(replica_ranks(layout, where, stages, sizes), size)
+            found[writer] += (
+                BoxToWrite(name, box, dtype, partial(tensors.read_box, name, box)) for box in boxes
+            )
+    return found
+
+
+def _layouts(
+    shard_plan: ShardPlan, saved: Mapping[str, TensorEntry]
+) -> Iterator[tuple[str, Layout, tuple[int, ...]]]:
+    """Yield key, layout and owners along `pp` of each saved tensor, in the order in which ranks save them."""
+    states, owners = state_keys(saved), shard_plan.owners
+    for name, layout in shard_plan.layouts.items():
+        yield parameter_key(name), layout, owners[name]
+        for key in states.get(name, ()):
+            full = state_key(name, key)
+            shape = saved[full].shape
+            sharded = shape == layout.shape and not is_number(key, shape, layout.shape)
+            yield full, layout if sharded else replicated_layout(layout, shape), owners[name]
+    any_layout = next(iter(shard_plan.layouts.values()))
+    for name, shape in shard_plan.buffer_shapes.items():
+        yield parameter_key(name), replicated_layout(any_layout, shape), owners[name]
+    for name in map(parameter_key, shard_plan.aliases):
+        if name in saved:  # torch saves a tied parameter under each of its names
+            yield name, replicated_layout(any_layout, saved[name].shape), (0,)

@@ -25,18 +25,18 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
-from plait.checkpoint.dcp_names import Meaning, meaning, optimizer_of
-from plait.checkpoint.dcp_planning import OWN, OWN_PARTS, Planner, Writer
-from plait.checkpoint.dcp_source import Source
+from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
+from plait.checkpoint.dcp_planner import OWN, OWN_PARTS, ExportPlanner, ExportWriter
+from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import Global, Manifest, require_form
-from plait.checkpoint.new_folder import new_folder
+from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.full_tensor_files import FullTensors, write_checkpoint
+from plait.checkpoint.manifest import Manifest, TensorEntry, require_form
 from plait.checkpoint.renaming import inverse, renamed
-from plait.checkpoint.tensor_file import DTYPES, Item
-from plait.checkpoint.wholes import Wholes, write_native
+from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
 from plait.layout import Box
-from plait.layout.boxes import tile
+from plait.layout.boxes import is_tiling
 
 
 def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> None:
@@ -50,12 +50,12 @@ def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
     at most 256 MiB, or one box if that is larger. Raises `CheckpointError` where the source is damaged, or
     the target cannot be written; then there is none.
     """
-    opened = Wholes(source)
+    opened = FullTensors(source)
     _require_all(opened.folder, opened.manifest)
-    planner = Planner(opened.folder, opened.manifest, names)
+    planner = ExportPlanner(opened.folder, opened.manifest, names)
     with _folder_for(target, Disk()) as place, warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
-        save({}, storage_writer=Writer(place), planner=planner, no_dist=True)
+        save({}, storage_writer=ExportWriter(place), planner=planner, no_dist=True)
 
 
 def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> tuple[str, ...]:
@@ -69,8 +69,8 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
     Nothing in the files is run. Memory: three pieces of tensors, as torch stored them. Raises
     `CheckpointError` for what is damaged, not torch's, or has no place in a checkpoint; then there is none.
     """
-    found = Source(source)
-    told, own = meaning(found), _own(found)
+    found = DcpReader(source)
+    told, own = parse_keys(found), _own(found)
     table = None
     if names is not None:
         table = inverse(names)
@@ -85,7 +85,7 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
     require_form(manifest, source)
-    write_native(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
+    write_checkpoint(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
     return tuple(key for key in told.left_out if key != OWN)
 
 
@@ -101,14 +101,14 @@ def _require_all(folder: Path, manifest: Manifest) -> None:
         for box in file.boxes:
             boxes[box.tensor].append(box.box)
     for name, one in manifest.tensors.items():
-        if not tile(one.shape, boxes[name]):
+        if not is_tiling(one.shape, boxes[name]):
             raise CheckpointError(
                 f"the checkpoint {folder} does not have all of {name}: take another checkpoint."
             )
 
 
-def _tensors(source: Source, told: Meaning) -> dict[str, Global]:
-    found: dict[str, Global] = {}
+def _tensors(source: DcpReader, told: DcpKeys) -> dict[str, TensorEntry]:
+    found: dict[str, TensorEntry] = {}
     for key, name in told.tensors(source).items():
         one = source.tensors[key]
         if one.properties.dtype not in DTYPES:
@@ -116,21 +116,21 @@ def _tensors(source: Source, told: Meaning) -> dict[str, Global]:
                 f"the checkpoint {source.folder} has {key} as {one.properties.dtype}, which no safetensors "
                 "file can hold: write it without, or as another dtype."
             )
-        found[name] = Global(tuple(one.size), str(one.properties.dtype).partition(".")[2])
+        found[name] = TensorEntry(tuple(one.size), str(one.properties.dtype).partition(".")[2])
     return found
 
 
-def _items(source: Source, told: Meaning) -> list[Item]:
+def _items(source: DcpReader, told: DcpKeys) -> list[BoxToWrite]:
     """The pieces that torch stored, to be read one by one."""
     return [
-        Item(name, box, source.tensors[key].properties.dtype, partial(source.read, key, box))
+        BoxToWrite(name, box, source.tensors[key].properties.dtype, partial(source.read, key, box))
         for key, name in told.tensors(source).items()
         for box in source.boxes(key)
         if prod(box.sizes)
     ]
 
 
-def _own(source: Source) -> Mapping[str, Any]:
+def _own(source: DcpReader) -> Mapping[str, Any]:
     """What `export_dcp` said beside; nothing, where torch alone wrote."""
     if OWN not in source.keys or OWN in source.tensors:
         return {}
@@ -148,8 +148,8 @@ def _own(source: Source) -> Mapping[str, Any]:
 
 @contextmanager
 def _folder_for(target: Path, disk: Disk) -> Iterator[Path]:
-    """As `new_folder`, where any failure is a CheckpointError, whatever torch has wrapped it in."""
-    with new_folder(target, disk) as place:
+    """As `atomic_folder`, where any failure is a CheckpointError, whatever torch has wrapped it in."""
+    with atomic_folder(target, disk) as place:
         try:
             yield place
         except BaseException as error:  # torch's is no Exception

@@ -24,7 +24,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from plait.errors import CheckpointError
 from plait.layout import Box
-from plait.layout.boxes import tile
+from plait.layout.boxes import is_tiling
 
 METADATA = ".metadata"
 """The file that says what is where; torch writes it last."""
@@ -74,7 +74,7 @@ def metadata_of(folder: Path) -> Metadata:
         raise damaged(folder, f"{METADATA}: {brief(error)}") from None
 
 
-def boxes_of(entry: TensorStorageMetadata) -> list[Box]:
+def chunk_boxes(entry: TensorStorageMetadata) -> list[Box]:
     """In which a tensor is stored."""
     return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
@@ -137,7 +137,7 @@ def _metadata(told: object, folder: Path) -> Metadata:
     state = _state(told, "Metadata")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():
-        if isinstance(entry, TensorStorageMetadata) and not tile(entry.size, boxes_of(entry)):
+        if isinstance(entry, TensorStorageMetadata) and not is_tiling(entry.size, chunk_boxes(entry)):
             raise damaged(folder, f"its pieces of {key} do not make up {list(entry.size)}")
     places = {_index(key): _place(one, folder) for key, one in state["storage_data"].items()}
     paths = state.get("planner_data")

@@ -1,14 +1,15 @@
-"""Folders of checkpoints: what they are called, which are complete, which is the newest, which may go.
+"""Folders of checkpoints: their names, which are complete, atomic creation, and removal of old ones.
 
-step-00000200/            a checkpoint: complete, or it would not be called so
-.step-00000300.saving/    one that is being written, or that nobody finished
-.step-00000200.replaced/  an older one of the same name, until the new one stands in its place
+step-00000200/            a complete checkpoint
+.step-00000300.saving/    a checkpoint that is being written, or that was interrupted
+.step-00000200.replaced/  an older checkpoint of the same name, until the new one has that name
 """
 
 from __future__ import annotations
 
 import re
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from itertools import count
 from pathlib import Path
 
@@ -17,79 +18,110 @@ from plait.checkpoint.manifest import FILE, is_complete
 from plait.errors import CheckpointError
 
 _NAME = re.compile(r"step-(\d+)")
-_LEFT = re.compile(r"\.(step-\d+)\.(saving|replaced|removed)")
+_HIDDEN = re.compile(r"\.(step-\d+)\.(saving|replaced|removed)")
 
 
-def folder_of(step: int) -> str:
-    """What the checkpoint after `step` steps is called."""
+def checkpoint_name(step: int) -> str:
+    """Return the folder name of the checkpoint after `step` steps."""
     return f"step-{step:08d}"
 
 
-def saving(path: Path) -> Path:
-    """Where a checkpoint is written before it is one."""
+def unfinished_path(path: Path) -> Path:
+    """Return the folder in which the checkpoint `path` is written before it is complete."""
     return path.with_name(f".{path.name}.saving")
 
 
-def replaced(path: Path) -> Path:
-    """Where one of the same name waits until the new one stands in its place."""
+def replaced_path(path: Path) -> Path:
+    """Return the folder that keeps an older checkpoint of the same name until the new one is in place."""
     return path.with_name(f".{path.name}.replaced")
 
 
-def put_in_place(path: Path, disk: Disk) -> None:
-    """Let what was written at `saving(path)` be the checkpoint at `path`. OSError.
+def move_into_place(path: Path, disk: Disk) -> None:
+    """Rename `unfinished_path(path)` to `path`. OSError.
 
-    Whenever this is interrupted, `standing(path)` is a complete one.
+    If this is interrupted at any point, `complete_version(path)` still finds a complete checkpoint.
     """
     if path.exists():
-        if replaced(path).exists():
-            disk.remove(replaced(path))
-        disk.rename(path, replaced(path))
-    disk.rename(saving(path), path)
+        remove_replaced(path, disk)
+        disk.rename(path, replaced_path(path))
+    disk.rename(unfinished_path(path), path)
     disk.sync_folder(path.parent)
 
 
 def discard(folder: Path, path: Path, disk: Disk) -> None:
-    """Remove a folder that stands for the checkpoint `path`: at once it is gone, then its files. OSError."""
-    gone = path.with_name(f".{path.name}.removed")
-    if gone.exists():
-        disk.remove(gone)
-    disk.rename(folder, gone)
-    disk.remove(gone)
+    """Remove `folder`, a version of the checkpoint `path`: rename it, then delete its files. OSError."""
+    removed = path.with_name(f".{path.name}.removed")
+    if removed.exists():
+        disk.remove(removed)
+    disk.rename(folder, removed)
+    disk.remove(removed)
 
 
 def remove_replaced(path: Path, disk: Disk) -> None:
-    """Remove what stood at `path` before. OSError."""
-    if replaced(path).exists():
-        disk.remove(replaced(path))
+    """Remove the older checkpoint that was replaced by `path`. OSError."""
+    if replaced_path(path).exists():
+        disk.remove(replaced_path(path))
 
 
-def standing(path: Path) -> Path | None:
-    """The newest checkpoint of that name that was complete, wherever it waits; None: there is none.
+@contextmanager
+def atomic_folder(path: Path, disk: Disk) -> Iterator[Path]:
+    """Yield a hidden folder to write in, and rename it to `path` when the block ends without an error.
 
-    What has its name was complete, or it would not have it: whether it still is, `read` says.
+    Raises `CheckpointError` where `path` is taken and for an OSError; after an error nothing is left.
+    """
+    path = path.absolute()
+    is_empty_folder = path.is_dir() and not any(path.iterdir())
+    if complete_version(path) is not None or (path.exists() and not is_empty_folder):
+        raise CheckpointError(f"{path} is there already: choose a path that is free.")
+    hidden = unfinished_path(path)
+    try:
+        if hidden.exists():
+            disk.remove(hidden)
+        disk.make_folder(hidden)
+        yield hidden
+        disk.sync_folder(hidden)
+        move_into_place(path, disk)
+        remove_replaced(path, disk)
+    except BaseException as error:
+        with suppress(OSError):  # the first error is raised
+            if hidden.exists():
+                disk.remove(hidden)
+        if not isinstance(error, OSError):
+            raise
+        raise CheckpointError(
+            f"{path} was not written ({error.strerror or error}): make room, or choose another path."
+        ) from None
+
+
+def complete_version(path: Path) -> Path | None:
+    """Return the folder with the newest complete version of the checkpoint `path`, or None.
+
+    A folder that has its final name was complete when it got it; `read_manifest` finds later damage.
     """
     if path.exists():
         return path if (path / FILE).is_file() else None
-    return next((place for place in (saving(path), replaced(path)) if is_complete(place)), None)
+    return next(
+        (folder for folder in (unfinished_path(path), replaced_path(path)) if is_complete(folder)), None
+    )
 
 
-def series(folder: Path) -> list[tuple[int, Path]]:
-    """The complete checkpoints of a folder and after how many steps, newest first."""
+def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
+    """Return the complete checkpoints in a folder, each with its number of steps, newest first."""
     names: set[str] = set()
     for entry in folder.iterdir() if folder.is_dir() else ():
-        left = _LEFT.fullmatch(entry.name)
-        if left is not None or _NAME.fullmatch(entry.name):
-            names.add(left[1] if left else entry.name)
-    found = [(int(name.partition("-")[2]), standing(folder / name)) for name in names]
+        hidden = _HIDDEN.fullmatch(entry.name)
+        if hidden is not None or _NAME.fullmatch(entry.name):
+            names.add(hidden[1] if hidden else entry.name)
+    found = [(int(name.partition("-")[2]), complete_version(folder / name)) for name in names]
     return sorted(((step, path) for step, path in found if path is not None), reverse=True)
 
 
 def resolve(path: Path) -> Path:
-    """The checkpoint that `path` is, or the newest one in it. CheckpointError where there is none."""
-    found = standing(path)
+    """Return the checkpoint at `path`, or the newest one in that folder. CheckpointError if there is none."""
+    found = complete_version(path)
     if found is not None:
         return found
-    within = series(path)
+    within = complete_checkpoints(path)
     if within:
         return within[0][1]
     what = "is no folder" if not path.is_dir() else "holds no complete checkpoint"
@@ -98,54 +130,55 @@ def resolve(path: Path) -> Path:
     )
 
 
-def older(path: Path) -> Path | None:
-    """The newest complete checkpoint beside `path` that was written before it, if there is one."""
+def previous_checkpoint(path: Path) -> Path | None:
+    """Return the newest complete checkpoint next to `path` with fewer steps, or None."""
     name = _NAME.search(path.name)
     if name is None:
         return None
-    with suppress(OSError):  # who asks has something worse to tell
-        return next((place for step, place in series(path.parent) if step < int(name[1])), None)
+    with suppress(OSError):  # the caller has a more important error to report
+        return next((other for step, other in complete_checkpoints(path.parent) if step < int(name[1])), None)
     return None
 
 
-def set_aside(folder: Path, behind: int, disk: Disk) -> None:
-    """Give checkpoints of more than `behind` steps other names: the run that goes on there is not theirs."""
-    for step, path in series(folder):
-        if step > behind and path.name == folder_of(step):  # the one that is being written has no name yet
-            free = (folder / f"{folder_of(step)}.aside-{number}" for number in count(1))
-            disk.rename(path, next(name for name in free if not name.exists()))
+def rename_later(folder: Path, start: int, disk: Disk) -> None:
+    """Rename checkpoints of more than `start` steps: they belong to another run than the one that resumes."""
+    for step, path in complete_checkpoints(folder):
+        name = checkpoint_name(step)
+        if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
+            free = (folder / f"{name}.aside-{number}" for number in count(1))
+            disk.rename(path, next(other for other in free if not other.exists()))
 
 
-def bring_back(path: Path, disk: Disk) -> None:
-    """Let the checkpoint that stands for `path` have that name, where it was interrupted before. OSError."""
-    stands = None if path.exists() else standing(path)
-    if stands is not None:
-        disk.rename(stands, path)
+def restore_name(path: Path, disk: Disk) -> None:
+    """Rename the complete version of the checkpoint `path` to `path`, after an interruption. OSError."""
+    version = None if path.exists() else complete_version(path)
+    if version is not None:
+        disk.rename(version, path)
 
 
-def tidy(folder: Path, disk: Disk) -> None:
-    """Put complete checkpoints in their places, and remove what nobody finished, as far as that can be done.
+def clean_up(folder: Path, disk: Disk) -> None:
+    """Restore the names of complete checkpoints and remove interrupted ones as far as possible.
 
-    Not while one is being written. OSError where a checkpoint cannot get its name back.
+    Must not run while a checkpoint is being written. OSError where a name cannot be restored.
     """
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
-        found = _LEFT.fullmatch(entry.name)
-        if found is None:
+        hidden = _HIDDEN.fullmatch(entry.name)
+        if hidden is None:
             continue
-        if found[2] != "removed":
-            bring_back(folder / found[1], disk)
+        if hidden[2] != "removed":
+            restore_name(folder / hidden[1], disk)
         if entry.exists():
-            with suppress(OSError):  # it is in nobody's way
+            with suppress(OSError):  # a leftover folder does no harm
                 disk.remove(entry)
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove all checkpoints but the newest `keep_last` and those of every `keep_every` steps; 0: none such.
+    """Remove all checkpoints but the newest `keep_last` and those whose steps `keep_every` divides (0: none).
 
-    Those of more steps than `newest`, which has just been written, are another run's: they are not counted,
-    and stay. With `keep_last` 0 all stay. OSError.
+    `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
+    they are not counted, and stay. With `keep_last` 0 all stay. OSError.
     """
-    own = [(step, path) for step, path in series(folder) if step <= newest]
+    own = [(step, path) for step, path in complete_checkpoints(folder) if step <= newest]
     for step, path in own[keep_last:] if keep_last else ():
         if not (keep_every and step % keep_every == 0):
-            discard(path, folder / folder_of(step), disk)
+            discard(path, folder / checkpoint_name(step), disk)

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import FILE, File, Manifest, Stored, read
+from plait.checkpoint.manifest import FILE, FileEntry, Manifest, StoredBox, read_manifest
 from plait.checkpoint.tensor_file import damage, portions
 
 
@@ -65,8 +65,8 @@ def summary(path: Path, *, check: bool = False) -> Summary:
     CheckpointError where there is no checkpoint.
     """
     folder = path if (path / FILE).is_file() else resolve(path)
-    manifest = read(folder)
-    of: dict[str, list[Stored]] = {}
+    manifest = read_manifest(folder)
+    of: dict[str, list[StoredBox]] = {}
     for file in manifest.files:
         for box in file.boxes:
             of.setdefault(box.tensor, []).append(box)
@@ -98,7 +98,7 @@ def _damaged(folder: Path, manifest: Manifest, *, check: bool) -> list[str]:
     return list(dict.fromkeys(f"{file.name} {flaw}" for file, flaw in looked_at if flaw is not None))
 
 
-def _wrong_size(folder: Path, file: File) -> str | None:
+def _wrong_size(folder: Path, file: FileEntry) -> str | None:
     try:
         size = (folder / file.name).stat().st_size
     except OSError:
@@ -106,7 +106,7 @@ def _wrong_size(folder: Path, file: File) -> str | None:
     return None if size == file.bytes else f"has {size:,} bytes and not {file.bytes:,}"
 
 
-def _lacking(tensors: tuple[TensorSummary, ...], of: Mapping[str, list[Stored]]) -> list[str]:
+def _lacking(tensors: tuple[TensorSummary, ...], of: Mapping[str, list[StoredBox]]) -> list[str]:
     """Tensors of which the files have not all elements."""
     flaws = []
     for one in tensors:

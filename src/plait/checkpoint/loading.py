@@ -14,13 +14,19 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter, whole_like
-from plait.checkpoint.folders import older, resolve
-from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Global, Manifest, read
-from plait.checkpoint.matching import require_fit, run_under
-from plait.checkpoint.optimizer import is_number, place_of_number, restore_options
-from plait.checkpoint.optimizer_groups import require_same_groups, sources_of
-from plait.checkpoint.reading import Boxes
+from plait.checkpoint.box_reader import BoxReader
+from plait.checkpoint.compatibility import applicable_run_state, require_compatible
+from plait.checkpoint.folders import previous_checkpoint, resolve
+from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Manifest, TensorEntry, read_manifest
+from plait.checkpoint.optimizer_groups import group_sources, require_same_groups
+from plait.checkpoint.optimizer_state import is_number, place_of_number, restore_options
+from plait.checkpoint.rank_contents import (
+    Checkpointable,
+    parameter_key,
+    replicated_layout,
+    state_key,
+    state_keys,
+)
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
@@ -29,7 +35,7 @@ from plait.errors import CheckpointError
 from plait.layout import Layout
 
 
-def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
+def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
     """Let an engine go on where the one that wrote the checkpoint `path` was; gives the `state` in it.
 
     On all ranks, whatever plan, number of ranks and dtypes the two have. `path` may be a folder of
@@ -47,8 +53,8 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     folder = Path(_agreed_path(Path(path), mesh))
     manifest, flaw = None, None
     try:
-        manifest = opened(folder)
-        require_fit(manifest, engine, optimizer)
+        manifest = open_manifest(folder)
+        require_compatible(manifest, engine, optimizer)
     except CheckpointError as error:
         flaw = error
     _raise_together(flaw, mesh)
@@ -58,23 +64,23 @@ def load(engine: Woven, optimizer: torch.optim.Optimizer | None, path: str | Pat
     _look_through(folder, manifest, mesh)
     _in_rounds(_read(engine, optimizer, manifest, folder), mesh)
     if manifest.run:  # not in what others wrote
-        engine.run_state = run_under(engine.plan, manifest)
+        engine.run_state = applicable_run_state(engine.plan, manifest)
     return dict(manifest.state)
 
 
-def _compare_groups(engine: Woven, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
+def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
     """Raise CheckpointError, on all ranks, unless groups are those of the saved optimizer."""
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
-    sources = json.dumps(sources_of(optimizer, names, saved))
+    sources = json.dumps(group_sources(optimizer, names, saved))
     ranks = tell_all(sources, engine.mesh.group("world"), engine.mesh.device)
     require_same_groups(map(json.loads, ranks), saved)
 
 
-def opened(folder: Path) -> Manifest:
+def open_manifest(folder: Path) -> Manifest:
     """The manifest in a folder. CheckpointError where there is none, or a damaged one; names an older one."""
     try:
-        return read(folder)
+        return read_manifest(folder)
     except CheckpointError as error:
         if not error.damaged:
             raise
@@ -85,11 +91,11 @@ def opened(folder: Path) -> Manifest:
 
 
 def _way_out(folder: Path) -> str:
-    before = older(folder)
+    before = previous_checkpoint(folder)
     return f"load {before}, the one before it" if before else "take another checkpoint"
 
 
-def require_whole(folder: Path, some: Iterable[Portion]) -> None:
+def require_undamaged(folder: Path, some: Iterable[Portion]) -> None:
     """CheckpointError where one of the portions is not, bit by bit, what was written; names an older one."""
     for one in some:
         found = damage(folder, one)
@@ -106,7 +112,7 @@ def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     for first in range(0, len(everything), mesh.world):
         flaw = None
         try:
-            require_whole(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
+            require_undamaged(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
         except CheckpointError as error:
             flaw = error
         _raise_together(flaw, mesh)
@@ -156,25 +162,25 @@ def _in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
 
 @torch.no_grad()
 def _read(
-    engine: Woven, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
+    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
 ) -> Iterator[int]:
     """Read everything that this rank holds; gives the bytes of each tensor, when it is there."""
-    boxes, where = Boxes(folder, manifest), engine.mesh.coordinate
-    states = keys_of_states(manifest.tensors)
+    boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
+    states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}
     groups = [] if optimizer is None else optimizer.param_groups
     group_of = {id(piece): group for group in groups for piece in group["params"]}
     for name, piece in engine.named_parameters():
         layout = engine.layouts[name]
-        boxes.fill(piece.detach(), parameter(name), layout, where)
+        boxes.fill(piece.detach(), parameter_key(name), layout, where)
         yield piece.nbytes
         if optimizer is not None and id(piece) in group_of:
             optimizer.state.pop(piece, None)  # before there is memory for what comes in its place
             kept: dict[str, Any] = dict(saved["plain"].get(name, {}))
             for key in states.get(name, ()):
-                told = optimizer_state(name, key)
+                told = state_key(name, key)
                 known, group = manifest.tensors[told], group_of[id(piece)]
-                follows = known.dtype == manifest.tensors[parameter(name)].dtype
+                follows = known.dtype == manifest.tensors[parameter_key(name)].dtype
                 empty, of = _empty_state(key, piece, layout, known, group, follows=follows)
                 boxes.fill(empty, told, of, where)
                 yield empty.nbytes
@@ -183,7 +189,7 @@ def _read(
                 optimizer.state[piece] = kept
     for name, buffer in engine.named_buffers():
         whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # as it may be a view
-        boxes.fill(whole, parameter(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
+        boxes.fill(whole, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
         buffer.copy_(whole)
         yield whole.nbytes
     if optimizer is not None:
@@ -195,7 +201,7 @@ def _empty_state(
     key: str,
     piece: nn.Parameter,
     layout: Layout,
-    known: Global,
+    known: TensorEntry,
     group: Mapping[str, Any],
     *,
     follows: bool,
@@ -205,7 +211,7 @@ def _empty_state(
     `follows`: it had the dtype of the parameter, and has that of the piece now.
     """
     shape, dtype = known.shape, getattr(torch, known.dtype)
-    whole = whole_like(layout, shape)
+    whole = replicated_layout(layout, shape)
     if is_number(key, shape, layout.shape):
         return torch.empty((), dtype=dtype, device=place_of_number(key, group, piece)), whole
     dtype = piece.dtype if follows else dtype

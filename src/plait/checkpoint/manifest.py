@@ -17,7 +17,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.manifest_form import flaw_of
+from plait.checkpoint.manifest_schema import schema_error
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -28,7 +28,7 @@ TAKE_ANOTHER = ": take another checkpoint."
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredBox:
     """A box of a global tensor in a file."""
 
     tensor: str
@@ -50,18 +50,18 @@ class Stored:
 
 
 @dataclass(frozen=True)
-class File:
+class FileEntry:
     """A safetensors file of a checkpoint."""
 
     name: str
     bytes: int
     header: str
     """The checksum of all that stands before the first box."""
-    boxes: tuple[Stored, ...]
+    boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True)
-class Global:
+class TensorEntry:
     """A global tensor."""
 
     shape: tuple[int, ...]
@@ -73,9 +73,9 @@ class Global:
 class Manifest:
     """See above."""
 
-    tensors: Mapping[str, Global]
+    tensors: Mapping[str, TensorEntry]
     """By name: `model.NAME` of a parameter or a buffer, `optim.state.NAME.KEY` of what an optimizer keeps."""
-    files: tuple[File, ...]
+    files: tuple[FileEntry, ...]
     optimizer: Mapping[str, Any] | None = None
     """Class ("": unknown), options of each group, group of each parameter, what is no tensor of its state."""
     run: Mapping[str, Any] = field(default_factory=dict)
@@ -108,13 +108,13 @@ def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
     return found if isinstance(found, Mapping) else {}
 
 
-def written(manifest: Manifest) -> str:
-    """A manifest as text, which `read` reads."""
+def manifest_text(manifest: Manifest) -> str:
+    """A manifest as text, which `read_manifest` reads."""
     content = json.dumps(_plain(manifest), separators=(",", ":"))
     return f'{{"plait_checkpoint":{FORMAT},"checksum":"{checksum(content.encode())}","content":{content}}}\n'
 
 
-def read(folder: Path) -> Manifest:
+def read_manifest(folder: Path) -> Manifest:
     """The manifest of the checkpoint in `folder`. CheckpointError where there is none, or a damaged one."""
     path = folder / FILE
     try:
@@ -138,7 +138,7 @@ def read(folder: Path) -> Manifest:
         raise CheckpointError(
             f"{path} has format {known}, and this plait reads {FORMAT}: read it with the plait that wrote it."
         )
-    flaw = flaw_of(whole["content"])
+    flaw = schema_error(whole["content"])
     if flaw is None:
         flaw = next(
             (link for file in whole["content"]["files"] for link in _outside(folder, file["name"])), None
@@ -158,7 +158,7 @@ def _outside(folder: Path, name: str) -> Iterator[str]:
 
 def require_form(manifest: Manifest, where: Path) -> None:
     """CheckpointError where a manifest of what stands at `where` would be ill formed."""
-    flaw = flaw_of(json.loads(json.dumps(_plain(manifest))))
+    flaw = schema_error(json.loads(json.dumps(_plain(manifest))))
     if flaw is not None:
         raise CheckpointError(f"{where} cannot be taken over ({flaw}){TAKE_ANOTHER}")
 
@@ -166,7 +166,7 @@ def require_form(manifest: Manifest, where: Path) -> None:
 def is_complete(folder: Path) -> bool:
     """Whether a folder has a manifest that is sound; its files may still be damaged."""
     try:
-        read(folder)
+        read_manifest(folder)
     except CheckpointError:
         return False
     return True
@@ -178,35 +178,35 @@ def checksum(data: bytes | memoryview, before: int = 0) -> str:
 
 
 @dataclass(frozen=True)
-class Share:
+class ManifestPart:
     """What one rank says of its part of a checkpoint."""
 
-    tensors: Mapping[str, Global]
+    tensors: Mapping[str, TensorEntry]
     """Of which it holds pieces, whoever writes them."""
     optimizer: Mapping[str, Any] | None = None
-    file: File | None = None
+    file: FileEntry | None = None
 
-    def with_file(self, file: File) -> Share:
+    def with_file(self, file: FileEntry) -> ManifestPart:
         """The same, with what has been written."""
         return replace(self, file=file)
 
     def as_text(self) -> str:
-        """As `share_of_text` reads it."""
+        """As `manifest_part_from_text` reads it."""
         assert self.file is not None
         tensors = {name: asdict(one) for name, one in self.tensors.items()}
         told = {"tensors": tensors, "optimizer": self.optimizer, "file": _plain_file(self.file)}
         return json.dumps(told, separators=(",", ":"))
 
 
-def share_of_text(text: str) -> Share:
-    """The inverse of `Share.as_text`."""
+def manifest_part_from_text(text: str) -> ManifestPart:
+    """The inverse of `ManifestPart.as_text`."""
     plain = json.loads(text)
-    return Share(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
+    return ManifestPart(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
 
 
-def merged(head: Manifest, shares: Sequence[Share]) -> Manifest:
+def merged(head: Manifest, shares: Sequence[ManifestPart]) -> Manifest:
     """The manifest of what all ranks have written; `head` has the rest."""
-    tensors: dict[str, Global] = {}
+    tensors: dict[str, TensorEntry] = {}
     for share in shares:
         tensors |= share.tensors
     told = [share.optimizer for share in shares if share.optimizer is not None]
@@ -248,7 +248,7 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
     return plain | {"tensors": tensors, "files": [_plain_file(file) for file in manifest.files]}
 
 
-def _plain_file(file: File) -> dict[str, Any]:
+def _plain_file(file: FileEntry) -> dict[str, Any]:
     boxes = [[box.tensor, box.offsets, box.sizes, box.start, box.checksum] for box in file.boxes]
     return {"name": file.name, "bytes": file.bytes, "header": file.header, "boxes": boxes}
 
@@ -258,13 +258,13 @@ def _manifest(plain: Mapping[str, Any]) -> Manifest:
     return Manifest(_tensors(plain["tensors"]), tuple(map(_file, plain["files"])), **others)
 
 
-def _tensors(plain: Mapping[str, Any]) -> dict[str, Global]:
-    return {name: Global(tuple(one["shape"]), one["dtype"]) for name, one in plain.items()}
+def _tensors(plain: Mapping[str, Any]) -> dict[str, TensorEntry]:
+    return {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in plain.items()}
 
 
-def _file(plain: Mapping[str, Any]) -> File:
+def _file(plain: Mapping[str, Any]) -> FileEntry:
     boxes = (
-        Stored(tensor, tuple(offsets), tuple(sizes), start, told)
+        StoredBox(tensor, tuple(offsets), tuple(sizes), start, told)
         for tensor, offsets, sizes, start, told in plain["boxes"]
     )
-    return File(plain["name"], plain["bytes"], plain["header"], tuple(boxes))
+    return FileEntry(plain["name"], plain["bytes"], plain["header"], tuple(boxes))

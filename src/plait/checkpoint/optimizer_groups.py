@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.optimizer import OWN_OPTIONS, is_number, require_own
+from plait.checkpoint.optimizer_state import OWN_OPTIONS, is_number, require_own
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
 
@@ -65,7 +65,7 @@ def require_states_fit(
                 )
 
 
-def sources_of(
+def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
     """Return where the parameters of this rank's groups come from; `names`: of its parameters, by `id`."""
@@ -85,7 +85,7 @@ def sources_of(
 def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> None:
     """Raise CheckpointError where groups with other options come from one, or one from groups with others.
 
-    `ranks`: what `sources_of` gives on each of them.
+    `ranks`: what `group_sources` gives on each of them.
     """
     into: dict[str, tuple[dict[str, Any], str]] = {}
     for sources in ranks:

@@ -11,9 +11,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.checkpoint.contents import keys_of_states, optimizer_state, parameter
-from plait.checkpoint.huggingface.naming import LLAMA
+from plait.checkpoint.huggingface.tensor_names import LLAMA
 from plait.checkpoint.manifest import Manifest
+from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 
 LLAMA_NAMES: Mapping[str, str] = {row.ours[0]: row.theirs for row in LLAMA}
@@ -55,12 +55,12 @@ def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Mani
 
     Its files stay as they are: their boxes have the old names.
     """
-    prefix = parameter("")
+    prefix = parameter_key("")
     own = [name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)]
     names = renamed({*own, *manifest.aliases}, table)
-    before = {parameter(names[name]): parameter(name) for name in own}
-    for name, keys in keys_of_states(manifest.tensors).items():
-        before |= {optimizer_state(names[name], key): optimizer_state(name, key) for key in keys}
+    before = {parameter_key(names[name]): parameter_key(name) for name in own}
+    for name, keys in state_keys(manifest.tensors).items():
+        before |= {state_key(names[name], key): state_key(name, key) for key in keys}
     return replace(
         manifest,
         tensors={new: manifest.tensors[old] for new, old in before.items()},

@@ -13,14 +13,14 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.contents import Held, Woven, contents, mine
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import bring_back, saving
-from plait.checkpoint.manifest import FILE, Global, Manifest, Share
-from plait.checkpoint.optimizer import described
-from plait.checkpoint.staging import Staging, boxes_of, in_place
-from plait.checkpoint.tensor_file import Item
-from plait.checkpoint.writing import Saving, Work, sees
+from plait.checkpoint.folders import restore_name, unfinished_path
+from plait.checkpoint.manifest import FILE, Manifest, ManifestPart, TensorEntry
+from plait.checkpoint.optimizer_state import described
+from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_contents, written_by
+from plait.checkpoint.save_task import PendingSave, SaveTask, sees
+from plait.checkpoint.staging import Staging, chunk_boxes, unstaged
+from plait.checkpoint.tensor_file import BoxToWrite
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell_all
 from plait.errors import CheckpointError
@@ -30,13 +30,13 @@ _MAY_TAKE = 30.0
 
 
 def save(
-    engine: Woven,
+    engine: Checkpointable,
     optimizer: torch.optim.Optimizer | None,
     path: str | Path,
     state: Mapping[str, Any] | None = None,
     *,
     wait: bool = True,
-) -> Saving:
+) -> PendingSave:
     """Write a checkpoint to the folder `path`: parameters, optimizer, and what else the next step depends on.
 
     Between steps, on all ranks; all hosts see that folder. `state` is yours, as JSON holds it: the number of
@@ -54,7 +54,7 @@ def save(
 
 
 def start(
-    engine: Woven,
+    engine: Checkpointable,
     optimizer: torch.optim.Optimizer | None,
     path: Path,
     state: Mapping[str, Any],
@@ -64,24 +64,24 @@ def start(
     first: Callable[[], None] = lambda: None,
     before: Callable[[], None] = lambda: None,
     after: Callable[[], None] = lambda: None,
-) -> Saving:
+) -> PendingSave:
     """Begin to write; with `staging` in the background. See `save`.
 
     Rank 0 calls `first` before anything is written, `before` when the checkpoint is complete and about to get
     its name, and `after` when it has it; all may raise OSError.
     """
-    mesh, disk, folder = engine.mesh, disk or Disk(), saving(path)
-    flaw, items, made = "", list[Item](), False
+    mesh, disk, folder = engine.mesh, disk or Disk(), unfinished_path(path)
+    flaw, items, made = "", list[BoxToWrite](), False
     try:
-        held = list(contents(engine, optimizer))
+        held = list(rank_contents(engine, optimizer))
         share = _share(engine, optimizer, held)
-        boxes = boxes_of(mine(held, mesh.rank), mesh.coordinate)
+        boxes = chunk_boxes(written_by(held, mesh.rank), mesh.coordinate)
         head = _head(engine, state)
         if mesh.rank == 0:
             first()
             _prepare(path, disk)
             made = True
-        items = in_place(boxes) if staging is None else staging.copied(boxes)
+        items = unstaged(boxes) if staging is None else staging.copied(boxes)
     except Exception as error:  # whatever it is, the others wait to hear of it
         flaw = f"rank {mesh.rank}: {error if isinstance(error, OSError | CheckpointError) else repr(error)}"
     flaw = _first(flaw, mesh)
@@ -94,7 +94,7 @@ def start(
             with suppress(OSError):  # what went wrong first is told
                 disk.remove(folder)
         raise CheckpointError(f"the checkpoint {path} was not written ({flaw}): nothing was changed.")
-    work = Work(
+    work = SaveTask(
         path=path,
         rank=mesh.rank,
         ranks=mesh.world,
@@ -106,7 +106,7 @@ def start(
         before=before,
         after=after,
     )
-    return Saving(work, mesh, background=staging is not None)
+    return PendingSave(work, mesh, background=staging is not None)
 
 
 def _first(flaw: str, mesh: Mesh) -> str:
@@ -118,21 +118,25 @@ def _prepare(path: Path, disk: Disk) -> None:
     """Make the folder to write in. CheckpointError where `path` is something else than a checkpoint."""
     if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
-    bring_back(path, disk)
-    if saving(path).exists():
-        disk.remove(saving(path))
-    disk.make_folder(saving(path))
+    restore_name(path, disk)
+    if unfinished_path(path).exists():
+        disk.remove(unfinished_path(path))
+    disk.make_folder(unfinished_path(path))
 
 
-def _share(engine: Woven, optimizer: torch.optim.Optimizer | None, held: list[Held]) -> Share:
-    tensors = {one.name: Global(one.layout.shape, str(one.piece.dtype).partition(".")[2]) for one in held}
+def _share(
+    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, held: list[RankPiece]
+) -> ManifestPart:
+    tensors = {
+        one.name: TensorEntry(one.layout.shape, str(one.piece.dtype).partition(".")[2]) for one in held
+    }
     if optimizer is None:
-        return Share(tensors)
+        return ManifestPart(tensors)
     names = {id(piece): name for name, piece in engine.named_parameters()}
-    return Share(tensors, described(optimizer, names))
+    return ManifestPart(tensors, described(optimizer, names))
 
 
-def _head(engine: Woven, state: Mapping[str, Any]) -> Manifest:
+def _head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
     _require_text_keys(state)
     try:
         state = json.loads(json.dumps(state))  # as it is now: it may change before it is written

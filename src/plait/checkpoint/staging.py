@@ -9,15 +9,15 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from plait.checkpoint.contents import Held
-from plait.checkpoint.tensor_file import DTYPES, Item
+from plait.checkpoint.rank_contents import RankPiece
+from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
 from plait.layout import Box
-from plait.layout.boxes import parts
+from plait.layout.boxes import piece_boxes
 
 
 @dataclass(frozen=True)
-class Lying:
+class LocalBox:
     """A box in a rank's memory."""
 
     name: str
@@ -25,20 +25,20 @@ class Lying:
     view: Tensor
 
 
-def boxes_of(held: Iterable[Held], coordinate: Mapping[str, int]) -> list[Lying]:
+def chunk_boxes(held: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
     """The boxes that pieces are made of, as views of them. CheckpointError for a dtype no file can hold."""
     found = []
     for one in held:
         if one.piece.dtype not in DTYPES:
             raise CheckpointError(f"{one.name} is {one.piece.dtype}, which no safetensors file can hold.")
-        for part in parts(one.layout, coordinate):
-            found.append(Lying(one.name, part.box, part.view_of(one.piece)))
+        for part in piece_boxes(one.layout, coordinate):
+            found.append(LocalBox(one.name, part.box, part.view_of(one.piece)))
     return found
 
 
-def in_place(boxes: Iterable[Lying]) -> list[Item]:
+def unstaged(boxes: Iterable[LocalBox]) -> list[BoxToWrite]:
     """To be read from where they lie, one by one."""
-    return [Item(one.name, one.box, one.view.dtype, one.view.cpu) for one in boxes]
+    return [BoxToWrite(one.name, one.box, one.view.dtype, one.view.cpu) for one in boxes]
 
 
 class Staging:
@@ -55,7 +55,7 @@ class Staging:
         """How large it is."""
         return self._memory.nbytes
 
-    def copied(self, boxes: Sequence[Lying]) -> list[Item]:
+    def copied(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
         """The boxes as they are now; valid until this is called again, and read when they are there."""
         on_device = any(one.view.is_cuda for one in boxes)
         self._make_room(sum(_room(one) for one in boxes), pinned=on_device)
@@ -65,7 +65,7 @@ class Staging:
             flat = self._memory[place : place + one.view.nbytes].view(one.view.dtype)
             copy = flat.view(one.view.shape)
             copy.copy_(one.view, non_blocking=True)
-            items.append(Item(one.name, one.box, copy.dtype, partial(_when, copy, arrived)))
+            items.append(BoxToWrite(one.name, one.box, copy.dtype, partial(_when, copy, arrived)))
             place += _room(one)
         if arrived is not None:
             arrived.record()
@@ -77,7 +77,7 @@ class Staging:
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _room(one: Lying) -> int:
+def _room(one: LocalBox) -> int:
     """Bytes, up to where any dtype may begin."""
     return -(-one.view.nbytes // 16) * 16
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import File, Stored, checksum, key_of
+from plait.checkpoint.manifest import FileEntry, StoredBox, checksum, key_of
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -45,7 +45,7 @@ BETWEEN_SYNCS = 1 << 28
 
 
 @dataclass(frozen=True)
-class Item:
+class BoxToWrite:
     """A box to be written."""
 
     tensor: str
@@ -67,14 +67,16 @@ class Item:
         return prod(self.box.sizes) * self.dtype.itemsize
 
 
-def write_file(path: Path, items: Sequence[Item], disk: Disk, about: Mapping[str, str] | None = None) -> File:
+def write_file(
+    path: Path, items: Sequence[BoxToWrite], disk: Disk, about: Mapping[str, str] | None = None
+) -> FileEntry:
     """Write `items` into a new file, and give what a manifest says of it. Raises OSError.
 
     On return all bytes are on the disk; memory beside the items: none, but where one is not contiguous.
     """
     ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so each begins at a multiple of its size
     header = _header(ordered, about or {})
-    boxes: list[Stored] = []
+    boxes: list[StoredBox] = []
     place, waiting = len(header), 0
     with disk.create(path) as file:
         disk.write(file, memoryview(header))
@@ -88,21 +90,21 @@ def write_file(path: Path, items: Sequence[Item], disk: Disk, about: Mapping[str
                     disk.sync(file)
                     waiting = 0
                     path.stat()  # FileNotFoundError: who removed it needs it no more
-            boxes.append(Stored(item.tensor, item.box.offsets, item.box.sizes, place, f"{told:08x}"))
+            boxes.append(StoredBox(item.tensor, item.box.offsets, item.box.sizes, place, f"{told:08x}"))
             place += item.bytes
         disk.sync(file)
-    return File(path.name, place, checksum(header), tuple(boxes))
+    return FileEntry(path.name, place, checksum(header), tuple(boxes))
 
 
 @dataclass(frozen=True)
 class Portion:
     """Some of the boxes of a file, to be looked through."""
 
-    file: File
+    file: FileEntry
     boxes: range
 
 
-def portions(files: Sequence[File], most: int = BETWEEN_SYNCS) -> list[Portion]:
+def portions(files: Sequence[FileEntry], most: int = BETWEEN_SYNCS) -> list[Portion]:
     """All files, in portions of at most `most` bytes, or of one box."""
     found = []
     for file in files:
@@ -143,7 +145,7 @@ def damage(folder: Path, portion: Portion) -> str | None:
     return None
 
 
-class Reader:
+class TensorFileReader:
     """Reads parts of boxes from the files of a checkpoint, each of which is opened once."""
 
     def __init__(self, folder: Path) -> None:
@@ -195,7 +197,7 @@ class Reader:
             ) from None
 
 
-def _header(items: Sequence[Item], about: Mapping[str, str]) -> bytes:
+def _header(items: Sequence[BoxToWrite], about: Mapping[str, str]) -> bytes:
     told: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
     place = 0
     for item in items:
@@ -217,7 +219,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
         yield data[start : start + CHUNK]
 
 
-def _stops(file: File) -> Iterator[int]:
+def _stops(file: FileEntry) -> Iterator[int]:
     """Where each box ends: where the next one begins."""
     yield from (box.start for box in file.boxes[1:])
     if file.boxes:

@@ -62,14 +62,14 @@ def _convert(options: Namespace) -> None:
     with importing():
         from plait.checkpoint.converting import convert, convert_for
         from plait.checkpoint.folders import resolve
-        from plait.checkpoint.manifest import read as read_manifest
+        from plait.checkpoint.manifest import read_manifest
         from plait.train.spread import spread_for
 
     if not options.of_run:
         convert(options.path, options.target, max_bytes=options.file_size)
         return
-    spread = spread_for(read_manifest(resolve(options.path)), options.of_run)
-    convert_for(options.path, options.target, spread)
+    shard_plan = spread_for(read_manifest(resolve(options.path)), options.of_run)
+    convert_for(options.path, options.target, shard_plan)
 
 
 def _to_or_from_torch(options: Namespace) -> None:
@@ -104,12 +104,12 @@ def _names_of(model: str | None) -> Mapping[str, str] | None:
 
 def _export(options: Namespace) -> None:
     with importing():
+        from plait.checkpoint.full_tensor_files import FullTensors
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
-        from plait.checkpoint.huggingface.sizes import sizes_of
-        from plait.checkpoint.wholes import Wholes
+        from plait.checkpoint.huggingface.model_sizes import sizes_from_manifest
         from plait.models.huggingface.folder import model_in
 
-    wholes = Wholes(options.path)
+    wholes = FullTensors(options.path)
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
     told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
     own = any(value is not None for value in told.values())
@@ -118,7 +118,7 @@ def _export(options: Namespace) -> None:
     if folder is not None:
         export_adapted(wholes, options.target, model_in(folder), folder, **more)
         return
-    export_own(wholes, options.target, sizes_of(wholes.manifest, **told), **more)
+    export_own(wholes, options.target, sizes_from_manifest(wholes.manifest, **told), **more)
 
 
 def _import(options: Namespace) -> None:

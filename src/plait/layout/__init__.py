@@ -16,10 +16,10 @@ to come from one layout to another, which `plait.tensor.redistribute` does. Noth
 are for the edges (initial values, checkpoints, comparison), where pieces are at hand.
 """
 
-from plait.layout.moving import Move, moves
+from plait.layout.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 from plait.layout.pieces import assemble, shard
-from plait.layout.placing import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 from plait.layout.reshaping import reshape
+from plait.layout.transitions import Move, moves
 
 __all__ = [
     "Box",

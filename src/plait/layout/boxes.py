@@ -17,11 +17,11 @@ from math import prod
 
 from torch import Tensor
 
-from plait.layout.placing import Box, Layout
+from plait.layout.layout import Box, Layout
 
 
 @dataclass(frozen=True)
-class Part:
+class PieceBox:
     """A box of the global tensor that a rank holds, and where it lies in the rank's piece."""
 
     box: Box
@@ -38,11 +38,11 @@ class Part:
         return flat.view(self.sizes)[self.within]
 
 
-def parts(layout: Layout, where: Sequence[int] | Mapping[str, int]) -> tuple[Part, ...]:
+def piece_boxes(layout: Layout, where: Sequence[int] | Mapping[str, int]) -> tuple[PieceBox, ...]:
     """What the rank at a coordinate holds, as disjoint boxes that are not empty."""
     sizes, interval = layout.sizes(where), layout.interval(where)
     elements = range(prod(sizes)) if interval is None else interval
-    found: list[Part] = []
+    found: list[PieceBox] = []
     start = 0
     for block in _blocks(sizes, elements.start, elements.stop):
         found.extend(_placed(layout.boxes(where), layout.blocked_dim, block, start))
@@ -61,13 +61,13 @@ def intersection(one: Box, other: Box) -> Box | None:
     return Box(offsets, sizes) if all(size > 0 for size in sizes) else None
 
 
-def inside(box: Box, outer: Box) -> tuple[slice, ...]:
+def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
     """The index that takes `box` out of a tensor that holds `outer`."""
     starts = (a - b for a, b in zip(box.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
 
 
-def tile(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
+def is_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
     """Whether boxes make up a tensor of that shape: inside of it, disjoint, and all of it."""
     if not all(_fits(box, shape) for box in boxes) or sum(prod(box.sizes) for box in boxes) != prod(shape):
         return False
@@ -118,11 +118,11 @@ def _within(sizes: tuple[int, ...], index: int, start: int, stop: int) -> Iterat
         yield Box((index, *box.offsets), (1, *box.sizes))
 
 
-def _placed(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[Part]:
+def _placed(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[PieceBox]:
     """A box of what a rank's shards leave, as boxes of the global tensor. `held`: those that are joined."""
     whole = tuple(slice(0, size) for size in block.sizes)
     if blocked is None or len(held) == 1:
-        yield Part(_shifted(block, held[0].offsets), start, block.sizes, whole)
+        yield PieceBox(_shifted(block, held[0].offsets), start, block.sizes, whole)
         return
     each = held[0].sizes[blocked]
     for number, home in enumerate(held):
@@ -130,7 +130,7 @@ def _placed(held: Sequence[Box], blocked: int | None, block: Box, start: int) ->
         common = intersection(block, Box(before, home.sizes))
         if common is not None:
             moved = tuple(to - from_ for to, from_ in zip(home.offsets, before, strict=True))
-            yield Part(_shifted(common, moved), start, block.sizes, inside(common, block))
+            yield PieceBox(_shifted(common, moved), start, block.sizes, slices_within(common, block))
 
 
 def _shifted(box: Box, by: Sequence[int]) -> Box:

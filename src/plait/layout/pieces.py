@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import LayoutError
-from plait.layout.placing import Coordinate, Layout, Partial
+from plait.layout.layout import Coordinate, Layout, Partial
 
 
 def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, int]) -> Tensor:

@@ -8,7 +8,7 @@ from itertools import product
 from math import prod
 
 from plait.errors import LayoutError
-from plait.layout.placing import Layout, Placement, Shard
+from plait.layout.layout import Layout, Placement, Shard
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> Layout:

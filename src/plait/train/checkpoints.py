@@ -8,10 +8,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
-from plait.checkpoint.folders import series
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import section
-from plait.checkpoint.series import Checkpoints
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
@@ -44,7 +44,7 @@ class RunCheckpoints:
         self._mesh = mesh
         self._follower = follower
         self._folder = config.run.dir / FOLDER
-        self._series: Checkpoints | None = None
+        self._series: CheckpointManager | None = None
         self.behind = 0
         """Steps of this run whose checkpoints, and metrics, may be in `run.dir`."""
         self._told = False
@@ -135,7 +135,7 @@ class RunCheckpoints:
         paths: list[str] | None = []
         if self._mesh.rank == 0:
             try:
-                paths = [str(path) for _, path in series(self._folder)]
+                paths = [str(path) for _, path in complete_checkpoints(self._folder)]
             except OSError:  # the others wait
                 paths = None
         told = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
@@ -143,11 +143,11 @@ class RunCheckpoints:
             raise CheckpointError(f"{self._folder} cannot be read: mend its permissions, or the disk.")
         return [Path(path) for path in told]
 
-    def _open(self) -> Checkpoints:
+    def _open(self) -> CheckpointManager:
         """Where this run's checkpoints go, made when the first is written."""
         if self._series is None:
             run = self._config.run
-            self._series = Checkpoints(
+            self._series = CheckpointManager(
                 self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self.behind
             )
         return self._series

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from plait.blueprint import build_blueprint
 from plait.checkpoint.manifest import Manifest, section
-from plait.checkpoint.spread import Spread
+from plait.layout.shard_plan import ShardPlan
 from plait.train.model import build_model
 from plait.train.settings import config_from_arguments
 
@@ -15,8 +15,8 @@ _TOKENS = "model.embedding.token.weight"
 _KEPT = ("model", "data", "train")
 
 
-def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
-    """The spread of the run that `arguments` (as `plait train` takes them) describe.
+def spread_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
+    """The shard plan of the run that `arguments` (as `plait train` takes them) describe.
 
     What they do not say of the model and of training is what the run was told that wrote the checkpoint, as
     far as it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises
@@ -26,4 +26,4 @@ def spread_for(manifest: Manifest, arguments: Sequence[str]) -> Spread:
     config = config_from_arguments(arguments, usual, "the checkpoint")
     tokens = manifest.tensors.get(_TOKENS)
     vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
-    return build_blueprint(build_model(config.model, vocab), config.plan()).spread
+    return build_blueprint(build_model(config.model, vocab), config.plan()).shard_plan

@@ -14,12 +14,12 @@ from torch import nn
 
 import plait
 from plait.checkpoint import tensor_file
+from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import read
+from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.saving import start
-from plait.checkpoint.series import Checkpoints
-from plait.checkpoint.tensor_file import Item, damage, portions, write_file
+from plait.checkpoint.tensor_file import BoxToWrite, damage, portions, write_file
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.layout import Box
@@ -89,7 +89,7 @@ def engine_of(value: float) -> Engine:
 
 def check_sound(path: Path) -> float:
     """All bytes are there; gives the value that was saved."""
-    manifest = read(path)
+    manifest = read_manifest(path)
     assert {damage(path, one) for one in portions(manifest.files)} == {None}
     engine = engine_of(0.0)
     assert plait.load(engine, None, path) == manifest.state
@@ -144,9 +144,11 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
     """Old ones are removed only when there is a new one, and half removed ones are none."""
 
     def run(folder: Path, disk: Disk) -> None:
-        Checkpoints(folder, keep_last=1).finish()
+        CheckpointManager(folder, keep_last=1).finish()
         for step in (1, 2, 3):
-            series = Checkpoints(folder, keep_last=1, behind=step - 1, disk=disk if step == 3 else Disk())
+            series = CheckpointManager(
+                folder, keep_last=1, behind=step - 1, disk=disk if step == 3 else Disk()
+            )
             series.save(engine_of(float(step)), None, step, {"value": float(step)})
             series.finish()
 
@@ -161,7 +163,7 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
 
 def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     save(tmp_path / "one", 1.0, Disk())
-    (file,) = read(tmp_path / "one").files
+    (file,) = read_manifest(tmp_path / "one").files
     (portion,) = portions([file])
     path = tmp_path / "one" / file.name
     sound = path.read_bytes()
@@ -181,7 +183,7 @@ def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:
     for place in range(len(sound) - 1):  # the last is the end of the line
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x01]) + sound[place + 1 :])
         with pytest.raises(CheckpointError):
-            read(tmp_path / "one")
+            read_manifest(tmp_path / "one")
     path.write_bytes(sound)
     assert check_sound(tmp_path / "one") == 1.0
 
@@ -213,7 +215,7 @@ def test_writing_ends_when_the_folder_is_gone(tmp_path: Path, monkeypatch: pytes
             (tmp_path / "here").rename(tmp_path / "gone")
         return torch.zeros(2)
 
-    items = [Item(f"model.{n}", box, torch.float32, partial(take, n)) for n in range(9)]
+    items = [BoxToWrite(f"model.{n}", box, torch.float32, partial(take, n)) for n in range(9)]
     (tmp_path / "here").mkdir()
     with pytest.raises(FileNotFoundError):
         write_file(tmp_path / "here" / "x.safetensors", items, Disk())
@@ -241,7 +243,7 @@ def test_a_series_keeps_what_it_has_just_written(tmp_path: Path) -> None:
     """In a folder where another run's were of more steps."""
     for step in (900, 1000):
         save(tmp_path / f"step-{step:08d}", float(step), Disk())
-    mine = Checkpoints(tmp_path, keep_last=1)
+    mine = CheckpointManager(tmp_path, keep_last=1)
     for step in (500, 600):
         mine.save(engine_of(float(step)), None, step, {"value": float(step)})
         mine.finish()
@@ -260,7 +262,7 @@ class Stuck(Disk):
 
 
 def test_older_ones_that_cannot_be_removed_do_not_make_it_incomplete(tmp_path: Path) -> None:
-    series = Checkpoints(tmp_path, keep_last=1, disk=Stuck())
+    series = CheckpointManager(tmp_path, keep_last=1, disk=Stuck())
     for step in (1, 2):
         series.save(engine_of(float(step)), None, step, {"value": float(step)})
         if step == 1:

@@ -14,11 +14,11 @@ from parity.memory import MEASURED, Watching, anonymous
 from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tensors_in
 from plait.checkpoint.converting import convert
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import saving
+from plait.checkpoint.folders import unfinished_path
+from plait.checkpoint.full_tensor_files import full_box
 from plait.checkpoint.inspecting import summary
-from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
-from plait.checkpoint.tensor_file import Item, Reader, write_file
-from plait.checkpoint.wholes import whole_box
+from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
+from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
 
 STATE = {"step": 3, "config": {"model": {"name": "gpt2", "heads": 6}}}
@@ -40,7 +40,7 @@ def trained(tmp_path: Path) -> Path:
 def test_every_bit_is_kept(most: int | None, trained: Path, tmp_path: Path) -> None:
     target = tmp_path / "new" / "target"
     convert(trained, target, max_bytes=most)
-    before, after = read(trained), read(target)
+    before, after = read_manifest(trained), read_manifest(target)
     assert replace(after, files=()) == replace(before, files=())
     assert after.optimizer is not None
     assert after.state == STATE
@@ -78,20 +78,22 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     source = tmp_path / "source"
     source.mkdir()
     names = [f"model.{number}" for number in range(tensors)]
-    box, zeros = whole_box((elements,)), torch.arange(elements, dtype=torch.float32)
+    box, zeros = full_box((elements,)), torch.arange(elements, dtype=torch.float32)
     file = write_file(
-        source / "x.safetensors", [Item(name, box, zeros.dtype, lambda: zeros) for name in names], Disk()
+        source / "x.safetensors",
+        [BoxToWrite(name, box, zeros.dtype, lambda: zeros) for name in names],
+        Disk(),
     )
-    manifest = Manifest({name: Global((elements,), "float32") for name in names}, (file,))
-    write_text(Disk(), source / FILE, written(manifest))
-    largest, plain = [0], Reader.read
+    manifest = Manifest({name: TensorEntry((elements,), "float32") for name in names}, (file,))
+    write_text(Disk(), source / FILE, manifest_text(manifest))
+    largest, plain = [0], TensorFileReader.read
 
     def counted(*arguments: object) -> torch.Tensor:
         found = plain(*arguments)  # type: ignore[arg-type]
         largest[0] = max(largest[0], found.nbytes)
         return found
 
-    monkeypatch.setattr(Reader, "read", counted)
+    monkeypatch.setattr(TensorFileReader, "read", counted)
     disk = Watching()
     convert(source, tmp_path / "warm", max_bytes=5_000_000)  # what a first time leaves is not counted
     before = anonymous()
@@ -124,10 +126,10 @@ def test_a_checkpoint_that_waits_under_another_name_is_not_written_over(
     trained: Path, tmp_path: Path
 ) -> None:
     target = tmp_path / "target"
-    trained.rename(saving(target))
+    trained.rename(unfinished_path(target))
     with pytest.raises(CheckpointError, match="target is there already"):
         convert(tmp_path / "whole", target)
-    assert read(saving(target)).state == STATE
+    assert read_manifest(unfinished_path(target)).state == STATE
 
 
 def test_an_empty_folder_may_be_the_target(trained: Path, tmp_path: Path) -> None:

@@ -19,13 +19,13 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 
 import plait
 from parity.checkpoints import Run, run_of, tensors_of
-from plait.checkpoint import dcp_planning
+from plait.checkpoint import dcp_planner
 from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.dcp_source import Source
+from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.manifest import FILE, Global, Manifest, read, written
-from plait.checkpoint.optimizer import require_same_class
-from plait.checkpoint.tensor_file import Item, Reader, write_file
+from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
+from plait.checkpoint.optimizer_state import require_same_class
+from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -69,7 +69,7 @@ def cuts() -> Cuts:
 def cut(folder: Path, tensors: Cuts, **others: Any) -> Path:
     """A native checkpoint of these, in two files."""
     items = [
-        Item(name, box, whole.dtype, lambda whole=whole, box=box: whole[box.slices])
+        BoxToWrite(name, box, whole.dtype, lambda whole=whole, box=box: whole[box.slices])
         for name, (whole, boxes) in tensors.items()
         for box in boxes
     ]
@@ -78,8 +78,10 @@ def cut(folder: Path, tensors: Cuts, **others: Any) -> Path:
     files = tuple(
         write_file(place / f"rank-0000{rank}.safetensors", items[rank::2], Disk()) for rank in range(2)
     )
-    known = {name: Global(tuple(whole.shape), str(whole.dtype)[6:]) for name, (whole, _) in tensors.items()}
-    (place / FILE).write_text(written(Manifest(known, files, **others)))
+    known = {
+        name: TensorEntry(tuple(whole.shape), str(whole.dtype)[6:]) for name, (whole, _) in tensors.items()
+    }
+    (place / FILE).write_text(manifest_text(Manifest(known, files, **others)))
     return place
 
 
@@ -117,7 +119,7 @@ def test_there_and_back_is_the_same_bit_by_bit(tmp_path: Path) -> None:
     export_dcp(native, tmp_path / "dcp")
     import_dcp(tmp_path / "dcp", tmp_path / "back")
     assert equal(tensors_of(native), tensors_of(tmp_path / "back"))
-    before, after = read(native), read(tmp_path / "back")
+    before, after = read_manifest(native), read_manifest(tmp_path / "back")
     for part in ("optimizer", "run", "state", "plan", "aliases"):
         assert getattr(before, part) == getattr(after, part), part
     assert after.aliases == {"head.output.weight": "embedding.token.weight"}
@@ -141,7 +143,12 @@ def test_torch_loads_tensors_of_several_boxes(tmp_path: Path) -> None:
     assert equal(into, wholes(cuts()))
     import_dcp(tmp_path / "dcp", tmp_path / "back")
     assert equal(tensors_of(tmp_path / "back"), wholes(cuts()))
-    assert read(tmp_path / "back").optimizer == {"class": "", "groups": [], "group_of": {}, "plain": {}}
+    assert read_manifest(tmp_path / "back").optimizer == {
+        "class": "",
+        "groups": [],
+        "group_of": {},
+        "plain": {},
+    }
 
 
 def test_torch_makes_nested_dictionaries_of_it(tmp_path: Path) -> None:
@@ -166,7 +173,7 @@ def test_torch_makes_nested_dictionaries_of_it(tmp_path: Path) -> None:
     ]
     assert json.loads(whole["plait"])["state"] == {"step": 4}
     import_dcp(tmp_path / "dcp", tmp_path / "back")
-    assert read(tmp_path / "back").optimizer == optimizer
+    assert read_manifest(tmp_path / "back").optimizer == optimizer
 
 
 def test_torch_goes_on_where_plait_was(tmp_path: Path) -> None:
@@ -206,7 +213,7 @@ def plain_run(seed: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 def test_reads_what_torch_wrote(tmp_path: Path, flat: bool) -> None:
     source, whole = by_torch(tmp_path, flat)
     import_dcp(source, tmp_path / "native")
-    found, manifest = tensors_of(tmp_path / "native"), read(tmp_path / "native")
+    found, manifest = tensors_of(tmp_path / "native"), read_manifest(tmp_path / "native")
     expected = {f"model.{name}": tensor for name, tensor in whole["model"].items()}
     if flat:
         states = {key: one for key, one in whole["optim"].items() if key.startswith("state.")}
@@ -274,7 +281,7 @@ def test_reads_a_model_alone(tmp_path: Path, inner: str) -> None:
     distributed.save(state, checkpoint_id=tmp_path / "torch", no_dist=True)
     import_dcp(tmp_path / "torch", tmp_path / "native")
     assert equal(tensors_of(tmp_path / "native"), {f"model.{name}": one for name, one in state.items()})
-    assert read(tmp_path / "native").optimizer is None
+    assert read_manifest(tmp_path / "native").optimizer is None
 
 
 def test_leaves_behind_what_has_no_place(tmp_path: Path) -> None:
@@ -307,16 +314,16 @@ def test_holds_one_box_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     halves = [Box((0, 0), (8, 16)), Box((8, 0), (8, 16))]
     tensors = {f"model.{number}": (torch.full((16, 16), float(number)), halves) for number in range(6)}
     native = cut(tmp_path, tensors)
-    box, live, read_box, read_chunk = 8 * 16 * 4, Live(), Reader.read, Source.read
-    monkeypatch.setattr(Reader, "read", lambda *told: live.watched(read_box(*told)))
-    monkeypatch.setattr(dcp_planning, "FILE_BYTES", 2 * box)
+    box, live, read_box, read_chunk = 8 * 16 * 4, Live(), TensorFileReader.read, DcpReader.read
+    monkeypatch.setattr(TensorFileReader, "read", lambda *told: live.watched(read_box(*told)))
+    monkeypatch.setattr(dcp_planner, "FILE_BYTES", 2 * box)
     export_dcp(native, tmp_path / "dcp")
     assert live.all == 12 * box
     assert live.most <= 2 * box
     assert len(list((tmp_path / "dcp").glob("*.distcp"))) == 6
     live = Live()
-    monkeypatch.setattr(Reader, "read", read_box)
-    monkeypatch.setattr(Source, "read", lambda *told: live.watched(read_chunk(*told)))
+    monkeypatch.setattr(TensorFileReader, "read", read_box)
+    monkeypatch.setattr(DcpReader, "read", lambda *told: live.watched(read_chunk(*told)))
     import_dcp(tmp_path / "dcp", tmp_path / "back")
     assert live.all == 12 * box
     assert live.most <= 2 * box

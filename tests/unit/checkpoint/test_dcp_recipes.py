@@ -15,9 +15,9 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import plait
 from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.manifest import read
+from plait.checkpoint.full_tensor_files import FullTensors
+from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.renaming import LLAMA_NAMES
-from plait.checkpoint.wholes import Wholes
 from plait.cli.main import main
 from plait.errors import CheckpointError
 
@@ -67,7 +67,7 @@ def written(folder: Path, state: dict[str, Any]) -> Path:
 
 
 def tensors_in(path: Path) -> dict[str, Tensor]:
-    wholes = Wholes(path)
+    wholes = FullTensors(path)
     return {name: wholes.read(name) for name in wholes.manifest.tensors}
 
 
@@ -79,7 +79,7 @@ def require_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     found = tensors_in(path)
     assert found.keys() == expected.keys()
     assert all(torch.equal(found[name], one) for name, one in expected.items())
-    told = read(path).optimizer
+    told = read_manifest(path).optimizer
     assert told is not None
     assert [group["lr"] for group in told["groups"]] == [0.1]
     assert told["group_of"] == {name: 0 for name, _ in model.named_parameters()}
@@ -265,7 +265,9 @@ def test_a_llama_of_transformers_brings_its_moments_and_goes_back(
     assert before.keys() == after.keys()
     assert all(torch.equal(one, after[name]) for name, one in before.items())
     for part in ("optimizer", "aliases", "state", "plan", "run"):
-        assert getattr(read(tmp_path / "ours"), part) == getattr(read(tmp_path / "there"), part), part
+        assert getattr(read_manifest(tmp_path / "ours"), part) == getattr(
+            read_manifest(tmp_path / "there"), part
+        ), part
 
 
 def test_names_of_another_model_are_refused(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.checkpoint.metadata import Metadata
 
 from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.manifest import read
-from plait.checkpoint.tensor_file import Reader
+from plait.checkpoint.manifest import read_manifest
+from plait.checkpoint.tensor_file import TensorFileReader
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -82,7 +82,7 @@ def test_runs_nothing_of_an_entry(tmp_path: Path) -> None:
     }
     distributed.save(source, checkpoint_id=tmp_path / "torch", no_dist=True)
     import_dcp(tmp_path / "torch", tmp_path / "native")
-    told = read(tmp_path / "native").optimizer
+    told = read_manifest(tmp_path / "native").optimizer
     assert told == {"class": "", "groups": [{"lr": 0.5}], "group_of": {"w": 0}, "plain": {}}
     source["optim"]["state"]["w"]["hook"] = Harm(os.mkdir, str(tmp_path / "victim"))
     distributed.save(source, checkpoint_id=tmp_path / "again", no_dist=True)
@@ -218,7 +218,7 @@ def test_exports_nothing_that_is_damaged(tmp_path: Path, monkeypatch: pytest.Mon
         raise CheckpointError("the disk is gone.")
 
     whole = cut(tmp_path / "c", cuts())
-    monkeypatch.setattr(Reader, "read", fail)
+    monkeypatch.setattr(TensorFileReader, "read", fail)
     with pytest.raises(CheckpointError, match="the disk is gone"):
         export_dcp(whole, tmp_path / "dcp")
     (tmp_path / "file").write_text("")

@@ -31,10 +31,10 @@ from parity.one_rank import (
     saved,
     tensors_in,
 )
+from plait.checkpoint.full_tensor_files import FullTensors
 from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
-from plait.checkpoint.huggingface.sizes import Sizes, sizes_of
-from plait.checkpoint.wholes import Wholes
+from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
 from plait.errors import CheckpointError
 from plait.models.huggingface.folder import model_in
 from plait.models.rotary import rotary_angles
@@ -45,11 +45,11 @@ SMALL_FILES = 20_000
 """Bytes: less than half of any of the models, more than any of their tensors."""
 
 
-def sizes(name: str, path: Path) -> Sizes:
+def sizes(name: str, path: Path) -> ModelSizes:
     told: dict[str, Any] = {"heads": HEADS[name]}
     if name.startswith("llama"):
         told |= {"context": CONTEXT, "rope_base": 500.0 if name == "llama" else None}
-    return sizes_of(Wholes(path).manifest, **told)
+    return sizes_from_manifest(FullTensors(path).manifest, **told)
 
 
 def opened(folder: Path) -> Any:
@@ -106,7 +106,7 @@ def test_transformers_computes_what_was_exported(name: str, most: int | None, tm
     if most:
         path = cut(path, tmp_path / "cut")
     target = tmp_path / "exported"
-    export_own(Wholes(path), target, sizes(name, path), max_bytes=most)
+    export_own(FullTensors(path), target, sizes(name, path), max_bytes=most)
     files = sorted(file.name for file in target.iterdir())
     if most is None:
         assert files == ["config.json", "model.safetensors"]
@@ -151,10 +151,10 @@ def test_plait_computes_what_was_imported(name: str, shard: str, tmp_path: Path)
     assert (tmp_path / "theirs" / INDEX).exists() == (shard == "20KB")
     most = None if shard == "1GB" else SMALL_FILES
     found = import_folder(tmp_path / "theirs", tmp_path / "ours", max_bytes=most)
-    assert found == sizes_of(Wholes(tmp_path / "ours").manifest)
+    assert found == sizes_from_manifest(FullTensors(tmp_path / "ours").manifest)
     assert found.layers == SIZES["layers"]
     assert_same_logits(loaded(MODELS[name], tmp_path / "ours"), theirs)
-    export_own(Wholes(tmp_path / "ours"), tmp_path / "again", found)
+    export_own(FullTensors(tmp_path / "ours"), tmp_path / "again", found)
     again, before = (opened(tmp_path / folder).state_dict() for folder in ("again", "theirs"))
     assert again.keys() == before.keys()
     assert all(torch.equal(value, before[key]) for key, value in again.items())
@@ -169,7 +169,7 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
     names: Any = adapted.huggingface_names
     values = {name: theirs.state_dict()[other] for name, other in names.items()}
     path = saved(adapted, tmp_path / "ours", values=values)
-    export_adapted(Wholes(path), tmp_path / "again", adapted, tmp_path / "theirs")
+    export_adapted(FullTensors(path), tmp_path / "again", adapted, tmp_path / "theirs")
     assert (tmp_path / "again" / "tokenizer.json").read_text() == "{}"
     again = opened(tmp_path / "again")
     tokens = TOKENS[:, :6] % 20
@@ -179,7 +179,7 @@ def test_a_model_of_transformers_that_plait_trained_goes_back(name: str, tmp_pat
 def test_another_dtype(tmp_path: Path) -> None:
     model = lively(MODELS["llama"]())
     path = saved(model, tmp_path / "ours")
-    export_own(Wholes(path), tmp_path / "half", sizes("llama", path), dtype=torch.bfloat16)
+    export_own(FullTensors(path), tmp_path / "half", sizes("llama", path), dtype=torch.bfloat16)
     weights = load_file(tmp_path / "half" / "model.safetensors")
     assert torch.equal(weights["lm_head.weight"], model.head.output.weight.bfloat16())
     assert {value.dtype for value in weights.values()} == {torch.bfloat16}
@@ -207,8 +207,8 @@ def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
     model = plait.models.gpt2(layers=6, hidden=512, heads=8, vocab=VOCAB, context=CONTEXT)
     path = saved(lively(model, torch.float32), tmp_path / "ours")
     largest = 4 * 512 * 512 * 4  # bytes; all together have 18 times as many
-    wholes = Wholes(path)
-    found = sizes_of(wholes.manifest, heads=8)
+    wholes = FullTensors(path)
+    found = sizes_from_manifest(wholes.manifest, heads=8)
     for number in range(2):  # what a first time leaves is not counted
         disk, before = Watching(), anonymous()
         export_own(wholes, tmp_path / f"theirs-{number}", found, disk=disk)
@@ -227,23 +227,23 @@ def test_tensors_are_on_their_way_one_at_a_time(tmp_path: Path) -> None:
 def test_sizes_that_are_not_known(given: dict[str, Any], told: str, tmp_path: Path) -> None:
     path = saved(lively(MODELS["llama"]()), tmp_path / "ours")
     with pytest.raises(CheckpointError, match=told):
-        sizes_of(Wholes(path).manifest, **given)
+        sizes_from_manifest(FullTensors(path).manifest, **given)
 
 
 def test_sizes_that_a_run_left(tmp_path: Path) -> None:
     config = {"model": {"name": "llama", "heads": 6, "kv_heads": 2, "context": CONTEXT, "vocab": None}}
     path = saved(lively(MODELS["llama"]()), tmp_path / "ours", {"config": config})
-    found = sizes_of(Wholes(path).manifest)
-    assert found == Sizes("llama", 2, 24, 6, 2, 20, VOCAB, CONTEXT, tied=False)
+    found = sizes_from_manifest(FullTensors(path).manifest)
+    assert found == ModelSizes("llama", 2, 24, 6, 2, 20, VOCAB, CONTEXT, tied=False)
     with pytest.raises(CheckpointError, match="says that heads is 6 and not 4: leave it out"):
-        sizes_of(Wholes(path).manifest, heads=4)
+        sizes_from_manifest(FullTensors(path).manifest, heads=4)
 
 
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
     path = saved(lively(MODELS["gpt2"]()), tmp_path / "ours")
-    wrong = Sizes("gpt2", 1, 24, 6, 6, 96, VOCAB, CONTEXT, tied=False)
+    wrong = ModelSizes("gpt2", 1, 24, 6, 6, 96, VOCAB, CONTEXT, tied=False)
     with pytest.raises(CheckpointError, match=r"blocks.1.attention.key.bias is \[24\] and not missing"):
-        export_own(Wholes(path), tmp_path / "target", wrong)
+        export_own(FullTensors(path), tmp_path / "target", wrong)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]
 
 

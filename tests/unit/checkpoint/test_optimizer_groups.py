@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import plait
 from parity.checkpoints import plan_of, run_of
-from plait.checkpoint.manifest import read
+from plait.checkpoint.manifest import read_manifest
 from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError, PlanError
@@ -90,7 +90,7 @@ def test_groups_are_not_merged(tmp_path: Path) -> None:
 
 def test_groups_with_the_same_options_stay_apart(tmp_path: Path) -> None:
     saved(tmp_path, (NAMES[::2], {}), (NAMES[1::2], {}))
-    assert len((read(tmp_path).optimizer or {})["groups"]) == 2
+    assert len((read_manifest(tmp_path).optimizer or {})["groups"]) == 2
     assert refused(tmp_path, MATRICES, VECTORS) == "", "the same groups as then"
     assert refused(tmp_path, ALL) == "", "of the same options"
 

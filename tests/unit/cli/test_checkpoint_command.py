@@ -13,7 +13,7 @@ import torch
 
 from parity.one_rank import CONTEXT, MODELS, cut, lively, saved, tensors_in
 from plait.checkpoint.inspecting import summary
-from plait.checkpoint.manifest import read
+from plait.checkpoint.manifest import read_manifest
 from plait.cli.main import main
 
 MODEL = {
@@ -97,7 +97,7 @@ def test_convert(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     size = sum(file.stat().st_size for file in target.iterdir())
     assert capsys.readouterr().out == f"wrote {target}: 2 files, {size:,} bytes\n"
     assert main(["checkpoint", "convert", str(path), str(tmp_path / "many"), "--file-size", "12KB"]) == 0
-    assert max(file.bytes for file in read(tmp_path / "many").files) <= 12_000
+    assert max(file.bytes for file in read_manifest(tmp_path / "many").files) <= 12_000
     ours = tensors_in(path)
     assert all(torch.equal(value, ours[name]) for name, value in tensors_in(tmp_path / "many").items())
 
@@ -117,7 +117,7 @@ def test_convert_for_the_ranks_of_a_run(
     assert main(["checkpoint", "convert", *run, str(path), str(tmp_path / "target")]) == 0
     assert capsys.readouterr().out.startswith(f"wrote {tmp_path / 'target'}: 5 files, ")
     assert not summary(tmp_path / "target", check=True).flaws
-    manifest = read(tmp_path / "target")
+    manifest = read_manifest(tmp_path / "target")
     assert [file.name for file in manifest.files] == [f"rank-{rank:05d}.safetensors" for rank in range(4)]
     weight = "model.blocks.1.attention.key.weight"
     held = [sum(prod(box.sizes) for box in file.boxes if box.tensor == weight) for file in manifest.files]
@@ -155,7 +155,7 @@ def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     ours, theirs = tensors_in(path), tensors_in(tmp_path / "back")
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
     assert main(["checkpoint", "import", there, f"{back}-16", *form, "--dtype", "bfloat16"]) == 0
-    assert {one.dtype for one in read(tmp_path / "back-16").tensors.values()} == {"bfloat16"}
+    assert {one.dtype for one in read_manifest(tmp_path / "back-16").tensors.values()} == {"bfloat16"}
 
 
 @pytest.mark.parametrize("state", [{"config": "run.yaml"}, {"config": {"model": "small"}}, {"sizes": 3}])

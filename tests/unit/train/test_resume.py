@@ -185,7 +185,7 @@ def test_a_checkpoint_that_fails_in_the_background_is_told_once(
     def full(*arguments: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("plait.checkpoint.writing.write_file", full)
+    monkeypatch.setattr("plait.checkpoint.save_task.write_file", full)
     assert not train(make(tmp_path, save_every=3)).saved
     told = capsys.readouterr().out.replace("\n", " ")
     assert told.count("WARNING: the checkpoint") == told.count("No space left") == 2, "of steps 3 and 6"

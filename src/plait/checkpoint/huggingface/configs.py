@@ -8,7 +8,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from plait.checkpoint.huggingface.sizes import Sizes
+from plait.checkpoint.huggingface.model_sizes import ModelSizes
 from plait.errors import CheckpointError
 
 FILE = "config.json"
@@ -33,7 +33,7 @@ NEEDED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
 """What is fixed in plait's own models: what stands for it where a file does not say it, and what may."""
 
 
-def config_of(sizes: Sizes, dtype: str) -> dict[str, Any]:
+def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
     """The configuration that lets transformers build the same model."""
     shared = {
         "dtype": dtype,
@@ -90,7 +90,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     return config
 
 
-def sizes_in(config: Mapping[str, Any], where: Path) -> Sizes:
+def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
     """The sizes of the model that `config`, read in the folder `where`, describes.
 
     CheckpointError for one that is neither `gpt2` nor `llama` of plait's own, to the last constant.
@@ -106,10 +106,10 @@ def sizes_in(config: Mapping[str, Any], where: Path) -> Sizes:
     return _gpt2(config, where) if kind == "gpt2" else _llama(config, where)
 
 
-def _gpt2(config: Mapping[str, Any], where: Path) -> Sizes:
+def _gpt2(config: Mapping[str, Any], where: Path) -> ModelSizes:
     hidden, heads = _size(config, where, "n_embd"), _size(config, where, "n_head")
     _require(config, where, "n_inner", config.get("n_inner") or 4 * hidden, (4 * hidden,))
-    return Sizes(
+    return ModelSizes(
         family="gpt2",
         layers=_size(config, where, "n_layer"),
         hidden=hidden,
@@ -122,11 +122,11 @@ def _gpt2(config: Mapping[str, Any], where: Path) -> Sizes:
     )
 
 
-def _llama(config: Mapping[str, Any], where: Path) -> Sizes:
+def _llama(config: Mapping[str, Any], where: Path) -> ModelSizes:
     hidden, heads = _size(config, where, "hidden_size"), _size(config, where, "num_attention_heads")
     _require(config, where, "head_dim", config.get("head_dim") or hidden // heads, (hidden // heads,))
     known = {key: value for key, value in config.items() if value is not None}
-    rope = {"rope_theta": config.get("rope_theta", Sizes.rope_base)}  # where files had it once
+    rope = {"rope_theta": config.get("rope_theta", ModelSizes.rope_base)}  # where files had it once
     for key in ("rope_scaling", "rope_parameters"):
         told = config.get(key) or {}
         if not isinstance(told, dict):
@@ -136,7 +136,7 @@ def _llama(config: Mapping[str, Any], where: Path) -> Sizes:
     base = rope["rope_theta"]
     if not isinstance(base, int | float) or not 0 < base < inf:
         raise CheckpointError(f"{where / FILE} has rope_theta = {base!r}: give a number above 0.")
-    return Sizes(
+    return ModelSizes(
         family="llama",
         layers=_size(config, where, "num_hidden_layers"),
         hidden=hidden,

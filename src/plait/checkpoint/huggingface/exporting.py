@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.contents import parameter
 from plait.checkpoint.disk import Disk, write_text
+from plait.checkpoint.folders import atomic_folder
+from plait.checkpoint.full_tensor_files import FullTensors, full_box, write_files
 from plait.checkpoint.huggingface import configs
-from plait.checkpoint.huggingface.naming import Pair, pairs_of
-from plait.checkpoint.huggingface.sizes import Sizes
-from plait.checkpoint.new_folder import new_folder
-from plait.checkpoint.tensor_file import Item
-from plait.checkpoint.wholes import Wholes, whole_box, write_files
+from plait.checkpoint.huggingface.model_sizes import ModelSizes
+from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
+from plait.checkpoint.rank_contents import parameter_key
+from plait.checkpoint.tensor_file import BoxToWrite
 from plait.errors import CheckpointError, listed
 from plait.weight_files import INDEX
 
@@ -38,9 +38,9 @@ BESIDE = (
 
 
 def export_own(
-    wholes: Wholes,
+    wholes: FullTensors,
     target: Path,
-    sizes: Sizes,
+    sizes: ModelSizes,
     *,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
@@ -52,12 +52,12 @@ def export_own(
     index. `dtype`: of floating-point numbers; None: as they were saved. Memory: one tensor of theirs and one
     of ours. Raises CheckpointError where the checkpoint is of other sizes, or the target is taken.
     """
-    config = configs.config_of(sizes, _word(wholes, dtype))
-    _export(wholes, target, pairs_of(sizes), config, (), dtype, max_bytes, disk or Disk())
+    config = configs.config_json(sizes, _word(wholes, dtype))
+    _export(wholes, target, tensor_pairs(sizes), config, (), dtype, max_bytes, disk or Disk())
 
 
 def export_adapted(
-    wholes: Wholes,
+    wholes: FullTensors,
     target: Path,
     model: nn.Sequential,
     folder: Path,
@@ -71,7 +71,7 @@ def export_adapted(
     Its `config.json`, and its tokenizer if there is one, are written beside the parameters.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
-    pairs = [Pair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
+    pairs = [TensorPair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
     config = configs.read_config(folder)
     config.pop("torch_dtype", None)  # what it was called once
     beside = [folder / name for name in BESIDE if (folder / name).is_file()]
@@ -80,9 +80,9 @@ def export_adapted(
 
 
 def _export(
-    wholes: Wholes,
+    wholes: FullTensors,
     target: Path,
-    pairs: Sequence[Pair],
+    pairs: Sequence[TensorPair],
     config: Mapping[str, Any],
     beside: Sequence[Path],
     dtype: torch.dtype | None,
@@ -91,7 +91,7 @@ def _export(
 ) -> None:
     _require_fit(wholes, pairs)
     items = [_item(wholes, pair, dtype) for pair in pairs]
-    with new_folder(target, disk) as folder:
+    with atomic_folder(target, disk) as folder:
         files = write_files(folder, "model", items, max_bytes=max_bytes, disk=disk)
         if len(files) > 1:
             place = {box.tensor: file.name for file in files for box in file.boxes}
@@ -102,9 +102,9 @@ def _export(
             shutil.copyfile(path, folder / path.name)
 
 
-def _require_fit(wholes: Wholes, pairs: Sequence[Pair]) -> None:
+def _require_fit(wholes: FullTensors, pairs: Sequence[TensorPair]) -> None:
     """CheckpointError unless the checkpoint has just these parameters."""
-    wanted = {parameter(name): pair.shape for pair in pairs for name in pair.ours}
+    wanted = {parameter_key(name): pair.shape for pair in pairs for name in pair.ours}
     there = {name: one.shape for name, one in wholes.manifest.tensors.items() if name.startswith("model.")}
     flaws = [
         f"{name.removeprefix('model.')} is {_told(there.get(name))} and not {_told(wanted.get(name))}"
@@ -122,24 +122,24 @@ def _told(shape: tuple[int, ...] | None) -> str:
     return "missing" if shape is None else str(list(shape))
 
 
-def _item(wholes: Wholes, pair: Pair, dtype: torch.dtype | None) -> Item:
-    to = dtype or wholes.dtype(parameter(pair.ours[0]))
+def _item(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
+    to = dtype or wholes.dtype(parameter_key(pair.ours[0]))
     read = partial(_theirs, wholes, pair, to)
-    return Item(pair.theirs, whole_box(pair.their_shape), to, read, called=pair.theirs)
+    return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, called=pair.theirs)
 
 
-def _theirs(wholes: Wholes, pair: Pair, dtype: torch.dtype) -> Tensor:
+def _theirs(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
     """A tensor of theirs, made of ours one by one."""
     if len(pair.ours) == 1 and not pair.transposed:
-        return wholes.read(parameter(pair.ours[0]), dtype)
+        return wholes.read(parameter_key(pair.ours[0]), dtype)
     joined = torch.empty(pair.their_shape, dtype=dtype)
     for name, place in zip(pair.ours, joined.chunk(len(pair.ours), dim=-1), strict=True):
-        part = wholes.read(parameter(name))
+        part = wholes.read(parameter_key(name))
         place.copy_(part.t() if pair.transposed else part)
     return joined
 
 
-def _word(wholes: Wholes, dtype: torch.dtype | None) -> str:
+def _word(wholes: FullTensors, dtype: torch.dtype | None) -> str:
     """The dtype of the model as transformers says it: that of most parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")

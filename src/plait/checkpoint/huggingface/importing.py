@@ -11,14 +11,14 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.contents import parameter
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.huggingface.configs import read_config, sizes_in
-from plait.checkpoint.huggingface.naming import HEAD, Pair, pairs_of
-from plait.checkpoint.huggingface.sizes import Sizes
-from plait.checkpoint.manifest import Global, Manifest
-from plait.checkpoint.tensor_file import Item, Reader
-from plait.checkpoint.wholes import whole_box, write_native
+from plait.checkpoint.full_tensor_files import full_box, write_checkpoint
+from plait.checkpoint.huggingface.configs import read_config, sizes_from_config
+from plait.checkpoint.huggingface.model_sizes import ModelSizes
+from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
+from plait.checkpoint.manifest import Manifest, TensorEntry
+from plait.checkpoint.rank_contents import parameter_key
+from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
 from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
@@ -30,7 +30,7 @@ def import_folder(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
     disk: Disk | None = None,
-) -> Sizes:
+) -> ModelSizes:
     """Write the weights in `source` as a checkpoint to the new folder `target`, and give the model's sizes.
 
     `source` has `config.json` and safetensors, in one file or in several. The checkpoint has parameters only:
@@ -38,14 +38,16 @@ def import_folder(
     None: as in the folder. `max_bytes`: as for `convert`. Memory: one tensor. Raises CheckpointError for a
     model that is not plait's own to the last constant, and for weights that are missing or do not fit.
     """
-    sizes = sizes_in(read_config(source), source)
+    sizes = sizes_from_config(read_config(source), source)
     weights = Weights(source)
-    pairs = pairs_of(sizes)
-    weights.require_fit(pairs, tied=sizes.tied)
+    pairs = tensor_pairs(sizes)
+    weights.require_compatible(pairs, tied=sizes.tied)
     items = list(_items(weights, pairs, dtype))
-    tensors = {item.tensor: Global(item.box.sizes, str(item.dtype).removeprefix("torch.")) for item in items}
+    tensors = {
+        item.tensor: TensorEntry(item.box.sizes, str(item.dtype).removeprefix("torch.")) for item in items
+    }
     head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": version("plait")})
-    write_native(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
+    write_checkpoint(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
     return sizes
 
 
@@ -55,13 +57,13 @@ class Weights:
     def __init__(self, folder: Path) -> None:
         """CheckpointError where there are none, or a file is missing or damaged."""
         self._folder = folder
-        self._reader = Reader(folder)
+        self._reader = TensorFileReader(folder)
         self._file = _file_of(folder)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for file in sorted(set(self._file.values())):
             self._known |= self._reader.known(file)
 
-    def require_fit(self, pairs: Iterable[Pair], *, tied: bool) -> None:
+    def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
         """CheckpointError unless the folder has just these, and, if `tied`, no other head."""
         wanted = {self.key(pair.theirs): pair for pair in pairs}
         flaws = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
@@ -107,16 +109,16 @@ def _file_of(folder: Path) -> dict[str, str]:
     return found
 
 
-def _items(weights: Weights, pairs: Iterable[Pair], dtype: torch.dtype | None) -> Iterator[Item]:
+def _items(weights: Weights, pairs: Iterable[TensorPair], dtype: torch.dtype | None) -> Iterator[BoxToWrite]:
     for pair in pairs:
         key = weights.key(pair.theirs)
         to = dtype or weights.dtype(key)
         for number, name in enumerate(pair.ours):
             read = partial(_ours, weights, key, pair, number, to)
-            yield Item(parameter(name), whole_box(pair.shape), to, read)
+            yield BoxToWrite(parameter_key(name), full_box(pair.shape), to, read)
 
 
-def _ours(weights: Weights, key: str, pair: Pair, number: int, dtype: torch.dtype) -> Tensor:
+def _ours(weights: Weights, key: str, pair: TensorPair, number: int, dtype: torch.dtype) -> Tensor:
     """A tensor of ours, which is all of theirs, or a part of it along the last dim."""
     *others, width = reversed(pair.shape) if pair.transposed else pair.shape
     within = (*(slice(0, size) for size in others), slice(number * width, (number + 1) * width))

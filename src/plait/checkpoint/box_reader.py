@@ -8,21 +8,21 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from plait.checkpoint.manifest import Manifest, Stored
-from plait.checkpoint.tensor_file import Reader
+from plait.checkpoint.manifest import Manifest, StoredBox
+from plait.checkpoint.tensor_file import TensorFileReader
 from plait.errors import CheckpointError
 from plait.layout import Box, Layout
-from plait.layout.boxes import inside, intersection, parts
+from plait.layout.boxes import intersection, piece_boxes, slices_within
 
 
-class Boxes:
+class BoxReader:
     """The boxes of a checkpoint, by tensor."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
-        self._reader = Reader(folder)
+        self._reader = TensorFileReader(folder)
         self._folder = folder
         self._tensors = manifest.tensors
-        self._of: dict[str, list[tuple[str, Stored]]] = {}
+        self._of: dict[str, list[tuple[str, StoredBox]]] = {}
         for file in manifest.files:
             for box in file.boxes:
                 self._of.setdefault(box.tensor, []).append((file.name, box))
@@ -33,7 +33,7 @@ class Boxes:
         A dtype that differs is converted. Beside the piece there is memory for a part of one box at a time.
         CheckpointError where the file cannot be read, or has not all of it.
         """
-        for part in parts(layout, where):
+        for part in piece_boxes(layout, where):
             self.fill_box(part.view_of(piece), name, part.box)
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
@@ -43,8 +43,8 @@ class Boxes:
             common = intersection(box, stored.box)
             if common is not None:
                 saved: torch.dtype = getattr(torch, self._tensors[name].dtype)
-                read = self._reader.read(file, stored.key, inside(common, stored.box), saved)
-                view[inside(common, box)].copy_(read)
+                read = self._reader.read(file, stored.key, slices_within(common, stored.box), saved)
+                view[slices_within(common, box)].copy_(read)
                 found += read.numel()
         if found != view.numel():
             raise CheckpointError(

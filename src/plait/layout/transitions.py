@@ -25,7 +25,7 @@ from math import prod
 from typing import Literal
 
 from plait.errors import LayoutError
-from plait.layout.placing import Flat, Layout, Partial, Placement, Replicate, Shard
+from plait.layout.layout import Flat, Layout, Partial, Placement, Replicate, Shard
 
 By = Literal["cut", "summand", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 Cost = tuple[float, int]

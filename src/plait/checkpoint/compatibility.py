@@ -7,16 +7,18 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.contents import Woven, keys_of_states, optimizer_state, parameter
 from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.optimizer import require_same_class
 from plait.checkpoint.optimizer_groups import require_same_parameters, require_states_fit
+from plait.checkpoint.optimizer_state import require_same_class
+from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
 from plait.plan import Plan
 
 
-def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimizer | None) -> None:
+def require_compatible(
+    manifest: Manifest, engine: Checkpointable, optimizer: torch.optim.Optimizer | None
+) -> None:
     """CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
     require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
     if optimizer is not None and manifest.optimizer is None:
@@ -33,8 +35,8 @@ def require_fit(manifest: Manifest, engine: Woven, optimizer: torch.optim.Optimi
 def _shapes_of_states(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...]]]:
     """The shapes of what the saved optimizer kept, by parameter and key."""
     return {
-        name: {key: manifest.tensors[optimizer_state(name, key)].shape for key in keys}
-        for name, keys in keys_of_states(manifest.tensors).items()
+        name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
+        for name, keys in state_keys(manifest.tensors).items()
     }
 
 
@@ -45,11 +47,11 @@ def require_model(
     aliases: Iterable[str],
 ) -> None:
     """CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
-    wanted = {parameter(name): layout.shape for name, layout in layouts.items()}
-    wanted |= {parameter(name): shape for name, shape in buffer_shapes.items()}
+    wanted = {parameter_key(name): layout.shape for name, layout in layouts.items()}
+    wanted |= {parameter_key(name): shape for name, shape in buffer_shapes.items()}
     there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
     # What is tied torch writes under all names; plait does not, so here it was not tied.
-    again = set() if manifest.run else set(map(parameter, aliases))
+    again = set() if manifest.run else set(map(parameter_key, aliases))
     kinds = {
         "missing": [name for name in wanted if name not in there],
         "unexpected": [name for name in there if name not in wanted and name not in again],
@@ -67,7 +69,7 @@ def require_model(
         )
 
 
-def run_under(plan: Plan, manifest: Manifest) -> dict[str, Any]:
+def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
     """What of `manifest.run` holds under `plan`: the order of actions only if it would be asked for alike."""
     wished = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(manifest.plan.get(name, value) == value for name, value in wished.items())

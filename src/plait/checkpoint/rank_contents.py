@@ -9,14 +9,14 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.optimizer import state_of
+from plait.checkpoint.optimizer_state import state_of
 from plait.comm.coordinates import rank_at
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
 from plait.plan import Plan
 
 
-class Woven(Protocol):
+class Checkpointable(Protocol):
     """What checkpoints ask of an engine."""
 
     plan: Plan
@@ -57,7 +57,7 @@ class Woven(Protocol):
 
 
 @dataclass(frozen=True)
-class Held:
+class RankPiece:
     """A piece of a global tensor."""
 
     name: str
@@ -67,17 +67,17 @@ class Held:
     """All that hold the same piece."""
 
 
-def parameter(name: str) -> str:
+def parameter_key(name: str) -> str:
     """The name of a parameter or a buffer in a checkpoint."""
     return f"model.{name}"
 
 
-def optimizer_state(name: str, key: str = "") -> str:
+def state_key(name: str, key: str = "") -> str:
     """The name of what an optimizer keeps for a parameter under `key`."""
     return f"optim.state.{name}.{key}"
 
 
-def keys_of_states(tensors: Iterable[str]) -> dict[str, list[str]]:
+def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
     """For each parameter that has a state among these names, the keys of its tensors."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
@@ -88,23 +88,23 @@ def keys_of_states(tensors: Iterable[str]) -> dict[str, list[str]]:
     return found
 
 
-def contents(engine: Woven, optimizer: torch.optim.Optimizer | None) -> Iterator[Held]:
+def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
     """What this rank holds, in an order that is the same on all ranks that hold a piece."""
     mesh, tied = engine.mesh, engine.tied
     for name, piece in engine.named_parameters():
         layout = engine.layouts[name]
         stages = tied.get(name, (mesh.index("pp"),))
-        yield _held(parameter(name), layout, piece.detach(), stages, mesh)
+        yield _held(parameter_key(name), layout, piece.detach(), stages, mesh)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
-                of = layout if shape is None else whole_like(layout, shape)
-                yield _held(optimizer_state(name, key), of, tensor.detach(), stages, mesh)
+                of = layout if shape is None else replicated_layout(layout, shape)
+                yield _held(state_key(name, key), of, tensor.detach(), stages, mesh)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
-        yield _held(parameter(name), layout, buffer.detach().contiguous(), (mesh.index("pp"),), mesh)
+        yield _held(parameter_key(name), layout, buffer.detach().contiguous(), (mesh.index("pp"),), mesh)
 
 
-class Writers:
+class WriterAssignment:
     """Who writes what: each piece one of the ranks that hold it, bytes shared out evenly.
 
     Every rank decides it by itself: all that hold a piece have met the same ones before it.
@@ -113,7 +113,7 @@ class Writers:
     def __init__(self) -> None:
         self._loads: dict[tuple[int, ...], list[int]] = {}
 
-    def of(self, ranks: tuple[int, ...], size: int) -> int:
+    def assign(self, ranks: tuple[int, ...], size: int) -> int:
         """The rank that writes the next piece, of `size` bytes, which `ranks` hold."""
         load = self._loads.setdefault(ranks, [0] * len(ranks))
         least = load.index(min(load))
@@ -121,13 +121,13 @@ class Writers:
         return ranks[least]
 
 
-def mine(held: Iterable[Held], rank: int) -> Iterator[Held]:
+def written_by(held: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
     """Those that `rank` is to write."""
-    writers = Writers()
-    return (one for one in held if writers.of(one.ranks, one.piece.nbytes) == rank)
+    writers = WriterAssignment()
+    return (one for one in held if writers.assign(one.ranks, one.piece.nbytes) == rank)
 
 
-def ranks_with(
+def replica_ranks(
     layout: Layout, where: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
     """The ranks that hold the same piece as the one at `where`, in `stages` (ranks of `pp`)."""
@@ -135,10 +135,10 @@ def ranks_with(
     return tuple(sorted(rank_at({"pp": stage, **place}, sizes) for stage in stages for place in alike))
 
 
-def whole_like(layout: Layout, shape: tuple[int, ...]) -> Layout:
+def replicated_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
     """Of what every rank of the same axes has all of."""
     return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)))
 
 
-def _held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int], mesh: Mesh) -> Held:
-    return Held(name, layout, piece, ranks_with(layout, mesh.coordinate, stages, mesh.sizes))
+def _held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int], mesh: Mesh) -> RankPiece:
+    return RankPiece(name, layout, piece, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))

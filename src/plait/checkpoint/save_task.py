@@ -20,9 +20,16 @@ from pathlib import Path
 from threading import Thread
 
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import discard, put_in_place, remove_replaced, saving
-from plait.checkpoint.manifest import FILE, Manifest, Share, merged, share_of_text, written
-from plait.checkpoint.tensor_file import Item, write_file
+from plait.checkpoint.folders import discard, move_into_place, remove_replaced, unfinished_path
+from plait.checkpoint.manifest import (
+    FILE,
+    Manifest,
+    ManifestPart,
+    manifest_part_from_text,
+    manifest_text,
+    merged,
+)
+from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell_all
 from plait.comm.pausing import join, pause
@@ -40,14 +47,14 @@ class _InVainError(Exception):
 
 
 @dataclass(frozen=True)
-class Work:
+class SaveTask:
     """What one rank does for a checkpoint."""
 
     path: Path
     rank: int
     ranks: int
-    items: Sequence[Item]
-    share: Share
+    items: Sequence[BoxToWrite]
+    share: ManifestPart
     """What is told of this rank's part, but for its file."""
     head: Manifest
     """The manifest, but for tensors and files."""
@@ -60,10 +67,10 @@ class Work:
     """Done by rank 0 when it has it."""
 
 
-class Saving:
+class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, work: Work, mesh: Mesh, *, background: bool) -> None:
+    def __init__(self, work: SaveTask, mesh: Mesh, *, background: bool) -> None:
         self._work = work
         self._mesh = mesh
         self._flaw = ""
@@ -140,11 +147,11 @@ def sees(folder: Path, patience: float) -> bool:
     return True
 
 
-def write_share(work: Work) -> None:
+def write_share(work: SaveTask) -> None:
     """Write this rank's file, and what is in it. OSError; in vain where the folder goes away meanwhile."""
-    folder = saving(work.path)
+    folder = unfinished_path(work.path)
     try:
-        file = write_file(folder / file_of(work.rank), work.items, work.disk)
+        file = write_file(folder / file_name(work.rank), work.items, work.disk)
         write_text(work.disk, folder / f"{_name(work.rank)}.json", work.share.with_file(file).as_text())
     except FileNotFoundError:
         if folder.is_dir():
@@ -152,9 +159,9 @@ def write_share(work: Work) -> None:
         raise _InVainError(f"rank {work.rank} stopped, since {folder} was removed") from None
 
 
-def commit(work: Work) -> None:
+def commit(work: SaveTask) -> None:
     """Make a checkpoint of what all ranks have written. OSError; in vain for a rank that failed."""
-    folder = saving(work.path)
+    folder = unfinished_path(work.path)
     shares = [folder / f"{_name(rank)}.json" for rank in range(work.ranks)]
 
     def failed() -> str:
@@ -165,23 +172,23 @@ def commit(work: Work) -> None:
         raise _late(", ".join(missing), work)
     if failed():
         raise _InVainError(failed())
-    manifest = merged(work.head, [share_of_text(path.read_text()) for path in shares])
+    manifest = merged(work.head, [manifest_part_from_text(path.read_text()) for path in shares])
     for path in shares:
         work.disk.remove(path)
-    write_text(work.disk, folder / FILE, written(manifest))
+    write_text(work.disk, folder / FILE, manifest_text(manifest))
     work.disk.sync_folder(folder)
     work.before()
-    put_in_place(work.path, work.disk)
+    move_into_place(work.path, work.disk)
 
 
-def _await_end(work: Work) -> None:
+def _await_end(work: SaveTask) -> None:
     """Return when rank 0 has made a checkpoint of the folder, or given up."""
-    folder = saving(work.path)
+    folder = unfinished_path(work.path)
     if not _patient(folder, lambda: not folder.exists(), work.patience):
         raise _late("0", work)
 
 
-def _late(ranks: str, work: Work) -> _InVainError:
+def _late(ranks: str, work: SaveTask) -> _InVainError:
     return _InVainError(f"rank {ranks} has written nothing for {work.patience:g} s and is not done")
 
 
@@ -209,14 +216,14 @@ def _size(folder: Path) -> int:
         return 0
 
 
-def _give_up(work: Work, flaw: str) -> None:
+def _give_up(work: SaveTask, flaw: str) -> None:
     """Let rank 0 know; rank 0 removes what there is. What fails now is not told: the flaw is."""
-    folder = saving(work.path)
+    folder = unfinished_path(work.path)
     with suppress(OSError):
         if work.rank == 0:
             discard(folder, work.path, work.disk)
         elif folder.is_dir():
-            (folder / file_of(work.rank)).unlink(missing_ok=True)  # room for a word
+            (folder / file_name(work.rank)).unlink(missing_ok=True)  # room for a word
             write_text(work.disk, folder / f"{_name(work.rank)}.failed", flaw)
     if work.rank != 0:
         _patient(folder, lambda: not folder.exists(), work.patience)
@@ -228,7 +235,7 @@ def _told(error: Exception, rank: int) -> str:
     return str(error) if isinstance(error, _InVainError) else f"rank {rank}: {error!r}"
 
 
-def file_of(rank: int) -> str:
+def file_name(rank: int) -> str:
     """What a rank's file is called."""
     return f"{_name(rank)}.safetensors"
 

@@ -76,7 +76,7 @@ class _Content(_Form):
     aliases: dict[StrictStr, StrictStr] = Field(default_factory=dict)
 
 
-def flaw_of(content: object) -> str | None:
+def schema_error(content: object) -> str | None:
     """Return what is wrong with the content of a manifest, as the end of "…: KEY …"; None: nothing."""
     if _is_deep(content):
         return f"content: it is nested more than {_MOST_LEVELS} times"

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import isfinite
 from typing import Any, Literal
 
-from plait.checkpoint.manifest import Global, Manifest, section
+from plait.checkpoint.manifest import Manifest, TensorEntry, section
 from plait.errors import CheckpointError
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
@@ -17,7 +17,7 @@ Told = int | float
 
 
 @dataclass(frozen=True)
-class Sizes:
+class ModelSizes:
     """Of a `gpt2` or a `llama`, by the names of their arguments."""
 
     family: Literal["gpt2", "llama"]
@@ -35,13 +35,13 @@ class Sizes:
     """Of Llama."""
 
 
-def sizes_of(
+def sizes_from_manifest(
     manifest: Manifest,
     *,
     heads: int | None = None,
     context: int | None = None,
     rope_base: float | None = None,
-) -> Sizes:
+) -> ModelSizes:
     """The sizes of the model in a checkpoint.
 
     Shapes tell most of them. The number of heads, and of a Llama the context and the base of its rotary
@@ -62,7 +62,7 @@ def sizes_of(
     heads = int(_one("heads", heads, told, None))
     is_gpt2 = _POSITION in tensors
     usual = tensors[_POSITION].shape[0] if is_gpt2 else None
-    return Sizes(
+    return ModelSizes(
         family="gpt2" if is_gpt2 else "llama",
         layers=len(blocks),
         hidden=hidden,
@@ -72,7 +72,7 @@ def sizes_of(
         vocab=vocab,
         context=int(_one("context", context, told, usual)),
         tied="model.head.output.weight" not in tensors,
-        rope_base=float(_one("rope_base", rope_base, told, Sizes.rope_base)),
+        rope_base=float(_one("rope_base", rope_base, told, ModelSizes.rope_base)),
     )
 
 
@@ -94,7 +94,7 @@ def _one(name: str, given: Told | None, told: Mapping[str, Any], usual: Told | N
     return found
 
 
-def _kv_heads(key: Global, hidden: int, heads: int) -> int:
+def _kv_heads(key: TensorEntry, hidden: int, heads: int) -> int:
     if heads < 1 or hidden % heads or key.shape[0] % (hidden // heads):
         raise CheckpointError(
             f"a model of {hidden} features, whose keys have {key.shape[0]}, cannot have {heads} heads: give "

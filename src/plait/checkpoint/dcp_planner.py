@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from plait.checkpoint.contents import parameter
-from plait.checkpoint.manifest import Global, Manifest, Stored
+from plait.checkpoint.manifest import Manifest, StoredBox, TensorEntry
+from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.renaming import renamed_manifest
-from plait.checkpoint.tensor_file import Reader
+from plait.checkpoint.tensor_file import TensorFileReader
 from plait.layout import Box
 
 OWN = "plait"
@@ -44,15 +44,15 @@ KeyPath = tuple[str | int, ...]
 """The keys of nested dictionaries, and places in lists."""
 
 
-class Planner(DefaultSavePlanner):
+class ExportPlanner(DefaultSavePlanner):
     """Has every box of a checkpoint written as a chunk of its tensor, and read when its turn comes."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
         """`names`: for each parameter the name that it gets; None: those in `manifest`. CheckpointError."""
         super().__init__()
-        self._reader = Reader(folder)
+        self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors
-        self._boxes: dict[str, dict[tuple[int, ...], tuple[str, Stored]]] = {}
+        self._boxes: dict[str, dict[tuple[int, ...], tuple[str, StoredBox]]] = {}
         for file in manifest.files:
             for box in file.boxes:
                 self._boxes.setdefault(box.tensor, {})[box.offsets] = file.name, box
@@ -60,7 +60,7 @@ class Planner(DefaultSavePlanner):
         if names is not None:
             manifest, self._names = renamed_manifest(manifest, names)
         self._names |= {
-            parameter(alias): self._names[parameter(name)] for alias, name in manifest.aliases.items()
+            parameter_key(alias): self._names[parameter_key(name)] for alias, name in manifest.aliases.items()
         }
         values = {key_of(path): (path, value) for path, value in _values(manifest).items()}
         self._values = {key: value for key, (_, value) in values.items()}
@@ -93,7 +93,7 @@ class Planner(DefaultSavePlanner):
         return self._reader.read(file, stored.key, (), getattr(torch, self._tensors[name].dtype))
 
 
-class Writer(FileSystemWriter):
+class ExportWriter(FileSystemWriter):
     """Torch's writer, file after file: until one is finished it keeps all tensors that it wrote into it."""
 
     def __init__(self, folder: Path) -> None:
@@ -142,7 +142,7 @@ def _values(manifest: Manifest) -> dict[KeyPath, object]:
     return found
 
 
-def _item(name: str, box: Box, one: Global) -> WriteItem:
+def _item(name: str, box: Box, one: TensorEntry) -> WriteItem:
     offsets = torch.Size(box.offsets)
     chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
     dtype: torch.dtype = getattr(torch, one.dtype)

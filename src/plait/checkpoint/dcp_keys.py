@@ -16,8 +16,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from plait.checkpoint.contents import optimizer_state, parameter
-from plait.checkpoint.dcp_source import Source
+from plait.checkpoint.dcp_reader import DcpReader
+from plait.checkpoint.rank_contents import parameter_key, state_key
 from plait.checkpoint.renaming import renamed
 from plait.errors import CheckpointError, listed
 
@@ -28,7 +28,7 @@ _MOST_TOLD = 5
 
 
 @dataclass
-class Meaning:
+class DcpKeys:
     """Keys of a checkpoint of torch's, by what stands there."""
 
     model: dict[str, str] = field(default_factory=dict)
@@ -40,10 +40,10 @@ class Meaning:
     left_out: list[str] = field(default_factory=list)
     """What has no place in a native checkpoint, by the outermost keys."""
 
-    def tensors(self, source: Source) -> dict[str, str]:
+    def tensors(self, source: DcpReader) -> dict[str, str]:
         """For the key of every tensor that is to be kept, its name in a native checkpoint."""
-        states = {key: optimizer_state(*pair) for key, pair in self.states.items() if key in source.tensors}
-        return {key: parameter(name) for key, name in self.model.items()} | states
+        states = {key: state_key(*pair) for key, pair in self.states.items() if key in source.tensors}
+        return {key: parameter_key(name) for key, name in self.model.items()} | states
 
     def rename(self, table: Mapping[str, str]) -> None:
         """Give parameters the names in `table`. CheckpointError for those that are not in it."""
@@ -52,9 +52,9 @@ class Meaning:
         self.states = {key: (names[name], part) for key, (name, part) in self.states.items()}
 
 
-def meaning(source: Source) -> Meaning:
+def parse_keys(source: DcpReader) -> DcpKeys:
     """CheckpointError where there is no model, or an optimizer that does not name its parameters."""
-    found, others, roots = Meaning(), list[str](), dict[str, None]()
+    found, others, roots = DcpKeys(), list[str](), dict[str, None]()
     for key in source.keys:
         entry = _of_optimizer(key, source.paths.get(key, ()))
         if entry is None:
@@ -92,7 +92,7 @@ def meaning(source: Source) -> Meaning:
 
 
 def optimizer_of(
-    source: Source, found: Meaning, kind: str, table: Mapping[str, str] | None = None
+    source: DcpReader, found: DcpKeys, kind: str, table: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
     """What a manifest says of the optimizer; None where there is none.
 
@@ -139,7 +139,7 @@ def _last_apart(rest: str) -> tuple[str, str]:
     return name, key
 
 
-def _model_prefix(source: Source, tensors: Sequence[str], found: Meaning) -> str:
+def _model_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
     """What stands before the names of the model's tensors, with the dot behind it.
 
     CheckpointError where that is not clear.
@@ -170,7 +170,7 @@ def _model_prefix(source: Source, tensors: Sequence[str], found: Meaning) -> str
     return _common(source, tensors, found)  # what the optimizer is of is not there: the caller says so
 
 
-def _before_names(key: str, source: Source) -> list[str]:
+def _before_names(key: str, source: DcpReader) -> list[str]:
     """What stands before a name in a dictionary called `model`, if it is in one."""
     path = source.paths.get(key, ())
     if "model" not in path[:-1]:
@@ -178,7 +178,7 @@ def _before_names(key: str, source: Source) -> list[str]:
     return [".".join(map(str, path[: path.index("model") + 1])) + "."]
 
 
-def _common(source: Source, tensors: Sequence[str], found: Meaning) -> str:
+def _common(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
     """What stands before all names where nothing is called `model`: a dictionary that has all tensors."""
     paths = [source.paths.get(key, ()) for key in tensors]
     roots = {path[0] if len(path) > 1 else None for path in paths}
@@ -196,7 +196,7 @@ def _common(source: Source, tensors: Sequence[str], found: Meaning) -> str:
     return ""
 
 
-def _outermost(keys: Iterable[str], kept: Iterable[str], source: Source) -> list[str]:
+def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
     """Keys as they are told: the outermost dictionary of which nothing is kept, or else the key."""
 
     def prefixes(key: str) -> list[str]:
@@ -207,7 +207,7 @@ def _outermost(keys: Iterable[str], kept: Iterable[str], source: Source) -> list
     return list(dict.fromkeys(next((one for one in prefixes(key) if one not in used), key) for key in keys))
 
 
-def _options(source: Source, found: Meaning) -> dict[str, dict[str, Any]]:
+def _options(source: DcpReader, found: DcpKeys) -> dict[str, dict[str, Any]]:
     """What can be told of the options, by group."""
     options: dict[str, dict[str, Any]] = {}
     for key, (group, option) in found.options.items():
@@ -243,7 +243,7 @@ def _groups(options: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]]
     return [json.loads(text) for text in alike], group_of
 
 
-def _require_known(names: Iterable[str], found: Meaning, source: Source) -> None:
+def _require_known(names: Iterable[str], found: DcpKeys, source: DcpReader) -> None:
     known = set(found.model.values())
     strange = [name for name in dict.fromkeys(names) if name not in known]
     if strange:

@@ -14,11 +14,11 @@ from torch.distributed.checkpoint.filesystem import FileSystemReader
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
 from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, ReadItem
 
-from plait.checkpoint.dcp_metadata import boxes_of, brief, damaged, metadata_of
+from plait.checkpoint.dcp_metadata import brief, chunk_boxes, damaged, metadata_of
 from plait.layout import Box
 
 
-class Source:
+class DcpReader:
     """A checkpoint that torch.distributed.checkpoint wrote. CheckpointError where it is none, or damaged."""
 
     def __init__(self, folder: Path) -> None:
@@ -34,7 +34,7 @@ class Source:
 
     def boxes(self, key: str) -> list[Box]:
         """In which a tensor is stored."""
-        return boxes_of(self.tensors[key])
+        return chunk_boxes(self.tensors[key])
 
     def read(self, key: str, box: Box) -> Tensor:
         """One of the boxes, on the CPU; meanwhile there is memory for it twice. CheckpointError."""

@@ -12,13 +12,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.checkpoint.box_reader import BoxReader
 from plait.checkpoint.disk import Disk, write_text
-from plait.checkpoint.folders import resolve
-from plait.checkpoint.loading import opened, require_whole
-from plait.checkpoint.manifest import FILE, File, Manifest, written
-from plait.checkpoint.new_folder import new_folder
-from plait.checkpoint.reading import Boxes
-from plait.checkpoint.tensor_file import Item, portions, write_file
+from plait.checkpoint.folders import atomic_folder, resolve
+from plait.checkpoint.loading import open_manifest, require_undamaged
+from plait.checkpoint.manifest import FILE, FileEntry, Manifest, manifest_text
+from plait.checkpoint.tensor_file import BoxToWrite, portions, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -26,15 +25,15 @@ _FILE_ROOM, _ENTRY_ROOM, _DIM_ROOM = 128, 100, 21
 """Bytes that a header takes at most: by itself, for a tensor beside its name, and for each of its dims."""
 
 
-class Wholes:
+class FullTensors:
     """The tensors of a checkpoint whose files have been looked through."""
 
     def __init__(self, path: Path) -> None:
         """`path`: as for `load`. Reads every byte once. CheckpointError where it is damaged, or not there."""
         self.folder = resolve(path)
-        self.manifest = opened(self.folder)
-        require_whole(self.folder, portions(self.manifest.files))
-        self._boxes = Boxes(self.folder, self.manifest)
+        self.manifest = open_manifest(self.folder)
+        require_undamaged(self.folder, portions(self.manifest.files))
+        self._boxes = BoxReader(self.folder, self.manifest)
 
     def dtype(self, name: str) -> torch.dtype:
         """That it was saved in."""
@@ -46,7 +45,7 @@ class Wholes:
 
         Memory: that tensor, as read from boxes that are mapped into memory.
         """
-        return self.read_box(name, whole_box(self.manifest.tensors[name].shape), dtype)
+        return self.read_box(name, full_box(self.manifest.tensors[name].shape), dtype)
 
     def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
         """A box of a tensor; likewise."""
@@ -54,32 +53,32 @@ class Wholes:
         self._boxes.fill_box(found, name, box)
         return found
 
-    def items(self) -> list[Item]:
+    def items(self) -> list[BoxToWrite]:
         """All of them, to be written as they are; none of those without elements, which have no boxes."""
         return [
-            Item(name, whole_box(one.shape), self.dtype(name), partial(self.read, name))
+            BoxToWrite(name, full_box(one.shape), self.dtype(name), partial(self.read, name))
             for name, one in self.manifest.tensors.items()
             if prod(one.shape)
         ]
 
 
-def whole_box(shape: Sequence[int]) -> Box:
+def full_box(shape: Sequence[int]) -> Box:
     """The box of all of a tensor."""
     return Box((0,) * len(shape), tuple(shape))
 
 
-def write_native(
-    target: Path, head: Manifest, items: Sequence[Item], *, max_bytes: int | None, disk: Disk
+def write_checkpoint(
+    target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
     """Write a checkpoint of one process. `head`: its manifest, but for the files. CheckpointError."""
-    with new_folder(target, disk) as folder:
+    with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
-        write_text(disk, folder / FILE, written(replace(head, files=tuple(files))))
+        write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
 
 
 def write_files(
-    folder: Path, stem: str, items: Sequence[Item], *, max_bytes: int | None, disk: Disk
-) -> list[File]:
+    folder: Path, stem: str, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
+) -> list[FileEntry]:
     """Write `STEM.safetensors`, or `STEM-00001-of-00003.safetensors` …, each of at most `max_bytes`.
 
     A tensor that is larger has a file of its own. Raises OSError.
@@ -93,13 +92,13 @@ def write_files(
     return files
 
 
-def _groups(items: Sequence[Item], max_bytes: int | None) -> list[list[Item]]:
+def _groups(items: Sequence[BoxToWrite], max_bytes: int | None) -> list[list[BoxToWrite]]:
     """Items in their order, as many in a file as there is room for."""
     if max_bytes is None:
         return [list(items)]
     if max_bytes < 1:
         raise CheckpointError(f"files of at most {max_bytes} bytes hold nothing: give a larger size.")
-    groups: list[list[Item]] = [[]]
+    groups: list[list[BoxToWrite]] = [[]]
     room = max_bytes - _FILE_ROOM
     for item in items:
         takes = item.bytes + len(json.dumps(item.key)) + _ENTRY_ROOM + _DIM_ROOM * len(item.box.sizes)

@@ -13,8 +13,8 @@ import pytest
 from parity.one_rank import MODELS, lively, saved
 from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp
-from plait.checkpoint.manifest import FILE, checksum, read
-from plait.checkpoint.manifest_form import Dtype
+from plait.checkpoint.manifest import FILE, checksum, read_manifest
+from plait.checkpoint.manifest_schema import Dtype
 from plait.checkpoint.tensor_file import DTYPES
 from plait.cli.main import main
 from plait.errors import CheckpointError
@@ -95,14 +95,14 @@ def test_an_ill_formed_manifest_says_where(written: Path, tmp_path: Path, form: 
     change(content)
     signed(tmp_path, content)
     with pytest.raises(CheckpointError, match=f"manifest.json is ill formed .*{told}") as refusal:
-        read(tmp_path)
+        read_manifest(tmp_path)
     assert refusal.value.damaged
     assert "\n" not in str(refusal.value)
 
 
 def test_the_form_of_what_plait_writes_is_sound(written: Path, tmp_path: Path) -> None:
     signed(tmp_path, content_of(written) | {"of a later plait": 1})
-    assert read(tmp_path) == read(written)
+    assert read_manifest(tmp_path) == read_manifest(written)
     assert set(Dtype.__args__) == {str(dtype).removeprefix("torch.") for dtype in DTYPES}
 
 
@@ -112,26 +112,26 @@ def test_the_form_of_what_plait_writes_is_sound(written: Path, tmp_path: Path) -
 def test_what_is_no_manifest_is_damaged(tmp_path: Path, text: str) -> None:
     (tmp_path / FILE).write_text(text)
     with pytest.raises(CheckpointError, match="is not what was written: take another"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_a_state_that_is_nested_deeply_is_ill_formed(written: Path, tmp_path: Path) -> None:
     text = json.dumps(content_of(written) | {"state": {"a": "deep"}}, separators=(",", ":"))
     signed(tmp_path, text.replace('"deep"', '{"a":' * 300 + "1" + "}" * 300))
     with pytest.raises(CheckpointError, match="content: it is nested more than 200 times"):
-        read(tmp_path)
+        read_manifest(tmp_path)
 
 
 def test_a_link_that_leads_out_of_the_folder_is_refused(written: Path, tmp_path: Path) -> None:
     folder = tmp_path / "linked"
     folder.mkdir()
     (folder / FILE).write_bytes((written / FILE).read_bytes())
-    (name,) = (file.name for file in read(written).files)
+    (name,) = (file.name for file in read_manifest(written).files)
     (folder / name).symlink_to(written / name)
     with pytest.raises(CheckpointError, match=f"{name} is a link that leads out of its folder"):
-        read(folder)
+        read_manifest(folder)
     (tmp_path / "whole").symlink_to(written)  # the folder itself may be one
-    assert read(tmp_path / "whole") == read(written)
+    assert read_manifest(tmp_path / "whole") == read_manifest(written)
 
 
 def test_a_dtype_that_is_not_the_file_s_is_refused(written: Path, tmp_path: Path) -> None:

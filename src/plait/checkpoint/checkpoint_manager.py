@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from plait.checkpoint.contents import Woven
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.folders import folder_of, prune, set_aside, tidy
+from plait.checkpoint.folders import checkpoint_name, clean_up, prune, rename_later
+from plait.checkpoint.rank_contents import Checkpointable
+from plait.checkpoint.save_task import PendingSave
 from plait.checkpoint.saving import start
 from plait.checkpoint.staging import Staging
-from plait.checkpoint.writing import Saving
 
 
-class Checkpoints:
+class CheckpointManager:
     """Saves a run every now and then; at most one checkpoint is being written at a time.
 
     All ranks make one, and call its methods alike. A failure leaves the older checkpoints as they are.
@@ -44,7 +44,7 @@ class Checkpoints:
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._disk = disk or Disk()
         self._staging = Staging()
-        self._under_way: Saving | None = None
+        self._under_way: PendingSave | None = None
         self.complete = True
         """Whether the last one that was waited for is there, even if older ones could not be removed."""
 
@@ -60,7 +60,7 @@ class Checkpoints:
 
     def save(
         self,
-        engine: Woven,
+        engine: Checkpointable,
         optimizer: torch.optim.Optimizer | None,
         step: int,
         state: Mapping[str, Any],
@@ -71,7 +71,7 @@ class Checkpoints:
         """
         self.finish()
         self.complete = False
-        path = self._folder / folder_of(step)
+        path = self._folder / checkpoint_name(step)
         self._under_way = start(
             engine,
             optimizer,
@@ -95,10 +95,10 @@ class Checkpoints:
 
     def _tidy(self) -> None:
         if not self._begun:
-            tidy(self._folder, self._disk)
+            clean_up(self._folder, self._disk)
         self._begun = True
 
     def _set_aside(self) -> None:
         if self._behind is not None:
-            set_aside(self._folder, self._behind, self._disk)
+            rename_later(self._folder, self._behind, self._disk)
         self._behind = None

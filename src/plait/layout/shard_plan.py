@@ -1,0 +1,24 @@
+"""How a plan distributes a model's parameters and buffers over ranks, without tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from plait.layout.layout import Layout
+from plait.plan import Plan
+
+
+@dataclass(frozen=True)
+class ShardPlan:
+    """Which piece of each parameter and buffer of a model each rank of a plan holds."""
+
+    plan: Plan
+    layouts: Mapping[str, Layout]
+    """The layout of each parameter, in the order in which ranks save them."""
+    buffer_shapes: Mapping[str, tuple[int, ...]]
+    """The shape of each saved buffer; every rank of its stage holds all of it."""
+    aliases: Mapping[str, str]
+    """For each further name of a shared parameter, its first name."""
+    owners: Mapping[str, tuple[int, ...]]
+    """The ranks along `pp` that hold each parameter and buffer."""
