@@ -50,10 +50,9 @@ def convert_for(
 ) -> None:
     """Write `source` to the new folder `target` with the boxes and files that the ranks of a plan would save.
 
-    `shard_plan`: that of a model and a plan, `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that
-    plan finds all that it holds in its own file, except for pieces that another rank saves for it. Runs in
-    one process, as `convert`. Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of
-    another model.
+    `shard_plan`: `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds all
+    that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
+    Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of another model.
     """
     tensors, disk = FullTensors(Path(source)), disk or Disk()
     manifest, plan = tensors.manifest, shard_plan.plan
