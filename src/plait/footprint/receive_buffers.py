@@ -3,22 +3,21 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
-from math import prod
+from collections.abc import Sequence
 
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.layers.shape_inference import TensorInfo
-from plait.pipeline.exchange import SENDS_UNDER_WAY
+from plait.pipeline.exchange import SENDS_UNDER_WAY, Crossing, buffer_sizes, receive_buffers
 from plait.schedules.action import Action, Kind
 
 
 class ReceiveBufferAccount:
     """Enters in a ledger what an `Exchange` of one rank holds."""
 
-    def __init__(self, ledger: MemoryLedger, crossing: Mapping[int, Sequence[TensorInfo]]) -> None:
-        """`crossing[s]` is what stage `s` sends forward."""
+    def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
+        """All micro-batches have the shapes of the first."""
         self._ledger = ledger
         self._crossing = crossing
+        self._sizes = buffer_sizes(crossing)
         self._free: dict[int, list[MemoryBlock]] = defaultdict(list)
         self._pool: set[MemoryBlock] = set()
         self._posted: dict[Action, list[MemoryBlock]] = {}
@@ -28,11 +27,8 @@ class ReceiveBufferAccount:
 
     def post(self, action: Action) -> None:
         """A receive is posted into buffers of the pool."""
-        if action.kind is Kind.F:
-            expected = list(self._crossing[action.stage - 1])
-        else:
-            expected = [info for info in self._crossing[action.stage] if info.requires_grad]
-        self._posted[action] = [self._take(bytes_of(info)) for info in expected]
+        received = receive_buffers(action._replace(microbatch=0), self._crossing, self._sizes)
+        self._posted[action] = [self._take(size) for _, size in received]
 
     def take(self, action: Action) -> list[MemoryBlock]:
         """What `action` needs has come."""
@@ -51,9 +47,9 @@ class ReceiveBufferAccount:
 
     def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
         """Likewise, with zeros where no gradient flows."""
-        pairs = zip(self._crossing[action.stage - 1], gradients, strict=True)
+        pairs = zip(self._crossing[action.stage - 1][0], gradients, strict=True)
         blocks = [
-            MemoryBlock(bytes_of(info), Category.MESSAGES) if gradient is None else gradient
+            MemoryBlock(info.nbytes, Category.MESSAGES) if gradient is None else gradient
             for info, gradient in pairs
             if info.requires_grad
         ]
@@ -82,8 +78,3 @@ class ReceiveBufferAccount:
         self._pool.add(block)
         self._ledger.hold(("pool", len(self._pool)), [block])
         return block
-
-
-def bytes_of(info: TensorInfo) -> int:
-    """The memory of a tensor."""
-    return prod(info.shape) * info.dtype.itemsize

@@ -106,9 +106,7 @@ def _flow(
     traces: ModelTraces,
     inputs: Sequence[MemoryBlock],
 ) -> ActivationAccount:
-    crossing = {
-        stage: traces.infos[layers[-1]].tensors for stage, layers in enumerate(blueprint.stage_layers)
-    }
+    crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
     messages = ReceiveBufferAccount(ledger, crossing)
     stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
     return ActivationAccount(ledger, messages, stages, traces, inputs)

@@ -12,6 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,6 +26,31 @@ from plait.schedules.action import Action, Kind
 
 SENDS_UNDER_WAY = 2
 """Per channel. More would only hold tensors longer: the receiver posts one receive ahead."""
+
+Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
+"""`crossing[s][m]` are the tensors that stage `s` sends forward of micro-batch `m`."""
+
+
+def buffer_sizes(crossing: Crossing) -> list[list[int]]:
+    """Return the bytes of the receive buffers of each stage's output: those of the longest micro-batch."""
+    return [
+        [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
+        for microbatches in crossing
+    ]
+
+
+def receive_buffers(
+    action: Action, crossing: Crossing, sizes: Sequence[Sequence[int]]
+) -> list[tuple[TensorInfo, int]]:
+    """Return the tensors that `action` receives, each with the bytes of its buffer.
+
+    A forward receives all that the stage before sends, a backward the gradients of what its own stage has
+    sent and is differentiable.
+    """
+    forward = action.kind is Kind.F
+    stage = action.stage - 1 if forward else action.stage
+    sized = zip(crossing[stage][action.microbatch], sizes[stage], strict=False)
+    return [(info, size) for info, size in sized if forward or info.requires_grad]
 
 
 @dataclass
@@ -89,35 +115,26 @@ class Exchange:
     def __init__(self, forward: Group, backward: Group, device: torch.device) -> None:
         self.groups = {Kind.F: forward, Kind.I: backward}
         self.pool = BufferPool(device)
-        self.crossing: Sequence[Sequence[Sequence[TensorInfo]]] = ()
+        self.crossing: Crossing = ()
         self._sizes: Sequence[Sequence[int]] = ()
         self._posted: dict[Action, tuple[list[Tensor], list[Handle[Tensor]]]] = {}
         self._lent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
         self._sends: dict[tuple[int, Kind], list[list[Handle[None]]]] = defaultdict(list)
 
-    def begin(self, crossing: Sequence[Sequence[Sequence[TensorInfo]]]) -> None:
+    def begin(self, crossing: Crossing) -> None:
         """Steps on other shapes follow: `crossing[s][m]` is what stage `s` sends forward of micro-batch `m`.
 
         Its differentiable part comes back.
         """
         self.crossing = crossing
-        longest = [
-            [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
-            for microbatches in crossing
-        ]
+        longest = buffer_sizes(crossing)
         fits = self.pool.fit(need for needs in longest for need in needs)
         self._sizes = [[fits[need] for need in needs] for needs in longest]
 
-    def _buffers(self, action: Action) -> list[Tensor]:
-        """For what `action` receives."""
-        stage = action.stage - 1 if action.kind is Kind.F else action.stage
-        sized = zip(self.crossing[stage][action.microbatch], self._sizes[stage], strict=False)
-        forward = action.kind is Kind.F
-        return [self.pool.take(info, size) for info, size in sized if forward or info.requires_grad]
-
     def post(self, action: Action, peer: int) -> None:
         """Start receiving what `action` needs from `peer` of the `pp` axis."""
-        buffers = self._buffers(action)
+        received = receive_buffers(action, self.crossing, self._sizes)
+        buffers = [self.pool.take(info, size) for info, size in received]
         group = self.groups[action.kind]
         handles = [receive(buffer, group, peer, label=str(action)) for buffer in buffers]
         self._posted[action] = buffers, handles

@@ -16,7 +16,7 @@ BYTES = 64
 def account() -> tuple[MemoryLedger, ReceiveBufferAccount]:
     """Of the second of three stages."""
     ledger = MemoryLedger()
-    return ledger, ReceiveBufferAccount(ledger, {0: [HIDDEN, MASK], 1: [HIDDEN]})
+    return ledger, ReceiveBufferAccount(ledger, [[[HIDDEN, MASK]], [[HIDDEN]]])
 
 
 def total(ledger: MemoryLedger) -> int:
