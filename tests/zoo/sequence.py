@@ -147,7 +147,7 @@ def dropout_counts_from_the_piece() -> Any:
     """A rank draws for the first positions."""
 
     def first(self: SequenceBorder, size: int) -> DimPiece:
-        return DimPiece(0, self.length.whole)
+        return DimPiece(0, self.length)
 
     return patch.object(SequenceBorder, "piece", first)
 

@@ -8,7 +8,6 @@ to it.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -21,13 +20,6 @@ from plait.layout import divide
 
 UnderWay = Callable[[], Tensor]
 """Waits for a collective that was started, and gives its result. To be called once."""
-
-
-@dataclass
-class Length:
-    """How long the sequence is of which layers see a piece, in the micro-batch that runs now."""
-
-    whole: int = 0
 
 
 def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:

@@ -4,23 +4,19 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import from_plain_dropout, is_plain_dropout
-from plait.autograd.pieces import Length
 from plait.errors import ModelError
 from plait.layers.nested import Value
 from plait.layers.precision import convert
 from plait.rules import join
 
-Convert = Callable[[Value], Value]
-
-
-def _as_it_is(value: Value) -> Value:
-    return value
+RunOnPieces = Callable[[nn.Module, Value, int], tuple[Value, int]]
+"""Runs a module between layers that exchange pieces of a sequence; see `NamedLayer.run`."""
 
 
 @dataclass(frozen=True)
@@ -29,16 +25,17 @@ class NamedLayer:
 
     path: str
     module: nn.Module
-    enter: Convert = _as_it_is
-    """What is done to a value before the module gets it."""
-    leave: Convert = _as_it_is
-    """What is done to what the module gives."""
-    length: Length = field(default_factory=Length)
-    """Of the sequence, where values are pieces of it; said by whoever runs the layer."""
+    run_on_pieces: RunOnPieces | None = None
+    """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
 
-    def run(self, value: Value) -> Value:
-        """What the layer makes of a value."""
-        return self.leave(self.module(self.enter(value)))
+    def run(self, value: Value, length: int) -> tuple[Value, int]:
+        """Return the layer's output, and the length of the sequence of which it holds a piece.
+
+        `length` is that of the sequence of which `value` holds a piece; 0 where no layer has met one.
+        """
+        if self.run_on_pieces is None:
+            return self.module(value), length
+        return self.run_on_pieces(self.module, value, length)
 
 
 @dataclass(frozen=True)

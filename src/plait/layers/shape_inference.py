@@ -94,11 +94,10 @@ def infer(
         ),
         batch,
     )
-    infos = []
-    twins = False
+    infos: list[LayerInfo] = []
+    twins, length = False, 0
     for number, layer in enumerate(layers):
-        length = layer.length.whole
-        output, writes_input = _run(layer, value, circumstances)
+        (output, next_length), writes_input = _run(layer, value, length, circumstances)
         if inspect is not None:
             inspect(number, value, output)
         if writes_input and twins:
@@ -107,6 +106,7 @@ def infer(
                 "what one sees of the other's change would depend on the cut, so clone one of them."
             )
         infos.append(LayerInfo(writes_input, map_tensors(_info_of, output), length))
+        length = next_length
         given = [id(tensor) for tensor in tensors_of(output)]
         twins = len(set(given)) < len(given)
         value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
@@ -117,32 +117,34 @@ def _info_of(tensor: Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _run(layer: NamedLayer, value: Value, circumstances: str) -> tuple[Value, bool]:
-    """The layer's output, and whether it writes to its input (autograd refuses that on a leaf)."""
+def _run(
+    layer: NamedLayer, value: Value, length: int, circumstances: str
+) -> tuple[tuple[Value, int], bool]:
+    """What `layer.run` returns, and whether the layer writes to its input (autograd refuses that on a leaf)."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
-        output = _on_meta(layer, value)
+        output = _on_meta(layer, value, length)
         written = versions != [tensor._version for tensor in tensors_of(value)]
     except PlaitError:
         raise
     except Exception as error:
         try:
-            output, written = _on_meta(layer, map_tensors(torch.clone, value)), True
+            output, written = _on_meta(layer, map_tensors(torch.clone, value), length), True
         except Exception:
             raise ModelError(
                 f"layer {layer.path!r} ({type(layer.module).__name__}) does not run on "
                 f"{_described(value)} ({circumstances}on the meta device; tensors that it keeps have to be "
                 f"parameters, buffers or attributes): {type(error).__name__}: {error}"
             ) from error
-    if not any(True for _ in tensors_of(output)):
+    if not any(True for _ in tensors_of(output[0])):
         raise ModelError(f"layer {layer.path!r} gives no tensor: a layer maps tensors to tensors.")
     return output, written
 
 
-def _on_meta(layer: NamedLayer, value: Value) -> Any:
+def _on_meta(layer: NamedLayer, value: Value, length: int) -> tuple[Value, int]:
     # Tensors that a layer makes without naming a device land on meta as well.
     with torch.device("meta"), torch.enable_grad():
-        return layer.run(value)
+        return layer.run(value, length)
 
 
 def _described(value: Value) -> str:

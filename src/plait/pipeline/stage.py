@@ -152,10 +152,10 @@ def _run(
     layer: NamedLayer, info: LayerInfo, drawing: Callable[[], AbstractContextManager[None]], value: Value
 ) -> Value:
     """What a layer gives; a layer that writes to its input writes to a copy."""
-    layer.length.whole = info.length
     given = map_tensors(torch.clone, value) if info.writes_input else value
     with drawing():
-        return _not_lent(layer.module, layer.run(given))
+        output, _ = layer.run(given, info.length)
+        return _not_lent(layer.module, output)
 
 
 def _not_lent(module: nn.Module, output: Value) -> Value:

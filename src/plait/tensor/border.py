@@ -16,7 +16,6 @@ from torch import Tensor
 
 from plait.autograd.conjugate import Overlap, copy, gather_in, reduce, scatter_out
 from plait.autograd.mask import DimPiece
-from plait.autograd.pieces import Length
 from plait.autograd.regather import Gather, GatherRegistry
 from plait.comm.group import Group
 from plait.errors import ModelError
@@ -50,7 +49,7 @@ class WholeBorder:
         return reduce(tensor, self.group)
 
 
-@dataclass(frozen=True)
+@dataclass
 class SequenceBorder:
     """Outside each rank has a piece of the sequence.
 
@@ -60,18 +59,19 @@ class SequenceBorder:
     group: Group
     dim: int
     """Of the sequence."""
-    length: Length
     overlap: Overlap | None = None
     """Done while a gradient is summed."""
     registry: GatherRegistry | None = None
     """Where it is noted that what is gathered, both forward and backward, is to be gathered again for weight
     gradients; None: it is kept."""
+    length: int = 0
+    """Of the whole sequence, in the run of a layer that is under way; set at its start."""
 
     def enter(self, tensor: Tensor) -> Tensor:
         """The whole sequence."""
-        whole = gather_in(tensor, self.group, self.dim, self.length.whole, self.overlap)
+        whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
         if self.registry is not None and whole is not tensor:
-            self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length.whole))
+            self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length))
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
@@ -80,11 +80,11 @@ class SequenceBorder:
 
     def piece(self, size: int) -> DimPiece:
         """Which piece of the sequence this rank has. ModelError where that has not `size` positions."""
-        own = divide(self.length.whole, self.group.size)[self.group.index]
+        own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(
                 f"a dropout was given a tensor whose dim {self.dim} has {size} elements, where this rank has "
-                f"{len(own)} of the {self.length.whole} positions of the sequence: let it drop before the "
+                f"{len(own)} of the {self.length} positions of the sequence: let it drop before the "
                 "dims are changed, or take the rule sequence off its layer."
             )
-        return DimPiece(own.start, self.length.whole)
+        return DimPiece(own.start, self.length)

@@ -3,20 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import partial
-from itertools import count
+from dataclasses import dataclass, replace
 
 from torch import Tensor, nn
 
 from plait.autograd.conjugate import to_pieces, to_whole
 from plait.autograd.dropout import Dropout, names_of
-from plait.autograd.pieces import Length
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
-from plait.layers.nested import Value, map_tensors, tensors_of
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, RunOnPieces, on_meta, private_copy
+from plait.layers.nested import Value, tensors_of, with_tensors
 from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import infer
 from plait.layout import Layout
@@ -45,7 +42,6 @@ class Weaving:
     regathers: bool
     """Whether what enters a region in pieces is gathered again for weight gradients."""
     group: Group
-    length: Length = field(default_factory=Length)
 
     def weave(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
@@ -56,11 +52,14 @@ class Weaving:
         """
         if self.group.size == 1:
             return list(layers)
-        borders = [self._border(self.sequence_dims[layer.path], queue) for layer in layers]
+        dims = [self.sequence_dims[layer.path] for layer in layers]
+        # One border for all layers that take pieces of the same dim: layers may share a module.
+        border_of = {one.input: self._border(one, queue) for one in dims}
+        borders = [border_of[one.input] for one in dims]
         woven = weave(named(layers), self.cuts, self.group, borders, queue)
         return [
-            replace(self._with_turns(layer), module=module)
-            for layer, module in zip(layers, woven, strict=True)
+            replace(layer, module=module, run_on_pieces=self._run_on_pieces(one, border))
+            for layer, module, one, border in zip(layers, woven, dims, borders, strict=True)
         ]
 
     def _border(self, dims: SequenceDims, queue: WeightGradientQueue | None) -> Border:
@@ -68,35 +67,20 @@ class Weaving:
         if dims.input is None:
             return WholeBorder(self.group, overlap)
         registry = queue.gathered if queue is not None and self.regathers else None
-        return SequenceBorder(self.group, dims.input, self.length, overlap, registry)
+        return SequenceBorder(self.group, dims.input, overlap, registry)
 
-    def _with_turns(self, layer: NamedLayer) -> NamedLayer:
-        """The layer, and before and behind it what makes pieces of a whole sequence, or joins them."""
-        dims = self.sequence_dims[layer.path]
-        return replace(
-            layer,
-            enter=partial(self._turn, dims.previous, dims.input),
-            leave=partial(self._turn, dims.output, dims.next),
-            length=self.length,
-        )
+    def _run_on_pieces(self, dims: SequenceDims, border: Border) -> RunOnPieces | None:
+        """Return how a layer runs that takes, makes or passes on pieces of a sequence; None for any other."""
+        if dims == SequenceDims():
+            return None
 
-    def _turn(self, now: int | None, then: int | None, value: Value) -> Value:
-        """A value whose first tensor is a piece along dim `now` (None: whole), with one along `then`."""
-        if now == then:
-            return value
-        numbers = count()
+        def run(module: nn.Module, value: Value, length: int) -> tuple[Value, int]:
+            value, length = _redistributed(value, self.group, dims.previous, dims.input, length)
+            if isinstance(border, SequenceBorder):
+                border.length = length
+            return _redistributed(module(value), self.group, dims.output, dims.next, length)
 
-        def turn(tensor: Tensor) -> Tensor:
-            if next(numbers) > 0:
-                return tensor
-            if now is not None:
-                tensor = to_whole(tensor, self.group, now, self.length.whole)
-            if then is None:
-                return tensor
-            self.length.whole = tensor.shape[then]
-            return to_pieces(tensor, self.group, then)
-
-        return map_tensors(turn, value)
+        return run
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
         """What the model's logits are pieces of, if they are."""
@@ -104,6 +88,21 @@ class Weaving:
             return None
         classes = cut_classes((last.path, last.module), self.cuts)
         return None if classes is None else Vocabulary(classes, self.group)
+
+
+def _redistributed(
+    value: Value, group: Group, now: int | None, then: int | None, length: int
+) -> tuple[Value, int]:
+    """Return `value`, whose first tensor is a piece along dim `now` (None: whole), with one along `then`.
+
+    `length` is that of the whole sequence; also returns that of the one of which the result holds a piece.
+    """
+    if now == then:
+        return value, length
+    first, *others = tensors_of(value)
+    whole = first if now is None else to_whole(first, group, now, length)
+    changed = whole if then is None else to_pieces(whole, group, then)
+    return with_tensors(value, [changed, *others]), length if then is None else whole.shape[then]
 
 
 def build_skeleton(
