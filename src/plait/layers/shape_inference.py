@@ -117,10 +117,8 @@ def _info_of(tensor: Tensor) -> TensorInfo:
     return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
-def _run(
-    layer: NamedLayer, value: Value, length: int, circumstances: str
-) -> tuple[tuple[Value, int], bool]:
-    """What `layer.run` returns, and whether the layer writes to its input (autograd refuses that on a leaf)."""
+def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:
+    """What `layer.run` returns, and whether the layer writes to its input: autograd refuses that on a leaf."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
         output = _on_meta(layer, value, length)

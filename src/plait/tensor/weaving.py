@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from torch import Tensor, nn
+from torch import nn
 
 from plait.autograd.conjugate import to_pieces, to_whole
 from plait.autograd.dropout import Dropout, names_of
