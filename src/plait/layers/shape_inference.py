@@ -118,7 +118,7 @@ def _info_of(tensor: Tensor) -> TensorInfo:
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:
-    """Return the result of `layer.run`, and whether it writes to its input: autograd refuses that on a leaf."""
+    """Return what `layer.run` does, and whether it writes to its input (autograd refuses that on a leaf)."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
         output = _on_meta(layer, value, length)
