@@ -86,7 +86,7 @@ class GPT(nn.Module):
 
 
 def parallelize(model: GPT, mesh: DeviceMesh, documented: bool) -> None:
-    """Cut `model`; norms and positions stay plain tensors, the same on every rank."""
+    """Partition `model`; norms and positions stay plain tensors, the same on every rank."""
     plan: dict[str, ParallelStyle] = {
         "token": RowwiseParallel(input_layouts=Replicate()),
         "blocks.*.attention.mix": RowwiseParallel(),

@@ -31,9 +31,9 @@ from plait.schedules.stage_cuts.cut import Cut
 from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
 from plait.sharding.owners import Owners
 from plait.sharding.storage_policy import StoragePolicy
-from plait.tensor.sequence import SequenceDims, sequence_dims, summed_over_tp
-from plait.tensor.weave import layouts_of, rules_of_modules
-from plait.tensor.weaving import Weaving, named
+from plait.tensor.apply_rules import layouts_of, match_modules
+from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
+from plait.tensor.tensor_parallelism import TensorParallelism, named
 
 
 @dataclass(frozen=True)
@@ -109,11 +109,13 @@ class Blueprint:
         kinds = (kind for unit in self.arrangement.values() for kind in unit)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
-    def weaving(self, group: Group) -> Weaving:
+    def tensor_parallel(self, group: Group) -> TensorParallelism:
         """The rules, to be applied to layers as a rank of `tp` holds them."""
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
-        return Weaving(self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group)
+        return TensorParallelism(
+            self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group
+        )
 
     def policy_on(self, device: torch.device) -> StoragePolicy:
         """How a rank that computes on `device` keeps parameters and gradients."""
@@ -198,7 +200,7 @@ def rules_of_partitioned_modules(
     """The rule of each module that is cut. PlanError where `tp` asks for rules and there are none."""
     if plan.tp == 1:
         if rules is not None:
-            rules_of_modules(rules, named(sequence.layers))  # to hear of mistakes before there are ranks
+            match_modules(rules, named(sequence.layers))  # to hear of mistakes before there are ranks
         return {}
     chosen = getattr(model, "rules", None) if rules is None else rules
     if chosen is None:
@@ -206,7 +208,7 @@ def rules_of_partitioned_modules(
             f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
             "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
         )
-    matched = rules_of_modules(chosen, named(sequence.layers))
+    matched = match_modules(chosen, named(sequence.layers))
     if not plan.cuts_sequence:
         return {path: rule for path, rule in matched.items() if rule.kind != "sequence"}
     if all(rule.kind != "sequence" for rule in matched.values()):

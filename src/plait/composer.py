@@ -40,11 +40,11 @@ from plait.sharding.gatherer import Gatherer
 from plait.sharding.owners import counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, UnitFactory
-from plait.tensor.cutting import is_cut
-from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, loss_of_pieces
+from plait.tensor.partition import is_cut
+from plait.tensor.tensor_parallelism import Prove, TensorParallelism, build_prover, build_skeleton, named
+from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.tensor.vocabulary import Vocabulary
-from plait.tensor.weaving import Prove, Weaving, build_skeleton, named, prover
 
 
 def parallelize(
@@ -80,10 +80,12 @@ def parallelize(
     steps, dropout = Steps(blueprint.schedule, blueprint.shape, mesh.index("pp")), DropoutGenerator(seed)
     spans = {stage: blueprint.stage_layers[stage] for stage in steps.schedule.stages_of(mesh.index("pp"))}
     units = build_units(blueprint, spans, mesh, source)
-    weaving = blueprint.weaving(mesh.group("tp"))
-    stages = build_stages(blueprint, spans, units, weaving, mesh, source, dropout)
-    skeletons = (build_skeleton(sequence, blueprint.whole_layouts, weaving, plan, mesh) for _ in range(2))
-    vocabulary = weaving.vocabulary_of(sequence.layers[-1])
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
+    stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
+    skeletons = (
+        build_skeleton(sequence, blueprint.whole_layouts, tensor_parallel, plan, mesh) for _ in range(2)
+    )
+    vocabulary = tensor_parallel.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
     parts = Parts(
         plan=plan,
@@ -142,9 +144,9 @@ def agreed_source(
 
 
 def proof(blueprint: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
-    """What proves that the rules fit the model; see `prover`."""
+    """What proves that the rules fit the model; see `build_prover`."""
     layouts, summed = blueprint.whole_layouts, blueprint.summed
-    return prover(
+    return build_prover(
         blueprint.sequence, layouts, summed, skeleton, blueprint.sequence_dims, ends_inside=ends_inside
     )
 
@@ -189,7 +191,7 @@ def build_stages(
     blueprint: Blueprint,
     spans: Mapping[int, range],
     units: Mapping[str, Unit],
-    weaving: Weaving,
+    tensor_parallel: TensorParallelism,
     mesh: Mesh,
     source: Source,
     dropout: DropoutGenerator,
@@ -203,7 +205,7 @@ def build_stages(
     for number, layers in mine.items():
         # One copy of a stage's layers, so that what they share stays shared.
         real = buffers | parameters_of(number, units.values(), sequence)
-        copies = weaving.weave(private_copy(layers, real), queue)
+        copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
             defer_weight_gradients(layer.module, queue)
         dropout.attach_to(layer.module for layer in copies)

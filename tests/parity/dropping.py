@@ -12,7 +12,7 @@ from torch.nn import functional
 from parity.case import SEED, Case
 from parity.cases import GPT2_VOCAB, draw_contexts, with_values
 from plait.autograd.dropout import key_of
-from plait.autograd.mask import keep_mask
+from plait.autograd.dropout_mask import keep_mask
 from plait.rules import Rules, column, entrance, piece, row, sequence
 
 HEADS = 4

@@ -11,9 +11,9 @@ import torch
 from torch import Tensor
 
 from plait import composer
-from plait.autograd import conjugate
-from plait.autograd.conjugate import copy, reduce
+from plait.autograd import paired_collectives
 from plait.autograd.deferred import linear
+from plait.autograd.paired_collectives import copy, reduce
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
 from plait.sharding.reducer import Reducer
@@ -41,7 +41,7 @@ def average_instead_of_sum() -> Iterator[None]:
     def mean(tensor: Tensor, group: Any, **options: Any) -> Handle[Tensor]:
         return all_reduce(tensor, group, "mean", **options)
 
-    with patch.object(conjugate, "all_reduce", mean):
+    with patch.object(paired_collectives, "all_reduce", mean):
         yield
 
 
@@ -52,7 +52,7 @@ def backward_of_the_reduction_scaled() -> Iterator[None]:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient * 2, None
 
-    with patch.object(conjugate._Reduce, "backward", staticmethod(backward)):
+    with patch.object(paired_collectives._Reduce, "backward", staticmethod(backward)):
         yield
 
 
@@ -63,7 +63,7 @@ def entrance_without_sum() -> Iterator[None]:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         return gradient, None, None
 
-    with patch.object(conjugate._Copy, "backward", staticmethod(backward)):
+    with patch.object(paired_collectives._Copy, "backward", staticmethod(backward)):
         yield
 
 

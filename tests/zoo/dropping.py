@@ -10,7 +10,7 @@ from plait.autograd.dropout import set_region_piece
 from plait.engine import Engine
 from plait.engine.runner import Runner
 from plait.plan import Plan
-from plait.tensor import weave
+from plait.tensor import apply_rules
 from plait.verification.location import StepPhase
 from zoo.row import TWO_STEPS, Named, Row
 
@@ -42,7 +42,7 @@ def first_heads_on_every_rank() -> Any:
     def first(module: Any, dim: int, index: int, count: int) -> None:
         set_region_piece(module, dim, 0, count)
 
-    return patch.object(weave, "set_region_piece", first)
+    return patch.object(apply_rules, "set_region_piece", first)
 
 
 def the_same_in_every_step() -> Any:

@@ -9,12 +9,12 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.autograd import conjugate
+from plait.autograd import paired_collectives
 from plait.comm.collectives import all_gather
 from plait.pipeline.exchange import Exchange
 from plait.plan import Plan
 from plait.schedules.action import Kind
-from plait.tensor import border
+from plait.tensor import region_boundary
 from plait.verification.options import VerifyOptions
 from zoo import cases
 from zoo.backward import _messages
@@ -41,10 +41,10 @@ def _leaving(change: Callable[[Parts, int], Tensor], layer: str = "*.mlp") -> An
 
     def reduce(tensor: Tensor, group: Any) -> Tensor:
         wanted = change(_parts(tensor, group), group.index)
-        total = conjugate.reduce(tensor.clone(), group)
+        total = paired_collectives.reduce(tensor.clone(), group)
         return total + (wanted - total).detach()
 
-    return during("forward", lambda: patch.object(border, "reduce", reduce), layer=layer)
+    return during("forward", lambda: patch.object(region_boundary, "reduce", reduce), layer=layer)
 
 
 def summed_twice() -> Any:
@@ -102,7 +102,7 @@ def _entering(change: Callable[[Parts, int], Tensor], layer: str = "*.mlp") -> A
 
     return during(
         "backward_input",
-        lambda: patch.object(conjugate._Copy, "backward", staticmethod(backward)),
+        lambda: patch.object(paired_collectives._Copy, "backward", staticmethod(backward)),
         layer=layer,
     )
 

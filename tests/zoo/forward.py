@@ -28,7 +28,7 @@ from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
 from plait.pipeline.exchange import Exchange
 from plait.schedules.action import Kind
-from plait.tensor import border, embedding
+from plait.tensor import embedding, region_boundary
 from plait.tensor.linear import RowParallelLinear
 from plait.verification.location import StepPhase
 from zoo import cases, models
@@ -95,12 +95,12 @@ def _own(tensor: Tensor, group: Any) -> Tensor:
 
 def attention_not_summed() -> Any:
     """The all-reduce behind the row linear is missing, in attention only."""
-    return during("forward", lambda: patch.object(border, "reduce", _own), layer="*.attention")
+    return during("forward", lambda: patch.object(region_boundary, "reduce", _own), layer="*.attention")
 
 
 def mlp_not_summed() -> Any:
     """The same in the MLP only."""
-    return during("forward", lambda: patch.object(border, "reduce", _own), layer="*.mlp")
+    return during("forward", lambda: patch.object(region_boundary, "reduce", _own), layer="*.mlp")
 
 
 def mlp_averaged() -> Any:

@@ -18,10 +18,10 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, with_values
 from parity.dropping import RULES as DROPPING_RULES
 from parity.dropping import dropping
 from parity.tensor_defects import copies_not_summed
-from plait.autograd import conjugate
+from plait.autograd import paired_collectives
 from plait.autograd.deferred import linear
-from plait.autograd.mask import DimPiece
-from plait.autograd.pieces import own_piece, start_whole
+from plait.autograd.dropout_mask import DimPiece
+from plait.autograd.piece_collectives import own_piece, start_whole
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
@@ -30,9 +30,9 @@ from plait.models.rotary import rotary_angles, rotate
 from plait.plan import Plan
 from plait.rules import column, entrance, row, sequence
 from plait.sharding import reducer
-from plait.tensor import border
-from plait.tensor.border import SequenceBorder
+from plait.tensor import region_boundary
 from plait.tensor.linear import RowParallelLinear
+from plait.tensor.region_boundary import SequenceBoundary
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce
@@ -57,12 +57,12 @@ def whole_parameters_summed_twice() -> Any:
 
 def piece_of_another_rank_kept() -> Any:
     """What leaves a region goes to the neighbour, who has other positions."""
-    original = border.scatter_out
+    original = region_boundary.scatter_out
 
     def scatter_out(tensor: Tensor, group: Group, dim: int, registry: Any) -> Tensor:
         return original(tensor.roll(tensor.shape[dim] // group.size, dim), group, dim, registry)
 
-    return patch.object(border, "scatter_out", scatter_out)
+    return patch.object(region_boundary, "scatter_out", scatter_out)
 
 
 @contextmanager
@@ -72,20 +72,20 @@ def own_piece_of_a_gradient_not_summed() -> Iterator[None]:
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         return own_piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None, None
 
-    with patch.object(conjugate._GatherIn, "backward", staticmethod(backward)):
+    with patch.object(paired_collectives._GatherIn, "backward", staticmethod(backward)):
         yield
 
 
 @contextmanager
 def gradient_summed_where_it_is_gathered() -> Iterator[None]:
     """The gradient of what leaves a region is gathered, and summed over ranks that have the same."""
-    original = conjugate._ScatterOut.backward
+    original = paired_collectives._ScatterOut.backward
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         whole, *others = original(ctx, gradient)
         return whole if whole.is_meta else all_reduce(whole, ctx.gather.group, checked=False).wait(), *others
 
-    with patch.object(conjugate._ScatterOut, "backward", staticmethod(backward)):
+    with patch.object(paired_collectives._ScatterOut, "backward", staticmethod(backward)):
         yield
 
 
@@ -98,7 +98,7 @@ def entered_in_another_order() -> Any:
     """What enters attention begins with the piece of the last rank."""
     return during(
         "forward",
-        lambda: patch.object(conjugate, "start_whole", _joined_from_the_last),
+        lambda: patch.object(paired_collectives, "start_whole", _joined_from_the_last),
         layer=cases.ATTENTION,
     )
 
@@ -106,7 +106,9 @@ def entered_in_another_order() -> Any:
 def made_whole_in_another_order() -> Any:
     """So does what the head is given, which takes all positions."""
     return during(
-        "forward", lambda: patch.object(conjugate, "start_whole", _joined_from_the_last), layer="head"
+        "forward",
+        lambda: patch.object(paired_collectives, "start_whole", _joined_from_the_last),
+        layer="head",
     )
 
 
@@ -115,7 +117,7 @@ def bias_added_before_the_sum() -> Iterator[None]:
     """Every rank adds a row linear's bias to its summand."""
 
     def forward(self: RowParallelLinear, input: Tensor) -> Tensor:
-        return self.border.leave(linear(input, self.weight, None, self.queue) + self.bias)
+        return self.boundary.leave(linear(input, self.weight, None, self.queue) + self.bias)
 
     with patch.object(RowParallelLinear, "forward", forward):
         yield
@@ -140,16 +142,16 @@ def pieces_one_position_too_early() -> Any:
         length = own_piece(whole, group, dim).shape[dim]
         return whole.narrow(dim, group.index * (whole.shape[dim] // group.size), length)
 
-    return patch.object(conjugate, "own_piece", piece)
+    return patch.object(paired_collectives, "own_piece", piece)
 
 
 def dropout_counts_from_the_piece() -> Any:
     """A rank draws for the first positions."""
 
-    def first(self: SequenceBorder, size: int) -> DimPiece:
+    def first(self: SequenceBoundary, size: int) -> DimPiece:
         return DimPiece(0, self.length)
 
-    return patch.object(SequenceBorder, "piece", first)
+    return patch.object(SequenceBoundary, "piece", first)
 
 
 class Inner(nn.Module):

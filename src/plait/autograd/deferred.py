@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.regather import Gather
-from plait.autograd.split import SplitBackward, refuse_other_orders, require_static, run_split
+from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_queue import WeightGradientQueue
 
 

@@ -21,14 +21,14 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import Node
 
-from plait.autograd.marks import mark, mark_of
-from plait.autograd.mask import DimPiece, keep_mask
+from plait.autograd.dropout_mask import DimPiece, keep_mask
+from plait.autograd.node_tags import tag, tag_of
 from plait.errors import ModelError
 from plait.rules import join
 
 LocatePiece = Callable[[int], DimPiece]
 """Returns which piece of a dim this rank has, given the size of the piece."""
-_MARK = "plait.autograd.dropout"
+_TAG = "plait.autograd.dropout"
 
 
 class Dropout(nn.Module):
@@ -65,7 +65,7 @@ class Dropout(nn.Module):
             key = int(torch.randint(-(2**63), 2**63 - 1, ()))
         keep = keep_mask(key, input.shape, self.p, pieces, input.device)
         scale = 1.0 / (1.0 - self.p) if self.p < 1.0 else 1.0
-        return mark(torch.where(keep, input, 0.0).mul_(scale), _MARK, self)
+        return tag(torch.where(keep, input, 0.0).mul_(scale), _TAG, self)
 
     def extra_repr(self) -> str:
         """Return the text that `print` shows in the parentheses."""
@@ -74,7 +74,7 @@ class Dropout(nn.Module):
 
 def dropout_of(node: Node) -> Dropout | None:
     """Return the dropout that created a node of an autograd graph on the meta device, or None."""
-    dropout: Dropout | None = mark_of(node, _MARK)
+    dropout: Dropout | None = tag_of(node, _TAG)
     return dropout
 
 

@@ -1,44 +1,46 @@
 """A tensor from one layout to another, with its gradient: any sequence of collectives along any axes.
 
-`conjugate` is for the inside of layers, one axis and one known pair at a time. This is for what lies on other
-layouts: layers of your own, and the edges.
+`paired_collectives` serves the inside of layers: one axis and one known pair at a time. `redistribute` serves
+layers of your own and conversions between layouts.
 
-    along an axis            forward               the gradient comes, goes    backward
+    along an axis            forward               layouts of the gradient     backward
     Replicate → Shard        this rank's piece     Shard → Replicate           all-gather
     Shard → Replicate        all-gather            Replicate → Shard           this rank's piece
     Partial → Replicate      all-reduce            Replicate → Replicate       nothing
     Partial → Shard          reduce-scatter        Shard → Replicate           all-gather
     Shard → another Shard    all-to-all            Shard → another Shard       all-to-all
-    Replicate → Partial      first rank: all of it Replicate → Replicate       nothing
+    Replicate → Partial      first rank: the tensor Replicate → Replicate       nothing
     Shard → Partial          zeros around it       Replicate → Shard           this rank's piece
 
-    with `own`               forward               the gradient comes, goes    backward
+    with `own`               forward               layouts of the gradient     backward
     Replicate → Replicate    nothing               Partial → Replicate         all-reduce
     Shard → Replicate        all-gather            Partial → Shard             reduce-scatter
     Partial → Replicate      all-reduce            Partial → Replicate         all-reduce
 
-`Flat` goes as `Shard` does, but to another cut through `Replicate`. The gradient of a piece is the piece of
-the gradient, and each summand has the gradient of the sum, as for JAX's global arrays and for `DTensor`.
-What is replicated has one value, and one gradient that every rank has, if all do the same with it. Where each
-rank along an axis does something of its own with it, as between `copy` and `reduce`, their gradients are
-summands of that one: the axis is named in `own` (`Partial` in `to_local(grad_placements=…)` of a `DTensor`).
+`Flat` behaves as `Shard`, but goes to another cut through `Replicate`. The gradient of a piece is the piece
+of the gradient, and each summand has the gradient of the sum, as for JAX's global arrays and for `DTensor`.
+A replicated tensor has one value, and one gradient on every rank, if all ranks compute the same with it.
+Where each rank along an axis computes something else with it, as between `copy` and `reduce`, the ranks'
+gradients are summands of that gradient: name the axis in `own` (`Partial` in `to_local(grad_placements=…)`
+of a `DTensor`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Sequence
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from plait.autograd.conjugate import copy, reduce
+from plait.autograd.paired_collectives import copy, reduce
 from plait.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
 from plait.comm.grid import GridMesh
 from plait.comm.group import Group
 from plait.errors import LayoutError
-from plait.layout import Box, Coordinate, Layout, Move, Partial, Replicate, Shard, moves
+from plait.layout import Box, Coordinate, Layout, Move, Partial, Placement, Replicate, Shard, moves
 
 _REGION_AXIS = "tp"
 
@@ -46,31 +48,60 @@ _REGION_AXIS = "tp"
 def redistribute(
     tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh, *, own: Collection[str] = ()
 ) -> Tensor:
-    """This rank's piece under `target` of what `tensor` is its piece of under `source`.
+    """Return this rank's piece under `target` of the tensor whose piece under `source` is `tensor`.
 
     Every rank of `mesh` along the axes of the layouts calls it, with its own piece. `own` names axes along
-    which each rank goes on with a replicated result as its own: see the module for what that means to the
-    gradient, which is taken once only. What changes is new memory; what does not may be `tensor` itself.
-    Communication: `plait.layout.moves(source, target)`, and as the table says for the gradient. Pieces of
-    unequal sizes travel padded to the largest. Raises `LayoutError` for layouts of other shapes or axes, for
-    axes that the mesh has not, or has with other degrees, and for a tensor of another shape than its piece.
+    which each rank uses a replicated result in its own way; the module says what follows for the gradient.
+    First-order only. Returns new memory, or `tensor` itself where nothing changes.
+    Communication: `plait.layout.moves(source, target)`, and for the gradient as in the table. Pieces of
+    unequal sizes are padded to the largest. Raises `LayoutError` for layouts of other shapes or axes, for
+    axes that the mesh lacks or has with other degrees, and for a tensor of another shape than its piece.
     """
-    where = _place(tensor, source, target, mesh)
+    where = _require_fitting(tensor, source, target, mesh)
     gradient = _gradient_layout(target, own)
     there, back = moves(source, target), moves(gradient, _gradient_layout(source))
     if not there and not back:
         return tensor
     if not tensor.is_meta:
         return _apply(tensor, there, back, mesh, where)
-    # Nothing is sent, but the proof of the rules has to see where a region begins and ends.
+    # Nothing is sent, but `plait.tensor.proof` needs nodes where a region begins and ends.
     enters, leaves = _crossing(source, gradient, target)
     entered = copy(tensor, mesh.group(_REGION_AXIS)) if enters else tensor
     result = _apply(entered, there, back, mesh, where)
     return reduce(result, mesh.group(_REGION_AXIS)) if leaves else result
 
 
+@torch.no_grad()
+def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
+    """Return the whole tensor of which `piece` is this rank's piece under `layout`, without a gradient.
+
+    Every rank along the axes of the layout calls it and gets the whole; `piece` itself where that is whole.
+    Communication: as `redistribute` to a replicated layout, over each axis that shards.
+    """
+    axes = dict(zip(layout.axes, layout.degrees, strict=True))
+    if layout.blocked_dim is None:
+        return redistribute(piece.detach(), layout, Layout(layout.shape, axes), mesh)
+    split = _with_blocks_as_dim(layout)
+    where = tuple(mesh.index(axis) for axis in layout.axes)
+    pieces = piece.detach().reshape(split.local_shape(where))
+    return redistribute(pieces, split, Layout(split.shape, axes), mesh).reshape(layout.shape)
+
+
+def _with_blocks_as_dim(layout: Layout) -> Layout:
+    """Return the layout of the tensor whose blocks are a dim of their own, before the sharded dim."""
+    dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
+    assert dim is not None
+    for axis, placement in zip(layout.axes, layout.placements, strict=True):
+        placements[axis] = placement
+        if isinstance(placement, Shard):
+            blocks = max(blocks, placement.blocks)
+            placements[axis] = Shard(placement.dim + (placement.dim >= dim), placement.copies)
+    shape = *layout.shape[:dim], blocks, layout.shape[dim] // blocks, *layout.shape[dim + 1 :]
+    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+
+
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
-    """Of the gradient of what lies as `layout` says; see the module."""
+    """Return the layout of the gradient of a tensor with `layout`; see the module."""
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(
@@ -84,8 +115,8 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
     return Layout(layout.shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
 
 
-def _place(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
-    """Where this rank is in the layouts. `LayoutError` where they, the mesh and the tensor do not fit."""
+def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
+    """Return this rank's coordinate. `LayoutError` where layouts, mesh and tensor do not fit each other."""
     moves(source, target)
     plain = [part for axis in source.axes for part in mesh.axes_of(axis)]
     sizes = {axis: mesh.size(axis) for axis in source.axes}
@@ -104,7 +135,7 @@ def _place(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Co
 
 
 def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, bool]:
-    """Whether a whole value becomes each rank's own along `tp`, and the other way round."""
+    """Return whether the move enters a region of `tp`, and whether it leaves one."""
     if _REGION_AXIS not in source.axes or source.degrees[source.axes.index(_REGION_AXIS)] == 1:
         return False, False
     place = source.axes.index(_REGION_AXIS)
@@ -131,15 +162,15 @@ class _Redistribution(torch.autograd.Function):
         where: Coordinate,
     ) -> Tensor:
         ctx.back, ctx.mesh, ctx.where = back, mesh, where
-        return _carry_out(there, tensor, mesh, where) if there else tensor.view_as(tensor)
+        return _run(there, tensor, mesh, where) if there else tensor.view_as(tensor)
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        return _carry_out(ctx.back, gradient, ctx.mesh, ctx.where), None, None, None, None
+        return _run(ctx.back, gradient, ctx.mesh, ctx.where), None, None, None, None
 
 
-def _carry_out(path: Sequence[Move], tensor: Tensor, mesh: GridMesh, where: Coordinate) -> Tensor:
+def _run(path: Sequence[Move], tensor: Tensor, mesh: GridMesh, where: Coordinate) -> Tensor:
     for move in path:
         if tensor.is_meta:
             tensor = tensor.new_empty(move.target.local_shape(where))
@@ -162,13 +193,13 @@ def _summand(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Ten
 def _all_gather(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> Tensor:
     source, peers = move.source, _peers(move, where)
     shapes = [source.local_shape(peer) for peer in peers]
-    largest = max(map(_elements, shapes))
+    largest = max(map(prod, shapes))
     everyone = all_gather(_padded([tensor], largest), group, checked=False).wait()
     result = tensor.new_empty(move.target.local_shape(where))
     for peer, shape, piece in zip(peers, shapes, everyone.view(group.size, largest), strict=True):
-        if _counts(peer, move):
+        if _is_first_copy(peer, move):
             into = _part(result, move.target, source, peer)
-            into.copy_(piece[: _elements(shape)].view(shape))
+            into.copy_(piece[: prod(shape)].view(shape))
     return result
 
 
@@ -189,14 +220,14 @@ def _all_to_all(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> 
     peers = _peers(move, where)
     held, wanted = ([layout.region(peer) for peer in peers] for layout in (move.source, move.target))
     mine, next_mine = held[group.index], wanted[group.index]
-    largest = max(_elements(_common(one, other).sizes) for one in held for other in wanted)
+    largest = max(prod(_common(one, other).sizes) for one in held for other in wanted)
     parts = [tensor[_inside(_common(mine, other), mine)] for other in wanted]
     arrived = all_to_all(_padded(parts, largest), group, checked=False).wait()
     result = tensor.new_empty(next_mine.sizes)
     for peer, region, piece in zip(peers, held, arrived.view(group.size, largest), strict=True):
         box = _common(region, next_mine)
-        if _counts(peer, move):
-            result[_inside(box, next_mine)] = piece[: _elements(box.sizes)].view(box.sizes)
+        if _is_first_copy(peer, move):
+            result[_inside(box, next_mine)] = piece[: prod(box.sizes)].view(box.sizes)
     return result
 
 
@@ -211,7 +242,7 @@ _STEPS = {
 
 
 def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Tensor:
-    """The piece under `inner` as a view of the one under `outer`, which holds it."""
+    """Return the piece under `inner` as a view of `whole`, the piece under `outer` that contains it."""
     around, interval = outer.region(where), inner.interval(where)
     if interval is None or outer.interval(where) is not None:
         return whole[_inside(inner.region(where), around)] if interval is None else whole
@@ -219,40 +250,36 @@ def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Ten
 
 
 def _inside(box: Box, around: Box) -> tuple[slice, ...]:
-    """The index that takes `box` out of a tensor that holds `around`."""
+    """Return the index of `box` in a tensor that holds `around`."""
     starts = (offset - first for offset, first in zip(box.offsets, around.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
 
 
 def _common(one: Box, other: Box) -> Box:
-    """Where two boxes overlap; of size 0 along dims in which they do not."""
+    """Return the overlap of two boxes, of size 0 along dims where there is none."""
     pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     ranges = [range(max(a, b), min(a + m, b + n)) for a, m, b, n in pairs]
     return Box(tuple(each.start for each in ranges), tuple(map(len, ranges)))
 
 
 def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
-    """The coordinates along the axis of a move, in order."""
+    """Return the coordinates of all ranks along the axis of a move."""
     place = move.source.axes.index(move.axis)
     return [(*where[:place], index, *where[place + 1 :]) for index in range(move.source.degrees[place])]
 
 
-def _counts(peer: Coordinate, move: Move) -> bool:
-    """Whether a rank holds its piece as the first along the axis of a move."""
+def _is_first_copy(peer: Coordinate, move: Move) -> bool:
+    """Whether `peer` is the first rank along the axis of a move that holds its piece."""
     place = move.source.axes.index(move.axis)
     placement = move.source.placements[place]
     return not isinstance(placement, Shard) or peer[place] % placement.copies == 0
 
 
 def _padded(parts: Sequence[Tensor], largest: int) -> Tensor:
-    """The parts one after another, each in a place of `largest` elements: `[parts * largest]`."""
+    """Return the parts one after another, each padded to `largest` elements: `[parts * largest]`."""
     if len(parts) == 1 and parts[0].numel() == largest:
         return parts[0].reshape(-1)
     result = parts[0].new_zeros(len(parts), largest)
-    for place, part in zip(result, parts, strict=True):
-        place[: part.numel()] = part.reshape(-1)
+    for slot, part in zip(result, parts, strict=True):
+        slot[: part.numel()] = part.reshape(-1)
     return result.view(-1)
-
-
-def _elements(shape: Sequence[int]) -> int:
-    return torch.Size(shape).numel()

@@ -14,7 +14,7 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.autograd.pieces import UnderWay, start_whole
+from plait.autograd.piece_collectives import PendingTensor, start_whole
 from plait.comm.group import Group
 
 
@@ -26,7 +26,7 @@ class Gather:
     dim: int
     size: int
 
-    def start(self, piece: Tensor) -> UnderWay:
+    def start(self, piece: Tensor) -> PendingTensor:
         """Start the all-gather."""
         return start_whole(piece, self.group, self.dim, self.size)
 
@@ -37,20 +37,20 @@ class Regathered:
     def __init__(self, piece: Tensor, gather: Gather) -> None:
         self._piece = piece
         self._gather = gather
-        self._under_way: UnderWay | None = None
+        self._pending: PendingTensor | None = None
         self._whole: Tensor | None = None
 
     def start(self) -> None:
         """Start to gather, for who has something else to do meanwhile."""
-        if self._under_way is None:
-            self._under_way = self._gather.start(self._piece)
+        if self._pending is None:
+            self._pending = self._gather.start(self._piece)
 
     def whole(self) -> Tensor:
         """The whole tensor, which lives as long as this object. Communication: one all-gather, once."""
         if self._whole is None:
             self.start()
-            assert self._under_way is not None
-            self._whole = self._under_way()
+            assert self._pending is not None
+            self._whole = self._pending()
         return self._whole
 
 

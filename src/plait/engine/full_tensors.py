@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.autograd.full import full_tensor
+from plait.autograd.redistribution import full_tensor
 from plait.comm.agreement import agree
 from plait.comm.collectives import broadcast
 from plait.comm.news import tell_all

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from plait.autograd.conjugate import gather
+from plait.autograd.paired_collectives import gather
 from plait.comm.collectives import broadcast
 from plait.engine.runner import Runner
 from plait.errors import DataError

@@ -17,7 +17,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
-from plait.tensor.sequence import SequenceDims
+from plait.tensor.sequence_dims import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
 
 

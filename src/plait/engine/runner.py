@@ -23,7 +23,7 @@ from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
 from plait.schedules.program import Program
-from plait.tensor.given_losses import divisor
+from plait.tensor.torch_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""

@@ -23,8 +23,8 @@ from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts import ordered_cut
 from plait.schedules.stage_cuts.cut import Cut
-from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy
+from plait.tensor.torch_losses import GivenLoss, as_loss
 
 
 def memory(

@@ -20,7 +20,7 @@ from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.stage import Stage
 from plait.tensor.losses import Loss, loss_of_pieces
-from plait.tensor.weaving import Weaving
+from plait.tensor.tensor_parallelism import TensorParallelism
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,10 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     Without `targets` they are taken to be a class for each row of the output.
     """
     queue = WeightGradientQueue()
-    weaving = blueprint.weaving(Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0))
-    layers = _skeleton(blueprint, weaving, queue)
+    tensor_parallel = blueprint.tensor_parallel(
+        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
+    )
+    layers = _skeleton(blueprint, tensor_parallel, queue)
     given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)
     adds_late = blueprint.shape.sharding.scatters == "each"
@@ -55,7 +57,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
             trace_layer(stage, value)  # what to keep is known from the first backward
         trace, value = trace_layer(stage, value)
         traces.append(trace)
-    vocabulary = weaving.vocabulary_of(blueprint.sequence.layers[-1])
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
     clones = vocabulary is not None and traces[-1].output_is_read
     classes = _classes_like(value) if targets is None else map_tensors(_on_meta, targets)
@@ -69,12 +71,14 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     )
 
 
-def _skeleton(blueprint: Blueprint, weaving: Weaving, queue: WeightGradientQueue) -> list[NamedLayer]:
+def _skeleton(
+    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+) -> list[NamedLayer]:
     """All layers of the model as a rank runs them, with gradients to add to, on the meta device."""
     coordinate = {"replicate": 0, "shard": 0, "tp": 0}
     shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
-    layers = weaving.weave(private_copy(blueprint.sequence.layers, empty), queue)
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
     policy = blueprint.policy_on(torch.device("meta"))
     for layer in layers:
         defer_weight_gradients(layer.module, queue)

@@ -26,9 +26,9 @@ from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.stage_cuts import LayerCosts, ordered_cut
-from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
-from plait.tensor.weaving import Weaving, build_skeleton
+from plait.tensor.tensor_parallelism import TensorParallelism, build_skeleton
+from plait.tensor.torch_losses import GivenLoss, as_loss
 
 REPEATS = 5
 """Runs of each layer, of which the median counts; one more goes before them."""
@@ -77,20 +77,22 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
 
     Communication: what the layers sum over `tp`.
     """
-    weaving = blueprint.weaving(mesh.group("tp"))
+    tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     dtype = DTYPES[blueprint.plan.precision]
     value = map_tensors(
         lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
     )
-    skeleton = build_skeleton(blueprint.sequence, blueprint.whole_layouts, weaving, blueprint.plan, mesh)
+    skeleton = build_skeleton(
+        blueprint.sequence, blueprint.whole_layouts, tensor_parallel, blueprint.plan, mesh
+    )
     infos = infer(skeleton, value, input_gradients=True)
     wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
     rows = []
     for number, layer in enumerate(blueprint.sequence.layers):
-        stage = _stage_of(layer, infos[number], blueprint, weaving, mesh)
+        stage = _stage_of(layer, infos[number], blueprint, tensor_parallel, mesh)
         ending = None
         if number == len(infos) - 1:
-            vocabulary = weaving.vocabulary_of(layer)
+            vocabulary = tensor_parallel.vocabulary_of(layer)
             ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
         runs = [_run(stage, value, ending, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
         rows.append([median(times) for times in zip(*(times for _, times in runs[1:]), strict=True)])
@@ -100,7 +102,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
 
 
 def _stage_of(
-    layer: NamedLayer, info: LayerInfo, blueprint: Blueprint, weaving: Weaving, mesh: Mesh
+    layer: NamedLayer, info: LayerInfo, blueprint: Blueprint, tensor_parallel: TensorParallelism, mesh: Mesh
 ) -> Stage:
     """A stage of one layer as this rank of `tp` runs it, on random parameters."""
     dtype, tensors = DTYPES[blueprint.plan.precision], dict[int, Tensor]()
@@ -114,7 +116,7 @@ def _stage_of(
         real = torch.zeros_like(buffer, device=mesh.device) if buffer.is_meta else buffer
         tensors[id(buffer)] = convert(real, dtype, mesh.device)
     queue = WeightGradientQueue()
-    (copy,) = weaving.weave(private_copy([layer], tensors), queue)
+    (copy,) = tensor_parallel.apply(private_copy([layer], tensors), queue)
     defer_weight_gradients(copy.module, queue)
     for parameter in copy.module.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None

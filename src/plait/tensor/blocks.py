@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.conjugate import copy
 from plait.autograd.deferred import linear
+from plait.autograd.paired_collectives import copy
 from plait.comm.group import Group
 from plait.errors import PlanError
-from plait.tensor.cutting import EVENLY, Cut
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.partition import EVEN, Partition
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Turns queries and keys, each `[rows, heads, length, head_size]`, such as by rotary positions."""
@@ -51,17 +51,17 @@ class TensorParallelMLP(nn.Module):
         """
         super().__init__()
         self.group, self.activation = group, activation
-        self.up = _column(hidden, inner, group, EVENLY, "up", bias=bias, device=device, dtype=dtype)
+        self.up = _column(hidden, inner, group, EVEN, "up", bias=bias, device=device, dtype=dtype)
         self.gate: ColumnParallelLinear | None = None
         if gated:
-            self.gate = _column(hidden, inner, group, EVENLY, "gate", bias=bias, device=device, dtype=dtype)
+            self.gate = _column(hidden, inner, group, EVEN, "gate", bias=bias, device=device, dtype=dtype)
         self.down = RowParallelLinear(
             inner, hidden, group, bias=bias, path="down", device=device, dtype=dtype
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Give the output without a residual connection."""
-        entered = self.up.border.enter(x)
+        entered = self.up.boundary.enter(x)
         up = self.up(entered)
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(entered)) * up
         output: Tensor = self.down(inner)
@@ -109,20 +109,20 @@ class TensorParallelAttention(nn.Module):
         self.group, self.causal, self.rotate = group, causal, rotate
         self.head_size = hidden // heads if head_size is None else head_size
         self.copies = _checked_copies(copies, kv_heads, group)
-        of_heads, of_keys = Cut(heads), Cut(kv_heads, repeated=True)
+        of_heads, of_keys = Partition(heads), Partition(kv_heads, repeated=True)
         sizes = {"query": (heads, of_heads), "key": (kv_heads, of_keys), "value": (kv_heads, of_keys)}
         self.query, self.key, self.value = (
-            _column(hidden, n * self.head_size, group, cut, name, bias=bias, device=device, dtype=dtype)
-            for name, (n, cut) in sizes.items()
+            _column(hidden, n * self.head_size, group, partition, name, bias=bias, device=device, dtype=dtype)
+            for name, (n, partition) in sizes.items()
         )
         features = heads * self.head_size
         self.output = RowParallelLinear(
-            features, hidden, group, bias=bias, cut=of_heads, path="output", device=device, dtype=dtype
+            features, hidden, group, bias=bias, partition=of_heads, path="output", device=device, dtype=dtype
         )
 
     def forward(self, x: Tensor) -> Tensor:
         """Give the output without a residual connection."""
-        entered = self.query.border.enter(x)
+        entered = self.query.boundary.enter(x)
         query = self._heads(self.query(entered))
         key, value = (self._heads(self._shared(one, entered)) for one in (self.key, self.value))
         if self.rotate is not None:
@@ -152,7 +152,7 @@ def _column(
     inputs: int,
     outputs: int,
     group: Group,
-    cut: Cut,
+    partition: Partition,
     path: str,
     *,
     bias: bool,
@@ -161,7 +161,7 @@ def _column(
 ) -> ColumnParallelLinear:
     """A column linear that reads what has entered the region already."""
     made = ColumnParallelLinear(
-        inputs, outputs, group, bias=bias, cut=cut, path=path, device=device, dtype=dtype
+        inputs, outputs, group, bias=bias, partition=partition, path=path, device=device, dtype=dtype
     )
     made.enters = False
     return made

@@ -5,13 +5,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.conjugate import reduce
 from plait.autograd.deferred import embedding
+from plait.autograd.paired_collectives import reduce
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
 from plait.layout import divide
-from plait.tensor.cutting import AXIS, UNEVENLY, column_layouts, piece_of
+from plait.tensor.partition import AXIS, UNEVEN, column_layouts, piece_of
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -36,7 +36,7 @@ class VocabParallelEmbedding(nn.Module):
         full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
         self.padding_idx = full.padding_idx
-        layouts = column_layouts(num_embeddings, embedding_dim, UNEVENLY, {AXIS: group.size}, "the table")
+        layouts = column_layouts(num_embeddings, embedding_dim, UNEVEN, {AXIS: group.size}, "the table")
         self.layouts = {"weight": layouts["weight"]}
         self.queue: WeightGradientQueue | None = None
         self._own = divide(num_embeddings, group.size)[group.index]

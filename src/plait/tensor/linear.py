@@ -5,7 +5,7 @@
 
 A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
 gradient of the column's input). Where what is outside of their region is in pieces of a sequence, each is an
-all-gather and a reduce-scatter: see `plait.tensor.border`.
+all-gather and a reduce-scatter: see `plait.tensor.region_boundary`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.conjugate import gather, split
 from plait.autograd.deferred import linear
+from plait.autograd.paired_collectives import gather, split
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
-from plait.tensor.border import Border, WholeBorder
-from plait.tensor.cutting import AXIS, EVENLY, Cut, column_layouts, piece_of, row_layouts
+from plait.tensor.partition import AXIS, EVEN, Partition, column_layouts, piece_of, row_layouts
+from plait.tensor.region_boundary import RegionBoundary, WholeBoundary
 
 
 class _PieceOfLinear(nn.Module):
@@ -31,7 +31,7 @@ class _PieceOfLinear(nn.Module):
     weight: nn.Parameter
     bias: nn.Parameter | None
     group: Group
-    border: Border
+    boundary: RegionBoundary
     """Of the region that it stands in."""
     layouts: dict[str, Layout]
 
@@ -66,7 +66,7 @@ class ColumnParallelLinear(_PieceOfLinear):
         *,
         bias: bool = True,
         gather_output: bool = False,
-        cut: Cut = EVENLY,
+        partition: Partition = EVEN,
         path: str = "a column-parallel linear",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -79,14 +79,14 @@ class ColumnParallelLinear(_PieceOfLinear):
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.gather_output = gather_output
-        self.layouts = column_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
+        self.layouts = column_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
         if gather_output and self.layouts["weight"].placements[0].copies > 1:  # type: ignore[union-attr]
             raise PlanError(
                 f"{path} with a weight of shape {[out_features, in_features]} gives the same features on "
                 f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
-                f"or tp to {cut.parts}."
+                f"or tp to {partition.parts}."
             )
-        self.border = WholeBorder(group)
+        self.boundary = WholeBoundary(group)
         self.enters = True
         """Whether the input enters here; else an entrance before did it, for several linears at once."""
         self.transposed = False
@@ -96,7 +96,7 @@ class ColumnParallelLinear(_PieceOfLinear):
 
     def forward(self, input: Tensor) -> Tensor:
         """Multiply by this rank's rows of the weight."""
-        entered = self.border.enter(input) if self.enters else input
+        entered = self.boundary.enter(input) if self.enters else input
         output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
@@ -121,7 +121,7 @@ class RowParallelLinear(_PieceOfLinear):
         *,
         bias: bool = True,
         input_is_parallel: bool = True,
-        cut: Cut = EVENLY,
+        partition: Partition = EVEN,
         path: str = "a row-parallel linear",
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
@@ -130,8 +130,8 @@ class RowParallelLinear(_PieceOfLinear):
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel = input_is_parallel
-        self.layouts = row_layouts(out_features, in_features, cut, {AXIS: group.size}, path)
-        self.border = WholeBorder(group)
+        self.layouts = row_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
+        self.boundary = WholeBoundary(group)
         self.transposed = False
         """Whether the weight is `[in, out]`."""
         self.queue: WeightGradientQueue | None = None
@@ -141,7 +141,7 @@ class RowParallelLinear(_PieceOfLinear):
         """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
         product = linear(piece, self.weight, None, self.queue, transposed=self.transposed)
-        output = self.border.leave(product)
+        output = self.boundary.leave(product)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:

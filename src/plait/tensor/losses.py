@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from plait.autograd.conjugate import gather
+from plait.autograd.paired_collectives import gather
 from plait.tensor.cross_entropy import Terms, total_of_pieces
 from plait.tensor.vocabulary import Vocabulary
 

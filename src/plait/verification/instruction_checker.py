@@ -26,7 +26,7 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.tensor.cutting import is_cut
+from plait.tensor.partition import is_cut
 from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
 from plait.verification.findings import Findings, Origin, origin_of
 from plait.verification.formats import epsilon_of

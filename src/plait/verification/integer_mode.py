@@ -28,7 +28,7 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.autograd.conjugate import reduce
+from plait.autograd.paired_collectives import reduce
 from plait.errors import ModelError
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values

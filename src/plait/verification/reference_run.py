@@ -23,8 +23,8 @@ from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
 from plait.layers.nested import Value, map_tensors, split, tensors_of
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
-from plait.tensor.given_losses import divisor
 from plait.tensor.losses import Loss
+from plait.tensor.torch_losses import divisor
 from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, ReferenceLossScale, epsilon_of
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions

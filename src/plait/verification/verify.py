@@ -13,8 +13,8 @@ from plait.errors import ModelError, PlanError
 from plait.layers.nested import Value
 from plait.plan import Plan
 from plait.rules import Rule, Rules
-from plait.tensor.given_losses import GivenLoss, as_loss
 from plait.tensor.losses import cross_entropy
+from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.verification.case import Case, rows_of
 from plait.verification.layouts import RefusedPlan, ReportProgress, plans_on, verify_plans
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps

@@ -20,7 +20,7 @@ from plait.autograd.dropout import (
     names_of,
     set_region_piece,
 )
-from plait.autograd.mask import keep_mask
+from plait.autograd.dropout_mask import keep_mask
 from plait.errors import ModelError
 
 FIRST_KEY = -8675667782052486675

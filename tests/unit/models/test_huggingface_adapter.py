@@ -19,7 +19,7 @@ from plait.layers.layer_sequence import bits_of, sequence_of
 from plait.models.huggingface.parts import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.values import places_of
-from plait.tensor.weaving import named
+from plait.tensor.tensor_parallelism import named
 from plait.train.flops import flops_per_token
 
 

@@ -10,13 +10,13 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
-from plait.autograd import conjugate
-from plait.autograd.conjugate import reduce
+from plait.autograd import paired_collectives
 from plait.autograd.deferred import embedding, linear
+from plait.autograd.paired_collectives import reduce
 from plait.comm import Group, Handle, all_gather, all_reduce
-from plait.tensor import border as border_module
 from plait.tensor import embedding as embedding_module
 from plait.tensor import linear as linear_module
+from plait.tensor import region_boundary
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import RowParallelLinear
 
@@ -35,7 +35,7 @@ def average_instead_of_sum() -> Iterator[None]:
     def mean(tensor: Tensor, group: Group, **options: Any) -> Handle[Tensor]:
         return all_reduce(tensor, group, "mean", **options)
 
-    with patch.object(conjugate, "all_reduce", mean):
+    with patch.object(paired_collectives, "all_reduce", mean):
         yield
 
 
@@ -46,7 +46,7 @@ def reduction_scaled_backward() -> Iterator[None]:
         return output * group.size - (output * (group.size - 1)).detach()
 
     with (
-        patch.object(border_module, "reduce", reduce_scaled),
+        patch.object(region_boundary, "reduce", reduce_scaled),
         patch.object(embedding_module, "reduce", reduce_scaled),
     ):
         yield
@@ -55,10 +55,10 @@ def reduction_scaled_backward() -> Iterator[None]:
 @contextmanager
 def reduction_summed_again_backward() -> Iterator[None]:
     def reduce_twice(tensor: Tensor, group: Group) -> Tensor:
-        return conjugate.copy(reduce(tensor, group), group).clone()  # which may be written to
+        return paired_collectives.copy(reduce(tensor, group), group).clone()  # which may be written to
 
     with (
-        patch.object(border_module, "reduce", reduce_twice),
+        patch.object(region_boundary, "reduce", reduce_twice),
         patch.object(embedding_module, "reduce", reduce_twice),
     ):
         yield
@@ -66,7 +66,7 @@ def reduction_summed_again_backward() -> Iterator[None]:
 
 @contextmanager
 def input_gradient_not_summed() -> Iterator[None]:
-    with patch.object(border_module, "copy", lambda tensor, group, overlap=None: tensor):
+    with patch.object(region_boundary, "copy", lambda tensor, group, overlap=None: tensor):
         yield
 
 
@@ -96,7 +96,7 @@ def gathered_along_the_first_dim() -> Iterator[None]:
         if tensor.shape[dim] == size:
             return tensor
         pieces = all_gather(tensor.detach().contiguous(), group).wait()
-        own = conjugate.gather(tensor, group, dim, size)
+        own = paired_collectives.gather(tensor, group, dim, size)
         return own + (pieces.reshape(own.shape) - own).detach()
 
     with patch.object(linear_module, "gather", gather_first):
@@ -109,8 +109,8 @@ def input_cut_along_the_first_dim() -> Iterator[None]:
 
     def split_first(tensor: Tensor, group: Group, dim: int) -> Tensor:
         if tensor.dim() == 1:
-            return conjugate.split(tensor, group, dim)
-        return conjugate.split(tensor, group, 0).movedim(0, -1)
+            return paired_collectives.split(tensor, group, dim)
+        return paired_collectives.split(tensor, group, 0).movedim(0, -1)
 
     with patch.object(linear_module, "split", split_first):
         yield

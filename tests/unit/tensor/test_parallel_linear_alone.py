@@ -12,14 +12,14 @@ import torch
 from parallel_cases import WIDTH, assert_close, cut_block, defer, draw, full_block, linear
 from torch import Tensor, nn
 
-from plait.autograd import conjugate
+from plait.autograd import paired_collectives
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble
-from plait.tensor.border import WholeBorder
-from plait.tensor.cutting import Cut
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.partition import Partition
+from plait.tensor.region_boundary import WholeBoundary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -54,7 +54,7 @@ def test_repeated_parts_lie_on_neighbouring_ranks(rank_pool):
 
     def body():
         group = Mesh(tp=4).group("tp")
-        layer = ColumnParallelLinear.of(full, group, cut=Cut(parts=2, repeated=True))
+        layer = ColumnParallelLinear.of(full, group, partition=Partition(parts=2, repeated=True))
         given = draw(5, WIDTH).requires_grad_()
         output = layer(given)
         output.backward(draw(5, 3, seed=group.index))
@@ -159,7 +159,7 @@ def test_a_plain_optimizer_a_state_dict_and_a_copy(rank_pool):
 
 
 class Diary(WeightGradientQueue):
-    """A queue whose work, and the sums of `conjugate`, are written down."""
+    """A queue whose work, and the sums of `paired_collectives`, are written down."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,11 +195,11 @@ def test_weight_work_fills_the_time_of_the_input_gradients_sum(rank_pool):
             layer, diary = cut_block(full_block(), group), Diary()
             defer(layer)
             layer[0].queue = layer[2].queue = diary
-            layer[0].border = WholeBorder(group, diary.overlap)
+            layer[0].boundary = WholeBoundary(group, diary.overlap)
             given = draw(5, WIDTH).requires_grad_()
             output = layer(given)
             with pytest.MonkeyPatch.context() as patched:
-                patched.setattr(conjugate, "all_reduce", diary.all_reduce)
+                patched.setattr(paired_collectives, "all_reduce", diary.all_reduce)
                 with diary.overlapping() if overlap else nullcontext():
                     output.backward(draw(5, 8, seed=9))
             diary.events.append("end")
@@ -231,7 +231,7 @@ def test_a_refusal_names_path_shape_and_degree(layer):
 def test_repeated_parts_cannot_be_gathered():
     with pytest.raises(PlanError, match=r"keys with a weight of shape \[6, 4\] .* tp = 4 ranks.*tp to 2\."):
         ColumnParallelLinear(
-            4, 6, lonely(4), cut=Cut(parts=2, repeated=True), gather_output=True, path="keys"
+            4, 6, lonely(4), partition=Partition(parts=2, repeated=True), gather_output=True, path="keys"
         )
 
 

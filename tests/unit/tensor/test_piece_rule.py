@@ -16,9 +16,9 @@ from plait.footprint.estimate import memory
 from plait.layout import Layout
 from plait.plan import Plan
 from plait.rules import Rule, Rules, column, entrance, match, piece, row
-from plait.tensor.border import WholeBorder
+from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules
 from plait.tensor.losses import cross_entropy
-from plait.tensor.weave import layouts_of, rules_of_modules, weave
+from plait.tensor.region_boundary import WholeBoundary
 
 WIDTH = 8
 
@@ -58,14 +58,14 @@ def test_other_rules_have_no_dim() -> None:
 @pytest.mark.parametrize("layer", [nn.Linear(2, 2), nn.Dropout1d()])
 def test_it_is_for_dropout_only(layer: nn.Module) -> None:
     with pytest.raises(PlanError, match=r"the rule piece is for plait\.Dropout or nn\.Dropout, but 0 is a"):
-        rules_of_modules({"0": piece}, [("0", layer)])
+        match_modules({"0": piece}, [("0", layer)])
     with pytest.raises(PlanError, match=r"the rule row is for nn\.Linear, but 0 is a Dropout"):
-        rules_of_modules({"0": row}, [("0", nn.Dropout())])
+        match_modules({"0": row}, [("0", nn.Dropout())])
 
 
 def test_parameters_beside_it_stay_as_they_are() -> None:
     linear, axes = nn.Linear(2, 2), {"replicate": 1, "shard": 1, "tp": 2}
-    matched = rules_of_modules({"1": piece}, [("0", linear), ("1", nn.Dropout())])
+    matched = match_modules({"1": piece}, [("0", linear), ("1", nn.Dropout())])
     layouts = layouts_of([("0", linear), ("1", nn.Dropout())], matched, axes)
     assert layouts[id(linear.weight)] == Layout((2, 2), axes)
 
@@ -74,7 +74,7 @@ def test_a_rank_draws_for_its_piece() -> None:
     inner, outer = Dropout(), Dropout()
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
-    weave(layers, {"0.inner": piece.along(2)}, group, [WholeBorder(group)])
+    apply_rules(layers, {"0.inner": piece.along(2)}, group, [WholeBoundary(group)])
     assert (inner.in_region, inner.pieces[2](5)) == (True, (5, 15))
     assert (outer.in_region, outer.pieces) == (False, {})
 

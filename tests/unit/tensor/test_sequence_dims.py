@@ -8,7 +8,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.layout import Layout, Shard
 from plait.rules import Rule, column, entrance, row, sequence, vocabulary
-from plait.tensor.sequence import SequenceDims, sequence_dims, summed_over_tp
+from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
 
 WIDTH = 4
 

@@ -1,4 +1,4 @@
-"""Layers made by hand of conjugate functions, on the meta device: right ones pass, each mistake is named."""
+"""Layers made by hand of paired collectives, on the meta device: right ones pass, each mistake is named."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from torch.autograd.graph import get_gradient_edge
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from plait.autograd.conjugate import Conjugate, conjugate_of, copy, gather, reduce, split
+from plait.autograd.paired_collectives import PairedCollective, collective_of, copy, gather, reduce, split
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.tensor.regions import Claims, prove_layer
+from plait.tensor.proof import Claims, prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, HEADS, VOCAB = 8, 4, 10
@@ -117,10 +117,10 @@ def refused(layer: Layer, *inputs: Tensor) -> str:
     ],
 )
 def test_nodes_are_marked_by_the_functions_of_conjugate(
-    function: Callable[[Tensor], Tensor], kind: Conjugate | None
+    function: Callable[[Tensor], Tensor], kind: PairedCollective | None
 ) -> None:
     """Relied on: what is written to a node's metadata stays there as long as the graph."""
-    assert conjugate_of(get_gradient_edge(function(hidden())).node) == kind
+    assert collective_of(get_gradient_edge(function(hidden())).node) == kind
 
 
 def test_an_attention_with_an_entrance() -> None:

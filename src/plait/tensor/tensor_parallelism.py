@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 
 from torch import nn
 
-from plait.autograd.conjugate import to_pieces, to_whole
 from plait.autograd.dropout import Dropout, names_of
+from plait.autograd.paired_collectives import to_pieces, to_whole
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
@@ -19,12 +19,12 @@ from plait.layers.shape_inference import infer
 from plait.layout import Layout
 from plait.plan import Plan
 from plait.rules import Rule
-from plait.tensor.border import Border, SequenceBorder, WholeBorder
-from plait.tensor.cutting import is_cut
-from plait.tensor.regions import Claims, prove_layer
-from plait.tensor.sequence import SequenceDims
+from plait.tensor.apply_rules import apply_rules, partitioned_classes
+from plait.tensor.partition import is_cut
+from plait.tensor.proof import Claims, prove_layer
+from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary, WholeBoundary
+from plait.tensor.sequence_dims import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
-from plait.tensor.weave import cut_classes, weave
 
 
 def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
@@ -33,7 +33,7 @@ def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
 
 
 @dataclass(frozen=True)
-class Weaving:
+class TensorParallelism:
     """The rules of the modules that are cut over `tp`, applied to layers."""
 
     cuts: Mapping[str, Rule]
@@ -43,7 +43,7 @@ class Weaving:
     """Whether what enters a region in pieces is gathered again for weight gradients."""
     group: Group
 
-    def weave(
+    def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
     ) -> list[NamedLayer]:
         """The layers, private copies on this rank's pieces, with their matched modules made parallel.
@@ -53,31 +53,31 @@ class Weaving:
         if self.group.size == 1:
             return list(layers)
         dims = [self.sequence_dims[layer.path] for layer in layers]
-        # One border for all layers that take pieces of the same dim: layers may share a module.
-        border_of = {one.input: self._border(one, queue) for one in dims}
-        borders = [border_of[one.input] for one in dims]
-        woven = weave(named(layers), self.cuts, self.group, borders, queue)
+        # One boundary for all layers that take pieces of the same dim: layers may share a module.
+        boundary_of = {one.input: self._boundary(one, queue) for one in dims}
+        boundaries = [boundary_of[one.input] for one in dims]
+        modules = apply_rules(named(layers), self.cuts, self.group, boundaries, queue)
         return [
-            replace(layer, module=module, run_on_pieces=self._run_on_pieces(one, border))
-            for layer, module, one, border in zip(layers, woven, dims, borders, strict=True)
+            replace(layer, module=module, run_on_pieces=self._run_on_pieces(one, boundary))
+            for layer, module, one, boundary in zip(layers, modules, dims, boundaries, strict=True)
         ]
 
-    def _border(self, dims: SequenceDims, queue: WeightGradientQueue | None) -> Border:
+    def _boundary(self, dims: SequenceDims, queue: WeightGradientQueue | None) -> RegionBoundary:
         overlap = None if queue is None else queue.overlap
         if dims.input is None:
-            return WholeBorder(self.group, overlap)
+            return WholeBoundary(self.group, overlap)
         registry = queue.gathered if queue is not None and self.regathers else None
-        return SequenceBorder(self.group, dims.input, overlap, registry)
+        return SequenceBoundary(self.group, dims.input, overlap, registry)
 
-    def _run_on_pieces(self, dims: SequenceDims, border: Border) -> RunOnPieces | None:
+    def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
         """Return how a layer runs that takes, makes or passes on pieces of a sequence; None for any other."""
         if dims == SequenceDims():
             return None
 
         def run(module: nn.Module, value: Value, length: int) -> tuple[Value, int]:
             value, length = _redistributed(value, self.group, dims.previous, dims.input, length)
-            if isinstance(border, SequenceBorder):
-                border.length = length
+            if isinstance(boundary, SequenceBoundary):
+                boundary.length = length
             return _redistributed(module(value), self.group, dims.output, dims.next, length)
 
         return run
@@ -86,7 +86,7 @@ class Weaving:
         """What the model's logits are pieces of, if they are."""
         if self.group.size == 1:
             return None
-        classes = cut_classes((last.path, last.module), self.cuts)
+        classes = partitioned_classes((last.path, last.module), self.cuts)
         return None if classes is None else Vocabulary(classes, self.group)
 
 
@@ -106,12 +106,16 @@ def _redistributed(
 
 
 def build_skeleton(
-    sequence: LayerSequence, layouts: Mapping[str, Layout], weaving: Weaving, plan: Plan, mesh: Mesh
+    sequence: LayerSequence,
+    layouts: Mapping[str, Layout],
+    tensor_parallel: TensorParallelism,
+    plan: Plan,
+    mesh: Mesh,
 ) -> list[NamedLayer]:
     """All layers of the model as this rank would hold them, on the meta device."""
     shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
     empty = on_meta(sequence, DTYPES[plan.precision], shapes)
-    return weaving.weave(private_copy(sequence.layers, empty))
+    return tensor_parallel.apply(private_copy(sequence.layers, empty))
 
 
 def _draws_for_pieces(layer: nn.Module) -> bool:
@@ -122,7 +126,7 @@ Prove = Callable[[Value], None]
 """Given a micro-batch, raises ModelError where the rules do not fit the model."""
 
 
-def prover(
+def build_prover(
     sequence: LayerSequence,
     layouts: Mapping[str, Layout],
     summed: Mapping[str, int],
@@ -134,7 +138,7 @@ def prover(
     """Proves that every parameter and every input of a layer gets its whole gradient, on the meta device.
 
     Of all that could be trained, frozen or not: what is frozen shapes the values of the rest. `skeleton` is
-    altered, and belongs to the prover. None where nothing is cut, and so nothing is to be proved.
+    altered, and belongs to the proof. None where nothing is cut, and so nothing is to be proved.
     """
     cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
     in_pieces = any(dims.input is not None for dims in sequence_dims)

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.conjugate import gather
+from plait.autograd.paired_collectives import gather
 from plait.errors import ModelError, PlanError
 from plait.tensor.losses import CrossEntropy, Loss
 from plait.tensor.vocabulary import Vocabulary

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.mask import BLOCK, DimPiece, keep_mask
+from plait.autograd.dropout_mask import BLOCK, DimPiece, keep_mask
 from plait.errors import ModelError
 
 CPU = torch.device("cpu")

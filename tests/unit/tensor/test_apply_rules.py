@@ -19,10 +19,10 @@ from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout, Shard, assemble, shard
 from plait.rules import Rules, column, entrance, row, vocabulary
-from plait.tensor.border import WholeBorder
+from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.weave import cut_classes, layouts_of, rules_of_modules, weave
+from plait.tensor.region_boundary import WholeBoundary
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WIDTH = 8
@@ -61,8 +61,8 @@ def woven(
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
     """Woven with all that is outside of regions whole."""
-    border = WholeBorder(group, None if queue is None else queue.overlap)
-    return weave(layers, matched, group, [border] * len(layers), queue)
+    boundary = WholeBoundary(group, None if queue is None else queue.overlap)
+    return apply_rules(layers, matched, group, [boundary] * len(layers), queue)
 
 
 def seeded(*layers: nn.Module) -> list[tuple[str, nn.Module]]:
@@ -79,7 +79,7 @@ def cut(
     layers: list[tuple[str, nn.Module]], rules: Rules, group: Group, queue: WeightGradientQueue | None
 ) -> list[nn.Module]:
     """A copy of the layers, on this rank's pieces, woven."""
-    matched = rules_of_modules(rules, layers)
+    matched = match_modules(rules, layers)
     layouts = layouts_of(layers, matched, {"tp": group.size})
     memo: dict[int, Any] = {}
     for _, layer in layers:
@@ -95,7 +95,7 @@ class TestLayouts:
     def test_each_parameter_has_one(self) -> None:
         layers = seeded(Gated())
         (layer,) = (layer for _, layer in layers)
-        layouts = layouts_of(layers, rules_of_modules(ENTERED, layers), AXES)
+        layouts = layouts_of(layers, match_modules(ENTERED, layers), AXES)
         found = {name: layouts[id(parameter)] for name, parameter in layer.named_parameters()}
         assert found == {
             "norm.weight": Layout((WIDTH,), AXES),
@@ -118,21 +118,21 @@ class TestLayouts:
         table, head = nn.Embedding(7, 4), nn.Linear(4, 7, bias=False)
         head.weight = table.weight
         layers = [("token", table), ("head", head)]
-        same = rules_of_modules({"token": vocabulary, "head": vocabulary}, layers)
+        same = match_modules({"token": vocabulary, "head": vocabulary}, layers)
         assert layouts_of(layers, same, AXES) == {id(table.weight): Layout((7, 4), AXES, {"tp": Shard(0)})}
         for rules in ({"token": vocabulary}, {"head": vocabulary}, {"token": vocabulary, "head": row}):
             with pytest.raises(PlanError, match=r"^token\.weight and head\.weight are one parameter, but"):
-                layouts_of(layers, rules_of_modules(rules, layers), AXES)
+                layouts_of(layers, match_modules(rules, layers), AXES)
 
     def test_a_module_under_two_names_is_cut_under_both(self) -> None:
         layer = nn.Module()
         layer.one = layer.two = nn.Linear(4, 4)
         with pytest.raises(PlanError, match=r"0\.one\.weight and 0\.two\.weight are one parameter"):
-            layouts_of([("0", layer)], rules_of_modules({"0.one": column}, [("0", layer)]), AXES)
+            layouts_of([("0", layer)], match_modules({"0.one": column}, [("0", layer)]), AXES)
 
     def test_a_repeated_head(self) -> None:
         layers = [("0", Gated(heads=1))]
-        matched = rules_of_modules({"0.up": column.by("heads", repeated=True)}, layers)
+        matched = match_modules({"0.up": column.by("heads", repeated=True)}, layers)
         layouts = layouts_of(layers, matched, {**AXES, "tp": 4})
         assert layouts[id(layers[0][1].up.weight)].placements[2] == Shard(0, copies=4)
 
@@ -142,7 +142,7 @@ class TestLayouts:
         layer.config.heads = 3
         layer.up = nn.Linear(4, 12)
         layers = [("0", layer)]
-        matched = rules_of_modules({"0.up": column.by("config.heads")}, layers)
+        matched = match_modules({"0.up": column.by("config.heads")}, layers)
         layouts_of(layers, matched, {"tp": 3})
         with pytest.raises(PlanError, match=r"^0\.up with .* \[12, 4\] .* tp = 2: its 3 parts"):
             layouts_of(layers, matched, {"tp": 2})
@@ -151,14 +151,14 @@ class TestLayouts:
     @pytest.mark.parametrize("name", ["heads", "missing", "norm.missing"])
     def test_an_attribute_that_is_no_number_is_refused(self, name: str, heads: object) -> None:
         layers = [("blocks.0", Gated(heads=heads))]
-        matched = rules_of_modules({"blocks.*.up": column.by(name)}, layers)
+        matched = match_modules({"blocks.*.up": column.by(name)}, layers)
         with pytest.raises(PlanError, match=rf"^the rule of blocks\.0\.up cuts by '{name}', but the module"):
             layouts_of(layers, matched, AXES)
 
     def test_a_layer_that_is_itself_cut_has_nothing_to_ask_for_parts(self) -> None:
         layers = [("head", nn.Linear(4, 8))]
         with pytest.raises(PlanError, match="the rule of head cuts by 'heads'"):
-            layouts_of(layers, rules_of_modules({"head": column.by("heads")}, layers), AXES)
+            layouts_of(layers, match_modules({"head": column.by("heads")}, layers), AXES)
 
 
 class Scaled(nn.Linear):
@@ -182,7 +182,7 @@ class TestWhatARuleCanCut:
     )
     def test_others_are_refused(self, module: nn.Module, rule: Any, reason: str) -> None:
         with pytest.raises(PlanError, match=reason):
-            rules_of_modules({"0": rule}, [("0", module)])
+            match_modules({"0": rule}, [("0", module)])
 
     @pytest.mark.parametrize(
         "alter",
@@ -199,13 +199,13 @@ class TestWhatARuleCanCut:
         module = nn.Linear(4, 4)
         alter(module)
         with pytest.raises(PlanError, match=r"^0 has hooks, or a forward of its own, which"):
-            rules_of_modules({"0": column}, [("0", module)])
-        rules_of_modules({"0": entrance}, [("0", module)])
+            match_modules({"0": column}, [("0", module)])
+        match_modules({"0": entrance}, [("0", module)])
 
     def test_every_name_of_a_module_can_be_matched(self) -> None:
         layer = nn.Module()
         layer.one = layer.two = nn.Linear(4, 4)
-        assert rules_of_modules({"0.two": column}, [("0", layer)]) == {"0.two": column}
+        assert match_modules({"0.two": column}, [("0", layer)]) == {"0.two": column}
 
 
 class TestWeave:
@@ -214,7 +214,7 @@ class TestWeave:
         layer.up.weight.requires_grad_(False)
         held = dict(layer.named_parameters())
         queue = WeightGradientQueue()
-        (made,) = woven([("0", layer)], rules_of_modules(ENTERED, [("0", layer)]), lonely(2), queue)
+        (made,) = woven([("0", layer)], match_modules(ENTERED, [("0", layer)]), lonely(2), queue)
         assert made is layer
         assert [type(part) for part in (layer.norm, layer.gate, layer.up, layer.down)] == [
             nn.LayerNorm,
@@ -243,19 +243,19 @@ class TestWeave:
         overlap = None if queue is None else queue.overlap
         for rules, enters in ((COLUMNS, True), (ENTERED, False)):
             layer = Gated()
-            woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2), queue)
-            assert (layer.gate.enters, layer.gate.border.overlap) == (enters, overlap)
+            woven([("0", layer)], match_modules(rules, [("0", layer)]), lonely(2), queue)
+            assert (layer.gate.enters, layer.gate.boundary.overlap) == (enters, overlap)
 
     def test_options_of_a_rule_reach_the_module(self) -> None:
         layer = Gated()
         rules = {"0.up": replace(column, gather_output=True), "0.down": replace(row, input_is_parallel=False)}
-        woven([("0", layer)], rules_of_modules(rules, [("0", layer)]), lonely(2))
+        woven([("0", layer)], match_modules(rules, [("0", layer)]), lonely(2))
         assert (layer.up.gather_output, layer.down.input_is_parallel) == (True, False)
 
     def test_a_layer_that_stands_twice_is_woven_once(self) -> None:
         layer = Gated()
         layers = [("0", layer), ("1", layer)]
-        one, two = woven(layers, rules_of_modules(ENTERED, layers), lonely(2))
+        one, two = woven(layers, match_modules(ENTERED, layers), lonely(2))
         assert one is two is layer
         assert type(layer.up) is ColumnParallelLinear
         assert len(layer.norm._forward_hooks) == 1
@@ -264,7 +264,7 @@ class TestWeave:
         one, two = Gated(), Gated()
         two.norm, two.up, two.again = one.norm, one.up, one.gate
         layers = [("0", one), ("1", two)]
-        woven(layers, rules_of_modules({**ENTERED, "1.again": column}, layers), lonely(2))
+        woven(layers, match_modules({**ENTERED, "1.again": column}, layers), lonely(2))
         assert type(one.up) is ColumnParallelLinear
         assert two.up is one.up
         assert two.again is one.gate
@@ -275,14 +275,14 @@ class TestWeave:
         layer = nn.Module()
         layer.one = layer.two = nn.Linear(4, 4)
         layers = [("0", layer)]
-        woven(layers, rules_of_modules({"0.*": column}, layers), lonely(2))
+        woven(layers, match_modules({"0.*": column}, layers), lonely(2))
         assert type(layer.one) is ColumnParallelLinear
         assert layer.two is layer.one
 
     def test_a_layer_that_is_itself_matched_is_replaced_wherever_it_stands(self) -> None:
         linear = nn.Linear(4, 4)
         layers = [("0", linear), ("1", nn.Tanh()), ("2", linear)]
-        made = woven(layers, rules_of_modules({"0": column, "2": column}, layers), lonely(2))
+        made = woven(layers, match_modules({"0": column, "2": column}, layers), lonely(2))
         assert type(made[0]) is ColumnParallelLinear
         assert made[0] is made[2]
         assert made[1] is layers[1][1]
@@ -290,7 +290,7 @@ class TestWeave:
     def test_children_of_a_sequence_are_replaced_in_their_order(self) -> None:
         layer = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4))
         layers = [("", layer)]
-        woven(layers, rules_of_modules({"0": column, "2": row}, layers), lonely(2))
+        woven(layers, match_modules({"0": column, "2": row}, layers), lonely(2))
         assert [type(child) for child in layer] == [ColumnParallelLinear, nn.Tanh, RowParallelLinear]
 
     def test_an_entrance_gives_one_tensor(self) -> None:
@@ -303,7 +303,7 @@ class TestWeave:
         layers = [("0", Gated(heads=1))]
         rule = replace(column.by("heads", repeated=True), gather_output=True)
         with pytest.raises(PlanError, match=r"^0\.up with a weight of shape \[12, 8\] gives the same"):
-            woven(layers, rules_of_modules({"0.up": rule}, layers), lonely(2))
+            woven(layers, match_modules({"0.up": rule}, layers), lonely(2))
 
 
 class Joined(nn.Module):
@@ -365,7 +365,7 @@ def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
 )
 def test_woven_layers_equal_plain_ones(rank_pool, make, rules, sums, linears, keeps, spends):
     layers = make()
-    layouts = layouts_of(layers, rules_of_modules(rules, layers), {"tp": 2})
+    layouts = layouts_of(layers, match_modules(rules, layers), {"tp": 2})
     plain = nn.ModuleList(layer for _, layer in layers)
     expected = run(*plain)
     answers = rank_pool.run(woven_on_a_rank, make, rules, keeps, spends, ranks=2)
@@ -401,9 +401,9 @@ def test_how_many_classes_the_last_layer_gives_in_pieces(rules: Rules, classes: 
     layer = nn.Module()
     layer.norm, layer.out = nn.LayerNorm(4), nn.Linear(4, 37)
     layers = [("head", layer)]
-    assert cut_classes(layers[0], rules_of_modules(rules, layers)) == classes
+    assert partitioned_classes(layers[0], match_modules(rules, layers)) == classes
 
 
 def test_a_table_at_the_end_gives_no_classes() -> None:
-    assert cut_classes(("0", nn.Embedding(7, 4)), {"0": vocabulary}) is None
-    assert cut_classes(("0", nn.Linear(4, 7)), {"0": vocabulary}) == 7
+    assert partitioned_classes(("0", nn.Embedding(7, 4)), {"0": vocabulary}) is None
+    assert partitioned_classes(("0", nn.Linear(4, 7)), {"0": vocabulary}) == 7

@@ -18,7 +18,7 @@ from torch import nn
 from plait.errors import PlanError
 from plait.layout import Layout, Shard
 from plait.rules import Rule, join
-from plait.tensor.cutting import AXIS, Layers
+from plait.tensor.partition import AXIS, Layers
 
 
 @dataclass(frozen=True)

@@ -7,10 +7,10 @@ from torch import nn
 from plait.comm import Group, Mesh, Traffic
 from plait.errors import PlanError
 from plait.layout import Layout, Replicate, Shard
-from plait.tensor.cutting import (
-    EVENLY,
-    UNEVENLY,
-    Cut,
+from plait.tensor.partition import (
+    EVEN,
+    UNEVEN,
+    Partition,
     column_layouts,
     is_cut,
     piece_of,
@@ -21,32 +21,32 @@ AXES = {"replicate": 1, "shard": 2, "tp": 4}
 
 
 def test_a_column_is_cut_by_its_outputs() -> None:
-    assert column_layouts(8, 6, EVENLY, AXES, "up") == {
+    assert column_layouts(8, 6, EVEN, AXES, "up") == {
         "weight": Layout((8, 6), AXES, {"tp": Shard(0)}),
         "bias": Layout((8,), AXES, {"tp": Shard(0)}),
     }
 
 
 def test_a_row_is_cut_by_its_inputs_and_its_bias_is_whole() -> None:
-    assert row_layouts(6, 8, EVENLY, AXES, "down") == {
+    assert row_layouts(6, 8, EVEN, AXES, "down") == {
         "weight": Layout((6, 8), AXES, {"tp": Shard(1)}),
         "bias": Layout((6,), AXES),
     }
 
 
 def test_a_transposed_weight_is_cut_by_its_other_dim() -> None:
-    assert column_layouts(8, 6, EVENLY, AXES, "up", transposed=True) == {
+    assert column_layouts(8, 6, EVEN, AXES, "up", transposed=True) == {
         "weight": Layout((6, 8), AXES, {"tp": Shard(1)}),
         "bias": Layout((8,), AXES, {"tp": Shard(0)}),
     }
-    assert row_layouts(6, 8, EVENLY, AXES, "down", transposed=True) == {
+    assert row_layouts(6, 8, EVEN, AXES, "down", transposed=True) == {
         "weight": Layout((8, 6), AXES, {"tp": Shard(0)}),
         "bias": Layout((6,), AXES),
     }
 
 
 def test_each_block_of_several_linears_in_one_is_cut() -> None:
-    cut = Cut(parts=4, blocks=3)
+    cut = Partition(parts=4, blocks=3)
     assert column_layouts(24, 6, cut, AXES, "attn", transposed=True) == {
         "weight": Layout((6, 24), AXES, {"tp": Shard(1, blocks=3)}),
         "bias": Layout((24,), AXES, {"tp": Shard(0, blocks=3)}),
@@ -62,19 +62,19 @@ def test_each_block_of_several_linears_in_one_is_cut() -> None:
 @pytest.mark.parametrize(
     ("features", "ranks", "cut", "copies"),
     [
-        (12, 1, EVENLY, 1),
-        (12, 4, EVENLY, 1),
-        (12, 4, Cut(parts=4), 1),
-        (12, 2, Cut(parts=4), 1),
-        (12, 4, Cut(parts=2, repeated=True), 2),
-        (12, 4, Cut(parts=1, repeated=True), 4),
-        (12, 4, Cut(parts=4, repeated=True), 1),
-        (12, 6, Cut(parts=3, repeated=True), 2),
-        (13, 4, UNEVENLY, 1),
-        (4, 4, UNEVENLY, 1),
+        (12, 1, EVEN, 1),
+        (12, 4, EVEN, 1),
+        (12, 4, Partition(parts=4), 1),
+        (12, 2, Partition(parts=4), 1),
+        (12, 4, Partition(parts=2, repeated=True), 2),
+        (12, 4, Partition(parts=1, repeated=True), 4),
+        (12, 4, Partition(parts=4, repeated=True), 1),
+        (12, 6, Partition(parts=3, repeated=True), 2),
+        (13, 4, UNEVEN, 1),
+        (4, 4, UNEVEN, 1),
     ],
 )
-def test_copies_of_a_piece(features: int, ranks: int, cut: Cut, copies: int) -> None:
+def test_copies_of_a_piece(features: int, ranks: int, cut: Partition, copies: int) -> None:
     layout = column_layouts(features, 3, cut, {"tp": ranks}, "keys")["weight"]
     assert layout.placements == (Shard(0, copies),)
     held = [layout.box((rank,)) for rank in range(ranks)]
@@ -87,25 +87,30 @@ def test_copies_of_a_piece(features: int, ranks: int, cut: Cut, copies: int) -> 
 @pytest.mark.parametrize(
     ("features", "ranks", "cut", "reason"),
     [
-        (10, 4, EVENLY, "its 10 features do not divide into 4; set tp to 1 or 2"),
-        (7, 4, EVENLY, "its 7 features do not divide into 4; set tp to 1"),
-        (12, 4, Cut(parts=6), r"its 6 parts \(heads\) do not divide into 4; set tp to 1 or 2 or 3"),
-        (12, 4, Cut(parts=2), r"its 2 parts \(heads\) do not divide into 4; set tp to 1 or 2"),
-        (12, 4, Cut(parts=3, repeated=True), r"its 3 parts \(heads\) do not divide into 4; set tp to 1 or 3"),
+        (10, 4, EVEN, "its 10 features do not divide into 4; set tp to 1 or 2"),
+        (7, 4, EVEN, "its 7 features do not divide into 4; set tp to 1"),
+        (12, 4, Partition(parts=6), r"its 6 parts \(heads\) do not divide into 4; set tp to 1 or 2 or 3"),
+        (12, 4, Partition(parts=2), r"its 2 parts \(heads\) do not divide into 4; set tp to 1 or 2"),
+        (
+            12,
+            4,
+            Partition(parts=3, repeated=True),
+            r"its 3 parts \(heads\) do not divide into 4; set tp to 1 or 3",
+        ),
         (
             12,
             8,
-            Cut(parts=3, repeated=True),
+            Partition(parts=3, repeated=True),
             r"its 3 parts \(heads\) do not .* set tp to 1 or 3 or 6",
         ),
-        (3, 4, UNEVENLY, "its 3 features do not divide into 4; set tp to 1 or 2 or 3"),
-        (10, 2, Cut(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
-        (10, 1, Cut(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
-        (10, 2, Cut(parts=0), r"its 10 features are not 0 equal parts \(heads\)"),
-        (10, 2, Cut(parts=-2), "its 10 features are not -2 equal parts"),
+        (3, 4, UNEVEN, "its 3 features do not divide into 4; set tp to 1 or 2 or 3"),
+        (10, 2, Partition(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
+        (10, 1, Partition(parts=4), r"its 10 features are not 4 equal parts \(heads\)"),
+        (10, 2, Partition(parts=0), r"its 10 features are not 0 equal parts \(heads\)"),
+        (10, 2, Partition(parts=-2), "its 10 features are not -2 equal parts"),
     ],
 )
-def test_refuses_what_would_divide_a_part(features: int, ranks: int, cut: Cut, reason: str) -> None:
+def test_refuses_what_would_divide_a_part(features: int, ranks: int, cut: Partition, reason: str) -> None:
     start = rf"^blocks\.0\.up with a weight of shape \[{features}, 3\] cannot be cut over tp = {ranks}: "
     with pytest.raises(PlanError, match=start + reason):
         column_layouts(features, 3, cut, {"tp": ranks}, "blocks.0.up")
@@ -115,17 +120,17 @@ def test_every_degree_that_a_refusal_names_would_do() -> None:
     for features in range(1, 13):
         for parts in (None, *(n for n in range(1, features + 1) if features % n == 0)):
             for repeated in (False, True):
-                check_advice(features, Cut(parts, repeated))
+                check_advice(features, Partition(parts, repeated))
 
 
-def check_advice(features: int, cut: Cut) -> None:
+def check_advice(features: int, cut: Partition) -> None:
     fits = {ranks: cuts(features, cut, ranks) for ranks in range(1, 9)}
     for ranks, advice in fits.items():
         if advice is not None:
             assert advice == [other for other in range(1, ranks) if fits[other] is None]
 
 
-def cuts(features: int, cut: Cut, ranks: int) -> list[int] | None:
+def cuts(features: int, cut: Partition, ranks: int) -> list[int] | None:
     """None, or the degrees that the refusal advises."""
     try:
         column_layouts(features, 3, cut, {"tp": ranks}, "up")
@@ -137,18 +142,18 @@ def cuts(features: int, cut: Cut, ranks: int) -> list[int] | None:
 
 def test_a_row_never_repeats_a_part() -> None:
     """Its result is a sum over the ranks, in which the part would count once for each."""
-    cut = Cut(parts=2, repeated=True)
+    cut = Partition(parts=2, repeated=True)
     with pytest.raises(PlanError, match=r"2 parts \(heads\) do not divide into 4; set tp to 1 or 2, or"):
         row_layouts(6, 8, cut, AXES, "down")
     assert row_layouts(6, 8, cut, {"tp": 2}, "down")["weight"].placements == (Shard(1),)
 
 
 def test_what_counts_as_cut() -> None:
-    layouts = row_layouts(6, 8, EVENLY, AXES, "down")
+    layouts = row_layouts(6, 8, EVEN, AXES, "down")
     assert is_cut(layouts["weight"])
     assert not is_cut(layouts["bias"])
-    assert not is_cut(row_layouts(6, 8, EVENLY, {**AXES, "tp": 1}, "down")["weight"])
-    assert is_cut(column_layouts(8, 6, Cut(1, repeated=True), AXES, "keys")["weight"])
+    assert not is_cut(row_layouts(6, 8, EVEN, {**AXES, "tp": 1}, "down")["weight"])
+    assert is_cut(column_layouts(8, 6, Partition(1, repeated=True), AXES, "keys")["weight"])
     assert not is_cut(Layout((6,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Replicate()}))
 
 

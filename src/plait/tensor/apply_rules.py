@@ -1,6 +1,6 @@
 """Rules applied to the layers of a model: the layout of each parameter, and the modules that are cut.
 
-layers ─ rules → rules_of_modules → layouts_of → (tensors are made) → weave
+layers ─ rules → match_modules → layouts_of → (tensors are made) → apply_rules
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
-from plait.tensor.border import Border, SequenceBorder
-from plait.tensor.cutting import AXIS, EVENLY, UNEVENLY, Axes, Cut, Layers, column_layouts, row_layouts
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
+from plait.tensor.partition import AXIS, EVEN, UNEVEN, Axes, Layers, Partition, column_layouts, row_layouts
+from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary
 
 CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
@@ -37,7 +37,7 @@ WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
 """Rules of modules whose parameters stay whole."""
 
 
-def rules_of_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
+def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
     """The rule of each module's path that has one. PlanError as `match`, and for what a rule cannot cut."""
     modules = {path: module for path, module, _ in _modules(layers)}
     matched = match(rules, modules)
@@ -76,21 +76,21 @@ def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[
     return {parameter: layout for parameter, (_, layout) in found.items()}
 
 
-def weave(
+def apply_rules(
     layers: Layers,
     matched: Mapping[str, Rule],
     group: Group,
-    borders: Sequence[Border],
+    boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
     """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
 
-    `borders` are those of each layer's regions. The layers are altered, and one that is itself matched is
+    `boundaries` are those of each layer's regions. The layers are altered, and one that is itself matched is
     replaced. Weight work is left with `queue`.
     """
     twins: dict[int, nn.Module] = {}  # what stands in several places is made parallel once
     woven = []
-    for (path, layer), border in zip(layers, borders, strict=True):
+    for (path, layer), boundary in zip(layers, boundaries, strict=True):
         rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
         rules = {name: rule for name, rule in rules.items() if rule.kind != "sequence"}
         enters = all(rule.kind != "entrance" for rule in rules.values())
@@ -98,28 +98,28 @@ def weave(
             module, full = layer.get_submodule(name), join(path, name)
             holder = layer.get_submodule(name.rpartition(".")[0])
             if id(module) not in twins and rule.kind == "entrance":
-                module.register_forward_hook(partial(_enter, border, full))
+                module.register_forward_hook(partial(_enter, boundary, full))
                 twins[id(module)] = module
             elif id(module) not in twins and isinstance(module, Dropout):
                 set_region_piece(module, rule.dim, group.index, group.size)
                 twins[id(module)] = module
             elif id(module) not in twins:
-                twin = _twin(module, rule, group, _cut(full, rule, holder), full)
+                twin = _twin(module, rule, group, _partition(full, rule, holder), full)
                 twin.queue = queue
                 if not isinstance(twin, VocabParallelEmbedding):
-                    twin.border = border
+                    twin.boundary = boundary
                 if isinstance(twin, ColumnParallelLinear):
                     twin.enters = enters
                 twins[id(module)] = twins[id(twin)] = twin
             if name:
                 setattr(holder, name.rpartition(".")[2], twins[id(module)])
         woven.append(twins.get(id(layer), layer))
-        if isinstance(border, SequenceBorder):
-            _draw_for_sequence(layer, border)
+        if isinstance(boundary, SequenceBoundary):
+            _draw_for_sequence(layer, boundary)
     return woven
 
 
-def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
+def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
     """How many classes the logits have that the last layer gives in pieces; None where they are whole."""
     path, module = layer
     for name, full in _names(path, module):
@@ -129,20 +129,20 @@ def cut_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> in
     return None
 
 
-def _draw_for_sequence(layer: nn.Module, border: SequenceBorder) -> None:
+def _draw_for_sequence(layer: nn.Module, boundary: SequenceBoundary) -> None:
     """Let the dropouts outside of regions draw for this rank's piece."""
     for module in layer.modules():
         if isinstance(module, Dropout) and not module.in_region:
-            set_sequence_piece(module, border.dim, border.piece)
+            set_sequence_piece(module, boundary.dim, boundary.piece)
 
 
-def _enter(border: Border, path: str, module: nn.Module, given: object, output: object) -> Tensor:
+def _enter(boundary: RegionBoundary, path: str, module: nn.Module, given: object, output: object) -> Tensor:
     if not isinstance(output, Tensor):
         raise ModelError(
             f"{path} has the rule entrance, but gave a {type(output).__name__}: give that rule to a module "
             "whose output is one tensor."
         )
-    return border.enter(output)
+    return boundary.enter(output)
 
 
 def _public_name(kind: type[nn.Module]) -> str:
@@ -161,7 +161,7 @@ def _is_altered(module: nn.Module) -> bool:
 
 
 def _twin(
-    module: nn.Module, rule: Rule, group: Group, cut: Cut, path: str
+    module: nn.Module, rule: Rule, group: Group, partition: Partition, path: str
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
     """The parallel module on the parameters of `module`, which are pieces already."""
     if isinstance(module, nn.Embedding):
@@ -173,15 +173,19 @@ def _twin(
     twin: ColumnParallelLinear | RowParallelLinear
     if rule.kind == "row":
         piece = rule.input_is_parallel
-        twin = RowParallelLinear(*sizes, group, input_is_parallel=piece, cut=cut, path=path, device="meta")
+        twin = RowParallelLinear(
+            *sizes, group, input_is_parallel=piece, partition=partition, path=path, device="meta"
+        )
     else:
         whole = rule.gather_output
-        twin = ColumnParallelLinear(*sizes, group, gather_output=whole, cut=cut, path=path, device="meta")
+        twin = ColumnParallelLinear(
+            *sizes, group, gather_output=whole, partition=partition, path=path, device="meta"
+        )
     twin.weight, twin.bias = cast(nn.Parameter, module.weight), cast(nn.Parameter | None, module.bias)
     if is_transposed_linear(module):
         layouts = row_layouts if rule.kind == "row" else column_layouts
         twin.transposed = True
-        twin.layouts = layouts(sizes[1], sizes[0], cut, {AXIS: group.size}, path, transposed=True)
+        twin.layouts = layouts(sizes[1], sizes[0], partition, {AXIS: group.size}, path, transposed=True)
     return twin.train(module.training)
 
 
@@ -191,12 +195,12 @@ def _layouts(
     """Of the parameters of a module that a rule cuts."""
     if rule.kind in WITHOUT_LAYOUT:
         return {}
-    cut = _cut(path, rule, parent)
+    partition = _partition(path, rule, parent)
     if isinstance(module, nn.Embedding):
-        return column_layouts(module.num_embeddings, module.embedding_dim, cut, axes, path)
+        return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
     inputs, outputs = _features(module)
     layouts = row_layouts if rule.kind == "row" else column_layouts
-    return layouts(outputs, inputs, cut, axes, path, transposed=is_transposed_linear(module))
+    return layouts(outputs, inputs, partition, axes, path, transposed=is_transposed_linear(module))
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
@@ -206,13 +210,13 @@ def _features(module: nn.Module) -> tuple[int, int]:
     return cast(int, module.nx), cast(int, module.nf)
 
 
-def _cut(path: str, rule: Rule, parent: nn.Module | None) -> Cut:
+def _partition(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
     if rule.kind == "vocabulary":
-        return UNEVENLY
+        return UNEVEN
     if rule.parts is None:
-        return replace(EVENLY, blocks=rule.blocks)
+        return replace(EVEN, blocks=rule.blocks)
     try:
-        return Cut(int(attrgetter(rule.parts)(parent)), rule.repeated, blocks=rule.blocks)
+        return Partition(int(attrgetter(rule.parts)(parent)), rule.repeated, blocks=rule.blocks)
     except (AttributeError, TypeError, ValueError):
         raise PlanError(
             f"the rule of {path} cuts by {rule.parts!r}, but the module that holds it has no number of that "

@@ -19,7 +19,7 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 
 @dataclass(frozen=True)
-class Cut:
+class Partition:
     """How a dim of a weight is divided between the ranks.
 
     Into equal pieces, unless `uneven`: then the first ranks may hold one row more. `parts`: the dim is made
@@ -34,25 +34,25 @@ class Cut:
     blocks: int = 1
 
 
-EVENLY = Cut()
-UNEVENLY = Cut(uneven=True)
+EVEN = Partition()
+UNEVEN = Partition(uneven=True)
 
 
 def column_layouts(
-    outputs: int, inputs: int, cut: Cut, axes: Axes, path: str, *, transposed: bool = False
+    outputs: int, inputs: int, partition: Partition, axes: Axes, path: str, *, transposed: bool = False
 ) -> dict[str, Layout]:
     """Of a linear whose output features are cut: weight `[outputs, inputs]` and bias `[outputs]` by dim 0.
 
     `transposed`: the weight is `[inputs, outputs]`, and cut by dim 1.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
-    bias = Shard(0, _copies(outputs, shape, cut, axes[AXIS], path), cut.blocks)
+    bias = Shard(0, _copies(outputs, shape, partition, axes[AXIS], path), partition.blocks)
     weight = replace(bias, dim=1 if transposed else 0)
     return {"weight": Layout(shape, axes, {AXIS: weight}), "bias": Layout((outputs,), axes, {AXIS: bias})}
 
 
 def row_layouts(
-    outputs: int, inputs: int, cut: Cut, axes: Axes, path: str, *, transposed: bool = False
+    outputs: int, inputs: int, partition: Partition, axes: Axes, path: str, *, transposed: bool = False
 ) -> dict[str, Layout]:
     """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole.
 
@@ -60,7 +60,7 @@ def row_layouts(
     ranks would count a part once for each rank that holds it.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
-    copies = _copies(inputs, shape, replace(cut, repeated=False), axes[AXIS], path)
+    copies = _copies(inputs, shape, replace(partition, repeated=False), axes[AXIS], path)
     weight = {AXIS: Shard(0 if transposed else 1, copies)}
     return {"weight": Layout(shape, axes, weight), "bias": Layout((outputs,), axes)}
 
@@ -76,17 +76,17 @@ def piece_of(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter:
     return nn.Parameter(shard(parameter, layout, {AXIS: group.index}), parameter.requires_grad)
 
 
-def _copies(features: int, shape: tuple[int, int], cut: Cut, ranks: int, path: str) -> int:
+def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
     """How many ranks hold the same piece; PlanError where `features` cannot be cut so."""
-    if cut.uneven and features >= ranks:
+    if partition.uneven and features >= ranks:
         return 1
     refused = f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}:"
-    if cut.blocks < 1 or features % cut.blocks:
+    if partition.blocks < 1 or features % partition.blocks:
         raise PlanError(
-            f"{refused} its {features} features are not {cut.blocks} equal blocks: mend their number."
+            f"{refused} its {features} features are not {partition.blocks} equal blocks: mend their number."
         )
-    features //= cut.blocks
-    parts = features if cut.parts is None else cut.parts
+    features //= partition.blocks
+    parts = features if partition.parts is None else partition.parts
     if parts < 1 or features % parts:
         raise PlanError(
             f"{refused} its {features} features are not {parts} equal parts (heads); name an attribute that "
@@ -94,11 +94,13 @@ def _copies(features: int, shape: tuple[int, int], cut: Cut, ranks: int, path: s
         )
     if parts % ranks == 0:
         return 1
-    if cut.repeated and ranks % parts == 0:
+    if partition.repeated and ranks % parts == 0:
         return ranks // parts
-    what = f"{features} features" if cut.parts is None else f"{parts} parts (heads)"
+    what = f"{features} features" if partition.parts is None else f"{parts} parts (heads)"
     fitting = [
-        n for n in range(1, ranks) if parts % n == 0 or cut.uneven or (cut.repeated and n % parts == 0)
+        n
+        for n in range(1, ranks)
+        if parts % n == 0 or partition.uneven or (partition.repeated and n % parts == 0)
     ]
     raise PlanError(
         f"{refused} its {what} do not divide into {ranks}; set tp to {' or '.join(map(str, fitting))}, or "

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from plait.autograd.conjugate import conjugate_of, gather_in, scatter_out, to_pieces, to_whole
+from plait.autograd.paired_collectives import collective_of, gather_in, scatter_out, to_pieces, to_whole
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import CommunicationError
 from plait.layout import divide
@@ -202,7 +202,7 @@ def test_on_meta_shapes_are_those_of_real_tensors(shape: tuple[int, ...]) -> Non
     entered = gather_in(mine, group, dim, 7)
     left = scatter_out(entered * 1, group, dim)
     output = to_whole(left, group, dim, 7)
-    marks = [conjugate_of(get_gradient_edge(one).node) for one in (mine, entered, left, output)]
+    marks = [collective_of(get_gradient_edge(one).node) for one in (mine, entered, left, output)]
     assert marks == ["to_pieces", "gather_in", "scatter_out", "to_whole"]
     output.sum().backward()  # type: ignore[no-untyped-call]
     assert mine.shape == left.shape == piece(torch.empty(shape), 3, 1, dim).shape

@@ -9,11 +9,11 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.conjugate import copy, gather_in, reduce, scatter_out, split, to_pieces, to_whole
+from plait.autograd.paired_collectives import copy, gather_in, reduce, scatter_out, split, to_pieces, to_whole
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
-from plait.tensor.regions import Claims, prove_layer
+from plait.tensor.proof import Claims, prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, LENGTH = 8, 6

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.conjugate import copy, gather, reduce, split
+from plait.autograd.paired_collectives import copy, gather, reduce, split
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import CommunicationError
 from plait.layout import divide

@@ -1,4 +1,4 @@
-"""Differentiable collectives, in conjugate pairs: what one does forward, its partner does backward.
+"""Differentiable collectives in pairs: what one does forward, its partner does backward.
 
     forward                                   backward
     copy          nothing                     sum of the gradients          (all-reduce)
@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import Node
 
-from plait.autograd.marks import mark, mark_of
-from plait.autograd.pieces import own_piece, start_piece_of_sum, start_whole
+from plait.autograd.node_tags import tag, tag_of
+from plait.autograd.piece_collectives import own_piece, start_piece_of_sum, start_whole
 from plait.autograd.regather import Gather, GatherRegistry
 from plait.comm.bits import require_same_bits
 from plait.comm.collectives import all_reduce
@@ -38,8 +38,10 @@ from plait.errors import ModelError
 
 Overlap = Callable[[], None]
 """What is done while a reduction is under way."""
-Conjugate = Literal["copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"]
-_MARK = "plait.autograd.conjugate"
+PairedCollective = Literal[
+    "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"
+]
+_TAG = "plait.autograd.paired_collectives"
 _ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
 
 
@@ -51,14 +53,14 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
     _require_whole(tensor, group)
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    return _marked("copy", _Copy.apply(tensor, group, overlap))  # type: ignore[no-untyped-call]
+    return _tagged("copy", _Copy.apply(tensor, group, overlap))  # type: ignore[no-untyped-call]
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
     """The sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce of it."""
     if group.size == 1:
         return tensor
-    return _marked("reduce", _Reduce.apply(tensor, group))  # type: ignore[no-untyped-call]
+    return _tagged("reduce", _Reduce.apply(tensor, group))  # type: ignore[no-untyped-call]
 
 
 def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
@@ -68,7 +70,7 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
     """
     if group.size == 1:
         return tensor
-    return _marked("gather", _Gather.apply(tensor, group, dim, size))  # type: ignore[no-untyped-call]
+    return _tagged("gather", _Gather.apply(tensor, group, dim, size))  # type: ignore[no-untyped-call]
 
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
@@ -76,7 +78,7 @@ def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     _require_whole(tensor, group)
     if group.size == 1:
         return tensor
-    return _marked("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+    return _tagged("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
 
 
 def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
@@ -87,7 +89,7 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap
     """
     if group.size == 1:
         return piece
-    return _marked("gather_in", _GatherIn.apply(piece, group, dim, size, overlap))  # type: ignore[no-untyped-call]
+    return _tagged("gather_in", _GatherIn.apply(piece, group, dim, size, overlap))  # type: ignore[no-untyped-call]
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
@@ -98,7 +100,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
     """
     if group.size == 1:
         return tensor
-    return _marked("scatter_out", _ScatterOut.apply(tensor, group, dim, registry))  # type: ignore[no-untyped-call]
+    return _tagged("scatter_out", _ScatterOut.apply(tensor, group, dim, registry))  # type: ignore[no-untyped-call]
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
@@ -106,20 +108,20 @@ def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
     _require_whole(whole, group)
     if group.size == 1:
         return whole
-    return _marked("to_pieces", _Split.apply(whole, group, dim))  # type: ignore[no-untyped-call]
+    return _tagged("to_pieces", _Split.apply(whole, group, dim))  # type: ignore[no-untyped-call]
 
 
 def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
     """The ranks' pieces of `dim`, one after another, for what works on the whole. As `gather`."""
     if group.size == 1:
         return piece
-    return _marked("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
+    return _tagged("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
 
 
-def conjugate_of(node: Node) -> Conjugate | None:
+def collective_of(node: Node) -> PairedCollective | None:
     """Which of these functions made a node of an autograd graph on the meta device; None: none of them."""
-    conjugate: Conjugate | None = mark_of(node, _MARK)
-    return conjugate
+    collective: PairedCollective | None = tag_of(node, _TAG)
+    return collective
 
 
 def _require_whole(tensor: Tensor, group: Group) -> None:
@@ -136,8 +138,8 @@ def _refuse_create_graph() -> None:
         )
 
 
-def _marked(conjugate: Conjugate, result: Tensor) -> Tensor:
-    return mark(result, _MARK, conjugate)
+def _tagged(collective: PairedCollective, result: Tensor) -> Tensor:
+    return tag(result, _TAG, collective)
 
 
 class _Copy(torch.autograd.Function):
@@ -152,10 +154,10 @@ class _Copy(torch.autograd.Function):
         if gradient.is_meta:
             return gradient, None, None
         # Not in place: autograd may have given the same memory to others.
-        under_way = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
+        pending = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
         if ctx.overlap is not None:
             ctx.overlap()
-        return under_way.wait(), None, None
+        return pending.wait(), None, None
 
 
 class _Reduce(torch.autograd.Function):
@@ -207,10 +209,10 @@ class _GatherIn(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
         _refuse_create_graph()
-        under_way = start_piece_of_sum(gradient, ctx.group, ctx.dim)
+        pending = start_piece_of_sum(gradient, ctx.group, ctx.dim)
         if ctx.overlap is not None and not gradient.is_meta:
             ctx.overlap()
-        return under_way(), None, None, None, None
+        return pending(), None, None, None, None
 
 
 class _ScatterOut(torch.autograd.Function):

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 
-def mark(result: Tensor, key: str, value: object) -> Tensor:
+def tag(result: Tensor, key: str, value: object) -> Tensor:
     """`result`, whose node says `value` under `key`. Only on meta, which is where graphs are looked at."""
     if result.is_meta and result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
@@ -16,7 +16,7 @@ def mark(result: Tensor, key: str, value: object) -> Tensor:
     return result
 
 
-def mark_of(node: Node, key: str) -> Any:
+def tag_of(node: Node, key: str) -> Any:
     """What a node says under `key`; None: nothing."""
     metadata: Any = node.metadata
     return metadata.get(key)

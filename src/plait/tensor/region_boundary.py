@@ -1,10 +1,10 @@
-"""The border of a region: how a value comes to be each rank's own, and how the ranks' own become one again.
+"""The boundary of a region: how a value comes to be each rank's own, and how the ranks' own become one again.
 
                                     enter                       leave
     what is outside is whole        copy                        reduce
     what is outside is in pieces    gather_in (all-gather)      scatter_out (reduce-scatter)
 
-See `plait.autograd.conjugate`.
+See `plait.autograd.paired_collectives`.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from typing import Protocol
 
 from torch import Tensor
 
-from plait.autograd.conjugate import Overlap, copy, gather_in, reduce, scatter_out
-from plait.autograd.mask import DimPiece
+from plait.autograd.dropout_mask import DimPiece
+from plait.autograd.paired_collectives import Overlap, copy, gather_in, reduce, scatter_out
 from plait.autograd.regather import Gather, GatherRegistry
 from plait.comm.group import Group
 from plait.errors import ModelError
 from plait.layout import divide
 
 
-class Border(Protocol):
+class RegionBoundary(Protocol):
     """What stands between a region and the rest of its layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
@@ -33,7 +33,7 @@ class Border(Protocol):
 
 
 @dataclass(frozen=True)
-class WholeBorder:
+class WholeBoundary:
     """Outside every rank has the same. Communication: one all-reduce to leave, one backward to enter."""
 
     group: Group
@@ -50,7 +50,7 @@ class WholeBorder:
 
 
 @dataclass
-class SequenceBorder:
+class SequenceBoundary:
     """Outside each rank has a piece of the sequence.
 
     Communication: one all-gather to enter, one reduce-scatter to leave; backward the other way round.

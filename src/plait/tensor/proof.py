@@ -41,8 +41,8 @@ from enum import Enum
 from torch import Tensor
 from torch.autograd.graph import Node, get_gradient_edge
 
-from plait.autograd.conjugate import Conjugate, conjugate_of
 from plait.autograd.dropout import Dropout, dropout_of
+from plait.autograd.paired_collectives import PairedCollective, collective_of
 from plait.errors import ModelError
 
 
@@ -176,9 +176,9 @@ class _Proof:
             self.states[node] = self.leaves.get(id(leaf), State.NEUTRAL)
             return
         read = {self.states[before] for before in _read(node)} - {State.CONSTANT}
-        conjugate = conjugate_of(node)
+        collective = collective_of(node)
         self.states[node] = (
-            self._other(node, read) if conjugate is None else self._turn(node, read, conjugate)
+            self._other(node, read) if collective is None else self._turn(node, read, collective)
         )
         dropout = dropout_of(node)
         if dropout is not None:
@@ -202,17 +202,17 @@ class _Proof:
                 "drop other elements of it: take the rule away"
             )
 
-    def _turn(self, node: Node, read: set[State], conjugate: Conjugate) -> State:
+    def _turn(self, node: Node, read: set[State], collective: PairedCollective) -> State:
         """What a collective gives."""
-        if conjugate in ("reduce", "gather", "scatter_out"):
+        if collective in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
-                raise self._reads_whole(node, conjugate)
-            return State.PIECE if conjugate == "scatter_out" else State.WHOLE
+                raise self._reads_whole(node, collective)
+            return State.PIECE if collective == "scatter_out" else State.WHOLE
         if State.INSIDE in read:
             raise self._enters_again(node)
-        if (State.PIECE in read) != (conjugate in ("gather_in", "to_whole")) or State.SUMMED in read:
+        if (State.PIECE in read) != (collective in ("gather_in", "to_whole")) or State.SUMMED in read:
             raise self._other_pieces(node)
-        return {"to_whole": State.WHOLE, "to_pieces": State.PIECE}.get(conjugate, State.INSIDE)
+        return {"to_whole": State.WHOLE, "to_pieces": State.PIECE}.get(collective, State.INSIDE)
 
     def _other(self, node: Node, read: set[State]) -> State:
         """What any other operation gives."""
@@ -276,8 +276,8 @@ class _Proof:
             "the rule sequence off it"
         )
 
-    def _reads_whole(self, node: Node, conjugate: Conjugate) -> ModelError:
-        done = "gathers" if conjugate == "gather" else "sums"
+    def _reads_whole(self, node: Node, collective: PairedCollective) -> ModelError:
+        done = "gathers" if collective == "gather" else "sums"
         return self._error(
             f"a module {done} over tp what is whole on every rank already ({self._origin(_read(node))}): "
             "give the linear whose output it reads the rule column, or leave it uncut"

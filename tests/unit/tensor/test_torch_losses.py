@@ -13,7 +13,7 @@ from torch.nn import functional
 
 from plait.errors import ModelError, PlanError
 from plait.tensor import CrossEntropy, as_loss, mean_loss
-from plait.tensor.given_losses import divisor
+from plait.tensor.torch_losses import divisor
 
 WEIGHTS = torch.tensor([0.5, 2.0, 1.0, 0.25, 3.0])
 CLASSES = torch.tensor([3, 1, -100, 4, 0, 1])

@@ -18,7 +18,7 @@ from plait.comm.group import Group
 from plait.errors import ModelError
 from plait.layout import divide
 
-UnderWay = Callable[[], Tensor]
+PendingTensor = Callable[[], Tensor]
 """Waits for a collective that was started, and gives its result. To be called once."""
 
 
@@ -28,7 +28,7 @@ def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
     return whole.narrow(dim, own.start, len(own))
 
 
-def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
+def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
     """Start to put the ranks' pieces of `dim` together, `size` in all.
 
     Communication: one all-gather, of pieces that are padded to the size of the largest. ModelError for what
@@ -54,16 +54,16 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> UnderWay:
             return whole
 
         return land
-    under_way = _gathering(mine, group, mine.new_empty(_of_all(mine, group)))
+    pending = _gathering(mine, group, mine.new_empty(_of_all(mine, group)))
 
     def finish() -> Tensor:
-        pieces = zip(under_way().chunk(group.size), cuts, strict=True)
+        pieces = zip(pending().chunk(group.size), cuts, strict=True)
         return torch.cat([one.narrow(dim, 0, len(cut)) for one, cut in pieces], dim)
 
     return finish
 
 
-def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> UnderWay:
+def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor:
     """Start to sum the ranks' tensors, of which each keeps its piece of `dim`.
 
     Communication: one reduce-scatter, of a tensor in which the pieces are padded to the size of the largest.
@@ -77,18 +77,18 @@ def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> UnderWay:
     else:
         each = (summand.narrow(dim, cut.start, len(cut)) for cut in cuts)
         mine = torch.cat([_padded(one, dim, len(cuts[0])) for one in each])
-    under_way = _summing(mine, group)
+    pending = _summing(mine, group)
     if len(own) == len(cuts[0]):
-        return under_way
-    return lambda: under_way().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
+        return pending
+    return lambda: pending().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
 
 
-def _gathering(mine: Tensor, group: Group, out: Tensor) -> UnderWay:
+def _gathering(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
     """An all-gather along dim 0."""
     return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
 
 
-def _summing(mine: Tensor, group: Group) -> UnderWay:
+def _summing(mine: Tensor, group: Group) -> PendingTensor:
     """A reduce-scatter along dim 0."""
     if not mine.is_meta:
         return reduce_scatter(mine, group, checked=False).wait
