@@ -24,7 +24,7 @@ from plait.cli.verify import parser as verify_parser
 from plait.comm import Mesh
 from plait.engine import Engine
 from plait.plan import Plan
-from plait.train.settings import config_from_arguments, fields, takes
+from plait.train.config_parser import config_from_arguments, fields, takes
 
 ROOT = Path(__file__).parent.parent
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]

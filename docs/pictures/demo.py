@@ -8,7 +8,7 @@ from pathlib import Path
 import plait
 from plait.schedules.simulation.svg import draw_svg
 from plait.schedules.simulation.timeline import simulate
-from plait.train.settings import load_config
+from plait.train.config_parser import load_config
 
 FOLDER = Path(__file__).parent
 plan = load_config(FOLDER.parents[1] / "examples" / "demo.toml", []).plan()

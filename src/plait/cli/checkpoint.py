@@ -14,7 +14,7 @@ from plait.cli.checkpoint_options import ABOUT, parsers, read
 from plait.cli.checkpoint_table import show
 from plait.cli.running import importing
 from plait.errors import ConfigError, listed
-from plait.train.folder import OWN
+from plait.train.model_folder import OWN_MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -63,12 +63,12 @@ def _convert(options: Namespace) -> None:
         from plait.checkpoint.converting import convert, convert_for
         from plait.checkpoint.folders import resolve
         from plait.checkpoint.manifest import read_manifest
-        from plait.train.spread import spread_for
+        from plait.train.checkpoints import shard_plan_for
 
     if not options.of_run:
         convert(options.path, options.target, max_bytes=options.file_size)
         return
-    shard_plan = spread_for(read_manifest(resolve(options.path)), options.of_run)
+    shard_plan = shard_plan_for(read_manifest(resolve(options.path)), options.of_run)
     convert_for(options.path, options.target, shard_plan)
 
 
@@ -132,8 +132,8 @@ def _trained_folder(manifest: Manifest) -> Path | None:
     """The model of Hugging Face that `plait train` says it trained."""
     from plait.checkpoint.manifest import section
 
-    name = section(manifest.state, "config", "model").get("name", OWN[0])
-    return None if name in OWN or not isinstance(name, str) else Path(name).expanduser()
+    name = section(manifest.state, "config", "model").get("name", OWN_MODELS[0])
+    return None if name in OWN_MODELS or not isinstance(name, str) else Path(name).expanduser()
 
 
 def _dtype(options: Namespace) -> torch.dtype | None:

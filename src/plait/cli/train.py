@@ -11,7 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from plait.cli.running import degrees, importing, local_ranks, stoppable
-from plait.train.settings import config_from_arguments, sections, takes
+from plait.train.config_parser import config_from_arguments, sections, takes
 
 _USAGE = """\
 usage: plait train [--config FILE.toml] [--section.field value ...]

@@ -11,7 +11,7 @@ from typing import NoReturn
 
 from plait.cli.running import degrees, importing, local_ranks
 from plait.errors import ConfigError
-from plait.train.settings import config_from_arguments, nearest
+from plait.train.config_parser import config_from_arguments, nearest
 
 _ABOUT = """\
 usage: plait verify [--config FILE.toml] [--section.field value ...] [options]
@@ -67,14 +67,14 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--ranks goes with --all: without it the ranks are those of the configuration.")
     config = config_from_arguments(rest)
     with importing():  # late, so that help and refusals need not wait for torch
-        from plait.train.verified import case_of
+        from plait.train.verify_spec import verification_case
         from plait.verification.verify import verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads
     ranks = plan.world if options.ranks is None else options.ranks
     needed_by = degrees(plan) if options.ranks is None else f"--ranks {ranks}"
     with local_ranks(ranks, needed_by) as speaks:
-        case = case_of(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
+        case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result = (
             verify_all(case, plan, ranks, threads=threads, tell=_count_up)
             if options.all

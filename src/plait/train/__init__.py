@@ -1,1 +1,1 @@
-"""The batteries: configuration, data, the training loop, metrics and progress."""
+"""Training from a configuration: data, loop, metrics, progress and checkpoints."""

@@ -1,8 +1,7 @@
-"""Which tokens make up which batch: a function of seed and step alone, never of the layout.
+"""Batches of tokens, which depend on the seed and the step only, never on the layout.
 
-A global batch is `batch` sequences. Data-parallel rank `d` of `D` takes the rows `rows_of(d, D, batch)` of
-it, so however many ranks there are, together they see the same rows. Nothing is communicated and nothing
-is remembered: any batch of any step can be made at once, which is also what resuming needs.
+A global batch is `batch` sequences, of which data-parallel rank `d` of `D` takes `rows_of(d, D, batch)`.
+Nothing is communicated and no state is kept: any batch of any step can be made directly, also after a resume.
 """
 
 from __future__ import annotations
@@ -20,31 +19,31 @@ from plait.train.tokenizer import Tokens
 if TYPE_CHECKING:
     from torch import Tensor
 
-    Pair = tuple[Tensor, Tensor]
+    InputsAndTargets = tuple[Tensor, Tensor]
 
 
 class Batches(Protocol):
     """A numbered sequence of global batches."""
 
-    def batch(self, step: int, rows: slice) -> Pair:
-        """Make `rows` of the global batch of `step`.
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`.
 
-        Returns (inputs, targets), each `[rows, context]` int64; targets are the inputs' next tokens.
+        The result is (inputs, targets), each `[rows, context]` int64; targets are the inputs' next tokens.
         """
         ...
 
 
 def rows_of(rank: int, ranks: int, batch: int) -> slice:
-    """Say which rows of a global batch the data-parallel rank takes; `ranks` divides `batch`."""
+    """Return the rows of a global batch of data-parallel rank `rank`; `ranks` divides `batch`."""
     share = batch // ranks
     return slice(rank * share, (rank + 1) * share)
 
 
 @dataclass(frozen=True)
-class Corpus:
-    """Tokens cut into windows of `context` + 1 that overlap by one: each token is a target once.
+class TokenWindows:
+    """Tokens in windows of `context` + 1 that overlap by one, so that each token is a target once.
 
-    `start` is where these tokens begin in `source`; messages count from there.
+    `start` is the position of the first token in `source`, for error messages.
     """
 
     tokens: Tokens
@@ -54,12 +53,12 @@ class Corpus:
     start: int = 0
 
     @property
-    def windows(self) -> int:
-        """How many windows there are."""
+    def count(self) -> int:
+        """The number of windows."""
         return max(0, len(self.tokens) - 1) // self.context
 
-    def take(self, windows: NDArray[Any]) -> Pair:
-        """Cut these windows, `[rows]`, out as (inputs, targets), each `[rows, context]` int64.
+    def take(self, windows: NDArray[Any]) -> InputsAndTargets:
+        """Return windows by number, `[rows]`, as (inputs, targets), each `[rows, context]` int64.
 
         Raises `DataError` when a token is beyond the vocabulary.
         """
@@ -68,10 +67,10 @@ class Corpus:
         if cut.size and (int(cut.max()) >= self.vocab or int(cut.min()) < 0):
             row, column = np.argwhere((cut >= self.vocab) | (cut < 0))[0]
             self._refuse(int(cut[row, column]), int(first[row]) + int(column))
-        return _pair(cut)
+        return _inputs_and_targets(cut)
 
     def check(self, count: int) -> None:
-        """Look through the first `count` tokens for one beyond the vocabulary; raises `DataError`."""
+        """Raise `DataError` where one of the first `count` tokens is beyond the vocabulary."""
         chunk = 1 << 22
         for begin in range(0, min(count, len(self.tokens)), chunk):
             part = self.tokens[begin : min(begin + chunk, count)]
@@ -88,37 +87,37 @@ class Corpus:
 
 
 @dataclass(frozen=True)
-class Shuffled:
+class ShuffledBatches:
     """Training batches: each window once an epoch, each epoch in another order."""
 
-    corpus: Corpus
+    windows: TokenWindows
     size: int
     seed: int
 
-    def batch(self, step: int, rows: slice) -> Pair:
-        """Make `rows` of the global batch of `step`; see `Batches`."""
-        place = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
-        epoch, position = np.divmod(place, self.corpus.windows)
-        return self.corpus.take(permute(position, self.corpus.windows, self.seed, epoch))
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`; see `Batches.batch`."""
+        numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
+        epoch, position = np.divmod(numbers, self.windows.count)
+        return self.windows.take(permute(position, self.windows.count, self.seed, epoch))
 
 
 @dataclass(frozen=True)
-class Spread:
-    """Validation batches: the same `size` × `count` windows every time, spread evenly over the corpus."""
+class ValidationBatches:
+    """Validation batches: the same `size` × `count` windows every time, at even distances in the corpus."""
 
-    corpus: Corpus
+    windows: TokenWindows
     size: int
     count: int
 
-    def batch(self, step: int, rows: slice) -> Pair:
-        """Make `rows` of the validation batch number `step` < `count`; see `Batches`."""
-        place = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
-        return self.corpus.take(place * self.corpus.windows // (self.size * self.count))
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of validation batch `step` < `count`; see `Batches.batch`."""
+        numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
+        return self.windows.take(numbers * self.windows.count // (self.size * self.count))
 
 
 @dataclass(frozen=True)
-class Uniform:
-    """Uniformly drawn tokens, for benchmarks: no corpus at all."""
+class RandomBatches:
+    """Batches of uniformly drawn tokens, for benchmarks."""
 
     vocab: int
     context: int
@@ -126,15 +125,15 @@ class Uniform:
     seed: int
     stream: int = 0
 
-    def batch(self, step: int, rows: slice) -> Pair:
-        """Make `rows` of the global batch of `step`; see `Batches`."""
+    def batch(self, step: int, rows: slice) -> InputsAndTargets:
+        """Return `rows` of the global batch of `step`; see `Batches.batch`."""
         generator = np.random.default_rng((self.seed, self.stream, step))
-        drawn = generator.integers(self.vocab, size=(self.size, self.context + 1), dtype=np.int64)
-        return _pair(drawn[rows])
+        tokens = generator.integers(self.vocab, size=(self.size, self.context + 1), dtype=np.int64)
+        return _inputs_and_targets(tokens[rows])
 
 
-def _pair(windows: NDArray[Any]) -> Pair:
-    import torch  # here, so that checking a corpus before the ranks start need not wait for torch
+def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
+    import torch  # late: a corpus is checked before the ranks start, without torch
 
     sequences = torch.from_numpy(windows.astype(np.int64))
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()

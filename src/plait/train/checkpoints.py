@@ -1,27 +1,31 @@
-"""`run.resume`, `run.save_every` and what belongs to them: the checkpoints of a training run."""
+"""Checkpoints of a training run: `run.resume`, `run.save_every`, `run.keep_last` and `run.keep_every`."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
 
+from plait.blueprint import build_blueprint
 from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
-from plait.checkpoint.manifest import section
+from plait.checkpoint.manifest import Manifest, section
 from plait.comm.mesh import Mesh
 from plait.comm.news import tell
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
+from plait.layout.shard_plan import ShardPlan
+from plait.train.build import build_model
 from plait.train.config import Config
-from plait.train.progress import Follower
+from plait.train.config_parser import config_from_arguments
+from plait.train.progress import ProgressReporter
 from plait.train.trainer import Trainer
 
 FOLDER = "checkpoints"
-"""In `run.dir`."""
-SAME = (
+"""The folder in `run.dir`."""
+DATA_FIELDS = (
     "train.seed",
     "train.batch",
     "model.context",
@@ -30,63 +34,65 @@ SAME = (
     "data.dtype",
     "data.validation",
 )
-"""Fields that say which tokens a step sees: with others a run would not go on where it stopped."""
-SETTINGS = ("weight_decay", "betas", "eps")
-"""Options of the optimizer that a configuration may change at any time, as it may the learning rate."""
+"""Fields that decide which tokens a step trains on; a resumed run has the same."""
+OPTIMIZER_OPTIONS = ("weight_decay", "betas", "eps")
+"""Options of the optimizer that a resumed run takes from its configuration, as it does the learning rate."""
+_TOKEN_EMBEDDING = "model.embedding.token.weight"
+"""In plait's own models: one row for each token."""
 
 
 class RunCheckpoints:
-    """The checkpoints of a run; every rank makes one, and calls its methods alike."""
+    """Saves and resumes a run; every rank makes one and calls the same methods."""
 
-    def __init__(self, config: Config, trainer: Trainer, mesh: Mesh, follower: Follower) -> None:
+    def __init__(self, config: Config, trainer: Trainer, mesh: Mesh, progress: ProgressReporter) -> None:
         self._config = config
         self._trainer = trainer
         self._mesh = mesh
-        self._follower = follower
+        self._progress = progress
         self._folder = config.run.dir / FOLDER
-        self._series: CheckpointManager | None = None
-        self.behind = 0
-        """Steps of this run whose checkpoints, and metrics, may be in `run.dir`."""
-        self._told = False
+        self._manager: CheckpointManager | None = None
+        self.resumed_steps = 0
+        """Steps done before this run was resumed from a checkpoint in `run.dir`."""
+        self._warned = False
 
     def resume(self) -> int:
-        """Load what `run.resume` names; how many steps the run has behind it.
+        """Load the checkpoint that `run.resume` names, and return its number of steps; 0 without one.
 
-        With `auto` that is the newest checkpoint of the run that is not damaged, if there is one. Raises
-        `CheckpointError`, and `ConfigError` where the data is not what it was.
+        `auto` names the newest checkpoint of the run that is not damaged, if there is one. Raises
+        `CheckpointError`, and `ConfigError` where the data has changed.
         """
-        wish = self._config.run.resume
-        if wish == "no":
+        source = self._config.run.resume
+        if source == "no":
             return 0
-        if wish != "auto":
-            return self._load(Path(wish).expanduser())
+        if source != "auto":
+            return self._load(Path(source).expanduser())
         damaged: list[str] = []
-        for path in self._own():
+        for path in self._saved():
             try:
                 return self._load(path)
             except CheckpointError as error:
                 if not error.damaged:
                     raise
-                self._follower.note(f"WARNING: {error}")
+                self._progress.print(f"WARNING: {error}")
                 damaged.append(path.name)
         if damaged:
             raise CheckpointError(
                 f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start anew "
                 "with --run.resume no."
             )
-        self._follower.note(f"There is no checkpoint in {self._folder}: the run starts anew.")
+        self._progress.print(f"There is no checkpoint in {self._folder}: the run starts anew.")
         return 0
 
     @property
     def failed(self) -> bool:
         """Whether the last checkpoint could not be written."""
-        return self._series is not None and not self._series.complete
+        return self._manager is not None and not self._manager.complete
 
     def after(self, step: int, *, last: bool) -> None:
-        """After `step` steps: save where it is time to. What fails is told, and training goes on."""
+        """Save after `step` steps if `run.save_every` asks for it; a failure is only a warning."""
         every = self._config.run.save_every
         if every is None or not (last or (every and step % every == 0)):
-            self._tell_early()
+            self._warn_early()
             return
         state = {
             "step": step,
@@ -94,13 +100,13 @@ class RunCheckpoints:
             "config": json.loads(self._config.model_dump_json()),
         }
         self.finish()
-        self._try(lambda: self._open().save(self._trainer.engine, self._trainer.optimizer, step, state))
+        self._try(lambda: self._opened().save(self._trainer.engine, self._trainer.optimizer, step, state))
 
     def finish(self) -> None:
-        """Return when nothing is under way any more."""
-        if self._series is not None:
-            self._try(self._series.finish)
-            self._told = False
+        """Block until the last checkpoint is written."""
+        if self._manager is not None:
+            self._try(self._manager.finish)
+            self._warned = False
 
     def __enter__(self) -> Self:
         return self
@@ -108,68 +114,69 @@ class RunCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish, also where all ranks have met the same error: after another one some may not be there."""
+        """Finish, also after an error that all ranks raise; after another one some ranks may be gone."""
         if error is None or isinstance(error, NonFiniteError | ReplicaError):
             self.finish()
 
     def _load(self, path: Path) -> int:
         optimizer = self._trainer.optimizer
-        wished = [{name: group[name] for name in SETTINGS} for group in optimizer.param_groups]
+        options = [{name: group[name] for name in OPTIMIZER_OPTIONS} for group in optimizer.param_groups]
         state = load(self._trainer.engine, optimizer, path)
-        for group, options in zip(optimizer.param_groups, wished, strict=True):
-            group.update(options)
+        for group, kept in zip(optimizer.param_groups, options, strict=True):
+            group.update(kept)
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise CheckpointError(
                 f"the checkpoint {path} does not say after how many steps it was written: give one of plait "
                 "train, or of save with a state of {'step': …}."
             )
-        self._refuse_other_data(state, path)
+        self._require_same_data(state, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
-            self.behind = step
-        self._follower.note(f"Resumed from {path}, after step {step}.")
+            self.resumed_steps = step
+        self._progress.print(f"Resumed from {path}, after step {step}.")
         return step
 
-    def _own(self) -> list[Path]:
-        """The complete checkpoints of this run, newest first: those that rank 0 sees."""
+    def _saved(self) -> list[Path]:
+        """Return the complete checkpoints of this run that rank 0 finds, newest first, on every rank."""
         paths: list[str] | None = []
         if self._mesh.rank == 0:
             try:
                 paths = [str(path) for _, path in complete_checkpoints(self._folder)]
-            except OSError:  # the others wait
+            except OSError:  # raised below, on every rank
                 paths = None
-        told = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
-        if told is None:
+        shared = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
+        if shared is None:
             raise CheckpointError(f"{self._folder} cannot be read: mend its permissions, or the disk.")
-        return [Path(path) for path in told]
+        return [Path(path) for path in shared]
 
-    def _open(self) -> CheckpointManager:
-        """Where this run's checkpoints go, made when the first is written."""
-        if self._series is None:
+    def _opened(self) -> CheckpointManager:
+        """Return the manager of this run's checkpoints, made when the first is written."""
+        if self._manager is None:
             run = self._config.run
-            self._series = CheckpointManager(
-                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self.behind
+            self._manager = CheckpointManager(
+                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self.resumed_steps
             )
-        return self._series
+        return self._manager
 
-    def _try(self, do: Callable[[], None]) -> None:
+    def _try(self, action: Callable[[], None]) -> None:
+        """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has."""
         try:
-            do()
+            action()
         except CheckpointError as error:
-            if not self._told:
-                self._follower.note(f"WARNING: {error}")
+            if not self._warned:
+                self._progress.print(f"WARNING: {error}")
 
-    def _tell_early(self) -> None:
-        """Warn of a failure that rank 0 knows of before all ranks wait for the checkpoint, once."""
-        flaw = "" if self._series is None else self._series.flaw
-        if flaw and not self._told:
-            self._told = True
-            self._follower.note(f"WARNING: {flaw}")
+    def _warn_early(self) -> None:
+        """Warn once of a failure on rank 0, before all ranks wait for the checkpoint."""
+        failure = "" if self._manager is None else self._manager.flaw
+        if failure and not self._warned:
+            self._warned = True
+            self._progress.print(f"WARNING: {failure}")
 
-    def _refuse_other_data(self, state: Mapping[str, Any], path: Path) -> None:
-        """ConfigError where steps would see other data than those before them."""
+    def _require_same_data(self, state: Mapping[str, Any], path: Path) -> None:
+        """Raise `ConfigError` where `DATA_FIELDS` differ from those of the checkpoint."""
         now = json.loads(self._config.model_dump_json())
-        for field in SAME:
+        for field in DATA_FIELDS:
             part, _, name = field.partition(".")
             was = section(state, "config", part).get(name)
             if was is not None and was != now[part][name]:
@@ -177,3 +184,17 @@ class RunCheckpoints:
                     f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: the data "
                     "would not go on where it stopped; give the same, or start anew without run.resume."
                 )
+
+
+def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
+    """Return how the run that `arguments` of `plait train` describe shards the checkpoint of `manifest`.
+
+    Fields of the model, data and training that are not given are those of the run that wrote the checkpoint,
+    if it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises `PlaitError`
+    for an invalid configuration or plan.
+    """
+    defaults = {name: section(manifest.state, "config", name) for name in ("model", "data", "train")}
+    config = config_from_arguments(arguments, defaults, "the checkpoint")
+    tokens = manifest.tensors.get(_TOKEN_EMBEDDING)
+    vocab = config.model.vocab or (tokens.shape[0] if tokens and tokens.shape else 1)
+    return build_blueprint(build_model(config.model, vocab), config.plan()).shard_plan

@@ -1,4 +1,4 @@
-"""The configuration of a training run: one typed tree of five sections, checked when it is made."""
+"""`Config`: the configuration of a training run in five typed sections, validated when it is made."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
 from plait.schedules.search.schedule import usual_chunks
 from plait.sizes import usual_inner
-from plait.train.paths import unusable
+from plait.train.model_folder import invalid_path
 from plait.train.sections import (
     DataConfig,
     ModelConfig,
@@ -21,7 +21,7 @@ from plait.train.sections import (
 )
 
 MOST = 2**31 - 1
-"""Of any size or count."""
+"""The largest value of a size or count without a limit of its own."""
 LIMITS = {
     "layers": 10_000,
     "hidden": 2**24,
@@ -36,15 +36,15 @@ LIMITS = {
     "replicate": 2**16,
     "chunks": 2**16,
 }
-"""Of those that take time or memory with each one more."""
-LONGEST = 10**6
-"""Seconds: what waits counts milliseconds in 32 bits."""
+"""The largest values of fields whose value takes time or memory."""
+LONGEST_TIMEOUT = 10**6
+"""Seconds: timeouts are milliseconds in 32 bits."""
 NOT_COUNTS = ("seed",)
 PATHS = ("model.name", "data.source", "data.tokenizer", "run.dir", "run.resume")
 
 
 class Config(Section):
-    """A whole run. Making one raises `ConfigError` where its fields contradict each other."""
+    """The configuration of a run. Raises `ConfigError` where fields contradict each other."""
 
     model: ModelConfig = ModelConfig()
     data: DataConfig = DataConfig()
@@ -71,19 +71,19 @@ class Config(Section):
             **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
             precision=self.train.precision,
-            master_precision=self.train.master_precision or self._usual_master(),
+            master_precision=self.train.master_precision or self._default_master(),
             gradient_precision=self.train.gradient_precision,
             reduce_precision=self.train.reduce_precision,
             loss_scale=self.train.loss_scale,
         )
 
-    def _usual_master(self) -> Precision | None:
-        """Training in 16 bits loses an optimizer's small steps: they are added up in fp32."""
+    def _default_master(self) -> Precision | None:
+        """Return fp32 for 16-bit training, where small updates would be rounded away."""
         return "fp32" if self.train.precision in ("bf16", "fp16") else None
 
 
 def _check_magnitudes(config: Config) -> None:
-    """Refuse sizes and counts that no machine could hold or run, before anything goes through them."""
+    """Refuse sizes and counts that no machine could hold or run, before they are used."""
     for section, fields in config:
         for name, value in fields:
             if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST):
@@ -92,9 +92,10 @@ def _check_magnitudes(config: Config) -> None:
                     "that plait takes: give a smaller one."
                 )
 
-    if config.run.timeout > LONGEST:
+    if config.run.timeout > LONGEST_TIMEOUT:
         raise ConfigError(
-            f"run.timeout = {config.run.timeout:g} is more than {LONGEST} seconds: give a shorter time."
+            f"run.timeout = {config.run.timeout:g} is more than {LONGEST_TIMEOUT} seconds: "
+            "give a shorter time."
         )
 
 
@@ -107,7 +108,7 @@ def _check_paths(config: Config) -> None:
     for field in PATHS:
         section, _, name = field.partition(".")
         text = str(getattr(getattr(config, section), name))
-        reason = unusable(text)
+        reason = invalid_path(text)
         if reason is not None:
             raise ConfigError(
                 f"{field} is {text[:60]!r}{'…' * (len(text) > 60)}, {reason}: give another path."
@@ -150,7 +151,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 
 def _check_family(model: ModelConfig) -> None:
-    """Refuse what only another family has."""
+    """Refuse fields that only llama has."""
     for name in ("kv_heads", "inner"):
         value = getattr(model, name)
         if model.name != "llama" and value is not None:
@@ -161,9 +162,9 @@ def _check_family(model: ModelConfig) -> None:
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Refuse sizes of which `tp` ranks cannot hold equal shares: heads, and features of the MLP.
+    """Refuse heads and MLP features that `tp` does not divide.
 
-    GPT-2's MLP has 4 · hidden features, which divide wherever the heads do; a vocabulary is cut unevenly.
+    GPT-2's MLP has 4 · hidden features, which divide where the heads do; a vocabulary may be cut unevenly.
     """
     if model.heads % tp:
         raise ConfigError(
@@ -180,15 +181,15 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
         )
     inner = usual_inner(model.hidden) if model.inner is None else model.inner
     if inner % tp:
-        told = "" if model.inner is not None else f", the usual for model.hidden = {model.hidden},"
+        origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
         raise ConfigError(
-            f"model.inner = {inner}{told} is not divisible by parallel.tp = {tp}: "
+            f"model.inner = {inner}{origin} is not divisible by parallel.tp = {tp}: "
             f"set model.inner to {_multiples(inner, tp)}, or change parallel.tp."
         )
 
 
 def _heads_for(model: ModelConfig, tp: int) -> str:
-    """Advise the nearest numbers of heads that divide by `tp` and divide model.hidden, if there are any."""
+    """Return advice: the nearest numbers of heads that `tp` divides and that divide model.hidden, or ""."""
     fitting = [heads for heads in range(tp, model.hidden + 1, tp) if model.hidden % heads == 0]
     nearest = sorted(sorted(fitting, key=lambda heads: abs(heads - model.heads))[:2])
     return f", or model.heads to {' or '.join(map(str, nearest))}" if nearest else ""
@@ -223,11 +224,11 @@ def _check_parallel(parallel: ParallelConfig) -> None:
 
 
 def _multiples(value: int, step: int) -> str:
-    """Return the positive multiples of `step` next to `value`: "8 or 12"."""
+    """Return the positive multiples of `step` next to `value`, such as "8 or 12"."""
     below = value // step * step
     return f"{below} or {below + step}" if below else str(step)
 
 
 def _divisors(value: int) -> str:
-    """Return the divisors of `value`: "1 or 2 or 4"."""
+    """Return the divisors of `value`, such as "1 or 2 or 4"."""
     return " or ".join(str(n) for n in range(1, value + 1) if value % n == 0)

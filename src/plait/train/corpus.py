@@ -1,4 +1,4 @@
-"""Where text comes from: Python's own standard library, a file, a folder, a glob, or token arrays."""
+"""Sources of text and tokens: Python's own standard library, a file, a folder, a glob, or a token array."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _ARRAYS = frozenset({".bin", ".npy"})
 
 
 def holds_tokens(source: str) -> bool:
-    """Tell whether `data.source` names a token array rather than text."""
+    """Return whether `data.source` names a token array rather than text."""
     return Path(source).suffix in _ARRAYS
 
 
 def read_documents(source: str) -> list[bytes]:
-    """Read all text that `data.source` names, one UTF-8 document a file, in the order of their paths.
+    """Return the text that `data.source` names, one UTF-8 document a file, ordered by path.
 
-    Raises `DataError` when nothing is there, or a file is empty of text or binary.
+    Raises `DataError` when there is no file, no text, or a binary file.
     """
     if source == "stdlib":
         return list(_standard_library(Path(sysconfig.get_path("stdlib"))))
@@ -37,9 +37,9 @@ def read_documents(source: str) -> list[bytes]:
 
 
 def open_tokens(source: str, dtype: str) -> Tokens:
-    """Map a `.bin` (of `dtype`) or `.npy` token array into memory; nothing is read yet.
+    """Return a `.bin` (of `dtype`) or `.npy` token array as a memory map.
 
-    Raises `DataError` when the file is missing, empty, or no array of whole numbers in one dim.
+    Raises `DataError` when the file is missing, empty, or no one-dimensional array of integers.
     """
     path = Path(source).expanduser()
     if not path.is_file():
@@ -56,7 +56,7 @@ def open_tokens(source: str, dtype: str) -> Tokens:
         return np.memmap(path, dtype=dtype, mode="r")
     try:
         tokens = np.load(path, mmap_mode="r", allow_pickle=False)
-    except Exception as error:  # of any kind: what NumPy meets in a header that it did not write
+    except Exception as error:  # NumPy raises many types for an invalid header
         reason = " ".join(str(error).split()).rstrip(".")
         raise DataError(f"data.source = {source!r} cannot be read as a .npy array: {reason}.") from None
     if not isinstance(tokens, np.ndarray):
@@ -72,7 +72,7 @@ def open_tokens(source: str, dtype: str) -> Tokens:
 
 
 def _standard_library(root: Path) -> Iterator[bytes]:
-    """Give the library's modules in the order of their paths, without its tests, up to `STDLIB_BYTES`."""
+    """Yield the library's modules ordered by path, without its tests, up to `STDLIB_BYTES`."""
     total = 0
     for path in _walk(root):
         data = path.read_bytes() if path.suffix == ".py" else b""
@@ -89,7 +89,7 @@ def _standard_library(root: Path) -> Iterator[bytes]:
 
 
 def _files(source: str) -> list[Path]:
-    """List the files that a path or glob names."""
+    """Return the files that a path or glob names."""
     path = Path(source).expanduser()
     if path.is_file():
         return [path]
@@ -109,7 +109,7 @@ def _files(source: str) -> list[Path]:
 
 
 def _walk(root: Path) -> Iterator[Path]:
-    """Give every file below `root` in a fixed order, without hidden ones and folders of no interest."""
+    """Yield every file below `root` in a fixed order, without hidden files and `_SKIPPED` folders."""
     for folder, folders, names in os.walk(root):
         folders[:] = sorted(name for name in folders if name not in _SKIPPED and not name.startswith("."))
         yield from (Path(folder, name) for name in sorted(names) if not name.startswith("."))

@@ -1,26 +1,26 @@
-"""The data of a run: corpus, tokenizer and batches, as the configuration's `data` section asks for them."""
+"""Load the data of a run: corpus, tokenizer and batches, as the `data` section describes them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
 from plait.errors import ConfigError, DataError
-from plait.train.batches import Batches, Corpus, Shuffled, Spread, Uniform
+from plait.train.batches import Batches, RandomBatches, ShuffledBatches, TokenWindows, ValidationBatches
 from plait.train.config import Config
 from plait.train.corpus import holds_tokens, open_tokens, read_documents
 from plait.train.tokenizer import ByteTokenizer, Tokenizer, Tokens, open_tokenizer
 
-# So many tokens are looked through for one beyond the vocabulary when a corpus is opened (a fraction of a
-# second); those after it are looked at when their batch is made, so that a huge array opens at once.
-_LOOK_THROUGH = 1 << 26
+# Tokens that are checked against the vocabulary when a corpus is opened (a fraction of a second); later ones
+# are checked with their batch, so that a huge array opens at once.
+_CHECKED_AT_ONCE = 1 << 26
 
 
 @dataclass(frozen=True)
 class Data:
-    """What a run learns from.
+    """Training and validation batches, and the tokenizer that made them.
 
-    `validation` is None where there is none; it repeats after `train.validate_batches` batches. `vocab` is
-    the model's. `readable`: whether `tokenizer` turns these tokens into text.
+    `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
+    whether `tokenizer` can turn these tokens into text.
     """
 
     training: Batches
@@ -32,9 +32,9 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Open the corpus and cut it into training and validation, the latter from its end.
+    """Open the corpus and split it into training and validation data, the latter from its end.
 
-    Every rank calls it and gets the same; nothing is communicated. Raises `DataError` or `ConfigError` that
+    Every rank gets the same result, without communication. Raises `DataError` or `ConfigError` that
     names the field when the corpus is missing, empty, binary or too short, or a token is beyond the
     vocabulary.
     """
@@ -53,9 +53,9 @@ def load_data(config: Config) -> Data:
 
 
 def check_data(config: Config) -> None:
-    """Check what one process can before any rank is started; raises what `load_data` raises, or nothing.
+    """Raise the errors of `load_data` before ranks are started.
 
-    The one thing left to the ranks is to encode text with a `tokenizer.json`, which may take long.
+    Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """
     if config.data.tokenizer == "bytes" or holds_tokens(config.data.source):
         data = load_data(config)
@@ -76,9 +76,9 @@ def check_data(config: Config) -> None:
 
 def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
     context, batch, seed = config.model.context, config.train.batch, config.train.seed
-    validation = Uniform(vocab, context, batch, seed, stream=1) if config.data.validation else None
+    validation = RandomBatches(vocab, context, batch, seed, stream=1) if config.data.validation else None
     return Data(
-        training=Uniform(vocab, context, batch, seed),
+        training=RandomBatches(vocab, context, batch, seed),
         validation=validation,
         tokenizer=tokenizer,
         vocab=vocab,
@@ -89,16 +89,16 @@ def _random(config: Config, tokenizer: Tokenizer, vocab: int) -> Data:
 
 def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, readable: bool) -> Data:
     source, context, fraction = config.data.source, config.model.context, config.data.validation
-    Corpus(tokens, context, vocab, source).check(_LOOK_THROUGH)
+    TokenWindows(tokens, context, vocab, source).check(_CHECKED_AT_ONCE)
     cut = len(tokens) - int(len(tokens) * fraction)
-    training = Corpus(tokens[:cut], context, vocab, source)
-    held_out = Corpus(tokens[cut:], context, vocab, source, start=cut)
-    if not training.windows:
+    training = TokenWindows(tokens[:cut], context, vocab, source)
+    held_out = TokenWindows(tokens[cut:], context, vocab, source, start=cut)
+    if not training.count:
         raise DataError(
             f"data.source = {source!r} has {cut} tokens for training, fewer than the {context + 1} of one "
             f"sequence (model.context = {context} and the next one): give more data or lower model.context."
         )
-    if fraction and not held_out.windows:
+    if fraction and not held_out.count:
         raise DataError(
             f"data.validation = {fraction:g} leaves {len(tokens) - cut} tokens of data.source = {source!r} "
             f"for validation, fewer than the {context + 1} of one sequence (model.context = {context} and "
@@ -107,8 +107,8 @@ def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, rea
     batch, count = config.train.batch, config.train.validate_batches
     share = f", {fraction:.1%} of them for validation" if fraction else ""
     return Data(
-        training=Shuffled(training, batch, config.train.seed),
-        validation=Spread(held_out, batch, count) if fraction else None,
+        training=ShuffledBatches(training, batch, config.train.seed),
+        validation=ValidationBatches(held_out, batch, count) if fraction else None,
         tokenizer=tokenizer,
         vocab=vocab,
         readable=readable,

@@ -1,4 +1,4 @@
-"""`train(config)`: the whole run, as each rank lives through it."""
+"""`train(config)`: the training run, on every rank."""
 
 from __future__ import annotations
 
@@ -9,122 +9,120 @@ from pathlib import Path
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
+from plait.train.banner import banner
+from plait.train.build import build_model
 from plait.train.checkpoints import RunCheckpoints
-from plait.train.compare import Comparison, compare
 from plait.train.config import Config
 from plait.train.data import Data, load_data
-from plait.train.forecast import forecast, outcome, summary
-from plait.train.introduction import introduce
+from plait.train.measurements import balanced, write_schedule
+from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
-from plait.train.model import build_model
-from plait.train.order import balanced, write_order
-from plait.train.progress import Follower
+from plait.train.progress import ProgressReporter
+from plait.train.reference_steps import Comparison, compare_steps
 from plait.train.stepper import Stepper
-from plait.train.stopping import Stop
+from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
 
 @dataclass(frozen=True)
-class Report:
-    """How a run ended; the same on every rank."""
+class TrainingResult:
+    """The result of a run, the same on every rank."""
 
     steps: int
-    """That were done, with those before it was resumed."""
+    """Steps done, including those before the run was resumed."""
     loss: float
-    """Of the last step; not a number where there was nothing left to do."""
+    """Loss of the last step; NaN where a resumed run had no steps left."""
     validation_loss: float | None
     sample: str | None
     metrics: Path
     comparison: Comparison | None
     stopped: int = 0
-    """The signal that ended it; 0: it ran to its end."""
+    """The signal that ended the run; 0: none."""
     saved: bool = True
     """False where the last checkpoint could not be written."""
 
     @property
     def matches(self) -> bool:
-        """False where the comparison with a single rank was asked for and failed."""
+        """False where `run.compare` found a difference from a single rank."""
         return self.comparison is None or self.comparison.matches
 
 
-def train(config: Config, stop_on: Collection[int] = ()) -> Report:
-    """Train as `config` says: called in every rank of a world of `config.plan().world`, or alone for one.
+def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
+    """Train by `config`; every rank of a world of `config.plan().world` calls it.
 
-    Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` that any rank gets ends the run
+    Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` on any rank ends the run
     after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
     `CheckpointError` when there is nothing to resume from, `NonFiniteError` when the loss or the gradient
-    norm stops being a number, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
-    that cannot be written is told, and the run goes on.
+    norm is not finite, and `ReplicaError` when `run.check_replicas` finds a difference. A checkpoint
+    that cannot be written is a warning, and the run goes on.
     """
     plan, settings = config.plan(), config.train
     device = None if config.run.device == "auto" else config.run.device
     mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
-    follower = Follower(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
-    with _metrics(config, mesh) as metrics, Stop(stop_on, mesh) as stop:
+    progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
+    with _metrics(config, mesh) as metrics, StopSignals(stop_on, mesh) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
-        memory = _forecast(config, plan, mesh, data)
+        memory = _predicted_memory(config, plan, mesh, data)
         trainer = Trainer(config, plan, mesh, data)
-        _begin(config, trainer, mesh, data, memory, follower)
-        checkpoints = RunCheckpoints(config, trainer, mesh, follower)
+        for line in banner(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights):
+            progress.print(line)
+        if memory is not None:
+            progress.print(prediction_line(memory))
+        checkpoints = RunCheckpoints(config, trainer, mesh, progress)
         done = checkpoints.resume()
-        write_order(trainer.engine, config.run.dir, mesh)
-        metrics.begin(checkpoints.behind)
-        stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, follower)
-        with follower:
-            follower.begin(done)
+        write_schedule(trainer.engine, config.run.dir, mesh)
+        metrics.begin(checkpoints.resumed_steps)
+        stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, progress)
+        with progress:
+            progress.start_from(done)
             with checkpoints:
-                while done < settings.steps and not stop.number:
+                while done < settings.steps and not stop.received:
                     stepper.step(done)
                     done += 1
-                    stop.ask()
-                    checkpoints.after(done, last=done == settings.steps or bool(stop.number))
-        sample = None if stop.number else trainer.sample()
-        report = Report(
+                    stop.exchange()
+                    checkpoints.after(done, last=done == settings.steps or bool(stop.received))
+        sample = None if stop.received else trainer.sample()
+        result = TrainingResult(
             steps=done,
             loss=stepper.loss,
             validation_loss=stepper.validation_loss,
             sample=sample,
             metrics=config.run.dir / "metrics.jsonl",
             comparison=None,
-            stopped=stop.number,
+            stopped=stop.received,
             saved=not checkpoints.failed,
         )
         first, peak = stepper.first, stepper.peak_memory
     del trainer, stepper, checkpoints  # the comparison needs the memory
-    _end(config, report, memory, peak, mesh, follower)
-    if not first or report.stopped:
-        return report
-    comparison = compare(config, data, mesh, first)
-    follower.note(str(comparison))
-    return replace(report, comparison=comparison)
+    _print_end(config, result, memory, peak, mesh, progress)
+    if not first or result.stopped:
+        return result
+    comparison = compare_steps(config, data, mesh, first)
+    progress.print(str(comparison))
+    return replace(result, comparison=comparison)
 
 
-def _begin(
-    config: Config, trainer: Trainer, mesh: Mesh, data: Data, memory: Memory | None, follower: Follower
+def _print_end(
+    config: Config,
+    result: TrainingResult,
+    memory: Memory | None,
+    peak: float,
+    mesh: Mesh,
+    progress: ProgressReporter,
 ) -> None:
-    """What is told before the first step."""
-    for line in introduce(config, mesh, data, trainer.parameters, has_weights=trainer.has_weights):
-        follower.note(line)
-    if memory is not None:
-        follower.note(summary(memory))
-
-
-def _end(
-    config: Config, report: Report, memory: Memory | None, peak: float, mesh: Mesh, follower: Follower
-) -> None:
-    """What is told after the last step."""
-    if report.sample is not None:
-        follower.note(f"\n{report.sample}\n")
+    """Print the lines after the last step."""
+    if result.sample is not None:
+        progress.print(f"\n{result.sample}\n")
     if memory is not None and peak:
-        follower.note(outcome(memory, peak, mesh.device))
-    follower.note(f"Metrics are in {report.metrics}.")
-    if report.stopped:
-        way_on = (
-            ": go on with --run.resume auto" if report.saved and config.run.save_every is not None else ""
+        progress.print(peak_line(memory, peak, mesh.device))
+    progress.print(f"Metrics are in {result.metrics}.")
+    if result.stopped:
+        how_to_resume = (
+            ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
-        follower.note(f"Stopped after step {report.steps}{way_on}.")
+        progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
 
 
 def _metrics(config: Config, mesh: Mesh) -> Metrics:
@@ -136,8 +134,8 @@ def _metrics(config: Config, mesh: Mesh) -> Metrics:
     )
 
 
-def _forecast(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
-    """What a rank will hold, where somebody wants to know."""
+def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
+    """Return the predicted memory where it is printed or limited, else None."""
     if mesh.rank != 0 and config.run.memory_limit is None:
         return None
-    return forecast(config, build_model(config.model, data.vocab), plan, mesh.device)
+    return predict_memory(config, build_model(config.model, data.vocab), plan, mesh.device)

@@ -1,4 +1,9 @@
-"""What a step took: time, tokens, memory."""
+"""Measure a step: time, tokens, memory, and model FLOPs utilization (MFU).
+
+FLOPs are counted as in "PaLM" (Chowdhery et al., 2022, appendix B): every weight of a matrix product costs 6
+floating-point operations a token (2 forward, 4 backward) and attention adds 12 · layers · hidden · context.
+What recomputation computes twice is counted once.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +12,33 @@ import sys
 import time
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
+from plait.train.build import build_model
 from plait.train.config import Config
-from plait.train.flops import flops_per_token, peak_flops
-from plait.train.model import build_model
+
+# (part of the device's name, dense operations a second by precision); the first match counts.
+# From the makers' data sheets; fp32 is that of the plain fp32 units, since plait leaves TF32 off.
+_PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
+    ("B200", {"bf16": 2250e12, "fp32": 75e12}),
+    ("H100 PCIe", {"bf16": 756e12, "fp32": 51e12}),
+    ("H100 NVL", {"bf16": 835e12, "fp32": 60e12}),
+    ("GH200", {"bf16": 989e12, "fp32": 67e12}),
+    ("H200", {"bf16": 989e12, "fp32": 67e12}),
+    ("H100", {"bf16": 989e12, "fp32": 67e12}),
+    ("A100", {"bf16": 312e12, "fp32": 19.5e12}),
+    ("L40S", {"bf16": 362e12, "fp32": 91.6e12}),
+    ("L40", {"bf16": 181e12, "fp32": 90.5e12}),
+    ("L4", {"bf16": 121e12, "fp32": 30.3e12}),
+    ("A10", {"bf16": 125e12, "fp32": 31.2e12}),
+    ("RTX 4090", {"bf16": 165e12, "fp32": 82.6e12}),
+)
 
 
 class Meter:
-    """Measures steps, with one wait for the device a step. `start` before a step, `row` after it."""
+    """Measures steps, with one wait for the device each. Call `start` before a step, `measure` after it."""
 
     def __init__(self, config: Config, mesh: Mesh, vocab: int) -> None:
         model = config.model
@@ -25,16 +46,16 @@ class Meter:
         self._flops = flops_per_token(
             build_model(model, vocab), layers=model.layers, hidden=model.hidden, context=model.context
         )
-        self._peak = _peak(mesh, config.train.precision)
+        self._peak = _mesh_peak_flops(mesh, config.train.precision)
         self._mesh = mesh
         self._started = 0.0
 
     def start(self) -> None:
-        """A step begins."""
+        """Start the clock of a step."""
         self._started = time.perf_counter()
 
-    def row(self, step: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
-        """The row of metrics of `step`, counted from 0, just run: equal on every rank but for the time.
+    def measure(self, step: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
+        """Return the metrics of `step`, counted from 0, just run: equal on every rank but for the time.
 
         Communication: one number, all-reduced over the world. Waits for the device.
         """
@@ -57,17 +78,41 @@ class Meter:
         return row
 
 
-def _peak(mesh: Mesh, precision: str) -> float | None:
-    """Operations a second of all devices of the mesh together, which are taken to be alike."""
-    if mesh.device.type != "cuda":
-        return None
-    each = peak_flops(torch.cuda.get_device_name(mesh.device), precision)
-    return None if each is None else each * mesh.size("world")
-
-
 def peak_memory(device: torch.device) -> int:
-    """Bytes at the peak so far: the allocator's on a GPU, the process's resident set on a CPU."""
+    """Return the peak in bytes so far: the allocator's on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
+
+
+def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
+    """Count the operations that training `model` on one token takes, forward and backward.
+
+    Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
+    nothing. Attention costs the same whether or not heads share keys and values.
+    """
+    weights = sum(
+        parameter.numel()
+        for module in model.modules()
+        if not isinstance(module, nn.Embedding)
+        for parameter in module.parameters(recurse=False)
+        if parameter.dim() == 2
+    )
+    return 6 * weights + 12 * layers * hidden * context
+
+
+def peak_flops(device_name: str, precision: str) -> float | None:
+    """Return the operations a second of one device, or None where they are not known, as on a CPU."""
+    for part, peaks in _PEAKS:
+        if part.lower() in device_name.lower():
+            return peaks.get(precision)
+    return None
+
+
+def _mesh_peak_flops(mesh: Mesh, precision: str) -> float | None:
+    """Return the operations a second of all devices of the mesh, which are taken to be alike."""
+    if mesh.device.type != "cuda":
+        return None
+    each = peak_flops(torch.cuda.get_device_name(mesh.device), precision)
+    return None if each is None else each * mesh.size("world")

@@ -1,4 +1,4 @@
-"""What is written down: `metrics.jsonl`, one object a step, and the same as CSV and TensorBoard logs."""
+"""Write metrics: `metrics.jsonl`, one object a step, and the same as CSV and TensorBoard logs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import csv
 import io
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,8 +15,8 @@ from typing import Any, Protocol, Self
 
 from plait.errors import ConfigError
 
-Row = Mapping[str, float | None]
-"""None: a number that is not finite."""
+MetricsRow = Mapping[str, float | None]
+"""The metrics of one step; None stands for a number that is not finite."""
 
 COLUMNS = (
     "step",  # counted from 1
@@ -32,15 +32,15 @@ COLUMNS = (
 )
 
 
-class Sink(Protocol):
-    """A place that rows go to."""
+class MetricsSink(Protocol):
+    """A file or log that rows are written to."""
 
     def begin(self, steps: int) -> None:
-        """Open it, with the rows of the first `steps` steps that are there from before."""
+        """Open the sink, and keep the rows that an earlier run wrote of its first `steps` steps."""
         ...
 
-    def write(self, row: Row) -> None:
-        """Take one step's row."""
+    def write(self, row: MetricsRow) -> None:
+        """Write the row of one step."""
         ...
 
     def close(self) -> None:
@@ -51,34 +51,35 @@ class Sink(Protocol):
 class Metrics:
     """All sinks of a run; a context manager. Without sinks (on ranks other than 0) it does nothing."""
 
-    def __init__(self, sinks: tuple[Sink, ...] = (), folder: Path = Path()) -> None:
+    def __init__(self, sinks: tuple[MetricsSink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks
         self._folder = folder
-        self._told = False
+        self._failed = False
 
     def begin(self, steps: int) -> None:
-        """Before the first row: keep those of the `steps` steps that a resumed run has behind it."""
+        """Open all sinks, and keep the rows of the `steps` steps that a resumed run has done before."""
         try:
             for sink in self._sinks:
                 sink.begin(steps)
         except OSError as error:
-            raise _unwritable(self._folder, error) from None
+            raise unwritable(self._folder, error) from None
 
     def write(self, row: Mapping[str, float]) -> str:
-        """Write a step's row, whose keys are among `COLUMNS`, to every sink; none stands for inf and nan.
+        """Write the row of a step, whose keys are among `COLUMNS`, to every sink.
 
-        A run does not end because a disk is full: rows wait, and are written with a later one. Gives a
-        sentence about it, once; else nothing.
+        A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
+        writing starts to fail, else "".
         """
         finite = {name: value if math.isfinite(value) else None for name, value in row.items()}
-        flaw = ""
+        failure = ""
         for sink in self._sinks:
             try:
                 sink.write(finite)
             except OSError as error:
-                flaw = f"metrics cannot be written to {self._folder} ({error.strerror or error}): they wait."
-        told, self._told = self._told, bool(flaw)
-        return "" if told else flaw
+                reason = error.strerror or error
+                failure = f"metrics cannot be written to {self._folder} ({reason}): retried every step."
+        failed_before, self._failed = self._failed, bool(failure)
+        return "" if failed_before else failure
 
     def __enter__(self) -> Self:
         return self
@@ -87,123 +88,105 @@ class Metrics:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         try:
-            with ExitStack() as stack:  # closes each, whatever another one raises
+            with ExitStack() as stack:  # closes every sink, also where closing another raises
                 for sink in self._sinks:
                     stack.callback(sink.close)
         except OSError as failure:
-            if error is None:  # else that one is the cause, and is told
-                raise _unwritable(self._folder, failure) from None
+            if error is None:  # else `error` is the cause, and is raised
+                raise unwritable(self._folder, failure) from None
 
 
 def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
-    """Make the run's folder and write `config.json`; what was there of metrics stays until `begin`.
+    """Make the run's folder and write `config.json`; earlier metrics stay until `begin`.
 
-    `configuration` is JSON. TensorBoard logs are written where it is asked for and installed. Raises
-    `ConfigError` when the folder cannot be written to.
+    `configuration` is JSON. TensorBoard logs are written where `tensorboard` is true and it is installed.
+    Raises `ConfigError` when the folder cannot be written to.
     """
     try:
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "config.json").write_text(configuration + "\n", encoding="utf-8")
-        sinks: list[Sink] = [_Lines(folder / "metrics.jsonl")]
+        sinks: list[MetricsSink] = [_FileSink(folder / "metrics.jsonl", "", _json_step, _json_line)]
         table = folder / "metrics.csv"
         if csv_too:
-            sinks.append(_Table(table))
+            sinks.append(_FileSink(table, ",".join(COLUMNS) + "\n", _csv_step, _csv_line))
         else:
             table.unlink(missing_ok=True)
         if tensorboard and find_spec("tensorboard") is not None:
             sinks.append(_TensorBoard(folder / "tensorboard"))
     except OSError as error:
-        raise _unwritable(folder, error) from None
+        raise unwritable(folder, error) from None
     return Metrics(tuple(sinks), folder)
 
 
-def _unwritable(folder: Path, error: OSError) -> ConfigError:
+def unwritable(folder: Path, error: OSError) -> ConfigError:
+    """Return the error for a run's folder that cannot be written to."""
     return ConfigError(
         f"run.dir = {str(folder)!r} cannot be written to ({error.strerror}): choose another folder."
     )
 
 
-class _Appended:
-    """A file that text is added to; what there is no room for is tried again with the next."""
+class _FileSink:
+    """Appends one line a step to a text file. Lines that do not fit on the disk are retried with the next."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("ab", buffering=0)
-        self._waiting = b""
-
-    def add(self, text: str) -> None:
-        """OSError as long as not all of it, and of what came before, is written."""
-        self._waiting += text.encode()
-        while self._waiting:
-            self._waiting = self._waiting[self._file.write(self._waiting) :]
-
-    def close(self) -> None:
-        with self._file:
-            self.add("")
-
-
-class _Lines:
-    def __init__(self, path: Path) -> None:
+    def __init__(
+        self, path: Path, header: str, step_of: Callable[[str], float], line_of: Callable[[MetricsRow], str]
+    ) -> None:
         self._path = path
-        self._file: _Appended | None = None
+        self._header = header
+        self._step_of = step_of
+        self._line_of = line_of
+        self._file: io.FileIO | None = None
+        self._unwritten = b""
 
     def begin(self, steps: int) -> None:
-        kept = [line for line in _lines_of(self._path, steps) if _step_of(line) <= steps]
-        _replace(self._path, kept)
-        self._file = _Appended(self._path)
+        lines = [self._header]
+        if steps and self._path.exists():
+            earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+            whole = [line for line in earlier if line.endswith("\n")]
+            lines += [line for line in whole if self._step_of(line) <= steps]
+        unfinished = self._path.with_name(f"{self._path.name}.part")
+        unfinished.write_text("".join(lines), encoding="utf-8", newline="")
+        unfinished.replace(self._path)
+        self._file = self._path.open("ab", buffering=0)
 
-    def write(self, row: Row) -> None:
-        assert self._file is not None
-        self._file.add(json.dumps(dict(row), allow_nan=False) + "\n")
+    def write(self, row: MetricsRow) -> None:
+        self._append(self._line_of(row))
 
     def close(self) -> None:
         if self._file is not None:
-            self._file.close()
+            with self._file:
+                self._append("")
 
-
-class _Table:
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self._file: _Appended | None = None
-
-    def begin(self, steps: int) -> None:
-        lines = (line for line in _lines_of(self._path, steps) if line.partition(",")[0].isdigit())
-        kept = [line for line in lines if int(line.partition(",")[0]) <= steps]
-        _replace(self._path, [",".join(COLUMNS) + "\n", *kept])
-        self._file = _Appended(self._path)
-
-    def write(self, row: Row) -> None:
+    def _append(self, text: str) -> None:
+        """Raise OSError until `text` and all text before it is written."""
         assert self._file is not None
-        line = io.StringIO()
-        csv.DictWriter(line, COLUMNS, restval="", lineterminator="\n").writerow(row)
-        self._file.add(line.getvalue())
-
-    def close(self) -> None:
-        if self._file is not None:
-            self._file.close()
+        self._unwritten += text.encode()
+        while self._unwritten:
+            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
 
 
-def _lines_of(path: Path, steps: int) -> list[str]:
-    """The lines of an earlier run's file, but for one that was cut off; none where nothing is resumed."""
-    if not steps or not path.exists():
-        return []
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n")]
+def _json_line(row: MetricsRow) -> str:
+    return json.dumps(dict(row), allow_nan=False) + "\n"
 
 
-def _step_of(line: str) -> float:
-    """Which step a line of JSON is of; a damaged one is of none."""
+def _json_step(line: str) -> float:
+    """Return the step of a line of JSON; infinity for a damaged line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return math.inf
 
 
-def _replace(path: Path, lines: list[str]) -> None:
-    """Write a file anew, which is there as before until all of it is written."""
-    unfinished = path.with_name(f"{path.name}.part")
-    with unfinished.open("w", encoding="utf-8", newline="") as file:
-        file.writelines(lines)
-    unfinished.replace(path)
+def _csv_line(row: MetricsRow) -> str:
+    line = io.StringIO()
+    csv.DictWriter(line, COLUMNS, restval="", lineterminator="\n").writerow(row)
+    return line.getvalue()
+
+
+def _csv_step(line: str) -> float:
+    """Return the step of a line of CSV; infinity for the header and for a damaged line."""
+    step = line.partition(",")[0]
+    return int(step) if step.isdigit() else math.inf
 
 
 class _TensorBoard:
@@ -218,7 +201,7 @@ class _TensorBoard:
             old.unlink()
         self._writer = SummaryWriter(str(self._folder), purge_step=steps + 1 if steps else None)
 
-    def write(self, row: Row) -> None:
+    def write(self, row: MetricsRow) -> None:
         for name, value in row.items():
             if name != "step" and value is not None:
                 self._writer.add_scalar(name, value, int(row["step"] or 0))

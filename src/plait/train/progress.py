@@ -1,4 +1,4 @@
-"""How a run is followed: a progress bar on a terminal, a plain line every few seconds elsewhere."""
+"""Report progress: a progress bar on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TaskID, TextColumn, TimeRemainingColumn
 
 _SECONDS_BETWEEN_LINES = 5.0
-_SMOOTHING = 0.8  # how much of the shown speed is the earlier steps'
+_SMOOTHING = 0.8  # weight of earlier steps in the shown speed
 
 
-class Follower:
+class ProgressReporter:
     """Shows step, loss, tokens a second and the time left; a context manager.
 
-    With `shown=False` (on ranks other than 0) it shows nothing. `bar=False` asks for lines on a terminal too.
+    With `shown=False` (on ranks other than 0) it shows nothing. `bar=False`: lines on a terminal too.
     """
 
     def __init__(
@@ -35,33 +35,33 @@ class Follower:
         self._shown = shown
         self._clock = clock
         self._first = 0
-        self._started = self._spoke = clock()
+        self._started = self._printed_at = clock()
         self._speed = 0.0
         self._bar = _make_bar(self._console) if shown and bar and self._console.is_terminal else None
         self._task: TaskID | None = None
 
-    def begin(self, steps: int) -> None:
-        """The run has these steps behind it."""
+    def start_from(self, steps: int) -> None:
+        """Set the number of steps that were done before the run was resumed."""
         self._first = steps
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=steps)
 
-    def note(self, text: str) -> None:
+    def print(self, text: str) -> None:
         """Print a line, above the bar if there is one."""
         if self._shown:
             self._console.print(text)
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Tell that `step`, counted from 1, is done."""
+        """Report that `step`, counted from 1, is done."""
         earlier = _SMOOTHING if self._speed else 0.0
         self._speed = earlier * self._speed + (1 - earlier) * tokens_per_second
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=step, loss=f"{loss:.3f}", speed=f"{self._speed:,.0f}")
         elif self._shown:
-            self._line(step, loss)
+            self._print_step(step, loss)
 
     def __enter__(self) -> Self:
-        self._started = self._spoke = self._clock()
+        self._started = self._printed_at = self._clock()
         if self._bar is not None:
             self._bar.start()
             self._task = self._bar.add_task("", total=self._steps, loss="…", speed="…")
@@ -73,14 +73,14 @@ class Follower:
         if self._bar is not None:
             self._bar.stop()
 
-    def _line(self, step: int, loss: float) -> None:
+    def _print_step(self, step: int, loss: float) -> None:
         now = self._clock()
-        if self._first + 1 < step < self._steps and now - self._spoke < _SECONDS_BETWEEN_LINES:
+        if self._first + 1 < step < self._steps and now - self._printed_at < _SECONDS_BETWEEN_LINES:
             return
-        self._spoke = now
+        self._printed_at = now
         done = max(1, step - self._first)
         left = timedelta(seconds=round((now - self._started) / done * (self._steps - step)))
-        self.note(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
+        self.print(f"step {step}/{self._steps}  loss {loss:.3f}  {self._speed:,.0f} tokens/s  {left} left")
 
 
 def _make_bar(console: Console) -> Progress:

@@ -1,4 +1,4 @@
-"""The five sections of the configuration: their fields, what each takes, and its default."""
+"""The five sections of the configuration: fields with type, default and description."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.plan import Offload, Policy, Precision, Recompute, Reduce, SequenceParallel, Strategy
-from plait.train.folder import OWN, complete
+from plait.train.model_folder import OWN_MODELS, with_folder_sizes
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of the sections: frozen, and nothing unknown in it."""
+    """Base of the sections: frozen, without unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -50,13 +50,13 @@ class ModelConfig(Section):
     @model_validator(mode="before")
     @classmethod
     def _sized(cls, given: object) -> object:
-        name = given.get("name", OWN[0]) if isinstance(given, dict) else OWN[0]
-        return given if name in OWN or not isinstance(name, str) else complete(given)
+        name = given.get("name", OWN_MODELS[0]) if isinstance(given, dict) else OWN_MODELS[0]
+        return given if name in OWN_MODELS or not isinstance(name, str) else with_folder_sizes(given)
 
     @property
     def folder(self) -> Path | None:
-        """Where the model lies, if it is one of Hugging Face."""
-        return None if self.name in OWN else Path(self.name).expanduser()
+        """The folder of a Hugging Face model, else None."""
+        return None if self.name in OWN_MODELS else Path(self.name).expanduser()
 
 
 class DataConfig(Section):

@@ -1,75 +1,73 @@
-"""A step of a training run, with all that is looked at, told and written down around it."""
+"""`Stepper`: a step of a training run with its metrics, checks, validation, trace and progress."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from contextlib import nullcontext
 
 from plait.comm.mesh import Mesh
-from plait.engine import Recording
 from plait.errors import ReplicaError
-from plait.train.compare import LossAndNorm
 from plait.train.config import Config
+from plait.train.measurements import reorder, write_trace
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics
-from plait.train.order import reordered
-from plait.train.progress import Follower
-from plait.train.trace import recorded, write_trace
+from plait.train.progress import ProgressReporter
+from plait.train.reference_steps import LossAndNorm
 from plait.train.trainer import Trainer
 
 
 class Stepper:
-    """Takes the steps of a run, one after another, on every rank."""
+    """Runs the steps of a training run, one after another, on every rank."""
 
     def __init__(
-        self, config: Config, trainer: Trainer, mesh: Mesh, meter: Meter, metrics: Metrics, follower: Follower
+        self,
+        config: Config,
+        trainer: Trainer,
+        mesh: Mesh,
+        meter: Meter,
+        metrics: Metrics,
+        progress: ProgressReporter,
     ) -> None:
         self._config = config
         self._trainer = trainer
         self._mesh = mesh
         self._meter = meter
         self._metrics = metrics
-        self._follower = follower
+        self._progress = progress
         self.loss = math.nan
-        """Of the last step."""
+        """Loss of the last step."""
         self.peak_memory = 0.0
-        """Bytes, of the rank that had most."""
+        """Bytes, the largest over ranks."""
         self.validation_loss: float | None = None
-        """The last one."""
+        """The latest validation loss."""
         self.first: list[LossAndNorm] = []
-        """Those of the first steps that are compared with a single rank's."""
+        """Results of the first `run.compare` steps."""
 
     def step(self, step: int) -> None:
         """Train on the batch of `step`, counted from 0. Raises `NonFiniteError` and `ReplicaError`."""
         config, trainer = self._config, self._trainer
         self._meter.start()
-        looked_at = step + 1 in (config.run.trace, config.parallel.reorder)
-        with recorded(trainer.engine, wanted=looked_at) as recording:
+        records = step + 1 in (config.run.trace, config.parallel.reorder)
+        with trainer.engine.recording() if records else nullcontext() as recording:
             loss, norm = trainer.step(step)
-        row = self._meter.row(step, loss, norm, trainer.rate(step))
+        row = self._meter.measure(step, loss, norm, trainer.learning_rate(step))
         trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
         self._check_replicas(step)
-        self._follower.update(step + 1, row["loss"], row["tokens_per_second"])
-        if recording is not None:
-            for line in self._looked_at(recording, step + 1):
-                self._follower.note(line)
+        self._progress.update(step + 1, row["loss"], row["tokens_per_second"])
+        if recording is not None and step + 1 == config.run.trace:
+            self._progress.print(write_trace(recording, step + 1, config.run.dir, self._mesh))
+        if recording is not None and step + 1 == config.parallel.reorder:
+            self._progress.print(reorder(trainer.engine, recording, step + 1, config.run.dir, self._mesh))
         if self._validates(step):
             self.validation_loss = trainer.validate(step)
             if self.validation_loss is not None:
                 row["validation_loss"] = self.validation_loss
-                self._follower.note(f"step {step + 1}: validation loss {self.validation_loss:.3f}")
-        if flaw := self._metrics.write(row):
-            self._follower.note(f"WARNING: {flaw}")
+                self._progress.print(f"step {step + 1}: validation loss {self.validation_loss:.3f}")
+        if failure := self._metrics.write(row):
+            self._progress.print(f"WARNING: {failure}")
         self.loss, self.peak_memory = row["loss"], row["peak_memory_bytes"]
         if step == len(self.first) < config.run.compare:
             self.first.append((row["loss"], row["grad_norm"]))
-
-    def _looked_at(self, recording: Recording, step: int) -> Iterator[str]:
-        """What a step that was recorded is good for."""
-        if step == self._config.run.trace:
-            yield write_trace(recording, step, self._config.run.dir, self._mesh)
-        if step == self._config.parallel.reorder:
-            yield reordered(self._trainer.engine, recording, step, self._config.run.dir, self._mesh)
 
     def _check_replicas(self, step: int) -> None:
         every = self._config.run.check_replicas

@@ -1,4 +1,4 @@
-"""From text to tokens and back: the bytes themselves, or a Hugging Face `tokenizer.json`."""
+"""Tokenizers: bytes, or a Hugging Face `tokenizer.json`."""
 
 from __future__ import annotations
 
@@ -15,39 +15,39 @@ Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may h
 
 
 class Tokenizer(Protocol):
-    """What the data and the sample need of a tokenizer."""
+    """The interface of tokenizers."""
 
     @property
     def name(self) -> str:
-        """As it is shown to the user."""
+        """The name shown to the user."""
         ...
 
     @property
     def vocab(self) -> int:
-        """How many different tokens there are."""
+        """The number of different tokens."""
         ...
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Turn UTF-8 documents into the tokens of all of them, one after the other."""
+        """Return the tokens of all UTF-8 documents, concatenated."""
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; what is no text becomes a replacement character."""
+        """Return the text of tokens, with replacement characters where they are no text."""
         ...
 
 
 class ByteTokenizer:
-    """Each byte is a token: nothing to download, nothing to train."""
+    """Each byte is a token."""
 
     name = "bytes"
     vocab = 256
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Lay the bytes end to end (uint8)."""
+        """Return the bytes of all documents, concatenated (uint8)."""
         return np.frombuffer(b"".join(documents), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Read the bytes as UTF-8; a token beyond 255 and a broken sequence are shown as `�`."""
+        """Return the bytes as UTF-8, with `�` for a token above 255 and for an invalid sequence."""
         replacement = "�".encode()
         parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
         return b"".join(parts).decode(errors="replace")
@@ -77,19 +77,19 @@ class FileTokenizer:
         self.vocab: int = self._reader.get_vocab_size()
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Encode all documents at once (uint32), without special tokens."""
+        """Return the tokens of all documents (uint32), without special tokens."""
         texts = [document.decode() for document in documents]
         encodings = self._reader.encode_batch_fast(texts, add_special_tokens=False)
         pieces = [np.asarray(encoding.ids, dtype=np.uint32) for encoding in encodings]
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Turn tokens into text; tokens that the file does not know are left out."""
+        """Return the text of tokens, without those above the vocabulary."""
         return str(self._reader.decode([token for token in tokens if token < self.vocab]))
 
 
 def printable(text: str) -> str:
-    """Replace what would steer a terminal, such as escape codes, by `�`; lines and tabs stay."""
+    """Replace control characters, except for line ends and tabs, by `�`."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 

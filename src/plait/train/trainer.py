@@ -1,6 +1,6 @@
-"""One rank's part of a training run: model, engine and optimizer, and what a step does with them.
+"""`Trainer`: one rank's model, engine and optimizer, and a training step with them.
 
-Read this file to see how plait is used; everything else in this package is batteries.
+Read this file to see how plait is used.
 """
 
 from __future__ import annotations
@@ -17,22 +17,20 @@ from plait.errors import NonFiniteError
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.train.batches import rows_of
+from plait.train.build import adamw, build_model, initial_weights, learning_rate
 from plait.train.config import Config
 from plait.train.data import Data
-from plait.train.model import build_model, weights_of
-from plait.train.optimizer import adamw
-from plait.train.rate import learning_rate
 from plait.train.tokenizer import printable
 
 
 class Trainer:
-    """Trains `config.model` on `data`, spread over `mesh` as `plan` says. Every rank makes one alike."""
+    """Trains `config.model` on `data` over `mesh` by `plan`. Every rank makes one with the same arguments."""
 
     def __init__(self, config: Config, plan: Plan, mesh: Mesh, data: Data) -> None:
         settings = config.train
         model = build_model(config.model, data.vocab)
         self.parameters = sum(parameter.numel() for parameter in model.parameters())
-        values = weights_of(config.model, model)
+        values = initial_weights(config.model, model)
         self.has_weights = values is not None
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
@@ -43,10 +41,10 @@ class Trainer:
         self._rows = rows_of(mesh.index("dp"), mesh.size("dp"), settings.batch)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
-        """Train on the batch of `step`, counted from 0; give its loss and gradient norm, 0-d.
+        """Train on the batch of `step`, counted from 0; return its loss and gradient norm, 0-d.
 
         The loss is the mean over the global batch, the norm is that before clipping. Both are
-        the same on every rank, and neither is waited for.
+        the same on every rank, and returned without waiting for the device.
         Communication: the engine's (activations over `pp`, regions and the loss over `tp`, gradients over
         `dp`, the norm over `pp` and `tp`).
         """
@@ -54,8 +52,8 @@ class Trainer:
         return loss, self.engine.step(self.optimizer, self.max_norm)
 
     def forward_backward(self, step: int) -> Tensor:
-        """Set the learning rate of `step` and compute its gradients; give its loss, as `step` does."""
-        rate = self.rate(step)
+        """Set the learning rate of `step` and compute its gradients; return its loss, as `step` does."""
+        rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
         inputs, targets = self._data.training.batch(step, self._rows)
@@ -65,11 +63,11 @@ class Trainer:
 
     @property
     def max_norm(self) -> float:
-        """The largest gradient norm; infinity where nothing is clipped."""
+        """The largest gradient norm; infinity without clipping."""
         return self._settings.clip or math.inf
 
-    def rate(self, step: int) -> float:
-        """The learning rate of `step`, counted from 0."""
+    def learning_rate(self, step: int) -> float:
+        """Return the learning rate of `step`, counted from 0."""
         settings = self._settings
         floor = settings.lr * settings.min_lr
         return learning_rate(
@@ -77,7 +75,7 @@ class Trainer:
         )
 
     def validate(self, step: int) -> float | None:
-        """Mean loss over the validation batches after `step`, the same on every rank; None without any.
+        """Return the mean loss over the validation batches, the same on every rank; None without any.
 
         Raises `NonFiniteError`.
         """
@@ -97,9 +95,9 @@ class Trainer:
         return mean
 
     def sample(self) -> str | None:
-        """Continue the prompt `train.sample`; None without one, or where tokens are no text.
+        """Return a continuation of the prompt `train.sample`; None without one, or where tokens are no text.
 
-        Every rank calls it and gets the same text. Communication: the engine's.
+        Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
         settings, tokenizer = self._settings, self._data.tokenizer
         prompt = tokenizer.encode([settings.sample.encode()])
@@ -110,34 +108,34 @@ class Trainer:
         return printable(tokenizer.decode(tokens[0].tolist()))
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise `NonFiniteError` on every rank when a number of the step is not finite; say where it is.
+        """Raise `NonFiniteError` on every rank, with rank and stage, when `loss` or `norm` is not finite.
 
-        A norm that only overflows its loss scale is no error, as long as the scale can be lowered. Call it
-        before the next step. Communication, only then: one number, all-reduced over the world.
+        A norm that overflows a loss scale which can be lowered is no error. Call it before the next step.
+        Communication, only before raising: one number, all-reduced over the world.
         """
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
         mesh, schedule = self._mesh, self.engine.schedule
         if not math.isfinite(loss):
-            bad = not bool(self.engine.microbatch_losses().isfinite().all())
+            affected = not bool(self.engine.microbatch_losses().isfinite().all())
             stages, what, value = [schedule.stages - 1], "loss", loss
-            rank = self._first_rank(bad and mesh.index("pp") == schedule.rank_of[-1])
+            rank = self._first_rank(affected and mesh.index("pp") == schedule.rank_of[-1])
         else:
             gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
             rank = self._first_rank(not all(bool(gradient.isfinite().all()) for gradient in gradients))
             stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
             what, value = "gradient norm", norm
-        place = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
+        where = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
         raise NonFiniteError(
-            f"step {step + 1}: the {what} is {value} on rank {rank}, {place}: "
+            f"step {step + 1}: the {what} is {value} on rank {rank}, {where}: "
             "lower train.lr, raise train.warmup, or look at the data of that step."
         )
 
     def _first_rank(self, affected: bool) -> int:
-        """Give the first rank that is `affected`, on every rank; rank 0 where none is.
+        """Return the lowest rank with `affected`, on every rank; rank 0 where there is none.
 
-        Ranks are numbered stage by stage, so it is on the first stage that is affected.
+        Ranks are numbered stage by stage, so that it is on the first affected stage.
         """
         mesh, none = self._mesh, self._mesh.size("world")
         first = torch.tensor([mesh.rank if affected else none], dtype=torch.int64, device=mesh.device)

@@ -12,8 +12,8 @@ from plait.cli import main as module
 from plait.cli.main import main
 from plait.errors import DataError, RankError
 from plait.train.config import LIMITS, MOST
+from plait.train.config_parser import load_config
 from plait.train.corpus import open_tokens
-from plait.train.settings import load_config
 
 
 def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:

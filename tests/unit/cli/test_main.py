@@ -13,7 +13,7 @@ import pytest
 from plait.cli import main as module
 from plait.cli.main import Command, main
 from plait.errors import NonFiniteError, RankError
-from plait.train.settings import fields
+from plait.train.config_parser import fields
 
 
 @pytest.fixture

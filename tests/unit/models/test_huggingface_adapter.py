@@ -20,7 +20,7 @@ from plait.models.huggingface.parts import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.values import places_of
 from plait.tensor.tensor_parallelism import named
-from plait.train.flops import flops_per_token
+from plait.train.meter import flops_per_token
 
 
 @pytest.mark.parametrize("name", cases.MODELS)

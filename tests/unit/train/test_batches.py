@@ -5,14 +5,21 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.errors import DataError
-from plait.train.batches import Batches, Corpus, Shuffled, Spread, Uniform, rows_of
+from plait.train.batches import (
+    Batches,
+    RandomBatches,
+    ShuffledBatches,
+    TokenWindows,
+    ValidationBatches,
+    rows_of,
+)
 from plait.train.permutation import permute
 
 
-def counting(windows: int, context: int) -> Corpus:
+def counting(windows: int, context: int) -> TokenWindows:
     """Tokens that name their own position."""
     tokens = np.arange(windows * context + 1, dtype=np.uint32)
-    return Corpus(tokens, context, vocab=len(tokens), source="counting")
+    return TokenWindows(tokens, context, vocab=len(tokens), source="counting")
 
 
 @given(count=st.integers(1, 3000), seed=st.integers(0, 2**64 - 1), epoch=st.integers(0, 10**6))
@@ -37,10 +44,10 @@ def test_permutation_scatters_neighbours() -> None:
 def batches(kind: str, size: int) -> Batches:
     corpus = counting(windows=23, context=5)
     if kind == "shuffled":
-        return Shuffled(corpus, size, seed=3)
+        return ShuffledBatches(corpus, size, seed=3)
     if kind == "spread":
-        return Spread(corpus, size, count=4)
-    return Uniform(vocab=100, context=5, size=size, seed=3)
+        return ValidationBatches(corpus, size, count=4)
+    return RandomBatches(vocab=100, context=5, size=size, seed=3)
 
 
 @pytest.mark.parametrize("kind", ["shuffled", "spread", "uniform"])
@@ -64,7 +71,7 @@ def test_targets_are_the_next_tokens(kind: str) -> None:
 @given(windows=st.integers(1, 40), size=st.integers(1, 16), seed=st.integers(0, 100))
 def test_each_window_is_seen_once_an_epoch(windows: int, size: int, seed: int) -> None:
     context, epochs = 3, 2
-    made = Shuffled(counting(windows, context), size, seed)
+    made = ShuffledBatches(counting(windows, context), size, seed)
     steps = -(-windows * epochs // size)
     starts = torch.cat([made.batch(step, slice(None))[0][:, 0] for step in range(steps)]) // context
     for epoch in range(epochs):
@@ -73,12 +80,12 @@ def test_each_window_is_seen_once_an_epoch(windows: int, size: int, seed: int) -
 
 
 def test_every_token_but_the_first_is_a_target_once() -> None:
-    made = Shuffled(counting(windows=8, context=4), size=8, seed=0)
+    made = ShuffledBatches(counting(windows=8, context=4), size=8, seed=0)
     assert sorted(made.batch(0, slice(None))[1].flatten().tolist()) == list(range(1, 33))
 
 
 def test_validation_is_spread_and_fixed() -> None:
-    made = Spread(counting(windows=100, context=2), size=5, count=4)
+    made = ValidationBatches(counting(windows=100, context=2), size=5, count=4)
     starts = [
         window for number in range(4) for window in (made.batch(number, slice(None))[0][:, 0] // 2).tolist()
     ]
@@ -86,24 +93,24 @@ def test_validation_is_spread_and_fixed() -> None:
 
 
 def test_validation_repeats_windows_when_there_are_few() -> None:
-    made = Spread(counting(windows=2, context=2), size=3, count=2)
+    made = ValidationBatches(counting(windows=2, context=2), size=3, count=2)
     assert (made.batch(1, slice(None))[0][:, 0] // 2).tolist() == [1, 1, 1]
 
 
 def test_random_tokens_cover_the_vocabulary_and_change_with_step_and_seed() -> None:
-    made = Uniform(vocab=7, context=50, size=20, seed=1)
+    made = RandomBatches(vocab=7, context=50, size=20, seed=1)
     inputs, _ = made.batch(0, slice(None))
     assert set(inputs.flatten().tolist()) == set(range(7))
     assert not torch.equal(inputs, made.batch(1, slice(None))[0])
-    assert not torch.equal(inputs, Uniform(7, 50, 20, seed=2).batch(0, slice(None))[0])
-    assert not torch.equal(inputs, Uniform(7, 50, 20, seed=1, stream=1).batch(0, slice(None))[0])
+    assert not torch.equal(inputs, RandomBatches(7, 50, 20, seed=2).batch(0, slice(None))[0])
+    assert not torch.equal(inputs, RandomBatches(7, 50, 20, seed=1, stream=1).batch(0, slice(None))[0])
 
 
 @pytest.mark.parametrize(("token", "remedy"), [(300, "at least 301"), (-1, "from 0 on")])
 def test_a_token_outside_the_vocabulary_is_named_with_its_position(token: int, remedy: str) -> None:
     tokens = np.zeros(21, dtype=np.int64)
     tokens[13] = token
-    corpus = Corpus(tokens, context=4, vocab=256, source="some.npy", start=1000)
+    corpus = TokenWindows(tokens, context=4, vocab=256, source="some.npy", start=1000)
     expected = rf"'some\.npy' holds token {token} at position 1013, outside the vocabulary of 256.*{remedy}"
     with pytest.raises(DataError, match=expected):
         corpus.check(len(tokens))

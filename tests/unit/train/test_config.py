@@ -9,8 +9,8 @@ import pytest
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.train.config import Config
+from plait.train.config_parser import config_from_arguments, fields, load_config, takes
 from plait.train.sections import ModelConfig, ParallelConfig, TrainConfig
-from plait.train.settings import config_from_arguments, fields, load_config, takes
 
 
 @pytest.fixture
@@ -202,7 +202,7 @@ CONTRADICTIONS = [
     ),
     (
         "--model.name llama --model.hidden 96 --model.heads 3 --parallel.tp 3",
-        "model.inner = 256, the usual for model.hidden = 96, is not divisible by parallel.tp = 3: "
+        "model.inner = 256, the default for model.hidden = 96, is not divisible by parallel.tp = 3: "
         "set model.inner to 255 or 258, or change parallel.tp.",
     ),
     ("--train.batch 2", "set train.batch to 4, or change train.microbatches."),

@@ -16,8 +16,8 @@ from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import ConfigError, PlaitError
 from plait.train.config import Config
-from plait.train.loop import Report, train
-from plait.train.settings import load_config
+from plait.train.config_parser import load_config
+from plait.train.loop import TrainingResult, train
 from plait.train.trainer import Trainer
 
 
@@ -51,7 +51,7 @@ def refusal(config: Config) -> str:
 def test_a_guarded_run_is_the_same_to_the_bit(rank_pool: RankPool, tmp_path: Path) -> None:
     """And compares its replicas after steps 2 and 4."""
 
-    def body(config: Config) -> tuple[Report, int, bool]:
+    def body(config: Config) -> tuple[TrainingResult, int, bool]:
         made: list[bool] = []
         original = mesh.Mesh.__init__
 

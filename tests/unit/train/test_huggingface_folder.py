@@ -19,12 +19,12 @@ from plait.comm.pool import RankPool
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface.adapter import from_huggingface
 from plait.models.huggingface.folder import weights_in
+from plait.train.banner import banner
+from plait.train.build import build_model
 from plait.train.config import Config
+from plait.train.config_parser import load_config
 from plait.train.data import load_data
-from plait.train.introduction import introduce
 from plait.train.loop import train
-from plait.train.model import build_model
-from plait.train.settings import load_config
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_the_weights_of_every_family_are_found(tmp_path: Path, name: str) -> Non
 @pytest.mark.parametrize(("has_weights", "told"), [(True, "Weights: those in "), (False, "WARNING: ")])
 def test_a_run_says_what_values_it_starts_from(folder: Path, has_weights: bool, told: str) -> None:
     config = config_of(folder)
-    lines = list(introduce(config, Mesh(config.plan()), load_data(config), 1, has_weights=has_weights))
+    lines = list(banner(config, Mesh(config.plan()), load_data(config), 1, has_weights=has_weights))
     line = next(line for line in lines if str(folder) in line and not line.startswith("Model: "))
     assert line.startswith(f"{told}{folder}")
     assert has_weights or "random values (train.seed = 0)" in line

@@ -12,7 +12,7 @@ from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import NonFiniteError
 from plait.train.config import Config
-from plait.train.loop import Report, train
+from plait.train.loop import TrainingResult, train
 
 
 def make(
@@ -31,7 +31,7 @@ def make(
     )
 
 
-def run(pool: RankPool, config: Config) -> list[Report]:
+def run(pool: RankPool, config: Config) -> list[TrainingResult]:
     return pool.run(train, config, ranks=config.plan().world)
 
 
@@ -84,7 +84,7 @@ def test_few_digits_match_one_rank_with_masters_and_a_loss_scale(
     assert comparison.matches, comparison
 
 
-def run_without_steps(config: Config) -> Report:
+def run_without_steps(config: Config) -> TrainingResult:
     """A run whose `Engine.step` forgets the optimizer."""
 
     def step(self: Engine, optimizer: torch.optim.Optimizer, max_norm: float) -> Tensor:

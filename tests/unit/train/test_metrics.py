@@ -92,7 +92,7 @@ def test_a_full_disk_ends_no_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limit)
             signal.signal(signal.SIGXFSZ, handler)
-        assert told == [f"metrics cannot be written to {tmp_path} (File too large): they wait.", ""]
+        assert told == [f"metrics cannot be written to {tmp_path} (File too large): retried every step.", ""]
         assert (tmp_path / "metrics.jsonl").stat().st_size == 20
         assert opened.write({"step": 3}) == ""
     lines = (tmp_path / "metrics.jsonl").read_text().splitlines()

@@ -3,7 +3,7 @@ from collections.abc import Iterator
 
 from rich.console import Console
 
-from plait.train.progress import Follower
+from plait.train.progress import ProgressReporter
 
 
 def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seconds: float = 1.0) -> str:
@@ -20,10 +20,10 @@ def follow(*, shown: bool = True, bar: bool = True, terminal: bool = False, seco
             yield now
 
     ticks = clock()
-    with Follower(20, shown=shown, bar=bar, console=console, clock=lambda: next(ticks)) as follower:
-        follower.note("[hello]")
+    with ProgressReporter(20, shown=shown, bar=bar, console=console, clock=lambda: next(ticks)) as progress:
+        progress.print("[hello]")
         for step in range(1, 21):
-            follower.update(step, 5.0 - step / 10, 1000.0)
+            progress.update(step, 5.0 - step / 10, 1000.0)
     return out.getvalue()
 
 

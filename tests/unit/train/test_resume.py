@@ -15,8 +15,8 @@ from plait.comm.pool import RankPool
 from plait.errors import CheckpointError, ConfigError, NonFiniteError
 from plait.train import checkpoints
 from plait.train.config import Config
-from plait.train.loop import Report, train
-from plait.train.progress import Follower
+from plait.train.loop import TrainingResult, train
+from plait.train.progress import ProgressReporter
 
 
 def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: Any) -> Config:
@@ -38,7 +38,7 @@ def make(folder: Path, *, parallel: dict[str, Any] | None = None, **settings: An
     )
 
 
-def run(pool: RankPool, config: Config) -> Report:
+def run(pool: RankPool, config: Config) -> TrainingResult:
     return pool.run(train, config, ranks=config.plan().world)[0]
 
 
@@ -172,7 +172,7 @@ def test_a_step_that_is_none_is_refused(
     trainer: Any = SimpleNamespace(engine=None, optimizer=SimpleNamespace(param_groups=[]))
     mesh: Any = SimpleNamespace(rank=0)
     config = make(tmp_path, resume=str(tmp_path / "one"))
-    run = checkpoints.RunCheckpoints(config, trainer, mesh, Follower(1, shown=False))
+    run = checkpoints.RunCheckpoints(config, trainer, mesh, ProgressReporter(1, shown=False))
     with pytest.raises(CheckpointError, match="does not say after how many steps it was written"):
         run.resume()
 

@@ -15,10 +15,10 @@ from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.timing import balance
 from plait.schedules.simulation.costs import Costs
-from plait.train import order
+from plait.train import measurements
 from plait.train.config import Config
 from plait.train.loop import train
-from plait.train.progress import Follower
+from plait.train.progress import ProgressReporter
 
 SLOW = Costs(F=(1, 1), I=(1, 1), W=(1, 1), comm=0.1)
 
@@ -39,7 +39,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
     """As a rank: the lines of a run that are shown, the orders of its steps, and whether one rank agrees."""
     lines: list[str] = []
     orders: list[Any] = []
-    note, step = Follower.note, Engine.forward_backward
+    show, step = ProgressReporter.print, Engine.forward_backward
 
     def forward_backward(self: Engine, *batch: Any) -> Any:
         if self.plan.pp == 2:
@@ -48,7 +48,7 @@ def told(config: Config, costs: Costs | None = None) -> tuple[list[str], list[An
 
     measured = Recording.costs if costs is None else lambda _: costs
     with (
-        patch.object(Follower, "note", lambda self, text: (note(self, text), lines.append(text))),
+        patch.object(ProgressReporter, "print", lambda self, text: (show(self, text), lines.append(text))),
         patch.object(Engine, "forward_backward", forward_backward),
         patch.object(Recording, "costs", measured),
     ):
@@ -64,14 +64,14 @@ def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_pa
     assert orders[0] == orders[1] != orders[2] == orders[3]
     (line,) = [line for line in lines if line.startswith("Order after step 2: auto")]
     assert "in place of 1f1b" in line
-    kept = json.loads((tmp_path / order.FILE).read_text())
+    kept = json.loads((tmp_path / measurements.SCHEDULE_FILE).read_text())
     assert [tuple(row) for row in kept["order"]] == list(orders[3])
     assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
 def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Path) -> None:
     _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
-    kept = json.loads((tmp_path / order.FILE).read_text())
+    kept = json.loads((tmp_path / measurements.SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
@@ -89,7 +89,7 @@ def balanced(config: Config) -> int:
         calls.append(given)
         return balance(model, plan, *given)
 
-    with patch.object(order, "balance", counted):
+    with patch.object(measurements, "balance", counted):
         assert train(config).matches
     return len(calls)
 

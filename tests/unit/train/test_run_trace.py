@@ -13,9 +13,9 @@ import pytest
 from plait.comm.pool import RankPool
 from plait.errors import ConfigError
 from plait.train.config import Config
+from plait.train.config_parser import load_config
 from plait.train.loop import train
-from plait.train.progress import Follower
-from plait.train.settings import load_config
+from plait.train.progress import ProgressReporter
 
 LINE = re.compile(
     r"Trace of step 2: makespan ([\d,.]+) ms \(([\d,.]+) simulated with its costs\), "
@@ -38,13 +38,13 @@ def make(folder: Path, **run: Any) -> Config:
 def told(config: Config) -> list[str]:
     """As a rank: the lines of a run that are shown."""
     lines: list[str] = []
-    original = Follower.note
+    original = ProgressReporter.print
 
-    def note(self: Follower, text: str) -> None:
+    def show(self: ProgressReporter, text: str) -> None:
         original(self, text)
         lines.append(text)
 
-    with patch.object(Follower, "note", note):
+    with patch.object(ProgressReporter, "print", show):
         train(config)
     return lines
 

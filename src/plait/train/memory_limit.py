@@ -1,4 +1,4 @@
-"""Whether a run fits, told before it starts: what a rank would hold, against `run.memory_limit`."""
+"""Predict the memory of a run before it starts, and check it against `run.memory_limit`."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from plait.train.config import Config
 
 GIGA = 1e9
 SECTIONS = {"microbatches": "train"}
-"""Of a plan's field in the configuration, where it is not `parallel`."""
+"""The section of a plan's field in the configuration, where it is not `parallel`."""
 
 
-def forecast(config: Config, model: nn.Module, plan: Plan, device: torch.device) -> Memory:
-    """What a rank holds at most, by the plan.
+def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.device) -> Memory:
+    """Return the predicted memory of each rank.
 
-    Raises `ConfigError` where that is more than `run.memory_limit`, with the smallest change that fits.
+    Raises `ConfigError` where a rank exceeds `run.memory_limit`, with the smallest change that fits.
     """
     estimator = MemoryEstimator(model, rows=config.train.batch // plan.dp, device=device)
     memory, limit = estimator.forecast(plan), config.run.memory_limit
@@ -38,18 +38,18 @@ def forecast(config: Config, model: nn.Module, plan: Plan, device: torch.device)
     return memory
 
 
-def summary(memory: Memory) -> str:
-    """One line about the rank that holds most."""
+def prediction_line(memory: Memory) -> str:
+    """Return a line about the rank that holds most."""
     fullest = max(memory.ranks, key=lambda rank: rank.peak)
     parts = sorted(fullest.at_peak.items(), key=lambda part: -part[1])
-    told = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)
+    shown = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)
     saved = f"; {abs(memory.saving):.0%} {'less' if memory.saving >= 0 else 'more'} than with strategy none"
     saved = saved if memory.plan.strategy != "none" else ""
-    return f"Memory: up to {memory.most / 1e6:,.1f} MB of tensors a rank ({told}{saved})."
+    return f"Memory: up to {memory.most / 1e6:,.1f} MB of tensors a rank ({shown}{saved})."
 
 
-def outcome(memory: Memory, measured: float, device: torch.device) -> str:
-    """One line: the peak that was measured, and the tensors that were predicted.
+def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
+    """Return a line about the measured peak and the predicted tensors.
 
     On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
     are a part.

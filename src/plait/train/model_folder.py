@@ -1,31 +1,32 @@
-"""The `model` section where it names a folder: completed with the sizes that the folder gives."""
+"""The `model` section with `name` a folder, completed with the sizes in its config.json; checks of paths."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from plait.errors import ConfigError, ModelError
-from plait.train.paths import unusable
 
-OWN = ("gpt2", "llama")
-"""The models that plait has itself; any other name is a folder."""
+OWN_MODELS = ("gpt2", "llama")
+"""Names of plait's own models; any other `model.name` is a folder."""
+_MOST_BYTES, _MOST_BYTES_A_NAME = 4095, 255
 
 
-def complete(given: Any) -> dict[str, Any]:
-    """The fields of `model`, of which `name` is a folder, with the sizes in it.
+def with_folder_sizes(given: Any) -> dict[str, Any]:
+    """Return the fields of `model`, whose `name` is a folder, completed with the sizes in the folder.
 
-    Raises ConfigError where there is no such model, or a field says something else than the folder.
+    Raises `ConfigError` where there is no such model, or a field contradicts the folder.
     """
     name = given["name"]
-    reason = unusable(name)
+    reason = invalid_path(name)
     if reason is not None:
         raise ConfigError(f"model.name is {name[:60]!r}…, {reason}: give another path.")
     folder = Path(name).expanduser()
     if not (folder / "config.json").is_file():
         raise ConfigError(
-            f"model.name = {name!r} is neither {' nor '.join(OWN)} nor a folder with a config.json: "
+            f"model.name = {name!r} is neither {' nor '.join(OWN_MODELS)} nor a folder with a config.json: "
             "give one of these."
         )
     # Late: it imports torch and transformers, which other configurations need not wait for.
@@ -44,9 +45,24 @@ def complete(given: Any) -> dict[str, Any]:
                 f"{sizes['context']} tokens: give a number in between, or leave it out."
             )
         elif field != "name" and value is not None and value != sizes.get(field):
-            told = f", where it is {sizes[field]}" if field in sizes else ""
+            actual = f", where it is {sizes[field]}" if field in sizes else ""
             raise ConfigError(
                 f"model.{field} = {value} stands beside the folder {name}, whose config.json gives all "
-                f"sizes{told}: leave it out."
+                f"sizes{actual}: leave it out."
             )
     return {**given, **sizes}
+
+
+def invalid_path(text: str) -> str | None:
+    """Return why no file can have the path `text`, as "which …", or None."""
+    if "\0" in text:
+        return "which has a zero byte in it"
+    try:
+        path = Path(text).expanduser()
+    except RuntimeError:
+        return "which begins with the home of a user who is not known here"
+    if len(os.fsencode(path)) > _MOST_BYTES or any(
+        len(os.fsencode(part)) > _MOST_BYTES_A_NAME for part in path.parts
+    ):
+        return f"which is longer than file systems take ({_MOST_BYTES_A_NAME} bytes a name)"
+    return None

@@ -1,4 +1,4 @@
-"""The first steps again on a single rank: does the woven run compute what one device computes?"""
+"""Compare the first steps of a run with the same steps on a single rank (`run.compare`)."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from plait.train.trainer import Trainer
 _TOLERANCE: dict[Precision, float] = {"fp64": 1e-10, "fp32": 1e-4, "fp16": 1e-2, "bf16": 2e-2}
 
 LossAndNorm = tuple[float, float]
-"""Of one step."""
+"""Loss and gradient norm of one step."""
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """Largest relative differences between the first `steps` steps of a run and those of one rank."""
+    """The largest relative differences between the first `steps` steps of a run and of one rank."""
 
     steps: int
     loss: float
@@ -46,35 +46,38 @@ class Comparison:
         return f"The {steps} {verb} NOT match one rank: {numbers}, beyond {self.tolerance:g}."
 
 
-def compare(config: Config, data: Data, mesh: Mesh, woven: Sequence[LossAndNorm]) -> Comparison:
-    """Run the first `len(woven)` steps again on rank 0 alone and compare them with `woven`.
+def compare_steps(config: Config, data: Data, mesh: Mesh, steps: Sequence[LossAndNorm]) -> Comparison:
+    """Run the first `len(steps)` steps again on rank 0 alone and compare them with `steps`.
 
-    Every rank calls it and gets the same answer; the others wait, in a barrier after each step, so that none
-    waits longer than one step takes. Communication: those, and two numbers all-reduced over the world.
+    Every rank calls it and gets the same result. Communication: a barrier after each step, so that ranks
+    wait for one step at most, and two numbers all-reduced over the world.
     """
     world = mesh.group("world")
-    alone = _single_rank(config, data, mesh) if mesh.rank == 0 else None
-    measured: list[LossAndNorm] = []
-    for step in range(len(woven)):
-        if alone is not None:
-            measured.append(plain_step(alone, step))
+    reference = None
+    if mesh.rank == 0:
+        plan = single_rank_plan(config.plan())
+        reference = Trainer(config, plan, Mesh(plan, device=mesh.device, alone=True), data)
+    expected: list[LossAndNorm] = []
+    for step in range(len(steps)):
+        if reference is not None:
+            expected.append(reference_step(reference, step))
         barrier(world, checked=False).wait()
     differences = torch.zeros(2, dtype=torch.float64, device=mesh.device)
-    if alone is not None:
-        differences.copy_(largest_differences(woven, measured))
+    if reference is not None:
+        differences.copy_(largest_differences(steps, expected))
     all_reduce(differences, world, "sum", checked=False).wait()
     loss_difference, norm_difference = differences.tolist()
-    return Comparison(len(woven), loss_difference, norm_difference, _tolerance(config.plan()))
+    return Comparison(len(steps), loss_difference, norm_difference, _tolerance(config.plan()))
 
 
 def _tolerance(plan: Plan) -> float:
-    """That of the coarsest precision in which the plan computes, adds up or sends."""
+    """Return the tolerance of the coarsest precision in which the plan computes, accumulates or reduces."""
     used = plan.precision, plan.master_precision, plan.gradient_precision, plan.reduce_precision
     return max(_TOLERANCE[precision] for precision in used if precision is not None)
 
 
-def single_plan(plan: Plan) -> Plan:
-    """Give the plan of one rank that runs the same micro-batches as all data-parallel ranks together."""
+def single_rank_plan(plan: Plan) -> Plan:
+    """Return the plan of one rank that runs the micro-batches of all data-parallel ranks."""
     return Plan(
         microbatches=plan.dp * plan.microbatches,
         schedule=plan.schedule,
@@ -86,32 +89,27 @@ def single_plan(plan: Plan) -> Plan:
     )
 
 
-def plain_step(alone: Trainer, step: int) -> LossAndNorm:
-    """Train a single rank on the batch of `step`, clipping with PyTorch's own functions; its loss and norm.
+def reference_step(trainer: Trainer, step: int) -> LossAndNorm:
+    """Train a single rank on the batch of `step`, clipping with PyTorch's functions; return loss and norm.
 
-    `Engine.step` does not run here, so that a mistake in it shows in the losses of later steps.
+    `Engine.step` does not run here, so that a mistake in it changes the losses of later steps.
     """
-    loss = alone.forward_backward(step)
-    norm = alone.engine.clip_grad_norm_(math.inf)  # under a loss scale, throws away what has overflowed
-    gradients = [p.grad for p in alone.engine.parameters() if p.grad is not None]
+    loss = trainer.forward_backward(step)
+    norm = trainer.engine.clip_grad_norm_(math.inf)  # drops gradients that overflow a loss scale
+    gradients = [p.grad for p in trainer.engine.parameters() if p.grad is not None]
     if gradients:
         norms = [torch.linalg.vector_norm(gradient, dtype=torch.float64) for gradient in gradients]
         norm = nn.utils.get_total_norm(norms)
-    nn.utils.clip_grads_with_norm_(alone.engine.parameters(), alone.max_norm, norm)
-    alone.optimizer.step()
+    nn.utils.clip_grads_with_norm_(trainer.engine.parameters(), trainer.max_norm, norm)
+    trainer.optimizer.step()
     return float(loss), float(norm)
 
 
-def largest_differences(woven: Sequence[LossAndNorm], alone: Sequence[LossAndNorm]) -> Tensor:
-    """Give the largest relative difference of losses and of gradient norms, `[2]`; NaN where one is NaN.
+def largest_differences(steps: Sequence[LossAndNorm], expected: Sequence[LossAndNorm]) -> Tensor:
+    """Return the largest relative differences of losses and of gradient norms, `[2]`; NaN where one is NaN.
 
     Norms that overflow their loss scale in both are equal.
     """
-    ours, theirs = (torch.tensor(steps, dtype=torch.float64) for steps in (woven, alone))
+    ours, theirs = (torch.tensor(results, dtype=torch.float64) for results in (steps, expected))
     scale = theirs.abs().clamp(min=torch.finfo(torch.float64).tiny)
     return ((ours - theirs).abs() / scale).where(ours != theirs, 0.0).amax(dim=0)
-
-
-def _single_rank(config: Config, data: Data, mesh: Mesh) -> Trainer:
-    plan = single_plan(config.plan())
-    return Trainer(config, plan, Mesh(plan, device=mesh.device, alone=True), data)

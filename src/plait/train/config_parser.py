@@ -1,6 +1,6 @@
-"""Settings: from a TOML file and `--section.field value` options to a checked `Config`.
+"""Parse a TOML file and `--section.field value` options into a `Config`.
 
-Each value keeps its origin, so an error can say where it was written.
+Each value keeps its origin, so that an error can name the place where it was written.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ _BOUNDS = {
     "maximum": "at most",
     "exclusiveMaximum": "below",
 }
-_WORDS = {"true": True, "false": False, "none": None}
-_SHOWN = 60  # characters of a bad value that a message repeats
+_CONSTANTS = {"true": True, "false": False, "none": None}
+_SHOWN = 60  # characters of a bad value in an error message
 
 
 @dataclass(frozen=True)
-class Setting:
-    """A value that somebody wrote, and where: a file's name, or "the command line"."""
+class GivenValue:
+    """A value of a field, and its origin: a file's name, or "the command line"."""
 
     value: object
     origin: str
@@ -50,7 +50,7 @@ class Setting:
 
 @cache
 def sections() -> Mapping[str, Schema]:
-    """Return the JSON schema of each section, by name: its `description` and `properties`."""
+    """Return the JSON schema of each section by name, with its `description` and `properties`."""
     schema = Config.model_json_schema()
     return MappingProxyType(
         {name: schema["$defs"][_reference(s)] for name, s in schema["properties"].items()}
@@ -59,7 +59,7 @@ def sections() -> Mapping[str, Schema]:
 
 @cache
 def fields() -> Mapping[str, Schema]:
-    """Return the JSON schema of each field, by its full name, `section.field`."""
+    """Return the JSON schema of each field by its full name, `section.field`."""
     return MappingProxyType(
         {
             f"{section}.{name}": field
@@ -74,7 +74,7 @@ def _reference(schema: Schema) -> str:
 
 
 def takes(field: Schema) -> str:
-    """Say what a field accepts: "a whole number of at least 1 or none"."""
+    """Return what a field accepts, such as "a whole number of at least 1 or none"."""
     if "anyOf" in field:
         return " or ".join(takes(option) for option in field["anyOf"])
     options = field.get("enum") or ([field["const"]] if "const" in field else [])
@@ -96,37 +96,37 @@ def _bounds(field: Schema) -> str:
 def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
     """Return the configuration in the TOML file `path`, if any, with `overrides` (as in `sys.argv`) on top.
 
-    Raises `ConfigError`, as one sentence, for whatever cannot be read, is unknown or has a bad value.
+    Raises `ConfigError` for a file that cannot be read, an unknown field and a bad value.
     """
-    return _load(path, _options(overrides))
+    return _load(path, _options(overrides), {})
 
 
 def config_from_arguments(
-    arguments: Sequence[str], usual: Mapping[str, object] | None = None, origin: str = ""
+    arguments: Sequence[str], defaults: Mapping[str, object] | None = None, origin: str = ""
 ) -> Config:
-    """Return the configuration that `arguments` ask for: overrides, and at most one `--config FILE`.
+    """Return the configuration of `arguments`: overrides, and at most one `--config FILE`.
 
-    `usual` holds, section by section, what stands in place of the defaults, and `origin` says where it does.
+    `defaults` replace those of the fields, section by section; `origin` names them in errors.
     """
     options = list(_options(arguments))
     paths = [Path(text) for name, text in options if name == "config"]
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: give one configuration file.")
     rest = [option for option in options if option[0] != "config"]
-    return _load(paths[0] if paths else None, rest, _settings(usual or {}, origin))
+    return _load(paths[0] if paths else None, rest, _given_values(defaults or {}, origin))
 
 
 def _load(
-    path: Path | None, options: Iterable[tuple[str, str]], usual: Mapping[str, Setting] | None = None
+    path: Path | None, options: Iterable[tuple[str, str]], defaults: Mapping[str, GivenValue]
 ) -> Config:
-    settings = dict(usual or {}) | ({} if path is None else _read_file(path))
+    given = dict(defaults) | ({} if path is None else _read_file(path))
     for name, text in options:
         field = _field(name, "the command line")
-        settings[name] = Setting(_typed(text, field), "the command line")
-    return _build(settings)
+        given[name] = GivenValue(_typed(text, field), "the command line")
+    return _build(given)
 
 
-def _read_file(path: Path) -> dict[str, Setting]:
+def _read_file(path: Path) -> dict[str, GivenValue]:
     try:
         with path.open("rb") as file:
             tree = tomllib.load(file)
@@ -138,15 +138,15 @@ def _read_file(path: Path) -> dict[str, Setting]:
         raise ConfigError(f"{path} is not text in UTF-8: give --config a TOML file.") from None
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path} is not valid TOML, mend it there: {error}.") from None
-    return _settings(tree, str(path))
+    return _given_values(tree, str(path))
 
 
-def _settings(tree: Mapping[str, object], origin: str) -> dict[str, Setting]:
-    settings = {}
+def _given_values(tree: Mapping[str, object], origin: str) -> dict[str, GivenValue]:
+    given = {}
     for name, value in _flatten(tree):
-        is_none = _takes_none(_field(name, origin)) and value == "none"  # TOML itself has no word for it
-        settings[name] = Setting(None if is_none else value, origin)
-    return settings
+        is_none = _takes_none(_field(name, origin)) and value == "none"  # TOML has no null
+        given[name] = GivenValue(None if is_none else value, origin)
+    return given
 
 
 def _flatten(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
@@ -160,7 +160,7 @@ def _flatten(tree: Mapping[str, object]) -> Iterator[tuple[str, object]]:
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the name and the text of each `--name value` or `--name=value`."""
+    """Yield the name and the text of each `--name value` and `--name=value`."""
     rest = iter(arguments)
     for argument in rest:
         if not (argument.startswith("--") and argument[2:3].isalpha()):
@@ -178,7 +178,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _typed(text: str, field: Schema) -> object:
-    """Read `text` as the first kind of value that the field takes; what is none of them stays text."""
+    """Return `text` as the first type that the field accepts and that it can be read as, else as it is."""
     if text.lower() == "none" and _takes_none(field):
         return None
     for option in field.get("anyOf", [field]):
@@ -200,11 +200,11 @@ def _read(text: str, kind: str) -> object:
         return float(text)
     if kind == "array":
         return json.loads(text)
-    return _WORDS[text.lower()]
+    return _CONSTANTS[text.lower()]
 
 
 def _field(name: str, origin: str) -> Schema:
-    """Return the field's schema, or raise with the nearest known names."""
+    """Return the schema of a field; raise `ConfigError` with the nearest name for an unknown one."""
     if name in fields():
         return fields()[name]
     if name in sections():
@@ -216,35 +216,35 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest(name: str) -> str | None:
-    """Return the known field nearest to `name`, if one is near; its section may be wrong or missing."""
+    """Return the field nearest to `name`, if one is near; the section in `name` may be wrong or missing."""
     lasts = {known.rpartition(".")[2]: known for known in fields()}
     near = get_close_matches(name.rpartition(".")[2], lasts, n=1)
     return lasts[near[0]] if near else None
 
 
-def _require_json(name: str, setting: Setting) -> None:
-    """ConfigError for what JSON cannot hold: numbers of thousands of digits, text that is no UTF-8."""
+def _require_json(name: str, given: GivenValue) -> None:
+    """Raise `ConfigError` for a value that JSON cannot hold: thousands of digits, text that is no UTF-8."""
     try:
-        json.dumps(setting.value, default=str, ensure_ascii=False).encode()
+        json.dumps(given.value, default=str, ensure_ascii=False).encode()
     except ValueError:
         raise ConfigError(
-            f"{name} (from {setting.origin}) is no UTF-8 text, or a number that is too long: give "
+            f"{name} (from {given.origin}) is no UTF-8 text, or a number that is too long: give "
             f"{takes(fields()[name])}."
         ) from None
 
 
-def _build(settings: Mapping[str, Setting]) -> Config:
+def _build(values: Mapping[str, GivenValue]) -> Config:
     tree: dict[str, dict[str, object]] = {}
-    for name, setting in settings.items():
+    for name, given in values.items():
         section, _, field = name.partition(".")
-        _require_json(name, setting)
-        tree.setdefault(section, {})[field] = setting.value
+        _require_json(name, given)
+        tree.setdefault(section, {})[field] = given.value
     try:
         return Config.model_validate_json(json.dumps(tree, default=str), strict=True)
     except ValidationError as error:
         first = error.errors()[0]
         name = ".".join(str(part) for part in first["loc"][:2])
-    setting = settings.get(name) or Setting(first["input"], f"the folder {settings['model.name'].value}")
-    shown = json.dumps(setting.value, default=str, ensure_ascii=False)
+    given = values.get(name) or GivenValue(first["input"], f"the folder {values['model.name'].value}")
+    shown = json.dumps(given.value, default=str, ensure_ascii=False)
     shown = shown if len(shown) <= _SHOWN else f"{shown[:_SHOWN]}…"
-    raise ConfigError(f"{name} is {shown} (from {setting.origin}): give {takes(fields()[name])}.")
+    raise ConfigError(f"{name} is {shown} (from {given.origin}): give {takes(fields()[name])}.")

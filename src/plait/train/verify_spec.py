@@ -1,22 +1,21 @@
-"""What `plait verify` verifies: a configuration's model, its first batches, its optimizer."""
+"""The verification case of a configuration: its model, first batches and optimizer, for `plait verify`."""
 
 from __future__ import annotations
 
 from functools import partial
 
 from plait.tensor.losses import cross_entropy
+from plait.train.build import adamw, build_model
 from plait.train.config import Config
 from plait.train.data import load_data
-from plait.train.model import build_model
-from plait.train.optimizer import adamw
 from plait.verification.case import Case
 from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
-def case_of(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
-    """The case that a configuration describes: step after step the batches that training begins with.
+def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
+    """Return the case that a configuration describes, with the batches of the first steps of training.
 
-    The learning rate stays at its peak. Raises `DataError` and what the data has to say.
+    The learning rate stays at its peak. Raises `DataError` and the other errors of `load_data`.
     """
     data, settings, run = load_data(config), config.train, config.run
     steps = usual_steps(mode) if steps is None else steps

@@ -4,8 +4,8 @@ from typing import Any
 import pytest
 
 from plait.plan import Plan
-from plait.train.compare import Comparison, _tolerance, largest_differences, single_plan
-from plait.train.settings import config_from_arguments
+from plait.train.config_parser import config_from_arguments
+from plait.train.reference_steps import Comparison, _tolerance, largest_differences, single_rank_plan
 
 
 def test_largest_relative_differences() -> None:
@@ -37,13 +37,15 @@ def test_sentences() -> None:
 
 def test_one_rank_runs_everyone_s_micro_batches() -> None:
     plan = Plan(pp=2, dp=3, microbatches=4, schedule="gpipe", precision="fp64")
-    assert single_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
+    assert single_rank_plan(plan) == Plan(microbatches=12, schedule="gpipe", precision="fp64")
 
 
 def test_one_rank_has_the_same_formats() -> None:
     formats: dict[str, Any] = {"master_precision": "fp32", "gradient_precision": "bf16", "loss_scale": 8.0}
     plan = Plan(dp=2, strategy="full", precision="bf16", reduce_precision="bf16", **formats)
-    assert single_plan(plan) == Plan(microbatches=2, precision="bf16", reduce_precision="bf16", **formats)
+    assert single_rank_plan(plan) == Plan(
+        microbatches=2, precision="bf16", reduce_precision="bf16", **formats
+    )
 
 
 def test_norms_that_overflow_alike_are_equal() -> None:

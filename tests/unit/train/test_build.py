@@ -1,6 +1,6 @@
 import pytest
 
-from plait.train.rate import learning_rate
+from plait.train.build import learning_rate
 
 
 def rates(steps: int, warmup: int) -> list[float]:

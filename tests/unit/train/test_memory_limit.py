@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from plait.errors import ConfigError
+from plait.train.build import build_model
 from plait.train.config import Config
-from plait.train.forecast import forecast, outcome, summary
-from plait.train.model import build_model
+from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 
 CPU = torch.device("cpu")
 SMALL = {"layers": 2, "hidden": 32, "heads": 2, "context": 16}
@@ -26,7 +26,7 @@ def config_of(limit: float | None, **parallel: object) -> Config:
 
 
 def told(config: Config) -> str:
-    return summary(forecast(config, build_model(config.model, 256), config.plan(), CPU))
+    return prediction_line(predict_memory(config, build_model(config.model, 256), config.plan(), CPU))
 
 
 def test_a_line_about_the_rank_that_holds_most() -> None:
@@ -50,7 +50,7 @@ def test_what_cannot_fit_needs_more_ranks() -> None:
 
 def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> None:
     config = config_of(None, dp=2)
-    most = forecast(config, build_model(config.model, 256), config.plan(), CPU).most
+    most = predict_memory(config, build_model(config.model, 256), config.plan(), CPU).most
     limit = 0.9 * most / 1e9
     with pytest.raises(ConfigError) as caught:
         told(config_of(limit, dp=2))
@@ -65,10 +65,10 @@ def test_what_does_not_fit_is_refused_with_the_smallest_change_that_would() -> N
 
 def test_what_was_measured_stands_beside_what_was_predicted() -> None:
     config = config_of(None, dp=2)
-    memory = forecast(config, build_model(config.model, 256), config.plan(), CPU)
+    memory = predict_memory(config, build_model(config.model, 256), config.plan(), CPU)
     predicted = f"{memory.most / 1e6:,.1f} MB were predicted."
-    assert outcome(memory, 3e8, CPU).endswith(predicted)
-    assert "300.0 MB resident in a rank's process, with Python and torch; of tensors" in outcome(
+    assert peak_line(memory, 3e8, CPU).endswith(predicted)
+    assert "300.0 MB resident in a rank's process, with Python and torch; of tensors" in peak_line(
         memory, 3e8, CPU
     )
-    assert "300.0 MB of tensors allocated on a rank; " in outcome(memory, 3e8, torch.device("cuda"))
+    assert "300.0 MB of tensors allocated on a rank; " in peak_line(memory, 3e8, torch.device("cuda"))

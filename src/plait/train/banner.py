@@ -1,4 +1,4 @@
-"""The lines that a run begins with: what is trained, how it is spread, on what, and where it is written."""
+"""The lines that a run prints before its first step: model, plan, data and folder."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from plait.train.config import Config
 from plait.train.data import Data
 
 
-def introduce(
+def banner(
     config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
 ) -> Iterator[str]:
-    """Give the lines; `parameters` are counted over the whole model.
+    """Yield the lines; `parameters` counts those of the whole model.
 
-    `has_weights`: whether a model in a folder starts from weights there, and not from random values.
+    `has_weights`: whether the folder of a Hugging Face model holds weights to start from.
     """
     model, settings, plan = config.model, config.train, config.plan()
     size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
@@ -41,7 +41,7 @@ def introduce(
 
 
 def _sharding(plan: Plan) -> str:
-    """What is cut between the ranks of dp, and what is kept on the CPU."""
+    """Return what is sharded over `dp` and what is offloaded to the CPU, or ""."""
     if not plan.shards:
         return ""
     copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""

@@ -1,0 +1,54 @@
+"""Build what a configuration describes: the model, its initial weights, the optimizer, the learning rate."""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import nn
+
+from plait.models import gpt2, llama
+from plait.models.huggingface.folder import model_in, weights_in
+from plait.train.sections import ModelConfig, TrainConfig
+
+
+def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
+    """Return the model that `model` describes, for `vocab` tokens, on the meta device.
+
+    A model in a folder has its own vocabulary. Raises `ModelError` for one that plait does not support.
+    """
+    if model.folder is not None:
+        return model_in(model.folder)
+    sizes = {
+        "layers": model.layers,
+        "hidden": model.hidden,
+        "heads": model.heads,
+        "vocab": vocab,
+        "context": model.context,
+    }
+    if model.name == "gpt2":
+        return gpt2(**sizes, tied=model.tied)
+    return llama(**sizes, kv_heads=model.kv_heads, inner=model.inner, tied=model.tied)
+
+
+def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any] | None:
+    """Return the weights in the folder of `model` by name, or None where the seed decides them."""
+    return None if config.folder is None else weights_in(config.folder, model)
+
+
+def adamw(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
+    """Return AdamW for parameter groups that set their own weight decay."""
+    return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
+
+
+def learning_rate(step: int, *, steps: int, peak: float, floor: float, warmup: int) -> float:
+    """Return the learning rate of `step`, counted from 0: linear warm-up, then half a cosine.
+
+    The first `warmup` steps climb to `peak` (the last of them has it); the rest fall along half a cosine and
+    step `steps` − 1 has `floor`. Source: Loshchilov and Hutter, "SGDR", 2017, without restarts.
+    """
+    if step < warmup:
+        return peak * (step + 1) / warmup
+    fraction = min(1.0, (step + 1 - warmup) / max(1, steps - warmup))
+    return floor + (peak - floor) * 0.5 * (1 + math.cos(math.pi * fraction))

@@ -1,0 +1,88 @@
+"""Measure layers and steps, for `parallel.balance`, `parallel.reorder` and `run.trace`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from plait.comm.mesh import Mesh
+from plait.engine import Engine, Recording
+from plait.footprint.timing import balance
+from plait.plan import Plan
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.figures import figures
+from plait.schedules.simulation.pictures import write_pictures
+from plait.schedules.simulation.text import title
+from plait.schedules.simulation.timeline import simulate
+from plait.schedules.stage_cuts.cut import split_backward
+from plait.train.batches import rows_of
+from plait.train.build import build_model
+from plait.train.config import Config
+from plait.train.data import Data
+from plait.train.metrics import unwritable
+
+SCHEDULE_FILE = "schedule.json"
+TRACE_FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}
+"""For Perfetto or chrome://tracing; a picture; an interactive page."""
+
+
+def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
+    """Return the plan with stages cut by measured layer times where `parallel.balance` asks for it."""
+    if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
+        return plan
+    rows = rows_of(mesh.index("dp"), mesh.size("dp"), config.train.batch)
+    inputs, targets = data.training.batch(0, rows)
+    return balance(build_model(config.model, data.vocab), plan, mesh, inputs, targets)
+
+
+def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
+    """Search a new order from the costs of the recorded `step`, counted from 1; return a line about it.
+
+    All ranks call it. Raises `ConfigError` when the file cannot be written. Communication: that of
+    `Recording.costs` and `Engine.reorder`.
+    """
+    before, costs = engine.schedule, recording.costs()
+    after = engine.reorder(costs)
+    write_schedule(engine, folder, mesh, costs)
+    if after.order == before.order:
+        return f"Order after step {step}: {before.policy} stays, none that is shorter was found."
+    was, will_be = (simulate(split_backward(order), costs).makespan for order in (before, after))
+    return (
+        f"Order after step {step}: {after.policy} in place of {before.policy}, {will_be:,.1f} ms a step "
+        f"simulated in place of {was:,.1f}, in {SCHEDULE_FILE}."
+    )
+
+
+def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None = None) -> None:
+    """Write the schedule of the next steps on rank 0, in the format of `plait schedule --json`.
+
+    `costs` are those that it was searched for; times are then in milliseconds. Raises `ConfigError` when the
+    file cannot be written.
+    """
+    if mesh.rank != 0:
+        return
+    result = figures(simulate(engine.schedule, costs))
+    if costs is not None:
+        result["costs"] = {name: getattr(costs, name) for name in ("F", "I", "W", "comm")}
+    try:
+        (folder / SCHEDULE_FILE).write_text(json.dumps(result) + "\n", encoding="utf-8")
+    except OSError as error:
+        raise unwritable(folder, error) from None
+
+
+def write_trace(recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
+    """Draw the recorded `step`, counted from 1, into `folder` on rank 0; return a line about it.
+
+    All ranks call it. Of ranks that differ in `dp` or `tp` the files show those of rank 0's pipeline. Raises
+    `ConfigError` when they cannot be written. Communication: two all-gathers over `pp`.
+    """
+    timeline, costs = recording.timeline(), recording.costs()
+    if mesh.rank == 0:
+        paths = {kind: folder / file for kind, file in TRACE_FILES.items()}
+        list(write_pictures(timeline, paths, name=f"{title(timeline.schedule)}; step {step} as it was"))
+    simulated = simulate(timeline.schedule, costs)
+    return (
+        f"Trace of step {step}: makespan {timeline.makespan:,.1f} ms "
+        f"({simulated.makespan:,.1f} simulated with its costs), "
+        f"bubble {timeline.bubble:.1%} ({simulated.bubble:.1%}), in {', '.join(TRACE_FILES.values())}."
+    )
