@@ -42,7 +42,7 @@ from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.partition import is_cut
-from plait.tensor.tensor_parallelism import Prove, TensorParallelism, build_prover, build_skeleton, named
+from plait.tensor.tensor_parallelism import Prove, TensorParallelism, build_prover, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.tensor.vocabulary import Vocabulary
 
@@ -82,9 +82,7 @@ def parallelize(
     units = build_units(blueprint, spans, mesh, source)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
-    skeletons = (
-        build_skeleton(sequence, blueprint.whole_layouts, tensor_parallel, plan, mesh) for _ in range(2)
-    )
+    skeletons = (tensor_parallel.skeleton(sequence, blueprint.whole_layouts, plan, mesh) for _ in range(2))
     vocabulary = tensor_parallel.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
     parts = Parts(

@@ -27,7 +27,7 @@ from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.stage_cuts import LayerCosts, ordered_cut
 from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
-from plait.tensor.tensor_parallelism import TensorParallelism, build_skeleton
+from plait.tensor.tensor_parallelism import TensorParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 REPEATS = 5
@@ -82,9 +82,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     value = map_tensors(
         lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
     )
-    skeleton = build_skeleton(
-        blueprint.sequence, blueprint.whole_layouts, tensor_parallel, blueprint.plan, mesh
-    )
+    skeleton = tensor_parallel.skeleton(blueprint.sequence, blueprint.whole_layouts, blueprint.plan, mesh)
     infos = infer(skeleton, value, input_gradients=True)
     wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
     rows = []

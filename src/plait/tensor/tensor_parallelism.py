@@ -82,6 +82,14 @@ class TensorParallelism:
 
         return run
 
+    def skeleton(
+        self, sequence: LayerSequence, layouts: Mapping[str, Layout], plan: Plan, mesh: Mesh
+    ) -> list[NamedLayer]:
+        """Return all layers of the model as this rank would hold them, on the meta device."""
+        shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
+        empty = on_meta(sequence, DTYPES[plan.precision], shapes)
+        return self.apply(private_copy(sequence.layers, empty))
+
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
         """What the model's logits are pieces of, if they are."""
         if self.group.size == 1:
@@ -103,19 +111,6 @@ def _redistributed(
     whole = first if now is None else to_whole(first, group, now, length)
     changed = whole if then is None else to_pieces(whole, group, then)
     return with_tensors(value, [changed, *others]), length if then is None else whole.shape[then]
-
-
-def build_skeleton(
-    sequence: LayerSequence,
-    layouts: Mapping[str, Layout],
-    tensor_parallel: TensorParallelism,
-    plan: Plan,
-    mesh: Mesh,
-) -> list[NamedLayer]:
-    """All layers of the model as this rank would hold them, on the meta device."""
-    shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
-    empty = on_meta(sequence, DTYPES[plan.precision], shapes)
-    return tensor_parallel.apply(private_copy(sequence.layers, empty))
 
 
 def _draws_for_pieces(layer: nn.Module) -> bool:
