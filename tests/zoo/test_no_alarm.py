@@ -5,8 +5,8 @@ import pytest
 from parity.cases import gpt2, llama
 from plait.plan import Plan
 from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import RefusedPlan, plans_on, verify_plans
 from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from zoo.row import case_of
 
 BLOCKS = {1: 1, 2: 1, 4: 3}

@@ -76,7 +76,7 @@ def run(argv: Sequence[str]) -> int:
     with local_ranks(ranks, needed_by) as speaks:
         case = verification_case(config, mode=options.mode, steps=options.steps, isolate=options.isolate)
         result = (
-            verify_all(case, plan, ranks, threads=threads, tell=_count_up)
+            verify_all(case, plan, ranks, threads=threads, report_progress=_count_up)
             if options.all
             else verify_case(case, plan, threads=threads)
         )

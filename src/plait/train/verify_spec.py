@@ -32,6 +32,7 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         loss=cross_entropy,
         batches=[data.training.batch(step, slice(0, settings.batch)) for step in range(steps)],
         options=options,
-        device=None if run.device == "auto" else run.device,
+        device=run.device,
         timeout=run.timeout,
+        ranks_as=run.ranks_as,
     )

@@ -1,8 +1,7 @@
-"""Proof that a woven run computes what the single device computes, or the first place where it does not.
+"""Verification: does a parallel run compute what one device computes, and where does it first differ?
 
-reference    the single device in plain PyTorch: everything it computes is recorded   (rank 0)
-noise        the same again with every number shaken by its rounding: what rounding explains
-sharing      each rank gets what it will need of the recording
-observer     the woven run, compared instruction by instruction
-report       all ranks' findings: equal, or the first difference and what probably caused it
+reference run    a single device in plain PyTorch, on rank 0; every intermediate tensor is recorded
+perturbation     the same run with rounding errors added to every tensor: what rounding explains
+candidate run    the parallel run, compared with the recording after each instruction
+report           the findings of all ranks: equal, or the first difference and its probable cause
 """

@@ -1,11 +1,11 @@
-"""What is verified, and how each mode prepares it: the values, the data, the loss, the optimizer."""
+"""The model, data and options to verify, and what each mode changes in them before either run starts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -27,37 +27,38 @@ from plait.verification.start_values import ValueChange, moved, unchanged, with_
 
 @dataclass(frozen=True)
 class Case:
-    """A model on global batches, one for each step."""
+    """A model, its loss, and a global batch for each step."""
 
     model: nn.Module | Callable[[], nn.Module]
-    """Or what builds it, for one that cannot be sent to the ranks."""
+    """The model, or a function that builds it in each rank, for a model that cannot be pickled."""
     loss: Loss
     batches: Sequence[Batch]
     options: VerifyOptions
     rules: Rules | None = None
-    device: str | None = None
+    device: str = "auto"
     timeout: float = 600.0
+    ranks_as: Literal["processes", "threads"] = "processes"
 
     def build(self) -> nn.Module:
-        """The model; one that is built draws its values from the options's seed."""
+        """Return the model; a function that builds it runs under the seed of the options."""
         if isinstance(self.model, nn.Module) or not callable(self.model):
-            return self.model  # what is no module is refused where its layers are asked for
+            return self.model  # `sequence_of` refuses what is not a module
         with torch.random.fork_rng(devices=[]):
             torch.default_generator.manual_seed(self.options.seed)
             return self.model()
 
     def rules_of(self, model: nn.Module) -> Rules | None:
-        """What cuts the model that was built."""
+        """Return the given rules, or else those of the built model."""
         return getattr(model, "rules", None) if self.rules is None else self.rules
 
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case as its mode prepares it, for both sides."""
+    """A case with the changes of its mode, as both runs use it."""
 
     model: nn.Module
     change: ValueChange
-    """What is done to the model's initial values before the first step."""
+    """Applied to each initial value before the first step."""
     loss: Loss
     batches: Sequence[Batch]
     options: VerifyOptions
@@ -66,12 +67,12 @@ class PreparedCase:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[PreparedCase]:
-    """The case as its mode runs it; both sides run while this is entered."""
+    """Yield the case with the changes of its mode; both runs take place inside this context."""
     model, options = case.build(), case.options
     seed = options.seed
     for inputs, targets in case.batches:
         rows_of(inputs)
-        if options.mode != "exact":  # that has a loss of its own
+        if options.mode != "exact":  # which replaces the targets
             split(targets, 1, "targets")
     rules = case.rules_of(model)
     if options.mode != "exact":
@@ -80,17 +81,17 @@ def prepared(case: Case) -> Iterator[PreparedCase]:
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, integer_parameter(seed), integer_buffer)
-    plain = replace(options, clip=None, weight_decay=0.0, optimizer=descent)
+    plain = replace(options, clip=None, weight_decay=0.0, optimizer=integer_sgd)
     with IntegerMode():
         yield PreparedCase(start, unchanged, WeightedSum(), [batch], plain, rules)
 
 
 def rows_of(inputs: Value) -> int:
-    """How many rows a batch has. DataError or PlanError where its tensors have none, or do not agree."""
+    """Return the number of rows of a batch. DataError or PlanError: its tensors have none, or disagree."""
     split(inputs, 1, "inputs")
     return next(tensors_of(inputs)).shape[0]
 
 
-def descent(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Whole numbers minus whole numbers."""
+def integer_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+    """Return SGD of learning rate 1, which keeps integer parameters integer."""
     return torch.optim.SGD(groups, lr=1.0)

@@ -1,4 +1,4 @@
-"""What a verification does: the mode, the steps, the optimizer."""
+"""Options of a verification: the mode, the steps, the optimizer."""
 
 from __future__ import annotations
 
@@ -15,29 +15,28 @@ from plait.verification.formats import NumberFormats
 
 Mode = Literal["exact", "float64", "native"]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
-"""Given parameter groups that say their own weight decay: matrices, then vectors."""
+"""Given two parameter groups with their weight decay: matrices, then vectors."""
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """AdamW as most models are trained with."""
+    """Return AdamW with the settings that most models are trained with."""
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
 
 
 def usual_steps(mode: Mode) -> int:
-    """How many steps are compared unless told: enough for what one step leaves to the next."""
+    """Return the default number of steps: 2, so that state that one step leaves to the next is compared."""
     return 1 if mode == "exact" else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """How both sides run, and how the second is judged.
+    """How the reference and the candidate run, and how they are compared.
 
-    `mode`: `float64`; `native`, in the plan's own precision, masters, gradients and loss scale included;
-    `exact`, in whole numbers. `clip`: the largest gradient norm; None: a third of the first step's, so that
-    clipping is exercised. `perturbations`: how often
-    the reference is run again with rounding errors of its own making, from which follows what rounding
-    explains. `isolate`: feed the reference's value downstream wherever one differs, so that each difference
-    that is reported has a cause of its own. `optimizer` gets parameter groups.
+    `mode`: `float64`; `native`, in the plan's own precisions, loss scale included; `exact`, in whole numbers.
+    `clip`: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
+    `perturbations`: how often the reference runs again with artificial rounding errors, which shows the
+    differences that rounding explains. `isolate`: replace each value that differs by the reference's, so that
+    each reported difference has a cause of its own. `optimizer` is given parameter groups.
     """
 
     mode: Mode = "float64"
@@ -65,25 +64,25 @@ class VerifyOptions:
 
     @property
     def norm_type(self) -> float:
-        """The norm by which gradients are clipped: with whole numbers their maximum, which is exact."""
+        """The norm by which gradients are clipped: in mode exact the maximum norm, a whole number."""
         return math.inf if self.mode == "exact" else 2.0
 
     @property
     def resynchronizes(self) -> bool:
-        """Whether both the shaken runs and the woven one go on with the reference's gradients and parameters.
+        """Whether gradients and parameters of the other runs are reset to the reference's after a comparison.
 
-        In few digits gradients are right up to much, and what is made of them in many digits would be, too.
+        In 16 bits gradients have a large tolerance, which all that is computed from them would inherit.
         """
         return self.mode == "native"
 
     def perturbed_runs(self, formats: NumberFormats) -> int:
-        """How often the reference runs again: with few digits, optimizers make steps out of noise."""
+        """Return how often the reference runs again; in 16 bits more often: optimizers amplify noise."""
         if self.mode == "exact":
             return 0
         return max(self.perturbations, 6) if formats.narrow else self.perturbations
 
     def applied_to(self, plan: Plan) -> Plan:
-        """The plan in the precision of both sides: in mode native its own, else float64 for all."""
+        """Return the plan with the precision of the runs: in mode native its own, else float64."""
         if self.mode == "native":
             return plan
         return replace(

@@ -50,7 +50,7 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
     `recordings` are kept between plans with the same micro-batches, on rank 0.
     """
     begun = perf_counter()
-    mesh = Mesh(plan, device=case.device, timeout=case.timeout)
+    mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
     try:
         with prepared(case) as ready:
             plan = case.options.applied_to(plan)

@@ -1,38 +1,51 @@
-"""Every layout and schedule on a number of ranks, as a table."""
+"""`plait verify --all`: every layout, schedule and sharding that a number of ranks allows, as a table."""
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
-from typing import Any
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import cycle, product
+from typing import Any, get_args
 
-from plait.plan import Plan
-from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import RefusedPlan
+from plait.errors import DataError, ModelError, PlanError, ScheduleError
+from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
+from plait.schedules.search.schedule import NAMES, usual_chunks
+from plait.verification.case import Case
+from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
 from plait.verification.report import VerificationReport, layout_of
 
+ReportProgress = Callable[[int, int], None]
+"""Given the number of plans that are done, and of all."""
 SCHEDULE_WIDTH = max(map(len, NAMES))
 
 
 @dataclass(frozen=True)
+class RefusedPlan:
+    """The reason why this model cannot be parallelized by a plan."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
 class Sweep:
-    """What was found for each plan. It is true where all that can be run are equal; `print` it."""
+    """The report on each plan. It is true where all plans that can run are equal; `print` it."""
 
     ranks: int
     rows: tuple[tuple[Plan, VerificationReport | RefusedPlan], ...]
 
     @property
     def reports(self) -> tuple[VerificationReport, ...]:
-        """Of the plans that can be run."""
+        """The reports on the plans that can run."""
         return tuple(result for _, result in self.rows if isinstance(result, VerificationReport))
 
     @property
     def compared(self) -> int:
-        """How many tensors, over all plans and ranks: 0 where none of the plans can be run."""
+        """Number of compared tensors, over all plans and ranks: 0 where no plan can run."""
         return sum(report.compared for report in self.reports)
 
     @property
     def equal(self) -> bool:
-        """Whether all that can be run are equal to one rank, and there is one."""
+        """Whether at least one plan can run, and all that can are equal to one rank."""
         return bool(self.reports) and all(self.reports)
 
     def __bool__(self) -> bool:
@@ -44,7 +57,7 @@ class Sweep:
         return "\n".join([self.headline(), "", *lines])
 
     def headline(self) -> str:
-        """How many are equal, and how closely, in one line."""
+        """Return one line: how many plans are equal, and how closely."""
         reports, refused = self.reports, len(self.rows) - len(self.reports)
         rest = f" ({refused} more are not possible for this model)" if refused else ""
         wrong = sum(not report for report in reports)
@@ -60,7 +73,7 @@ class Sweep:
         return f"EQUAL to one rank: all {len(reports)} plans on {ranks}, {closeness}{rest}."
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs; see docs/reference/command-line.md."""
+        """Return everything as JSON values; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
             "ranks": self.ranks,
@@ -74,7 +87,7 @@ class Sweep:
 
 
 def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> str:
-    """One plan: layout, what is recomputed, schedule, micro-batches, what came of it."""
+    """Return the line of one plan: layout, schedule, micro-batches, result."""
     start = f"  {layout_of(plan):<{width}}  {plan.schedule:<{SCHEDULE_WIDTH}}  m {plan.microbatches:<3}"
     if isinstance(result, RefusedPlan):
         return f"{start} not possible: {result.reason}"
@@ -84,3 +97,91 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
     worst = max(tally.relative for tally in result.tallies.values())
     closeness = "" if result.options.mode == "exact" else f"  {worst:.1e}  {result.used:>4.0%}"
     return f"{start} equal{closeness}  {result.seconds:.1f} s"
+
+
+def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> tuple[Plan, ...]:
+    """Return every plan on `ranks` ranks that divides a global batch of `rows` rows as finely as `plan` does.
+
+    Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
+    each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
+    sequence, every layout with tp does so in both ways with every mode of recomputation, each with the next
+    schedule and the next sharding. More ranks of dp have fewer micro-batches each. The other fields of `plan`
+    are kept, also its recomputation and sequence parallelism, if any; `layers_per_stage` only where it has a
+    count for each stage.
+    """
+    modes = get_args(Recompute) if plan.recompute == "none" else (plan.recompute,)
+    extremes = tuple(dict.fromkeys((modes[0], modes[-1])))
+    # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
+    in_turns = (*modes, modes[-1])
+    both = get_args(SequenceParallel)[1:] if in_pieces and plan.sequence_parallel == "none" else ()
+    schedules = cycle(NAMES)
+    plans = []
+    for pp, dp, tp in _degrees(ranks):
+        if rows % dp:
+            continue
+        layout = replace(
+            plan,
+            pp=pp,
+            dp=dp,
+            tp=tp,
+            replicate=plan.replicate if dp % plan.replicate == 0 else 1,
+            microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
+        )
+        plans += [_with_schedule(layout, *way) for way in product(NAMES, extremes)]
+        plans += map(_with_schedule, _shardings_of(layout), cycle(NAMES), cycle(in_turns))
+        sharded = cycle((layout, *_shardings_of(layout)))
+        for way, mode in product(both if tp > 1 else (), modes):
+            plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
+    return tuple(dict.fromkeys(plans))
+
+
+def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:
+    cut = plan.layers_per_stage
+    if cut is not None:
+        chunks = plan.chunks or usual_chunks(schedule, ranks=plan.pp, stages=len(cut))
+        cut = cut if len(cut) == plan.pp * chunks else None
+    return replace(plan, schedule=schedule, recompute=recompute, layers_per_stage=cut)
+
+
+def _shardings_of(plan: Plan) -> Iterator[Plan]:
+    """Yield every sharding over the plan's ranks of dp: replicas, strategy, time of reduction, offload."""
+    for replicate in range(1, plan.dp):
+        if plan.dp % replicate == 0:
+            for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):
+                if strategy in ("gradients", "full") or (strategy == "optimizer" and reduce == "last"):
+                    yield replace(
+                        plan, replicate=replicate, strategy=strategy, reduce=reduce, offload=offload
+                    )
+
+
+def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
+    """Yield all (pp, dp, tp) whose product is `ranks`, the largest pp first."""
+    for pp in range(ranks, 0, -1):
+        for dp in range(1, ranks // pp + 1):
+            if ranks % (pp * dp) == 0:
+                yield pp, dp, ranks // (pp * dp)
+
+
+def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
+    """Return a dp rank's part of all micro-batches, or the next smaller number that divides its rows."""
+    most = max(1, microbatches // dp)
+    return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
+
+
+def verify_plans(
+    case: Case, plans: Sequence[Plan], report_progress: ReportProgress | None = None
+) -> list[RankOutcome | RefusedPlan]:
+    """Verify `plans`, all of the same number of ranks, one after the other, as one of their ranks."""
+    recordings: RecordingCache = {}
+    outcomes: list[RankOutcome | RefusedPlan] = []
+    for plan in plans:
+        try:
+            outcome = verify_rank(case, plan, recordings)
+        except (PlanError, ModelError, ScheduleError, DataError) as error:
+            # Raised by every rank alike, before any waits for another.
+            outcomes.append(RefusedPlan(str(error)))
+            continue
+        outcomes.append(outcome)
+        if report_progress is not None and outcome.rank == 0:
+            report_progress(len(outcomes), len(plans))
+    return outcomes

@@ -1,4 +1,4 @@
-"""`plait.verify`: the reference and the woven run, on ranks of this host or of a launcher's world."""
+"""`plait.verify`: run the reference and the candidate, on local ranks or those of a launcher, and report."""
 
 from __future__ import annotations
 
@@ -16,12 +16,11 @@ from plait.rules import Rule, Rules
 from plait.tensor.losses import cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.verification.case import Case, rows_of
-from plait.verification.layouts import RefusedPlan, ReportProgress, plans_on, verify_plans
 from plait.verification.options import MakeOptimizer, Mode, VerifyOptions, adamw, usual_steps
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
-from plait.verification.sweep import Sweep
+from plait.verification.sweep import RefusedPlan, ReportProgress, Sweep, plans_on, verify_plans
 
 Result = TypeVar("Result")
 
@@ -43,31 +42,33 @@ def verify(
     device: Literal["auto", "cpu", "cuda"] = "auto",
     threads: int | None = None,
     timeout: float = 600.0,
+    ranks_as: Literal["processes", "threads"] = "processes",
 ) -> VerificationReport:
-    """Does `model`, woven as `plan` says, compute what one device computes? If not, where does it begin?
+    """Compare `model`, parallelized by `plan`, with one device, and report the first difference, if any.
 
-    Runs the model on one rank in plain PyTorch, then woven on `plan.world` ranks (as `plait.launch` starts or
-    joins them) from the same values and data, and compares in the order of execution: what each layer gives,
-    the gradient of what it was given, what each micro-batch adds to each weight gradient, the gradients, the
-    loss, the norm, and after each step, by `Engine.step` or by hand in turns, parameters and optimizer state.
+    Trains on one rank in plain PyTorch, then on `plan.world` ranks (as `plait.launch` starts or joins them)
+    from the same values and data. Compares, in the order of execution: each layer's output, the gradient of
+    its input, what each micro-batch adds to each weight gradient, the final gradients, the loss, the norm,
+    and after each step (`Engine.step` and a clip and step by hand in turns) parameters and optimizer state.
 
     Args:
         model: as `parallelize` takes it, or a function that builds it. It is not altered.
-        plan: what is verified. In mode `float64` and `exact` its precision is `fp64`.
+        plan: the plan to verify. In modes `float64` and `exact` its precision is `fp64`.
         inputs: the global batch of every step: tensors whose dim 0 is the batch.
-        targets: likewise.
+        targets: the targets of that batch, in the same form.
         loss: as `parallelize` takes it.
         rules: as `parallelize` takes them.
         mode: `float64`, in which little but a mistake is larger than rounding; `native`, with all precisions
             and the loss scale of the plan; `exact`, in whole numbers, where equality is that of bits.
-        steps: of training; by default 2, in mode `exact` 1.
-        optimizer: makes the optimizer from parameter groups; AdamW unless given.
-        clip: the largest gradient norm; None: a third of the first step's, so that clipping is exercised.
-        isolate: feed the reference's values downstream, so that one mistake makes one difference.
-        seed: of values that the model does not have yet.
+        steps: training steps to compare; by default 2, in mode `exact` 1.
+        optimizer: makes the optimizer from parameter groups; AdamW by default.
+        clip: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
+        isolate: replace each value that differs by the reference's, so that one mistake makes one difference.
+        seed: seed of parameters that the model leaves uninitialised.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
-        threads: of torch, in each rank.
+        threads: torch threads in each rank.
         timeout: seconds that a rank waits for another.
+        ranks_as: `processes`, or `threads` of this process, as in `plait.launch`.
 
     Returns:
         The report, the same on every rank. It is true where both runs are equal; print it.
@@ -83,38 +84,49 @@ def verify(
     options = VerifyOptions(
         mode=mode, steps=steps, clip=clip, optimizer=optimizer, isolate=isolate, seed=seed
     )
-    batches = [(inputs, targets)] * steps
-    chosen = None if device == "auto" else device
-    case = Case(model, as_loss(loss), batches, options, rules, device=chosen, timeout=timeout)
+    case = Case(model, as_loss(loss), [(inputs, targets)] * steps, options, rules, device, timeout, ranks_as)
     return verify_case(case, plan, threads=threads)
 
 
 def verify_case(case: Case, plan: Plan, *, threads: int | None = None) -> VerificationReport:
-    """The same for a case with its own batches."""
+    """Verify `plan` on the batches of `case`, one for each step."""
     outcomes = _launch(partial(verify_rank, case, plan), case, plan.world, threads)
     return build_report(outcomes, plan, case.options)
 
 
 def verify_all(
-    case: Case, plan: Plan, ranks: int, *, threads: int | None = None, tell: ReportProgress | None = None
+    case: Case,
+    plan: Plan,
+    ranks: int,
+    *,
+    threads: int | None = None,
+    report_progress: ReportProgress | None = None,
 ) -> Sweep:
-    """Verify every layout, schedule and way to shard that `ranks` ranks allow, with the rest of `plan`.
+    """Verify every layout, schedule and sharding that `ranks` ranks allow, with the other fields of `plan`.
 
-    What the model does not allow (heads that do not divide, more stages than layers) is listed with why.
-    Sequences are cut where the model has a rule for that. After each plan that can be run rank 0 does `tell`.
+    A plan that the model does not allow (heads that do not divide, more stages than layers) is listed with
+    the reason. Sequences are cut where the model has a rule for that. Rank 0 calls `report_progress` after
+    each plan that it has run.
     """
     rules = case.rules_of(case.build()) or {}
     in_pieces = any(isinstance(rule, Rule) and rule.kind == "sequence" for rule in rules.values())
     plans = plans_on(ranks, plan, rows_of(case.batches[0][0]), in_pieces=in_pieces)
-    outcomes = _launch(partial(verify_plans, case, plans, tell), case, ranks, threads)
+    outcomes = _launch(partial(verify_plans, case, plans, report_progress), case, ranks, threads)
     rows: list[tuple[Plan, VerificationReport | RefusedPlan]] = []
     for number, one in enumerate(plans):
-        own = [every[number] for every in outcomes]
-        refused = [outcome for outcome in own if isinstance(outcome, RefusedPlan)]
-        found = [outcome for outcome in own if not isinstance(outcome, RefusedPlan)]
+        of_ranks = [every[number] for every in outcomes]
+        refused = [outcome for outcome in of_ranks if isinstance(outcome, RefusedPlan)]
+        found = [outcome for outcome in of_ranks if not isinstance(outcome, RefusedPlan)]
         rows.append((one, refused[0] if refused else build_report(found, one, case.options)))
     return Sweep(ranks, tuple(rows))
 
 
 def _launch(function: Callable[[], Result], case: Case, ranks: int, threads: int | None) -> list[Result]:
-    return launch(function, ranks=ranks, threads=threads, timeout=case.timeout, device=case.device or "auto")
+    return launch(
+        function,
+        ranks=ranks,
+        threads=threads,
+        timeout=case.timeout,
+        device=case.device,
+        ranks_as=case.ranks_as,
+    )

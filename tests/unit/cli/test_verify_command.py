@@ -16,8 +16,7 @@ from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan import Plan
 from plait.schedules.search.schedule import NAMES
-from plait.verification.layouts import RefusedPlan
-from plait.verification.sweep import Sweep
+from plait.verification.sweep import RefusedPlan, Sweep
 
 SETTINGS = {
     "model.layers": "1",
@@ -69,7 +68,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
         seen.append({"options": case.options, "plan": plan, "threads": threads, "case": case})
         return Answer(True)
 
-    def every(case: Any, plan: Plan, ranks: int, *, threads: int | None, tell: Any) -> Answer:
+    def every(case: Any, plan: Plan, ranks: int, *, threads: int | None, report_progress: Any) -> Answer:
         seen.append({"options": case.options, "plan": plan, "threads": threads, "ranks": ranks})
         return Answer(True)
 
@@ -360,3 +359,12 @@ def test_as_a_command_over_every_layout_of_four_ranks() -> None:
     refused = [plan for plan in read["plans"] if plan["equal"] is None]
     assert {plan["plan"]["tp"] for plan in refused if "stages" not in plan["reason"]} == {4}  # two heads
     assert {plan["plan"]["pp"] for plan in refused if "stages" in plan["reason"]} == {4}  # four layers
+
+
+def test_ranks_as_threads_give_the_report_of_processes(capsys: pytest.CaptureFixture[str]) -> None:
+    reports = []
+    for ranks_as in ("processes", "threads"):
+        assert main(["verify", "--json", "--parallel.pp", "2", "--run.ranks_as", ranks_as, *TINY]) == 0
+        reports.append(json.loads(capsys.readouterr().out) | {"seconds": None})
+    assert reports[0]["compared"]
+    assert reports[0] == reports[1]

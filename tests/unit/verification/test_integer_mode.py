@@ -36,10 +36,10 @@ from plait.verification.integer_mode import (
     integer_parameter,
     require_integers,
 )
-from plait.verification.layouts import plans_on
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import plans_on
 
 PLAN = Plan(microbatches=2)
 

@@ -17,9 +17,9 @@ from plait.plan import Plan, Recompute
 from plait.schedules.search.schedule import NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
-from plait.verification.layouts import RefusedPlan, plans_on, verify_plans
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
+from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 
 RANKS = st.integers(1, 16)
 WAYS_TO_SHARD = [

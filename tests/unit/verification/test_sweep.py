@@ -12,13 +12,12 @@ from verification_cases import mlp_case, verify_here
 
 from plait.plan import Plan
 from plait.verification.findings import Findings, Tally
-from plait.verification.layouts import RefusedPlan
 from plait.verification.location import Location, StepPhase
 from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference_recording import Tolerance
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
-from plait.verification.sweep import Sweep
+from plait.verification.sweep import RefusedPlan, Sweep
 
 ONE, TWO = Plan(dp=2, microbatches=2), Plan(pp=2, microbatches=4, schedule="zb-h1")
 NO = RefusedPlan("7 heads do not divide by tp = 2: change one of them.")

@@ -14,12 +14,12 @@ from plait.plan import Plan
 from plait.tensor.losses import Loss, cross_entropy
 from plait.verification.case import Case
 from plait.verification.findings import Difference, Evidence
-from plait.verification.layouts import RefusedPlan, verify_plans
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome, verify_rank
 from plait.verification.report import VerificationReport
 from plait.verification.report_from_ranks import build_report
+from plait.verification.sweep import RefusedPlan, verify_plans
 
 ROWS, CLASSES = 4, 5
 
