@@ -204,7 +204,7 @@ class TestLayout:
             (((4,), {"tp": 2}, {"tp": Shard(0, 1, 0)}), "0 equal blocks"),
             (
                 ((4,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Shard(0, 1, 2)}),
-                "the blocks of a dim by several axes",
+                "the blocks of a dim over several axes",
             ),
             (
                 ((4, 4), {"shard": 2, "tp": 2}, {"shard": Shard(0, 1, 2), "tp": Shard(1, 1, 2)}),
@@ -289,7 +289,7 @@ class TestPieces:
 
     def test_refusals_name_what_is_wrong(self) -> None:
         pieces = cut(filled((7, 6)), UNEVEN)
-        with pytest.raises(LayoutError, match=r"shape \(6, 7\) cannot be cut"):
+        with pytest.raises(LayoutError, match=r"shape \(6, 7\) cannot be sharded"):
             shard(filled((6, 7)), UNEVEN, (0, 0))
         with pytest.raises(LayoutError, match=r"5 pieces .* one per rank, 6 in all"):
             assemble(list(pieces.values())[:5], UNEVEN)
@@ -344,7 +344,7 @@ class TestReshape:
     def test_blocks_stay_with_their_dim(self) -> None:
         layout = Layout((4, 6, 5), {"tp": 2}, {"tp": Shard(1, blocks=3)})
         assert reshape(layout, (2, 2, 6, 5)).placements == (Shard(2, blocks=3),)
-        with pytest.raises(LayoutError, match="while a dim of several blocks is cut"):
+        with pytest.raises(LayoutError, match="while a dim of several blocks is sharded"):
             reshape(layout, (4, 3, 2, 5))
 
     def test_other_placements_stay(self) -> None:

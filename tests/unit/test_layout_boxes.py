@@ -76,7 +76,7 @@ def test_a_number_is_a_box_without_dims() -> None:
 def test_intersections() -> None:
     one = Box((0, 2), (4, 4))
     assert intersection(one, Box((2, 0), (4, 3))) == Box((2, 2), (2, 1))
-    assert intersection(one, Box((4, 0), (4, 9))) is None
+    assert intersection(one, Box((4, 0), (4, 9))).numel == 0
     assert slices_within(Box((2, 2), (2, 1)), one) == (slice(2, 4), slice(0, 1))
 
 

@@ -138,7 +138,7 @@ def test_refuses_bounds_that_leave_elements_to_nobody() -> None:
 
 def test_refuses_two_flat_axes() -> None:
     both = {"replicate": Flat((0, 2, 4)), "shard": Flat((0, 2, 4))}
-    with pytest.raises(LayoutError, match="axes 'replicate' and 'shard' both have flat pieces"):
+    with pytest.raises(LayoutError, match="axes 'replicate' and 'shard' both have a Flat placement"):
         Layout((4,), {"replicate": 2, "shard": 2}, both)
 
 

@@ -40,7 +40,8 @@ from plait.comm.collectives import all_gather, all_reduce, all_to_all, reduce_sc
 from plait.comm.grid import GridMesh
 from plait.comm.group import Group
 from plait.errors import LayoutError
-from plait.layout import Box, Coordinate, Layout, Move, Partial, Placement, Replicate, Shard, moves
+from plait.layout import Coordinate, Layout, Move, Partial, Placement, Replicate, Shard, moves
+from plait.layout.boxes import intersection, slices_within
 
 _REGION_AXIS = "tp"
 
@@ -110,9 +111,9 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
             )
     placements = {
         axis: Partial() if axis in own else Replicate() if isinstance(placement, Partial) else placement
-        for axis, placement in zip(layout.axes, layout.placements, strict=True)
+        for axis, placement in layout.axis_placements.items()
     }
-    return Layout(layout.shape, dict(zip(layout.axes, layout.degrees, strict=True)), placements)
+    return Layout(layout.shape, layout.axis_degrees, placements)
 
 
 def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
@@ -220,14 +221,14 @@ def _all_to_all(tensor: Tensor, move: Move, group: Group, where: Coordinate) -> 
     peers = _peers(move, where)
     held, wanted = ([layout.region(peer) for peer in peers] for layout in (move.source, move.target))
     mine, next_mine = held[group.index], wanted[group.index]
-    largest = max(prod(_common(one, other).sizes) for one in held for other in wanted)
-    parts = [tensor[_inside(_common(mine, other), mine)] for other in wanted]
+    largest = max(intersection(one, other).numel for one in held for other in wanted)
+    parts = [tensor[slices_within(intersection(mine, other), mine)] for other in wanted]
     arrived = all_to_all(_padded(parts, largest), group, checked=False).wait()
     result = tensor.new_empty(next_mine.sizes)
     for peer, region, piece in zip(peers, held, arrived.view(group.size, largest), strict=True):
-        box = _common(region, next_mine)
+        box = intersection(region, next_mine)
         if _is_first_copy(peer, move):
-            result[_inside(box, next_mine)] = piece[: prod(box.sizes)].view(box.sizes)
+            result[slices_within(box, next_mine)] = piece[: box.numel].view(box.sizes)
     return result
 
 
@@ -245,21 +246,8 @@ def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Ten
     """Return the piece under `inner` as a view of `whole`, the piece under `outer` that contains it."""
     around, interval = outer.region(where), inner.interval(where)
     if interval is None or outer.interval(where) is not None:
-        return whole[_inside(inner.region(where), around)] if interval is None else whole
+        return whole[slices_within(inner.region(where), around)] if interval is None else whole
     return whole.reshape(-1)[interval.start : interval.stop].view(inner.local_shape(where))
-
-
-def _inside(box: Box, around: Box) -> tuple[slice, ...]:
-    """Return the index of `box` in a tensor that holds `around`."""
-    starts = (offset - first for offset, first in zip(box.offsets, around.offsets, strict=True))
-    return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
-
-
-def _common(one: Box, other: Box) -> Box:
-    """Return the overlap of two boxes, of size 0 along dims where there is none."""
-    pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
-    ranges = [range(max(a, b), min(a + m, b + n)) for a, m, b, n in pairs]
-    return Box(tuple(each.start for each in ranges), tuple(map(len, ranges)))
 
 
 def _peers(move: Move, where: Coordinate) -> list[Coordinate]:

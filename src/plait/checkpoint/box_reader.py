@@ -41,7 +41,7 @@ class BoxReader:
         found = 0
         for file, stored in self._of.get(name, ()):
             common = intersection(box, stored.box)
-            if common is not None:
+            if common.numel:
                 saved: torch.dtype = getattr(torch, self._tensors[name].dtype)
                 read = self._reader.read(file, stored.key, slices_within(common, stored.box), saved)
                 view[slices_within(common, box)].copy_(read)

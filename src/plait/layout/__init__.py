@@ -1,9 +1,9 @@
 """Layouts: which piece of which global tensor each rank of the mesh holds.
 
-A layout gives every mesh axis one placement: `Replicate` (all hold the same), `Shard(dim)` (each holds a
-piece of that dim), `Flat` (each holds an interval of what the shards leave) or `Partial` (each holds a
-summand). Sizes need not divide: the first ranks hold one more, and ranks beyond the rows hold empty pieces.
-Axes that shard the same dim are nested, the outermost first:
+A layout gives every mesh axis one placement: `Replicate` (all ranks hold the same), `Shard(dim)` (each holds
+a piece of that dim), `Flat` (each holds an interval of the flattened shard) or `Partial` (each holds a
+summand). Sizes need not divide: the first ranks hold one row more, the last may hold empty pieces. Axes that
+shard the same dim are nested, the outermost first:
 
     Layout(shape=(7, 6), axes={"shard": 2, "tp": 3}, placements={"shard": Shard(0), "tp": Shard(0)})
 
@@ -11,9 +11,8 @@ Axes that shard the same dim are nested, the outermost first:
     shard 0     rows 0, 1   row 2    row 3
     shard 1     row 4       row 5    row 6
 
-`shard` and `assemble` are inverses, and `reshape` carries a layout over to another shape. `moves` says how
-to come from one layout to another, which `plait.tensor.redistribute` does. Nothing here communicates: these
-are for the edges (initial values, checkpoints, comparison), where pieces are at hand.
+`shard` and `assemble` are inverses; `reshape` gives the layout of a reshaped tensor. `moves` gives the
+collectives from one layout to another, which `plait.tensor.redistribute` runs. Nothing here communicates.
 """
 
 from plait.layout.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide

@@ -1,4 +1,4 @@
-"""The layout itself: placements, the rule that divides rows, and the box that each coordinate holds."""
+"""`Layout` and its placements: which box of a global tensor the rank at each mesh coordinate holds."""
 
 from __future__ import annotations
 
@@ -9,22 +9,23 @@ from math import prod
 
 from plait.errors import LayoutError
 
-Coordinate = tuple[int, ...]  # a rank's index along each axis of a layout, in the order of its axes
+Coordinate = tuple[int, ...]
+"""A rank's index along each axis of a layout, in the order of the axes."""
 
 
 @dataclass(frozen=True)
 class Replicate:
-    """Every rank along the axis holds the same."""
+    """Every rank along the axis holds the same values."""
 
 
 @dataclass(frozen=True)
 class Shard:
     """Each rank along the axis holds a consecutive piece of tensor dim `dim` (negative: from the end).
 
-    With `copies` more than one, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies
-    ranks 0 and 1 hold the first half, 2 and 3 the second. With `blocks` more than one, the dim is that many
-    equal blocks, one after another, and each rank holds a piece of every block, joined: of 2 ranks with 3
-    blocks of 4 rows rank 0 holds rows 0, 1, 4, 5, 8 and 9.
+    With `copies` > 1, that many neighbouring ranks hold the same piece: of 4 ranks with 2 copies ranks 0 and
+    1 hold the first half, 2 and 3 the second. With `blocks` > 1, the dim consists of that many equal blocks,
+    and each rank holds the concatenation of its pieces of all blocks: of 2 ranks with 3 blocks of 4 rows rank
+    0 holds rows 0, 1, 4, 5, 8 and 9.
     """
 
     dim: int
@@ -39,11 +40,11 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the elements that the shards leave, in row-major order.
+    """Each rank along the axis holds an interval of the flattened piece that all `Shard`s leave.
 
-    Rank `i` holds elements `bounds[i] … bounds[i + 1]`, as far as there are so many; so one more bound than
-    ranks. Intervals are cut from what all `Shard`s leave, wherever their axes stand. A piece that is made of
-    rows has their shape; any other is one row of as many dims, `[1, ..., elements]`.
+    Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
+    elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists
+    of whole rows has their shape; any other has one row of as many dims, `[1, ..., elements]`.
     """
 
     bounds: tuple[int, ...]
@@ -51,7 +52,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank along the axis holds a summand; the value is their sum, which is still to be made."""
+    """Each rank along the axis holds a summand; the global value is the sum, not yet computed."""
 
 
 Placement = Replicate | Shard | Flat | Partial
@@ -59,21 +60,26 @@ Placement = Replicate | Shard | Flat | Partial
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangular piece of a global tensor: where it starts and how large it is, dim by dim."""
+    """A rectangular part of a global tensor: its first index and its size along each dim."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
     @property
+    def numel(self) -> int:
+        """Number of elements."""
+        return prod(self.sizes)
+
+    @property
     def slices(self) -> tuple[slice, ...]:
-        """The index that takes this box out of the global tensor."""
+        """The index of this box in the global tensor."""
         return tuple(
             slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True)
         )
 
 
 def divide(size: int, parts: int) -> tuple[range, ...]:
-    """Cut `size` rows into `parts` consecutive ranges; the first `size % parts` hold one more.
+    """Divide `size` rows into `parts` consecutive ranges; the first `size % parts` have one row more.
 
     `divide(10, 3)` is `(range(0, 4), range(4, 7), range(7, 10))`; parts beyond the rows are empty.
     Raises `LayoutError` unless `size >= 0` and `parts >= 1`.
@@ -90,7 +96,7 @@ class Layout:
 
     Two layouts are equal when shape, axes (with their order) and placements are. Methods take a coordinate as
     indices in the order of the axes, or as a mapping by axis name; the mapping may name further axes of the
-    mesh, over which the tensor is replicated. They raise `LayoutError` for a coordinate that is not there.
+    mesh, over which the tensor is replicated. They raise `LayoutError` for a coordinate out of range.
     """
 
     shape: tuple[int, ...]
@@ -101,10 +107,10 @@ class Layout:
     def __init__(
         self, shape: Sequence[int], axes: Mapping[str, int], placements: Mapping[str, Placement] | None = None
     ) -> None:
-        """Lay `shape` over `axes` (name to number of ranks); an axis without a placement replicates.
+        """`axes`: number of ranks by name, outermost first; an axis without a placement replicates.
 
         Raises `LayoutError` for a negative size, an axis without ranks, an unknown axis, a missing dim,
-        copies that do not divide the ranks, or blocks that do not divide the dim or are cut by several axes.
+        copies that do not divide the ranks, or blocks that do not divide the dim or are sharded twice.
         """
         shape, placements = tuple(shape), placements or {}
         if any(size < 0 for size in shape):
@@ -122,9 +128,7 @@ class Layout:
         )
         flat = [axis for axis, placement in zip(axes, chosen, strict=True) if isinstance(placement, Flat)]
         if len(flat) > 1:
-            raise LayoutError(
-                f"axes {flat[0]!r} and {flat[1]!r} both have flat pieces of what the shards leave: keep one."
-            )
+            raise LayoutError(f"axes {flat[0]!r} and {flat[1]!r} both have a Flat placement: keep one.")
         object.__setattr__(self, "shape", shape)
         object.__setattr__(self, "axes", tuple(axes))
         object.__setattr__(self, "degrees", tuple(axes.values()))
@@ -142,12 +146,22 @@ class Layout:
         axes = zip(self.axes, self.degrees, self.placements, strict=True)
         return f"Layout({', '.join([str(self.shape), *(f'{a}={n}: {p}' for a, n, p in axes)])})"
 
+    @property
+    def axis_degrees(self) -> dict[str, int]:
+        """Number of ranks by axis name."""
+        return dict(zip(self.axes, self.degrees, strict=True))
+
+    @property
+    def axis_placements(self) -> dict[str, Placement]:
+        """Placement by axis name."""
+        return dict(zip(self.axes, self.placements, strict=True))
+
     def coordinates(self) -> Iterator[Coordinate]:
-        """All coordinates in row-major order: the last axis runs fastest, as ranks do."""
+        """Return all coordinates in row-major order: the last axis varies fastest, as in rank numbers."""
         return product(*map(range, self.degrees))
 
     def coordinate(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """`where` as indices in the order of the axes."""
+        """Return `where` as indices in the order of the axes."""
         found = (
             tuple(where.get(axis, -1) for axis in self.axes) if isinstance(where, Mapping) else tuple(where)
         )
@@ -158,13 +172,13 @@ class Layout:
         raise LayoutError(f"{where} is no coordinate of {self}: give each axis an index below its ranks.")
 
     def box(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """The piece of the global tensor that the rank at this coordinate holds; it may be empty.
+        """Return the box of the global tensor that the rank at this coordinate holds; it may be empty.
 
-        Raises `LayoutError` where it is no box: a flat interval that begins or ends inside a row, or pieces
-        of several blocks.
+        Raises `LayoutError` where the piece is no box: an interval that begins or ends inside a row, or
+        pieces of several blocks.
         """
         region, interval = self.region(where), self.interval(where)
-        if interval is None or len(interval) == prod(region.sizes):
+        if interval is None or len(interval) == region.numel:
             return region
         rows = _rows(region.sizes, interval)
         if rows is None:
@@ -176,7 +190,7 @@ class Layout:
         return Box(offsets, (len(rows), *region.sizes[1:]))
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
-        """The elements of the region, in row-major order, that a `Flat` axis leaves; None without one."""
+        """Return the interval of the flattened region that a `Flat` axis leaves; None without one."""
         for index, _, placement in self._along(where):
             if isinstance(placement, Flat):
                 elements = range(prod(self.sizes(where)))
@@ -185,9 +199,9 @@ class Layout:
         return None
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """The box that the shards leave at this coordinate, before any flat cut.
+        """Return the box that the `Shard`s leave at this coordinate, before any `Flat` placement.
 
-        Raises `LayoutError` where it is no box: pieces of several blocks.
+        Raises `LayoutError` for pieces of several blocks.
         """
         boxes = self.boxes(where)
         if len(boxes) > 1:
@@ -197,9 +211,9 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """What the shards leave at this coordinate, before any flat cut: one box, or one of each block.
+        """Return the boxes that the `Shard`s leave at this coordinate, before any `Flat`: one per block.
 
-        Joined along `blocked_dim` they are what the rank holds. They are equally large.
+        They have equal sizes; the rank holds their concatenation along `blocked_dim`.
         """
         pieces = [range(size) for size in self.shape]
         blocks, stride = 1, 0
@@ -224,33 +238,32 @@ class Layout:
 
     @property
     def blocked_dim(self) -> int | None:
-        """The dim that is made of blocks, each of which is cut; None without one."""
+        """The dim that is sharded block by block, or None."""
         blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.blocks > 1)
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of what the shards leave at this coordinate, before any flat cut."""
+        """Return the shape that the `Shard`s leave at this coordinate, before any `Flat` placement."""
         boxes = self.boxes(where)
         many = len(boxes)
         return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(boxes[0].sizes))
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """The shape of the piece at this coordinate."""
+        """Return the shape of the piece at this coordinate."""
         sizes, interval = self.sizes(where), self.interval(where)
         if interval is None or len(interval) == prod(sizes):
             return sizes
         rows = _rows(sizes, interval)
-        if rows is None:  # optimizers and those who make groups ask for the number of dims
+        if rows is None:  # the number of dims matters to optimizers and parameter groups
             return (*(1 for _ in sizes[1:]), len(interval))
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """The coordinates whose piece must equal this one's, itself included; not those of other summands."""
+        """Return the coordinates whose piece equals this one's, itself included, other summands excluded."""
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """The coordinate that counts for this box: the first along `Replicate` and `Partial` axes, and of
-        the copies of a piece.
+        """Return the first coordinate along `Replicate` and `Partial` axes, and among copies of a piece.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
@@ -262,17 +275,17 @@ class Layout:
         blocked = [p for p in shards if p.blocks > 1]
         if len(blocked) > 1 or (blocked and sum(p.dim == blocked[0].dim for p in shards) > 1):
             raise LayoutError(
-                f"{self} cuts the blocks of a dim by several axes, or has blocks in several dims: give "
-                "blocks to one axis, which cuts its dim alone."
+                f"{self} shards the blocks of a dim over several axes, or has blocks in several dims: give "
+                "blocks to one axis, the only one that shards its dim."
             )
 
     def _along(self, where: Sequence[int] | Mapping[str, int]) -> list[tuple[int, int, Placement]]:
-        """Index, number of ranks and placement, axis by axis."""
+        """Return index, number of ranks and placement of each axis."""
         return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
 
 
 def _rows(sizes: tuple[int, ...], interval: range) -> range | None:
-    """The rows of a tensor of these sizes that an interval of its elements is made of, if it is."""
+    """Return the rows that make up an interval of a flattened tensor; None where it has no whole rows."""
     row = prod(sizes[1:])
     if not sizes or row == 0 or interval.start % row or interval.stop % row:
         return None
@@ -280,7 +293,7 @@ def _rows(sizes: tuple[int, ...], interval: range) -> range | None:
 
 
 def _same_piece(index: int, degree: int, placement: Placement) -> range:
-    """The indices along an axis whose piece must equal that of `index`."""
+    """Return the indices along an axis whose piece equals that of `index`."""
     if isinstance(placement, Replicate):
         return range(degree)
     copies = placement.copies if isinstance(placement, Shard) else 1
@@ -289,7 +302,7 @@ def _same_piece(index: int, degree: int, placement: Placement) -> range:
 
 
 def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...]) -> Placement:
-    """The placement with its dim counted from the front; `LayoutError` where it cannot be."""
+    """Return the placement with a non-negative dim. LayoutError for one that does not fit."""
     if isinstance(placement, Flat):
         ordered = len(placement.bounds) == degree + 1 and placement.bounds[0] == 0
         if not ordered or list(placement.bounds) != sorted(placement.bounds):
@@ -312,7 +325,7 @@ def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...
     size = shape[placement.dim]
     if placement.blocks < 1 or size % placement.blocks:
         raise LayoutError(
-            f"axis {axis!r} cuts each of {placement.blocks} equal blocks of dim {placement.dim} of shape "
+            f"axis {axis!r} shards each of {placement.blocks} equal blocks of dim {placement.dim} of shape "
             f"{shape}, which has {size} rows: give a divisor of {size}."
         )
     return replace(placement, dim=placement.dim % len(shape))

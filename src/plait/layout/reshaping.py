@@ -1,4 +1,4 @@
-"""Carrying a layout over to another shape without moving data."""
+"""`reshape`: the layout of a reshaped tensor, where no data has to move."""
 
 from __future__ import annotations
 
@@ -8,20 +8,19 @@ from itertools import product
 from math import prod
 
 from plait.errors import LayoutError
-from plait.layout.layout import Layout, Placement, Shard
+from plait.layout.layout import Layout, Shard
 
 
 def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
-    """The layout under which each rank's piece of `tensor.reshape(shape)` is its own piece, reshaped.
+    """Return the layout under which each rank's piece of `tensor.reshape(shape)` is its own piece, reshaped.
 
     A sharded dim may stay, be split (the shard moves to the leading factor) or be merged (as the outermost of
-    those merged), as long as no rank's cuts move. Anything else would need communication: `LayoutError`.
+    the merged dims), if every rank keeps its elements. LayoutError where data would have to move.
     """
     shape = tuple(shape)
     if prod(shape) != prod(layout.shape) or any(size < 0 for size in shape):
         raise LayoutError(f"cannot reshape {layout.shape} to {shape}: both must have as many elements.")
-    placements: dict[str, Placement] = dict(zip(layout.axes, layout.placements, strict=True))
-    degrees = dict(zip(layout.axes, layout.degrees, strict=True))
+    placements, degrees = layout.axis_placements, layout.axis_degrees
     shards = {axis: placement for axis, placement in placements.items() if isinstance(placement, Shard)}
     pieces = {axis: degrees[axis] // placement.copies for axis, placement in shards.items()}
     for before, after in _groups(layout.shape, shape):
@@ -31,7 +30,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
             if blocked and not len(before) == len(after) == 1:
                 raise LayoutError(
                     f"cannot reshape {layout.shape} to {shape} without moving data while a dim of several "
-                    "blocks is cut: keep that dim, or gather it first."
+                    "blocks is sharded: keep that dim, or gather it first."
                 )
             moved = _moved(layout.shape, shape, before, after, pieces, dims)
             placements |= {axis: replace(shards[axis], dim=dim) for axis, dim in moved.items()}
@@ -46,9 +45,9 @@ def _moved(
     degrees: Mapping[str, int],
     dims: Mapping[str, int],
 ) -> dict[str, int]:
-    """For each sharding axis of a group its dim of `after`, such that every rank holds the same elements."""
+    """Return the dim of `after` for each sharding axis of a group, so that every rank keeps its elements."""
     held = _intervals(old, before, degrees, dims)
-    # Dims of one row come last: a shard belongs there only where it was on such a dim.
+    # Dims of size 1 are tried last: a shard moves there only from another dim of size 1.
     for choice in product(sorted(after, key=lambda dim: new[dim] == 1), repeat=len(dims)):
         candidate = dict(zip(dims, choice, strict=True))
         if held is not None and _intervals(new, after, degrees, candidate) == held:
@@ -63,7 +62,7 @@ def _moved(
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range, range]]:
-    """The smallest runs of old and new dims with as many elements: (2, 3, 4) to (6, 4) has two."""
+    """Yield the smallest groups of old and new dims of equal size: (2, 3, 4) to (6, 4) has two groups."""
     i = j = 0
     while i < len(old) or j < len(new):
         end_i, end_j = min(i + 1, len(old)), min(j + 1, len(new))
@@ -72,7 +71,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range,
                 end_i += 1
             elif left > right and end_j < len(new):
                 end_j += 1
-            else:  # only in a tensor without elements: the rest is one group
+            else:  # a tensor without elements: the rest is one group
                 end_i, end_j = len(old), len(new)
                 break
         yield range(i, end_i), range(j, end_j)
@@ -82,9 +81,9 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range,
 def _intervals(
     shape: tuple[int, ...], group: range, degrees: Mapping[str, int], dims: Mapping[str, int]
 ) -> list[range] | None:
-    """What each rank holds of a group of dims, flattened; None if that is not one interval for every rank.
+    """Return each rank's interval of a flattened group of dims; None if a rank holds no single interval.
 
-    `dims` says which dim each sharding axis cuts.
+    `dims`: the dim that each axis shards.
     """
     sizes = shape[group.start : group.stop]
     axes = {axis: degrees[axis] for axis in dims}
@@ -95,8 +94,8 @@ def _intervals(
         first = last = 0
         for size, offset, held in zip(sizes, box.offsets, box.sizes, strict=True):
             first, last = first * size + offset, last * size + offset + held - 1
-        interval = range(first, last + 1) if prod(box.sizes) else range(0)
-        if len(interval) != prod(box.sizes):
+        interval = range(first, last + 1) if box.numel else range(0)
+        if len(interval) != box.numel:
             return None
         found.append(interval)
     return found

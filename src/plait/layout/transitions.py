@@ -1,18 +1,18 @@
-"""From one layout to another: which collectives, along which axes, in which order.
+"""`moves`: the collectives that take a tensor from one layout to another, along which axes, in which order.
 
 A move changes the placement along one axis:
 
     from                to                   by
-    Replicate           Shard, Flat          cut              nothing is sent
-    Replicate, Shard    Partial              summand          nothing is sent: zeros where others have it
+    Replicate           Shard, Flat          cut              local: each rank keeps its piece
+    Replicate, Shard    Partial              summand          local: zeros on all ranks but the owner
     Shard, Flat         Replicate            all_gather
     Partial             Replicate            all_reduce
     Partial             Shard, Flat          reduce_scatter
     Shard               another Shard        all_to_all
 
-Cuts of one dim are nested, the outermost axis first, and a flat one lies in all of them. So an axis moves to
-or from a cut only while no axis cuts what its pieces are cut into; what stands in the way is gathered before,
-and cut again after. Among the orders that are left the one is taken that sends the fewest elements.
+Axes that shard one dim are nested, the outermost first, and `Flat` is nested in all of them. So an axis can
+change its placement only while no inner axis divides its pieces: inner axes are gathered before, and sharded
+again after. Of the possible orders, the one that sends the fewest elements is chosen.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
 from heapq import heappop, heappush
-from math import prod
 from typing import Literal
 
 from plait.errors import LayoutError
@@ -29,12 +28,12 @@ from plait.layout.layout import Flat, Layout, Partial, Placement, Replicate, Sha
 
 By = Literal["cut", "summand", "all_gather", "all_reduce", "reduce_scatter", "all_to_all"]
 Cost = tuple[float, int]
-"""Elements that a rank sends, and moves."""
+"""Number of elements that a rank sends, and number of moves."""
 
 
 @dataclass(frozen=True)
 class Move:
-    """One change of placement; `source` and `target` differ along `axis` only."""
+    """A change of placement along `axis`; otherwise `source` and `target` are equal."""
 
     axis: str
     by: By
@@ -44,20 +43,20 @@ class Move:
 
 @lru_cache(maxsize=1024)
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """The cheapest moves from `source` to `target`, the same on every rank.
+    """Return the cheapest moves from `source` to `target`, the same on every rank.
 
-    Raises `LayoutError` unless both lay the same shape over the same axes, and cut no dim block by block.
+    Raises `LayoutError` unless both have the same shape and axes, and shard no dim block by block.
     """
     if source.blocked_dim is not None or target.blocked_dim is not None:
         raise LayoutError(
-            f"{source} cannot become {target} where a dim is cut block by block: give that dim as two, its "
-            "blocks and what is cut of each."
+            f"{source} cannot become {target} where a dim is sharded block by block: give that dim as two, "
+            "the blocks and the rows of a block."
         )
     if (source.shape, source.axes, source.degrees) != (target.shape, target.axes, target.degrees):
         raise LayoutError(
             f"{source} cannot become {target}: give layouts of one shape over the same axes, in one order."
         )
-    # Dijkstra: of what is reached, the cheapest goes on. Its number decides between equals.
+    # Dijkstra's algorithm; the number of an entry decides between equal costs.
     waiting: list[tuple[Cost, int, Layout, tuple[Move, ...]]] = [((0.0, 0), 0, source, ())]
     done, number = set[Layout](), 0
     while waiting:
@@ -70,23 +69,22 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
                 number += 1
                 cost = elements + _sent(move), count + 1
                 heappush(waiting, (cost, number, move.target, (*path, move)))
-    raise AssertionError("all can be gathered, and cut again")
+    raise AssertionError("every layout can be gathered, and sharded again")
 
 
 def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
-    """What can be moved now: an axis goes to where it ends, to where it began, or to be whole."""
-    axes = dict(zip(layout.axes, layout.degrees, strict=True))
+    """Yield the possible moves: each axis to its final placement, its first one, or `Replicate`."""
     for place, axis in enumerate(layout.axes):
         now = layout.placements[place]
         for then in dict.fromkeys((target.placements[place], source.placements[place], Replicate())):
             by = _by(now, then)
             if by is not None and _is_free(layout.placements, place, then, target.placements):
-                placements = dict(zip(layout.axes, layout.placements, strict=True)) | {axis: then}
-                yield Move(axis, by, layout, Layout(layout.shape, axes, placements))
+                placements = layout.axis_placements | {axis: then}
+                yield Move(axis, by, layout, Layout(layout.shape, layout.axis_degrees, placements))
 
 
 def _by(now: Placement, then: Placement) -> By | None:
-    """How a placement becomes another; None for the same, and for what goes through `Replicate`."""
+    """Return how one placement becomes another; None if they are equal, or need `Replicate` between them."""
     if now == then:
         return None
     if isinstance(then, Replicate):
@@ -103,14 +101,14 @@ def _by(now: Placement, then: Placement) -> By | None:
 def _is_free(
     placements: tuple[Placement, ...], place: int, then: Placement, final: tuple[Placement, ...]
 ) -> bool:
-    """Whether nothing is cut out of the pieces that change when the axis at `place` moves."""
+    """Whether the axis at `place` can move: no other axis divides the pieces that change."""
     others = [other for index, other in enumerate(placements) if index != place]
     dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
     if (dims or isinstance(then, Flat)) and any(isinstance(other, Flat) for other in others):
         return False
     if any(isinstance(inner, Shard) and inner.dim in dims for inner in placements[place + 1 :]):
         return False
-    if isinstance(then, Flat):  # its bounds are made for what the shards leave in the end
+    if isinstance(then, Flat):  # its bounds refer to what the final shards leave
         left = [other for index, other in enumerate(final) if index != place]
         return then == final[place] and all(
             now == last for now, last in zip(others, left, strict=True) if Shard in (type(now), type(last))
@@ -119,7 +117,7 @@ def _is_free(
 
 
 def _sent(move: Move) -> float:
-    """Elements that leave a rank, by the best algorithms for each collective; for the largest piece."""
+    """Return how many elements of the largest piece a rank sends, by the best algorithm of the collective."""
     ranks, held = move.source.degrees[move.source.axes.index(move.axis)], _largest(move.source)
     shares = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
     exchanged = (ranks - 1) / ranks
@@ -127,9 +125,9 @@ def _sent(move: Move) -> float:
 
 
 def _largest(layout: Layout) -> int:
-    """Elements of the largest piece."""
+    """Return the number of elements of the largest piece."""
     first = [0] * len(layout.axes)
-    elements = prod(layout.region(first).sizes)
+    elements = layout.region(first).numel
     for place, placement in enumerate(layout.placements):
         if isinstance(placement, Flat):
             pieces = ([*first[:place], index, *first[place + 1 :]] for index in range(layout.degrees[place]))
