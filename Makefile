@@ -3,33 +3,41 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: install demo test test-all check format clean
+.PHONY: help install demo test test-all check format wheel clean
 
-install: $(VENV)/.installed
+help:  ## list these verbs
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
+
+install: $(VENV)/.installed  ## make .venv, and install plait there with the tested versions of its dependencies
 
 $(VENV)/.installed: pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[dev]'
 	touch $@
 
-demo: install
+demo: install  ## train a small GPT on four local ranks; one or two minutes on two CPU cores
 	$(BIN)/plait train --config examples/demo.toml
 
 # Two workers: what needs ranks (they wait for each other much of the time) runs beside what needs none.
-test: install
+test: install  ## run the tests, with few examples of each property
 	$(BIN)/pytest -n 2 --dist loadgroup
 
-test-all: install
+test-all: install  ## run the tests with all examples and the full products
 	$(BIN)/pytest -n 2 --dist loadgroup -m ''
 
-check: install
+check: install  ## check format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-format: install
+format: install  ## format the code, and mend what ruff can mend
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
-clean:
-	rm -rf $(VENV) runs build .pytest_cache .mypy_cache .ruff_cache .hypothesis
+# Without build/, which may hold modules that the source no longer has.
+wheel: install  ## build dist/plait-*.whl, to install elsewhere
+	rm -rf build dist
+	$(BIN)/pip wheel --quiet --disable-pip-version-check --no-deps --wheel-dir dist .
+
+clean:  ## remove .venv, runs/ and everything that tools leave behind
+	rm -rf $(VENV) runs build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
