@@ -5,10 +5,11 @@ Every rank draws the same one, for the whole model; so does whoever only wants t
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate, pairwise
+from typing import Any
 
 import torch
 from torch import nn
@@ -32,6 +33,7 @@ from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
 from plait.sharding.owners import Owners
 from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.apply_rules import layouts_of, match_modules
+from plait.tensor.meta_layers import MetaLayers
 from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 
@@ -115,6 +117,21 @@ class Blueprint:
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
         return TensorParallelism(
             self.module_rules, sequence_dims, self.plan.sequence_parallel == "regather", group
+        )
+
+    def meta_layers(
+        self, rules: TensorParallelism, coordinate: Mapping[str, int], results: dict[Hashable, Any]
+    ) -> MetaLayers:
+        """Return the layers on the meta device, as the rank at `coordinate` holds them; see `MetaLayers`."""
+        dtype = DTYPES[self.plan.precision]
+        return MetaLayers(
+            self.sequence,
+            self.whole_layouts,
+            self.summed,
+            rules,
+            coordinate=coordinate,
+            dtype=dtype,
+            results=results,
         )
 
     def policy_on(self, device: torch.device) -> StoragePolicy:

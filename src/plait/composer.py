@@ -42,7 +42,7 @@ from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.partition import is_cut
-from plait.tensor.tensor_parallelism import Prove, TensorParallelism, build_prover, named
+from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.tensor.vocabulary import Vocabulary
 
@@ -82,7 +82,6 @@ def parallelize(
     units = build_units(blueprint, spans, mesh, source)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
-    skeletons = (tensor_parallel.skeleton(sequence, blueprint.whole_layouts, plan, mesh) for _ in range(2))
     vocabulary = tensor_parallel.vocabulary_of(sequence.layers[-1])
     worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
     parts = Parts(
@@ -94,8 +93,7 @@ def parallelize(
         whole_layouts=blueprint.whole_layouts,
         summed=blueprint.summed,
         sequence_dims=blueprint.sequence_dims,
-        skeleton=next(skeletons),
-        prove=proof(blueprint, next(skeletons), ends_inside=vocabulary is not None),
+        meta_layers=blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results),
         steps=steps,
         worker=worker,
         gatherer=Gatherer(units),
@@ -139,14 +137,6 @@ def agreed_source(
             "rank 0 count, or seed each rank alike (torch.manual_seed) before it builds the model."
         )
     return own
-
-
-def proof(blueprint: Blueprint, skeleton: list[NamedLayer], *, ends_inside: bool) -> Prove | None:
-    """What proves that the rules fit the model; see `build_prover`."""
-    layouts, summed = blueprint.whole_layouts, blueprint.summed
-    return build_prover(
-        blueprint.sequence, layouts, summed, skeleton, blueprint.sequence_dims, ends_inside=ends_inside
-    )
 
 
 def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:

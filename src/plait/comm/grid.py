@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from functools import partial
 from itertools import product
 from math import prod
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -61,6 +62,8 @@ class GridMesh:
         self.sizes = dict(sizes)
         self._ranks = None if alone else current_ranks()
         self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
+        """What one rank of this process has computed for all of them, by what it depends on."""
         self._check_world()
         self.device = _device(device, self._ranks)
         self.timeout = float(timeout)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from functools import partial
 from typing import Any, TypeVar
 
@@ -29,7 +29,7 @@ def run_threads(
     """
     if ranks < 1:
         raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
-    turns, boards = Turns(ranks), dict[Key, Board]()
+    turns, boards, shared = Turns(ranks), dict[Key, Board](), dict[Hashable, Any]()
     results: dict[int, Result] = {}
     failures: dict[int, tuple[Failure, BaseException]] = {}
 
@@ -48,7 +48,7 @@ def run_threads(
     torch.set_num_threads(threads)
     try:
         for rank in range(ranks):
-            RankThread(LocalRank(rank, turns, boards), partial(run, rank)).start()
+            RankThread(LocalRank(rank, turns, boards, shared), partial(run, rank)).start()
         turns.start()
         turns.join()
     except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait

@@ -321,12 +321,12 @@ class Engine:
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all such buffers of the model, by name."""
-        return {name: tuple(one.shape) for name, one in saved_buffers(self._parts.skeleton)}
+        return {name: tuple(one.shape) for name, one in saved_buffers(self._parts.meta_layers.layers)}
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """For each further name that the model's `state_dict` has for a parameter, that which it has here."""
-        return aliases_of(self._parts.skeleton)
+        return aliases_of(self._parts.meta_layers.layers)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:

@@ -38,7 +38,9 @@ def state_dict(parts: Parts, *, everywhere: bool) -> dict[str, Tensor]:
         if tensor is not None and keeps
     }
     first = {alias: name for name, place in _places(parts).items() for alias in place.saved_as}
-    names = [join(layer.path, name) for layer in parts.skeleton for name in layer.module.state_dict()]
+    names = [
+        join(layer.path, name) for layer in parts.meta_layers.layers for name in layer.module.state_dict()
+    ]
     return {name: found[first[name]] for name in names if first.get(name) in found}
 
 
@@ -123,7 +125,7 @@ def _full(
 def _places(parts: Parts) -> dict[str, Place]:
     """By first name, where each parameter and saved buffer of the model stands, with its whole shape."""
     found = {}
-    for name, place in places_of([(layer.path, layer.module) for layer in parts.skeleton]).items():
+    for name, place in places_of([(layer.path, layer.module) for layer in parts.meta_layers.layers]).items():
         if place.saved_as:
             shape = place.tensor.shape if place.is_buffer else parts.layouts[name].shape
             empty = torch.empty(shape, dtype=place.tensor.dtype, device="meta")

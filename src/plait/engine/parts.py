@@ -7,8 +7,6 @@ from dataclasses import dataclass
 
 from plait.autograd.dropout import DropoutGenerator
 from plait.comm.mesh import Mesh
-from plait.layers.layer_sequence import NamedLayer
-from plait.layers.nested import Value
 from plait.layout import Layout
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
@@ -17,6 +15,7 @@ from plait.schedules.steps import Steps
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
+from plait.tensor.meta_layers import MetaLayers
 from plait.tensor.sequence_dims import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
 
@@ -38,10 +37,8 @@ class Parts:
     """Over how many neighbours along `tp` the gradient of each parameter is summed."""
     sequence_dims: Sequence[SequenceDims]
     """How the sequence flows through each layer of the model."""
-    skeleton: Sequence[NamedLayer]
+    meta_layers: MetaLayers
     """All layers of the model, on the meta device."""
-    prove: Callable[[Value], None] | None
-    """Whether rules fit the model, proved for a micro-batch; None where nothing is cut."""
     steps: Steps
     worker: Worker
     gatherer: Gatherer

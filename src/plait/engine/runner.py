@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from itertools import accumulate, pairwise
 from typing import Any
 
@@ -15,11 +14,10 @@ from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
 from plait.engine.parts import Parts
 from plait.errors import DataError, PlanError
-from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_tokens
 from plait.layers.nested import Microbatches, Value, cut, signature, signatures, tensors_of
 from plait.layers.precision import DTYPES
-from plait.layers.shape_inference import LayerInfo, infer
+from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
 from plait.schedules.program import Program
@@ -41,7 +39,7 @@ class Runner:
         self.scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
         self.given_cut = False
         """Whether the latest batch came as `Microbatches`."""
-        self._drops = any(names_of(layer.module) for layer in parts.skeleton)
+        self._drops = any(names_of(layer.module) for layer in parts.meta_layers.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: list[Tensor] = []
         self._totals: list[Tensor] = []
@@ -169,16 +167,9 @@ class Runner:
         return infos
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
-        skeleton = self.parts.skeleton
-        trains = torch.is_grad_enabled()
-        with nullcontext() if trains else evaluating(layer.module for layer in skeleton):
-            infos = infer(
-                skeleton,
-                microbatch,
-                input_gradients=input_gradients,
-                circumstances=f"with plan.tp = {self.plan.tp}, " if self.plan.tp > 1 else "",
-            )
+        layers = self.parts.meta_layers
+        infos = layers.infer(microbatch, input_gradients=input_gradients)
         looks = signature(microbatch)
-        if self.parts.prove is not None and all(known != looks for known, *_ in self._infos):
-            self.parts.prove(microbatch)
+        if layers.are_proved and all(known != looks for known, *_ in self._infos):
+            layers.prove(microbatch)
         return infos

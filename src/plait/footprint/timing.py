@@ -20,7 +20,7 @@ from plait.comm.news import tell
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, cut, leaf_of, map_tensors, signature, tensors_of
 from plait.layers.precision import DTYPES, convert
-from plait.layers.shape_inference import LayerInfo, infer
+from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.loss_end import LossEnd, LossLike
 from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
@@ -82,8 +82,8 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     value = map_tensors(
         lambda tensor: tensor.to(mesh.device, dtype if tensor.is_floating_point() else None), given
     )
-    skeleton = tensor_parallel.skeleton(blueprint.sequence, blueprint.whole_layouts, blueprint.plan, mesh)
-    infos = infer(skeleton, value, input_gradients=True)
+    layers = blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results)
+    infos = layers.infer(value, input_gradients=True)
     wanted = map_tensors(lambda tensor: tensor.to(mesh.device), targets)
     rows = []
     for number, layer in enumerate(blueprint.sequence.layers):

@@ -72,45 +72,75 @@ def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
     return ", ".join(f"{dtype} {list(shape)}" for shape, dtype in tensors)
 
 
-Inspect = Callable[[int, Value, Value], None]
-"""Looks at what a layer (by its number) was given on the meta device, and at what it gave."""
+@dataclass(frozen=True)
+class LayerInput:
+    """What a layer is given on the meta device."""
+
+    value: Value
+    length: int = 0
+    """Of the sequence of which `value` holds a piece, see `NamedLayer.run`."""
+    repeats: bool = False
+    """Whether one tensor stands twice in `value`."""
+
+    @staticmethod
+    def of_batch(batch: Value, *, input_gradients: bool) -> LayerInput:
+        """Return the input of a model's first layer, for a micro-batch that looks like `batch`."""
+
+        def leaf(tensor: Tensor) -> Tensor:
+            learns = input_gradients and tensor.is_floating_point()
+            return leaf_of(torch.empty_like(tensor, device="meta"), learns)
+
+        return LayerInput(map_tensors(leaf, batch))
+
+
+@dataclass(frozen=True)
+class LayerRun:
+    """A layer's run on the meta device."""
+
+    info: LayerInfo
+    output: Value
+    """On the meta device, without its graph."""
+    length: int
+    repeats: bool
+    """Of the output, as in `LayerInput`."""
+
+    def next_input(self) -> LayerInput:
+        """Return the input of the next layer: tensors like the output's, cut off from their graph."""
+        infos = iter(self.info.tensors)
+        value = map_tensors(lambda tensor: leaf_of(tensor, next(infos).requires_grad), self.output)
+        return LayerInput(value, self.length, self.repeats)
 
 
 def infer(
-    layers: Sequence[NamedLayer],
-    batch: Value,
-    *,
-    input_gradients: bool,
-    inspect: Inspect | None = None,
-    circumstances: str = "",
+    layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool, circumstances: str = ""
 ) -> list[LayerInfo]:
-    """One `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`.
+    """Return one `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`.
 
-    `circumstances` are told in the ModelError of a layer that does not run.
+    `circumstances` are named in the ModelError of a layer that does not run.
     """
-    value = map_tensors(
-        lambda tensor: leaf_of(
-            torch.empty_like(tensor, device="meta"), input_gradients and tensor.is_floating_point()
-        ),
-        batch,
-    )
-    infos: list[LayerInfo] = []
-    twins, length = False, 0
-    for number, layer in enumerate(layers):
-        (output, next_length), writes_input = _run(layer, value, length, circumstances)
-        if inspect is not None:
-            inspect(number, value, output)
-        if writes_input and twins:
-            raise ModelError(
-                f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
-                "what one sees of the other's change would depend on the cut, so clone one of them."
-            )
-        infos.append(LayerInfo(writes_input, map_tensors(_info_of, output), length))
-        length = next_length
-        given = [id(tensor) for tensor in tensors_of(output)]
-        twins = len(set(given)) < len(given)
-        value = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
+    given, infos = LayerInput.of_batch(batch, input_gradients=input_gradients), []
+    for layer in layers:
+        run, _ = run_on_meta(layer, given, circumstances)
+        infos.append(run.info)
+        given = run.next_input()
     return infos
+
+
+def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[LayerRun, Value]:
+    """Run a layer that is on the meta device; return what is known of it, and its output with the graph.
+
+    ModelError where the layer does not run.
+    """
+    (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
+    if writes_input and given.repeats:
+        raise ModelError(
+            f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
+            "what one sees of the other's change would depend on the cut, so clone one of them."
+        )
+    info = LayerInfo(writes_input, map_tensors(_info_of, output), given.length)
+    ids = [id(tensor) for tensor in tensors_of(output)]
+    without_graph = map_tensors(Tensor.detach, output)
+    return LayerRun(info, without_graph, length, repeats=len(set(ids)) < len(ids)), output
 
 
 def _info_of(tensor: Tensor) -> TensorInfo:

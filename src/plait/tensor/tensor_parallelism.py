@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from torch import nn
 
-from plait.autograd.dropout import Dropout, names_of
 from plait.autograd.paired_collectives import to_pieces, to_whole
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
-from plait.comm.mesh import Mesh
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, RunOnPieces, on_meta, private_copy
+from plait.layers.layer_sequence import NamedLayer, RunOnPieces
 from plait.layers.nested import Value, tensors_of, with_tensors
-from plait.layers.precision import DTYPES
-from plait.layers.shape_inference import infer
-from plait.layout import Layout
-from plait.plan import Plan
-from plait.rules import Rule
+from plait.rules import Rule, join
 from plait.tensor.apply_rules import apply_rules, partitioned_classes
-from plait.tensor.partition import is_cut
-from plait.tensor.proof import Claims, prove_layer
 from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary, WholeBoundary
 from plait.tensor.sequence_dims import SequenceDims
 from plait.tensor.vocabulary import Vocabulary
@@ -82,13 +74,9 @@ class TensorParallelism:
 
         return run
 
-    def skeleton(
-        self, sequence: LayerSequence, layouts: Mapping[str, Layout], plan: Plan, mesh: Mesh
-    ) -> list[NamedLayer]:
-        """Return all layers of the model as this rank would hold them, on the meta device."""
-        shapes = {name: layout.local_shape(mesh.coordinate) for name, layout in layouts.items()}
-        empty = on_meta(sequence, DTYPES[plan.precision], shapes)
-        return self.apply(private_copy(sequence.layers, empty))
+    def rule_of(self, layer: NamedLayer, name: str) -> Rule | None:
+        """Return the rule of the module `name` in a layer, or None."""
+        return self.cuts.get(join(layer.path, name))
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
         """What the model's logits are pieces of, if they are."""
@@ -111,60 +99,3 @@ def _redistributed(
     whole = first if now is None else to_whole(first, group, now, length)
     changed = whole if then is None else to_pieces(whole, group, then)
     return with_tensors(value, [changed, *others]), length if then is None else whole.shape[then]
-
-
-def _draws_for_pieces(layer: nn.Module) -> bool:
-    return any(isinstance(module, Dropout) and module.in_region for module in layer.modules())
-
-
-Prove = Callable[[Value], None]
-"""Given a micro-batch, raises ModelError where the rules do not fit the model."""
-
-
-def build_prover(
-    sequence: LayerSequence,
-    layouts: Mapping[str, Layout],
-    summed: Mapping[str, int],
-    skeleton: Sequence[NamedLayer],
-    sequence_dims: Sequence[SequenceDims],
-    *,
-    ends_inside: bool,
-) -> Prove | None:
-    """Proves that every parameter and every input of a layer gets its whole gradient, on the meta device.
-
-    Of all that could be trained, frozen or not: what is frozen shapes the values of the rest. `skeleton` is
-    altered, and belongs to the proof. None where nothing is cut, and so nothing is to be proved.
-    """
-    cut = {id(sequence.parameters[name]) for name, layout in layouts.items() if is_cut(layout)}
-    in_pieces = any(dims.input is not None for dims in sequence_dims)
-    if not cut and not in_pieces and not any(_draws_for_pieces(layer.module) for layer in skeleton):
-        return None
-    in_sum = {id(sequence.parameters[name]) for name, ranks in summed.items() if ranks > 1} - cut
-    claims: list[Claims] = []
-    for layer, twin in zip(sequence.layers, skeleton, strict=True):
-        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
-        for parameter in twin.module.parameters():
-            parameter.requires_grad_(parameter.is_floating_point())
-        dims = sequence_dims[len(claims)]
-        names_cut = {name for name, one in parameters.items() if id(one) in cut}
-        claims.append(
-            Claims(
-                cut=names_cut,
-                frozen={name for name, one in parameters.items() if not one.requires_grad} - names_cut,
-                summed={name for name, one in parameters.items() if id(one) in in_sum},
-                begins_in_pieces=dims.previous is not None,
-                ends_in_pieces=dims.next is not None,
-                dropouts=names_of(twin.module),
-                ends_inside=ends_inside and twin is skeleton[-1],
-            )
-        )
-
-    def inspect(number: int, given: Value, output: Value) -> None:
-        layer = skeleton[number]
-        parameters = dict(layer.module.named_parameters(remove_duplicate=False))
-        prove_layer(layer.path, tensors_of(given), tensors_of(output), parameters, claims[number])
-
-    def prove(microbatch: Value) -> None:
-        infer(skeleton, microbatch, input_gradients=True, inspect=inspect)
-
-    return prove

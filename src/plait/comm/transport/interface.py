@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from typing import Protocol
+from collections.abc import Hashable, Sequence
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
@@ -96,6 +96,8 @@ class Ranks(Protocol):
 
     rank: int
     size: int
+    shared_results: dict[Hashable, Any]
+    """What a rank has computed, for the other ranks of its process and for its own next mesh."""
 
     @property
     def uses_nccl(self) -> bool:

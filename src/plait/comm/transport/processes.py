@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from datetime import timedelta
 from functools import cached_property
+from typing import Any
 
 import torch.distributed as dist
 
@@ -22,6 +23,7 @@ class Processes:
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
+        self.shared_results: dict[Hashable, Any] = {}
         self._failure_log: LastWords | None = None
         self._host: Host | None = None
         self._made: list[dist.ProcessGroup] = []

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from threading import Thread, current_thread
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -153,8 +154,11 @@ class LocalRank:
     uses_nccl = False
     failure_log: LastWords | None = None
 
-    def __init__(self, rank: int, turns: Turns, boards: dict[Key, Board]) -> None:
-        """`boards` is one dictionary for all ranks."""
+    def __init__(
+        self, rank: int, turns: Turns, boards: dict[Key, Board], shared_results: dict[Hashable, Any]
+    ) -> None:
+        """`boards` and `shared_results` are one dictionary each for all ranks."""
+        self.shared_results = shared_results
         self.rank, self.size = rank, turns.size
         self._turns, self._boards = turns, boards
         self._made: dict[tuple[int, ...], int] = {}

@@ -1,0 +1,67 @@
+"""What a layer consists of, as a value: equal for layers that do the same to equal shapes."""
+
+from __future__ import annotations
+
+from collections.abc import Hashable
+from enum import Enum
+from types import BuiltinFunctionType, FunctionType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_PLAIN = (
+    *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, type, Enum),
+    *(FunctionType, BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format),
+)
+"""Types whose values never change and compare by value, or, as functions do, by identity."""
+
+
+def structure_of(module: nn.Module) -> Hashable:
+    """Return a description of `module`: types, attributes, shapes and dtypes, and what it holds twice.
+
+    Modules with equal descriptions give outputs of equal shapes and dtypes for such inputs, and equal
+    autograd graphs: parameters and buffers count by shape and dtype only. Attributes that are no numbers,
+    strings, functions, tensors, modules or containers of these compare by identity.
+    """
+    return _described(module, {})
+
+
+class _Same:
+    """Equal to another for the same object, which it keeps alive."""
+
+    def __init__(self, thing: object) -> None:
+        self.thing = thing
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Same) and self.thing is other.thing
+
+    def __hash__(self) -> int:
+        return id(self.thing)
+
+
+def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
+    """`numbers` counts the mutable objects met so far, by `id`: a second occurrence is its number alone."""
+    if isinstance(thing, _PLAIN):
+        return type(thing), thing
+    if id(thing) in numbers:
+        return "again", numbers[id(thing)]
+    if isinstance(thing, nn.Module):
+        numbers[id(thing)] = len(numbers)
+        return type(thing), _items(vars(thing), numbers)
+    if isinstance(thing, Tensor):
+        numbers[id(thing)] = len(numbers)
+        return type(thing), tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad
+    if isinstance(thing, tuple):
+        return type(thing), tuple(_described(item, numbers) for item in thing)
+    if isinstance(thing, set | frozenset):
+        return type(thing), frozenset(_described(item, numbers) for item in thing)
+    if isinstance(thing, list | dict):
+        numbers[id(thing)] = len(numbers)
+        items = thing if isinstance(thing, dict) else dict(enumerate(thing))
+        return type(thing), _items(items, numbers)
+    return _Same(thing)
+
+
+def _items(items: dict[Any, Any], numbers: dict[int, int]) -> Hashable:
+    return tuple((_described(key, numbers), _described(value, numbers)) for key, value in items.items())

@@ -1,0 +1,130 @@
+"""Layers that are alike run once on the meta device, for all of them and for all ranks of a process."""
+
+import pytest
+import torch
+from torch import nn
+
+from plait.blueprint import build_blueprint
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
+from plait.errors import ModelError
+from plait.models import gpt2
+from plait.plan import Plan
+from plait.tensor import meta_layers
+from plait.tensor.meta_layers import MetaLayers
+
+TOKENS = torch.zeros(2, 4, dtype=torch.int64)
+
+
+def built(model, results, *, tp=2, index=0, precision="fp32", rules=None):
+    blueprint = build_blueprint(model, Plan(tp=tp, precision=precision), rules)
+    rules_of_tp = blueprint.tensor_parallel(Group("tp", tuple(range(tp)), index, None, Traffic(), 1.0))
+    return blueprint.meta_layers(rules_of_tp, {"replicate": 0, "shard": 0, "tp": index}, results)
+
+
+@pytest.fixture
+def runs(monkeypatch):
+    """The paths of the layers that run."""
+    paths = []
+    original = meta_layers.run_on_meta
+
+    def run(layer, *arguments, **options):
+        paths.append(layer.path)
+        return original(layer, *arguments, **options)
+
+    monkeypatch.setattr(meta_layers, "run_on_meta", run)
+    return paths
+
+
+def gpt2_of(layers, **options):
+    return gpt2(layers=layers, hidden=8, heads=2, vocab=9, context=4, **options)
+
+
+def test_blocks_that_are_alike_run_once(runs):
+    layers = built(gpt2_of(4), {})
+    infos = layers.infer(TOKENS, input_gradients=False)
+    assert len(infos) == len(layers.layers) == 10
+    assert runs == ["embedding", "blocks.0.attention", "blocks.0.mlp", "head"]
+    assert [info.tensors[0].shape for info in infos] == [(2, 4, 8)] * 9 + [(2, 4, 5)]
+    layers.prove(TOKENS)
+    assert len(runs) == 8
+
+
+def test_another_rank_of_the_process_runs_nothing(runs):
+    results = {}
+    first = built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
+    count = len(runs)
+    assert built(gpt2_of(2), results).infer(TOKENS, input_gradients=False) == first
+    assert len(runs) == count
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"index": 1},
+        {"tp": 1},
+        {"precision": "fp64"},
+    ],
+    ids=str,
+)
+def test_another_piece_or_dtype_runs_anew(runs, change):
+    results = {}
+    built(gpt2_of(2), results).infer(TOKENS, input_gradients=False)
+    count = len(runs)
+    built(gpt2_of(2), results, **change).infer(TOKENS, input_gradients=False)
+    assert len(runs) == 2 * count
+
+
+def test_other_shapes_and_modes_run_anew(runs):
+    layers = built(gpt2_of(1), {})
+    layers.infer(TOKENS, input_gradients=False)
+    count = len(runs)
+    layers.infer(TOKENS[:1], input_gradients=False)
+    with torch.no_grad():
+        layers.infer(TOKENS, input_gradients=False)
+    assert len(runs) == 3 * count
+
+
+def test_one_layer_that_differs_is_not_taken_for_the_others():
+    """The fourth layer halves its output: what follows it has other shapes."""
+
+    class Halving(nn.Module):
+        def __init__(self, by):
+            super().__init__()
+            self.by, self.linear = by, nn.Linear(8, 8)
+
+        def forward(self, x):
+            return self.linear(x)[: len(x) // self.by]
+
+    model = nn.Sequential(*(Halving(1) for _ in range(3)), Halving(2), Halving(1))
+    layers = built(model, {}, tp=1)
+    infos = layers.infer(torch.zeros(4, 8), input_gradients=False)
+    assert [info.tensors[0].shape[0] for info in infos] == [4, 4, 4, 2, 2]
+
+
+def test_a_frozen_layer_is_not_taken_for_a_trained_one():
+    model = gpt2_of(2)
+    for parameter in (*model.embedding.parameters(), *model.blocks[0].parameters()):
+        parameter.requires_grad_(False)
+    infos = built(model, {}).infer(TOKENS, input_gradients=False)
+    assert [info.tensors[0].requires_grad for info in infos] == [False, False, False, True, True, True]
+
+
+def test_a_rule_that_is_missing_in_a_later_block_is_found():
+    rules = dict(gpt2_of(1).rules)
+    model = gpt2_of(2)
+    rules = {
+        pattern.replace("*", "0", 1) if "mlp.up" in pattern else pattern: rule
+        for pattern, rule in rules.items()
+    }
+    with pytest.raises(ModelError, match=r"blocks\.1\.mlp"):
+        built(model, {}, rules=rules).infer(TOKENS, input_gradients=False)
+
+
+def test_results_are_bounded(monkeypatch):
+    monkeypatch.setattr(meta_layers, "MOST_RESULTS", 5)
+    results = {}
+    layers: MetaLayers = built(gpt2_of(1), results)
+    for rows in range(1, 6):
+        layers.infer(TOKENS[:1].expand(rows, 4), input_gradients=False)
+    assert len(results) == 5
