@@ -13,7 +13,8 @@ import plait
 from plait.layers.cost import layer_costs
 from plait.layers.layer_sequence import NamedLayer, sequence_of
 from plait.models.initial import initial_value
-from plait.schedules.stage_cuts import LayerCosts, ordered_cut
+from plait.schedules.stage_cuts.layer_costs import LayerCosts
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 
 BLOCKS, HIDDEN, HEADS, VOCAB, CONTEXT = 8, 512, 8, 8192, 256
 MICROBATCHES = 8
@@ -36,7 +37,7 @@ def build() -> nn.Sequential:
 def cut(policy: str, ranks: int) -> tuple[int, ...]:
     """How many layers each stage of plait's `policy` takes by their count of multiplications."""
     costs = layer_costs(sequence_of(build()).layers)
-    return ordered_cut(policy, LayerCosts.evenly(costs), ranks=ranks, microbatches=MICROBATCHES)[1]
+    return schedule_and_cut(policy, LayerCosts.evenly(costs), ranks=ranks, microbatches=MICROBATCHES)[1]
 
 
 def stage_of(number: int, counts: Sequence[int]) -> nn.Sequential:

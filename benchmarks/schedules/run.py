@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import plait
 from plait.errors import ScheduleError
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 
 T = TypeVar("T")
 COSTS = plait.Costs(F=1, I=1, W=0.9, comm=0.1)
@@ -38,11 +38,11 @@ def timed(action: Callable[[], T], rounds: int = ROUNDS) -> tuple[T, float]:
 
 def lengths() -> None:
     """The makespan of each policy within each limit."""
-    print("| ranks × micro-batches, limit | " + " | ".join(NAMES) + " | bound |")
-    print("|---" * (len(NAMES) + 2) + "|")
+    print("| ranks × micro-batches, limit | " + " | ".join(POLICY_NAMES) + " | bound |")
+    print("|---" * (len(POLICY_NAMES) + 2) + "|")
     for ranks, microbatches, limit in LENGTHS:
         cells, bound = [], 0.0
-        for policy in NAMES:
+        for policy in POLICY_NAMES:
             try:
                 made = plait.schedule(
                     policy, ranks=ranks, microbatches=microbatches, costs=COSTS, limit=limit

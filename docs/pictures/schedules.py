@@ -6,11 +6,11 @@
 from pathlib import Path
 
 import plait
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 from plait.schedules.simulation.svg import draw_svg
 
 FOLDER = Path(__file__).parent
-for policy in NAMES:
+for policy in POLICY_NAMES:
     timeline = plait.simulate(plait.schedule(policy, ranks=4, microbatches=8))
     (FOLDER / f"{policy}.svg").write_text(draw_svg(timeline, width=900), encoding="utf-8")
     print(f"{policy}: makespan {timeline.makespan:g}, span {timeline.span:g}, peak {max(timeline.peak):g}")

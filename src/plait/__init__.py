@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from plait.footprint.estimate import memory
     from plait.plan import Plan
     from plait.schedules.check import check
-    from plait.schedules.search.schedule import schedule
+    from plait.schedules.search.api import schedule
     from plait.schedules.simulation.costs import Costs
     from plait.schedules.simulation.timeline import simulate
     from plait.tensor.losses import cross_entropy
@@ -42,7 +42,7 @@ _HOME = {
     "memory": "plait.footprint.estimate",
     "parallelize": "plait.composer",
     "save": "plait.checkpoint.saving",
-    "schedule": "plait.schedules.search.schedule",
+    "schedule": "plait.schedules.search.api",
     "simulate": "plait.schedules.simulation.timeline",
     "verify": "plait.verification.verify",
 }

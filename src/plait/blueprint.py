@@ -25,10 +25,10 @@ from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
 from plait.plan import Plan, Recompute
 from plait.rules import Rule, Rules
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, sharding_of
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Place, Shape, sharding_of
-from plait.schedules.stage_cuts import LayerCosts, ordered_cut
-from plait.schedules.stage_cuts.cut import Cut
+from plait.schedules.stage_cuts.layer_costs import LayerCosts
+from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
 from plait.sharding.owners import Owners
 from plait.sharding.storage_policy import StoragePolicy
@@ -72,15 +72,15 @@ class Blueprint:
         return tuple(range(first, stop) for first, stop in pairwise(bounds))
 
     @cached_property
-    def shape(self) -> Shape:
+    def lowering_spec(self) -> LoweringSpec:
         """What lowering must know."""
         users = unit_users(self.sequence, self.layers_per_stage)
-        return Shape(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
+        return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 
     @cached_property
     def owners(self) -> Owners:
         """The ranks of `pp` that hold each parameter."""
-        return pp_owners(self.sequence, self.shape.units, self.schedule.rank_of)
+        return pp_owners(self.sequence, self.lowering_spec.units, self.schedule.rank_of)
 
     @cached_property
     def shard_plan(self) -> ShardPlan:
@@ -102,7 +102,7 @@ class Blueprint:
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
         """Those of `stages` whose layers use a unit, in order."""
-        users = {place.stage for place in self.shape.units[unit]}
+        users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
     @property
@@ -143,11 +143,11 @@ def build_blueprint(
     model: nn.Module,
     plan: Plan,
     rules: Rules | None = None,
-    order_of: Callable[..., tuple[Schedule, Cut]] = ordered_cut,
+    order_of: Callable[..., tuple[Schedule, StageCut]] = schedule_and_cut,
 ) -> Blueprint:
     """The blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
 
-    `order_of` is asked as `ordered_cut` is; who draws many plans gives one that remembers.
+    `order_of` is asked as `schedule_and_cut` is; who draws many plans gives one that remembers.
     """
     sequence = sequence_of(model)
     refuse_compiled_modules(model)
@@ -202,9 +202,9 @@ def check_accumulation_dtype(plan: Plan, arrangement: Arrangement) -> None:
                 )
 
 
-def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[Place, ...]]:
+def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[LayerIndex, ...]]:
     """For each unit, the layers whose backward adds to its gradients."""
-    places = [Place(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
+    places = [LayerIndex(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
     return {
         sequence.unit_of(name): tuple(places[layer] for layer in layers)
         for name, layers in sequence.users.items()
@@ -268,7 +268,7 @@ def policy_of(plan: Plan, device: torch.device) -> StoragePolicy:
 
 
 def pp_owners(
-    sequence: LayerSequence, users: Mapping[str, tuple[Place, ...]], rank_of: Sequence[int]
+    sequence: LayerSequence, users: Mapping[str, tuple[LayerIndex, ...]], rank_of: Sequence[int]
 ) -> Owners:
     """The ranks of `pp` that hold each parameter."""
     return {

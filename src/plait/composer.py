@@ -34,8 +34,8 @@ from plait.pipeline.stage import Stage
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.shape import sharding_of
-from plait.schedules.steps import Steps
+from plait.schedules.lowering_spec import sharding_of
+from plait.schedules.step_programs import StepPrograms
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.owners import counted_parameters, reduction_groups
 from plait.sharding.reducer import Reducer
@@ -77,7 +77,10 @@ def parallelize(
     blueprint = build_blueprint(model, plan, rules)
     sequence = blueprint.sequence
     source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
-    steps, dropout = Steps(blueprint.schedule, blueprint.shape, mesh.index("pp")), DropoutGenerator(seed)
+    steps, dropout = (
+        StepPrograms(blueprint.schedule, blueprint.lowering_spec, mesh.index("pp")),
+        DropoutGenerator(seed),
+    )
     spans = {stage: blueprint.stage_layers[stage] for stage in steps.schedule.stages_of(mesh.index("pp"))}
     units = build_units(blueprint, spans, mesh, source)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))

@@ -149,7 +149,7 @@ def kind_of(instruction: Instruction) -> str:
 def programs_of(name: str) -> tuple[Program, ...]:
     plan = PLANS[name]
     blueprint = build_blueprint(build(Doom()), plan, RULES if plan.tp > 1 else None)
-    return tuple(lower(blueprint.schedule, blueprint.shape))
+    return tuple(lower(blueprint.schedule, blueprint.lowering_spec))
 
 
 @cache

@@ -18,12 +18,10 @@ from plait.engine import Engine
 from plait.errors import DataError
 from plait.plan import Plan
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import needed_by
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import FORMATS, picture
 from plait.schedules.simulation.timeline import Timeline
-from plait.schedules.stage_cuts.cut import split_backward
 
 PLANS = {
     "1f1b": Plan(pp=2, microbatches=4),
@@ -73,7 +71,7 @@ def test_the_order_is_the_schedules(recorded: tuple[Plan, list[Any]]) -> None:
     """Each `B` as `I` and `W` where its result is sent early, else at once."""
     plan, results = recorded
     for schedule, timeline, *_ in results:
-        assert split_backward(timeline.schedule) == split_backward(schedule)
+        assert timeline.schedule.split_backward() == schedule.split_backward()
         for rank, row in enumerate(timeline.schedule.actions):
             for action in row:
                 consumer = action.consumer(schedule.stages)
@@ -94,10 +92,10 @@ def test_nothing_overlaps_and_nothing_comes_too_early(recorded: tuple[Plan, list
             assert all(start < end for _, start, end in row)
             assert all(before.end <= after.start for before, after in pairwise(row))
             for action, _, end in row:
-                ends[needed_by(action)] = end
+                ends[action.message_key] = end
         assert min(row[0].start for row in timeline.cells) == 0
         for action, start, _ in (cell for row in timeline.cells for cell in row):
-            source = action.source(timeline.schedule.stages)
+            source = action.source_stage(timeline.schedule.stages)
             if source is not None:
                 needed = Action(source, Kind.F if action.kind is Kind.F else Kind.I, action.microbatch)
                 assert ends[needed] + timeline.hop * _apart(timeline, source, action) <= start

@@ -13,7 +13,7 @@ from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.plan import Plan
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 
 FACTORS = {
     "schedule": ("interleaved", "zb-v", "v-half", "v-min"),
@@ -46,7 +46,7 @@ def differs(row: dict[str, Any]) -> bool:
     return row["reduce"] == "last" or row["strategy"] in ("gradients", "full")
 
 
-EVERYTHING = {**FACTORS, "schedule": NAMES, "recompute": ("none", "full"), "microbatches": (None,)}
+EVERYTHING = {**FACTORS, "schedule": POLICY_NAMES, "recompute": ("none", "full"), "microbatches": (None,)}
 COUNTS = cycle((1, 4, 2, 5, 4))  # in turn: of no length that divides the other factors
 PRODUCT = [
     {**row, "microbatches": count}

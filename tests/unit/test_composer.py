@@ -18,7 +18,7 @@ from plait.engine import Engine
 from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
-from plait.schedules.shape import Place
+from plait.schedules.lowering_spec import LayerIndex
 from plait.tensor.losses import cross_entropy
 
 
@@ -84,7 +84,11 @@ def test_units_users_and_holders_of_a_tied_model() -> None:
     model[2].weight = model[0].weight
     sequence = sequence_of(model)
     users = unit_users(sequence, counts=(2, 1))
-    assert users == {"0.weight": (Place(0, 0), Place(1, 0)), "1": (Place(0, 1),), "2": (Place(1, 0),)}
+    assert users == {
+        "0.weight": (LayerIndex(0, 0), LayerIndex(1, 0)),
+        "1": (LayerIndex(0, 1),),
+        "2": (LayerIndex(1, 0),),
+    }
     owners = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
     assert pp_owners(sequence, users, rank_of=(0, 1)) == owners
     assert pp_owners(sequence, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}

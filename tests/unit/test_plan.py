@@ -7,7 +7,7 @@ import pytest
 
 from plait.errors import PlanError
 from plait.plan import Plan, Policy
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 
 
 def test_defaults_are_one_rank() -> None:
@@ -75,7 +75,7 @@ def test_a_choice_that_was_nearly_right(name: str, value: str, near: str) -> Non
 
 
 def test_schedules_are_those_that_there_are() -> None:
-    assert get_args(Policy) == NAMES
+    assert get_args(Policy) == POLICY_NAMES
 
 
 def test_no_recomputation_of_any_layer() -> None:

@@ -4,7 +4,7 @@ import pytest
 
 from parity.cases import gpt2, llama
 from plait.plan import Plan
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.report_from_ranks import build_report
 from plait.verification.sweep import RefusedPlan, plans_on, verify_plans
 from zoo.row import case_of
@@ -74,7 +74,7 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
     chosen = [plans[number] for numbers in EACH.values() for number in numbers]
     assert len(plans) == 168
     assert len({layout_of(plan) for plan in chosen}) == 6
-    assert sorted(plan.schedule for plan in chosen) == sorted(NAMES)
+    assert sorted(plan.schedule for plan in chosen) == sorted(POLICY_NAMES)
     assert all(plan.shards == (plan.dp > 1) for plan in chosen)
     assert {plan.replicate for plan in chosen} == {1, 2}
     assert {plan.recompute for plan in chosen} == {"none", "selective", "full"}

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from plait.cli.checkpoint_options import ABOUT, parsers, read
 from plait.cli.checkpoint_table import show
-from plait.cli.running import importing
+from plait.cli.ranks_and_signals import importing
 from plait.errors import ConfigError, listed
 from plait.train.model_folder import OWN_MODELS
 

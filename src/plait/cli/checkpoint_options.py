@@ -44,7 +44,9 @@ def read(argv: Sequence[str]) -> Namespace:
     """The options; `action` names what is to be done. A ConfigError says what is not understood."""
     made = parsers()
     if argv[0] not in made:
-        raise ConfigError(f'"{argv[0]}" is no action: give {", ".join(made)}; see `plait checkpoint --help`.')
+        raise ConfigError(
+            f'"{argv[0]}" is not an action: give {", ".join(made)}; see `plait checkpoint --help`.'
+        )
     words, of_run = _told_apart(argv[1:]) if argv[0] == "convert" else (argv[1:], [])
     options = made[argv[0]].parse_args(words)
     options.action, options.of_run = argv[0], of_run

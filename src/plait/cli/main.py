@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from difflib import get_close_matches
 from importlib import import_module, metadata
 
-from plait.cli.running import end_rank
+from plait.cli.ranks_and_signals import end_rank
 from plait.errors import CommunicationError, PlaitError, RankError
 
 _NO_MEMORY = re.compile(

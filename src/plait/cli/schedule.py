@@ -14,14 +14,13 @@ from plait.cli.schedule_comparison import comparison
 from plait.cli.schedule_options import parser
 from plait.errors import ConfigError, ScheduleError
 from plait.schedules.check import check
-from plait.schedules.exchange import from_csv
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.schedule import NAMES, require_known, schedule
+from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.figures import figures
 from plait.schedules.simulation.pictures import FORMATS, write_pictures
 from plait.schedules.simulation.text import draw_text, title
 from plait.schedules.simulation.timeline import Timeline, simulate
+from plait.schedules.torch_csv import from_csv
 
 _MOST_ACTIONS = 2**18
 """Of one kind: more would take minutes without a word."""
@@ -43,7 +42,7 @@ def run(argv: Sequence[str]) -> int:
     paths = {kind: getattr(options, kind) for kind in FORMATS if getattr(options, kind) is not None}
     written = list(write_pictures(timeline, paths))
     if options.json:
-        print(json.dumps(figures(timeline)))
+        print(json.dumps(timeline.as_json()))
     else:
         _show(timeline, options.measure, written)
     return 0
@@ -53,7 +52,7 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
     """The schedule of a policy, or of a file."""
     if _is_file(policy):
         return _read(Path(policy), options, costs)
-    require_known(policy)
+    require_policy(policy)
     missing = [f"--{name}" for name in ("ranks", "microbatches") if getattr(options, name) is None]
     if missing:
         raise ConfigError(
@@ -78,7 +77,9 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
 
 def _is_file(policy: str) -> bool:
     """Whether a file is meant, not a policy."""
-    return policy not in NAMES and (policy.endswith(".csv") or os.sep in policy or Path(policy).is_file())
+    return policy not in POLICY_NAMES and (
+        policy.endswith(".csv") or os.sep in policy or Path(policy).is_file()
+    )
 
 
 def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
@@ -99,7 +100,7 @@ def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
             raise ScheduleError(
                 f"{path} has {name} = {count}, but --{name} is {getattr(options, name)}: leave it out."
             )
-    check(made, options.limit, costs.holds(made))
+    check(made, options.limit, costs.memory(made.ranks, made.stages))
     return made
 
 
@@ -132,7 +133,7 @@ def _compare(options: Namespace, costs: Costs) -> None:
     results: dict[str, Timeline | ScheduleError] = {}
     for name in names:
         if not _is_file(name):
-            require_known(name)  # a misspelt name is for the user to mend, not a row
+            require_policy(name)  # a misspelt name is for the user to mend, not a row
         try:
             results[name] = simulate(_made(name, options, costs), costs)
         except ScheduleError as error:
@@ -142,7 +143,7 @@ def _compare(options: Namespace, costs: Costs) -> None:
         raise failures[0]
     if options.json:
         told = [
-            {"policy": name, "error": str(result)} if isinstance(result, ScheduleError) else figures(result)
+            {"policy": name, "error": str(result)} if isinstance(result, ScheduleError) else result.as_json()
             for name, result in results.items()
         ]
         print(json.dumps(told))

@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import NoReturn, get_args
 
 from plait.errors import ConfigError
+from plait.schedules.search.api import POLICY_NAMES
 from plait.schedules.search.auto import Measure
-from plait.schedules.search.schedule import NAMES
 
 _ABOUT = """\
 Shows who does what and when in one training step, how much of the time is
@@ -27,7 +27,7 @@ def parser() -> ArgumentParser:
         add_help=False,
     )
     add = made.add_argument
-    add("policy", metavar="POLICY", nargs="?", help=f"{', '.join(NAMES)}, or a CSV file with an order")
+    add("policy", metavar="POLICY", nargs="?", help=f"{', '.join(POLICY_NAMES)}, or a CSV file with an order")
     add("--ranks", metavar="P", type=_count, help="ranks of the pipeline")
     add("--microbatches", metavar="M", type=_count, help="micro-batches of one step")
     add("--chunks", metavar="V", type=_count, help="stages on each rank (default: the policy's own)")

@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from plait.cli.running import degrees, importing, local_ranks, stoppable
+from plait.cli.ranks_and_signals import degrees, importing, local_ranks, stoppable
 from plait.train.config_parser import config_from_arguments, sections, takes
 
 _USAGE = """\

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import NoReturn
 
-from plait.cli.running import degrees, importing, local_ranks
+from plait.cli.ranks_and_signals import degrees, importing, local_ranks
 from plait.errors import ConfigError
 from plait.train.config_parser import config_from_arguments, nearest
 

@@ -11,7 +11,7 @@ from plait.layout import Layout
 from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.schedules.program import Instruction
-from plait.schedules.steps import Steps
+from plait.schedules.step_programs import StepPrograms
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.losses import Loss
@@ -39,7 +39,7 @@ class Parts:
     """How the sequence flows through each layer of the model."""
     meta_layers: MetaLayers
     """All layers of the model, on the meta device."""
-    steps: Steps
+    steps: StepPrograms
     worker: Worker
     gatherer: Gatherer
     reducer: Reducer

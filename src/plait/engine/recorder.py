@@ -10,16 +10,15 @@ from typing import Any, NamedTuple
 from plait.engine.clock import Clock
 from plait.pipeline.executor import Around
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import needed_by
-from plait.schedules.parts import Part
 from plait.schedules.program import Program, RunLayer
-from plait.schedules.simulation.measured import Measured
+from plait.schedules.segments import Segment
+from plait.schedules.simulation.measured import MeasuredAction
 
 
 class Note(NamedTuple):
     """A part that was run, and the clock's stamps before and after it."""
 
-    part: Part
+    part: Segment
     start: Any
     end: Any
 
@@ -31,7 +30,7 @@ class Step:
     clock: Clock
     notes: Sequence[Note]
 
-    def row(self) -> tuple[Measured, ...]:
+    def row(self) -> tuple[MeasuredAction, ...]:
         """Its actions, in the order in which they were done. On a GPU it waits for the device."""
         parts, starts, ends = zip(*self.notes, strict=True)
         return joined(parts, self.clock.read(starts), self.clock.read(ends))
@@ -55,7 +54,7 @@ class Recorder:
         clock, notes = self._start_clock(), list[Note]()
 
         @contextmanager
-        def around(part: Part) -> Iterator[None]:
+        def around(part: Segment) -> Iterator[None]:
             start = clock.stamp()
             yield
             notes.append(Note(part, start, clock.stamp()))
@@ -64,13 +63,15 @@ class Recorder:
         self.step = Step(clock, notes)
 
 
-def joined(parts: Sequence[Part], starts: Sequence[int], ends: Sequence[int]) -> tuple[Measured, ...]:
+def joined(
+    parts: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
+) -> tuple[MeasuredAction, ...]:
     """The actions that `parts` are pieces of, each from the start of its first piece to the end of its last.
 
     What lies between pieces of an action counts as its own: parameters that it waits for, for example. The
     gradient that a backward starts from is a piece of an `I`, also if the backward goes on as a `B`.
     """
-    row: list[Measured] = []
+    row: list[MeasuredAction] = []
     asked: dict[Action, int] = {}
     for part, start, end in zip(parts, starts, ends, strict=True):
         action = part.computes
@@ -78,10 +79,10 @@ def joined(parts: Sequence[Part], starts: Sequence[int], ends: Sequence[int]) ->
             asked[part.awaits] = start
         elif action is None:
             continue
-        elif row and row[-1].action in (action, needed_by(action)):
+        elif row and row[-1].action in (action, action.message_key):
             row[-1] = row[-1]._replace(action=action, end=end)
         else:
-            row.append(Measured(action, start, end, asked.pop(needed_by(action), None)))
+            row.append(MeasuredAction(action, start, end, asked.pop(action.message_key, None)))
     return tuple(row)
 
 
@@ -89,5 +90,5 @@ def _trains(program: Program) -> bool:
     return any(isinstance(one, RunLayer) and one.action.kind is not Kind.F for one in program)
 
 
-def _unnoticed(part: Part) -> AbstractContextManager[object]:
+def _unnoticed(part: Segment) -> AbstractContextManager[object]:
     return nullcontext()

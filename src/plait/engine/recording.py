@@ -17,7 +17,12 @@ from plait.errors import DataError
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.measured import Measured, measured_costs, measured_timeline, measured_waits
+from plait.schedules.simulation.measured import (
+    MeasuredAction,
+    measured_costs,
+    measured_timeline,
+    measured_waits,
+)
 from plait.schedules.simulation.timeline import Timeline
 
 _KINDS = tuple(Kind)
@@ -40,7 +45,7 @@ class Recording:
         self._mesh = mesh
         self._schedule = schedule
         self.recorder = Recorder(partial(clock_on, mesh.device))
-        self._collected: tuple[object, tuple[tuple[Measured, ...], ...]] | None = None
+        self._collected: tuple[object, tuple[tuple[MeasuredAction, ...], ...]] | None = None
 
     def timeline(self) -> Timeline:
         """The step in the form of a simulated one; it starts at 0. All pictures take it.
@@ -62,7 +67,7 @@ class Recording:
         """How long each rank of `pp` waited for results of others. DataError as `timeline`."""
         return measured_waits(self._rows())
 
-    def _rows(self) -> tuple[tuple[Measured, ...], ...]:
+    def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
         step = self.recorder.step
         if step is None:
             raise DataError(
@@ -73,7 +78,7 @@ class Recording:
         return self._collected[1]
 
 
-def _gathered(row: tuple[Measured, ...], mesh: Mesh) -> tuple[tuple[Measured, ...], ...]:
+def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
     """The rows of all ranks of `pp`, in the time of the first one's host."""
     group = mesh.group("pp")
     if group.size == 1:
@@ -88,12 +93,14 @@ def _gathered(row: tuple[Measured, ...], mesh: Mesh) -> tuple[tuple[Measured, ..
     return tuple(tuple(map(_decoded, rows[:count])) for rows, count in zip(everyone, counts, strict=True))
 
 
-def _encoded(done: Measured, offset: int) -> tuple[int, ...]:
+def _encoded(done: MeasuredAction, offset: int) -> tuple[int, ...]:
     stage, kind, microbatch = done.action
     asked = _NEVER if done.asked is None else done.asked + offset
     return stage, _KINDS.index(kind), microbatch, done.start + offset, done.end + offset, asked
 
 
-def _decoded(numbers: Tensor) -> Measured:
+def _decoded(numbers: Tensor) -> MeasuredAction:
     stage, kind, microbatch, start, end, asked = map(int, numbers)
-    return Measured(Action(stage, _KINDS[kind], microbatch), start, end, None if asked == _NEVER else asked)
+    return MeasuredAction(
+        Action(stage, _KINDS[kind], microbatch), start, end, None if asked == _NEVER else asked
+    )

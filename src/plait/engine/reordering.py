@@ -12,10 +12,9 @@ from plait.errors import PlaitError, ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.schedule import AUTO, schedule
+from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
-from plait.schedules.stage_cuts.cut import split_backward
 
 _REFUSED = "refused: "
 
@@ -35,13 +34,13 @@ def shortest_order(now: Schedule, costs: Costs, limit: float | None) -> Schedule
     )
     fits = limit is None or _keeps(now, limit, costs)
     # As they are run: a full backward whose gradient is sent is an input gradient and then a weight gradient.
-    before, after = (simulate(split_backward(one), costs).makespan for one in (now, found))
+    before, after = (simulate(one.split_backward(), costs).makespan for one in (now, found))
     return now if fits and before <= after else found
 
 
 def _keeps(made: Schedule, limit: float, costs: Costs) -> bool:
     try:
-        check(made, limit, costs.holds(made))
+        check(made, limit, costs.memory(made.ranks, made.stages))
     except ScheduleError:
         return False
     return True

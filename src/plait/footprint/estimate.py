@@ -21,8 +21,7 @@ from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lower import lower
 from plait.schedules.schedule import Schedule
-from plait.schedules.stage_cuts import ordered_cut
-from plait.schedules.stage_cuts.cut import Cut
+from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
@@ -74,7 +73,9 @@ class MemoryEstimator:
     moments: int = 2
     device: torch.device | str | None = None
     traces: dict[Any, ModelTraces] = field(default_factory=dict)
-    order_of: Callable[..., tuple[Schedule, Cut]] = field(default_factory=lambda: cache(ordered_cut))
+    order_of: Callable[..., tuple[Schedule, StageCut]] = field(
+        default_factory=lambda: cache(schedule_and_cut)
+    )
 
     def __post_init__(self) -> None:
         for name, least in (("rows", 1), ("moments", 0)):
@@ -97,7 +98,7 @@ class MemoryEstimator:
         traces = self._traces(blueprint)
         return tuple(
             simulate_step(blueprint, rank, program, traces, self.where, self.moments, watcher)
-            for rank, program in enumerate(lower(blueprint.schedule, blueprint.shape))
+            for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
         )
 
     def rows_of(self, plan: Plan) -> int | None:
@@ -128,7 +129,7 @@ class MemoryEstimator:
             return None
         microbatch = split(batch, plan.microbatches, "inputs")[0]
         precisions = plan.precision, plan.master_precision, plan.gradient_precision
-        late = blueprint.shape.sharding.scatters == "each"
+        late = blueprint.lowering_spec.sharding.scatters == "each"
         key = plan.tp, plan.sequence_parallel, signature(microbatch), precisions, late, blueprint.recompute
         if key not in self.traces:
             targets = None

@@ -49,7 +49,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     layers = _skeleton(blueprint, tensor_parallel, queue)
     given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)
-    adds_late = blueprint.shape.sharding.scatters == "each"
+    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
     traces = []
     for layer, info, recompute in zip(layers, infos, blueprint.recompute, strict=True):
         stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute])

@@ -12,10 +12,10 @@ from plait.blueprint import Blueprint
 from plait.comm.transport.shared_memory.transport import SHOW_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.schedules.program import (
+    AllocateGradient,
     AwaitScatter,
     Finish,
     GatherParameters,
-    OpenGradient,
     ReduceGradient,
     ReleaseParameters,
     ScatterGradient,
@@ -168,7 +168,7 @@ class ParameterAccount:
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),
-            OpenGradient: lambda i: self._open(i.unit),
+            AllocateGradient: lambda i: self._open(i.unit),
             ScatterGradient: lambda i: self._scatter(i.unit),
             AwaitScatter: lambda i: self._collect(i.unit),
             ReduceGradient: lambda i: self._reduce(i.unit),

@@ -25,7 +25,8 @@ from plait.pipeline.loss_end import LossEnd, LossLike
 from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
 from plait.rules import Rules
-from plait.schedules.stage_cuts import LayerCosts, ordered_cut
+from plait.schedules.stage_cuts.layer_costs import LayerCosts
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy, loss_of_pieces
 from plait.tensor.tensor_parallelism import TensorParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
@@ -61,7 +62,7 @@ def balance(
     agree(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
     mine = measured_costs(blueprint, mesh, given, wanted, as_loss(loss))
     costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
-    _, counts = ordered_cut(
+    _, counts = schedule_and_cut(
         plan.schedule,
         costs.with_messages(plan.pp),
         ranks=plan.pp,

@@ -1,6 +1,6 @@
 """The executor: runs programs, and nothing else. Every step of every schedule goes through `run`.
 
-It goes through a program part by part (see `plait.schedules.parts`). Each part is carried out by a function
+It goes through a program part by part (see `plait.schedules.segments`). Each part is run by a function
 that bears its name, so that whatever looks at a stack reads what a rank is about: a traceback, `py-spy`,
 `faulthandler`, and Flight Recorder, which keeps the stack of each collective and message. Where a profiler of
 torch is on, each action is a range of that name, and so is each other part.
@@ -17,15 +17,15 @@ from typing import Any, NamedTuple, TypeAlias, cast
 import torch
 
 from plait.pipeline.profiling import profiling
-from plait.schedules.parts import Part, parts_of
 from plait.schedules.program import Instruction, Program
+from plait.schedules.segments import Segment, segments_of
 
 Handler = Callable[[Any], None]
 Handlers = Mapping[type, Handler]
 """What to do for each type of instruction."""
 Observer = Callable[[Instruction], None]
 """Told of each instruction after it was carried out."""
-Around: TypeAlias = Callable[[Part], AbstractContextManager[object]]
+Around: TypeAlias = Callable[[Segment], AbstractContextManager[object]]
 """What is entered before a part of a program and left after it."""
 Watch: TypeAlias = Callable[[Program], AbstractContextManager[Around]]
 """What is entered before a program, and says what is entered around its parts."""
@@ -39,7 +39,7 @@ REMEMBERED_PROGRAMS = 8
 class _Bound(NamedTuple):
     """A part of a program, and who does what in it."""
 
-    part: Part
+    part: Segment
     carry_out: Callable[[_Calls], None]
     calls: _Calls
 
@@ -93,7 +93,7 @@ class Executor:
                     for handler in (*self._handlers[type(instruction)], *last)
                 ],
             )
-            for part in parts_of(program)
+            for part in segments_of(program)
         ]
 
 
@@ -101,7 +101,7 @@ def _range(name: str, *, shown: bool) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if shown else nullcontext()
 
 
-def _nothing(part: Part) -> AbstractContextManager[object]:
+def _nothing(part: Segment) -> AbstractContextManager[object]:
     return nullcontext()
 
 

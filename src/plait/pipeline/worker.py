@@ -17,10 +17,10 @@ from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,
-    HandOver,
     KeepOutput,
+    LocalTransfer,
     PostReceive,
-    Release,
+    ReleaseBuffers,
     RunLayer,
     SeedGradient,
     Send,
@@ -46,13 +46,13 @@ class Worker:
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),
             AwaitReceive: self._await_receive,
-            HandOver: self._hand_over,
+            LocalTransfer: self._hand_over,
             Send: self._send,
             RunLayer: self._run_layer,
             ComputeLoss: self._compute_loss,
             KeepOutput: self._keep_output,
             SeedGradient: self._seed_gradient,
-            Release: self._release,
+            ReleaseBuffers: self._release,
             Finish: lambda i: self.exchange.finish(),
         }
 
@@ -109,7 +109,7 @@ class Worker:
             gradients = [next(received) if info.requires_grad else None for info in infos]
             stage.seed(action.microbatch, gradients)
 
-    def _hand_over(self, instruction: HandOver) -> None:
+    def _hand_over(self, instruction: LocalTransfer) -> None:
         stage, kind, microbatch = (
             instruction.action.stage,
             instruction.action.kind,
@@ -162,7 +162,7 @@ class Worker:
             seed = self.loss_end.seed(action.microbatch)
         self.stages[action.stage].seed(action.microbatch, seed)
 
-    def _release(self, instruction: Release) -> None:
+    def _release(self, instruction: ReleaseBuffers) -> None:
         action: Action = instruction.action
         if action.stage == 0 and action.kind is not Kind.F:
             gradients = self.stages[0].take_gradients(action.microbatch)

@@ -1,4 +1,4 @@
-"""One step of a pipeline: a stage, a kind of work and a micro-batch."""
+"""An action: one kind of work on one micro-batch of one stage, such as `2F0`."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from plait.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """What an action does. `B` is `I` and `W` at once."""
+    """Kind of work of an action. `B` is `I` followed by `W`."""
 
     F = "F"
     """forward"""
     I = "I"  # noqa: E741 (the field's letter)
-    """backward of the input: the gradient that the stage before needs"""
+    """backward of the input: the gradient that the previous stage needs"""
     W = "W"
-    """backward of the weights: nobody waits for it"""
+    """backward of the weights: no other action depends on it"""
     B = "B"
     """full backward"""
 
@@ -26,7 +26,7 @@ class Kind(StrEnum):
 
 
 class Action(NamedTuple):
-    """`Action(2, Kind.F, 0)`: forward of micro-batch 0 on stage 2; as text `2F0`, like PyTorch."""
+    """`Action(2, Kind.F, 0)`: forward of micro-batch 0 on stage 2; as text `2F0`, as in PyTorch."""
 
     stage: int
     kind: Kind
@@ -35,15 +35,20 @@ class Action(NamedTuple):
     def __str__(self) -> str:
         return f"{self.stage}{self.kind}{self.microbatch}"
 
-    def source(self, stages: int) -> int | None:
-        """The stage whose result this starts from: before for a forward, behind for a backward, or none."""
+    @property
+    def message_key(self) -> Action:
+        """Name of the messages that this action receives and sends: `I` for a full backward, else itself."""
+        return Action(self.stage, Kind.I, self.microbatch) if self.kind is Kind.B else self
+
+    def source_stage(self, stages: int) -> int | None:
+        """Return the neighbour stage whose result this action needs, or None."""
         if self.kind is Kind.W:
             return None
         source = self.stage - 1 if self.kind is Kind.F else self.stage + 1
         return source if 0 <= source < stages else None
 
     def consumer(self, stages: int) -> Action | None:
-        """The forward or input gradient of another stage that waits for the result of this, if one does."""
+        """Return the forward or input gradient of the neighbour stage that needs this result, or None."""
         if self.kind is Kind.F and self.stage + 1 < stages:
             return Action(self.stage + 1, Kind.F, self.microbatch)
         if self.kind in (Kind.I, Kind.B) and self.stage > 0:
@@ -52,10 +57,10 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """The action that `text` names; ScheduleError when it names none."""
+        """Return the action that `text` names. Raises ScheduleError where the text is not an action."""
         match = re.fullmatch(r"([0-9]{1,9})([FIWB])([0-9]{1,9})", text.strip())
         if match is None:
             raise ScheduleError(
-                f"{text!r} is no action: write stage, kind (F, I, W or B) and micro-batch, as in 2F0."
+                f"{text!r} is not an action: write stage, kind (F, I, W or B) and micro-batch, as in 2F0."
             )
         return Action(int(match[1]), Kind(match[2]), int(match[3]))

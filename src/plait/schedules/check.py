@@ -1,4 +1,4 @@
-"""Legality, as a table of rules. What breaks one is refused before anything runs."""
+"""The rules that every legal schedule keeps, as a table, and `plait.check`."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from typing import NamedTuple
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
-from plait.schedules.grid import draw
-from plait.schedules.holding import Holds, allowed, evenly, held
 from plait.schedules.lower import lower
+from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.memory import MemoryCosts, even_memory_costs, limit_in_units, memory_use
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Shape
+from plait.schedules.step_grid import draw_grid
 
 
 class Violation(NamedTuple):
-    """A broken rule: on which rank, by which action, why, and what place in the rank's order to look at."""
+    """A broken rule: the rank, the action, the reason, and the position in the rank's order to show."""
 
     rank: int
     action: Action
@@ -25,24 +25,24 @@ class Violation(NamedTuple):
     position: int
 
 
-def check(schedule: Schedule, limit: float | None = None, holds: Holds | None = None) -> None:
-    """ScheduleError that names the first broken rule, the rank and the action, and shows where it stands.
+def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCosts | None = None) -> None:
+    """Raise ScheduleError for the first broken rule, with the rank, the action and the grid around it.
 
-    `limit` is the most that a rank may hold, in micro-batches; `holds` is what one micro-batch holds, by
-    default its share from the forward to the weight gradient.
+    `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
+    by default its share from the forward to the weight gradient.
     """
-    for rule, broken in RULES.items():
-        for violation in broken(schedule):
-            raise _refusal(rule, violation, schedule)
+    for rule, violations in RULES.items():
+        for violation in violations(schedule):
+            raise _error(rule, violation, schedule)
     if limit is not None:
-        for violation in _beyond(limit, holds or evenly(schedule), schedule):
-            raise _refusal("memory limit", violation, schedule)
-    check_programs(lower(schedule, Shape((0,) * schedule.stages, {})))
+        for violation in _over_limit(limit, memory_costs or even_memory_costs(schedule), schedule):
+            raise _error("memory limit", violation, schedule)
+    check_programs(lower(schedule, LoweringSpec((0,) * schedule.stages, {})))
 
 
-def _refusal(rule: str, violation: Violation, schedule: Schedule) -> ScheduleError:
+def _error(rule: str, violation: Violation, schedule: Schedule) -> ScheduleError:
     rank, action, why, position = violation
-    picture = draw(schedule.actions, schedule.grid, around=(rank, position), mark=action)
+    picture = draw_grid(schedule.actions, schedule.grid, around=(rank, position), mark=action)
     return ScheduleError(f"rule {rule!r} is broken on rank {rank} by {action}: {why}.\n\n{picture}")
 
 
@@ -50,7 +50,7 @@ def _placement(schedule: Schedule) -> Iterator[Violation]:
     for rank, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
             if not 0 <= action.stage < schedule.stages or schedule.rank_of[action.stage] != rank:
-                yield Violation(rank, action, "the stage does not live there", position)
+                yield Violation(rank, action, "its stage is not on this rank", position)
 
 
 def _once(schedule: Schedule) -> Iterator[Violation]:
@@ -58,7 +58,7 @@ def _once(schedule: Schedule) -> Iterator[Violation]:
     for rank, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
             if action in seen:
-                yield Violation(rank, action, "it stands there twice", position)
+                yield Violation(rank, action, "it appears twice", position)
             if not 0 <= action.microbatch < schedule.microbatches:
                 yield Violation(rank, action, "there is no such micro-batch", position)
             seen[action] = position
@@ -72,7 +72,7 @@ def _once(schedule: Schedule) -> Iterator[Violation]:
             for kind in backward:
                 action = Action(stage, kind, microbatch)
                 if (action in seen) == (both in seen):
-                    why = "B, which does it too, stands there as well" if both in seen else "it is missing"
+                    why = "B, which includes it, appears as well" if both in seen else "it is missing"
                     yield Violation(rank, action, why, seen.get(action, near))
 
 
@@ -108,24 +108,24 @@ def _microbatch_order(schedule: Schedule) -> Iterator[Violation]:
 def _no_deadlock(schedule: Schedule) -> Iterator[Violation]:
     for rank, awaited in sorted(schedule.grid.missing.items()):
         position = len(schedule.grid.steps[rank])
-        why = f"it waits for {awaited} of rank {schedule.rank_of[awaited.stage]} for ever"
+        why = f"it waits for {awaited} of rank {schedule.rank_of[awaited.stage]}, which never runs"
         yield Violation(rank, schedule.actions[rank][position], why, position)
 
 
-def _beyond(limit: float, holds: Holds, schedule: Schedule) -> Iterator[Violation]:
-    most_allowed = allowed(limit, holds.unit)
+def _over_limit(limit: float, costs: MemoryCosts, schedule: Schedule) -> Iterator[Violation]:
+    allowed = limit_in_units(limit, costs.unit)
     for rank, actions in enumerate(schedule.actions):
-        for position, (most, _) in enumerate(held(actions, holds)):
-            if most > most_allowed:
-                why = f"with it the rank holds {float(most * holds.unit):g}, above the limit of {limit}"
+        for position, (most, _) in enumerate(memory_use(actions, costs)):
+            if most > allowed:
+                why = f"with it the rank holds {float(most * costs.unit):g}, above the limit of {limit}"
                 yield Violation(rank, actions[position], why, position)
 
 
 RULES: dict[str, Callable[[Schedule], Iterator[Violation]]] = {
-    "a stage lives on one rank": _placement,
+    "one rank per stage": _placement,
     "every action once": _once,
     "forward, input, weights": _order,
     "no deadlock": _no_deadlock,
     "micro-batch order": _microbatch_order,
 }
-"""Of schedules. A memory limit is one more; those of messages are checked on what is lowered."""
+"""Rules of schedules. The memory limit is another; `check_programs` has those of messages."""

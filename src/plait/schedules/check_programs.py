@@ -1,4 +1,4 @@
-"""Whether lowered programs can run: messages in one order on both sides, and nobody waits for ever."""
+"""Check of lowered programs: messages in the same order on both ranks of a channel, and no deadlock."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Prog
 
 
 def check_programs(programs: Sequence[Program]) -> None:
-    """ScheduleError when the programs could wait for each other for ever.
+    """Raise ScheduleError where the programs could deadlock.
 
     Sends are modelled as rendezvous that block their rank until the receive is posted, as NCCL's do. Each
-    channel must post its receives in the order in which they are sent, and take what was posted.
+    channel must post its receives in the order of its sends, and await each posted receive.
     """
     _check_channel_order(programs)
-    run = _Run(programs)
+    run = _ProgramRun(programs)
     moved = 1
     while moved:
         moved = sum(run.advance(rank) for rank in range(len(programs)))
@@ -31,8 +31,8 @@ def check_programs(programs: Sequence[Program]) -> None:
         raise ScheduleError(f"rule 'no deadlock' is broken: {'; '.join(stuck)} wait for each other.")
 
 
-class _Run:
-    """Programs under way: how far each rank is, and what each channel carries."""
+class _ProgramRun:
+    """State of a simulated run: the next instruction of each rank, and the messages of each channel."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
@@ -42,13 +42,13 @@ class _Run:
         self.arrived: set[tuple[int, Action]] = set()
 
     def advance(self, rank: int) -> int:
-        """Go on with a rank until it is blocked; by how many instructions."""
+        """Run a rank until it blocks, and return the number of instructions."""
         program, start = self.programs[rank], self.counters[rank]
-        while self.counters[rank] < len(program) and self._pass(rank, program[self.counters[rank]]):
+        while self.counters[rank] < len(program) and self._run(rank, program[self.counters[rank]]):
             self.counters[rank] += 1
         return self.counters[rank] - start
 
-    def _pass(self, rank: int, instruction: Instruction) -> bool:
+    def _run(self, rank: int, instruction: Instruction) -> bool:
         match instruction:
             case PostReceive(action, peer):
                 self.posted[peer, rank, action.kind] += 1
@@ -64,7 +64,7 @@ class _Run:
 
 
 def _consumer(sent: Action) -> Action:
-    """Who waits for what the instruction `Send(sent, …)` sends."""
+    """Return the action that waits for the message of `Send(sent, …)`."""
     return Action(sent.stage + (1 if sent.kind is Kind.F else -1), sent.kind, sent.microbatch)
 
 
@@ -87,8 +87,7 @@ def _check_channel_order(programs: Sequence[Program]) -> None:
                     posted.remove(action)
     for channel in sorted({*sends, *receives}):
         if sends[channel] != receives[channel]:
-            told = f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}"
-            _refuse(channel, told)
+            _refuse(channel, f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}")
         if waiting[channel]:
             _refuse(channel, f"{_listed(sorted(waiting[channel]))} is received and never awaited")
 

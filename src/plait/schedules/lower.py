@@ -2,120 +2,118 @@
 
 What is added, and where:
 
-- around each action: where its input comes from (batch, message, hand-over) and where its result goes;
-- inside each action: one instruction a layer, forwards in model order, backwards in reverse. A full
-  backward whose result is sent does all of its `I` first, then sends, then does its `W`; one that nobody
-  waits for does both at once, layer by layer, so that `W` can hide what `I` communicates;
+- around each action: where its input comes from (batch, message, same rank) and where its result goes;
+- inside each action: one instruction per layer, forwards in model order, backwards in reverse. A full
+  backward whose result is sent runs all of its `I` first, then sends, then runs its `W`; one whose result no
+  rank waits for runs both layer by layer, so that `W` can hide the communication of `I`;
 - the receives of messages are posted ahead, in the order of sending (see `messages`);
-- the gathering of parameters (see `gathering`) and the reduction of gradients (see `reducing`).
+- gathers of parameters (see `gather_pass`) and reductions of gradients (see `reduce_pass`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Literal
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.gathering import with_gathers
-from plait.schedules.messages import AT_START, Inbox, Message, inboxes, needed_by
+from plait.schedules.gather_pass import insert_gathers
+from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.messages import AT_START, Inbox, Message, inboxes
 from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,
-    HandOver,
     Instruction,
     KeepOutput,
+    LocalTransfer,
     PostReceive,
     Program,
-    Release,
+    ReleaseBuffers,
     RunLayer,
     SeedGradient,
     Send,
     TakeBatch,
 )
-from plait.schedules.reducing import with_reductions
+from plait.schedules.reduce_pass import insert_reductions
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Place, Shape
 
 Ending = Literal["loss", "output"]
 
 
-def lower(schedule: Schedule, shape: Shape, ending: Ending = "loss") -> tuple[Program, ...]:
-    """One program per rank of the `pp` axis. `ending` says what the last stage does with its output."""
+def lower(schedule: Schedule, spec: LoweringSpec, ending: Ending = "loss") -> tuple[Program, ...]:
+    """Return one program per rank of the `pp` axis. `ending`: what the last stage does with its output."""
     return tuple(
-        _lower_rank(schedule, shape, ending, rank, inbox) for rank, inbox in enumerate(inboxes(schedule))
+        _lower_rank(schedule, spec, ending, rank, inbox) for rank, inbox in enumerate(inboxes(schedule))
     )
 
 
-def _lower_rank(schedule: Schedule, shape: Shape, ending: Ending, rank: int, inbox: Inbox) -> Program:
+def _lower_rank(schedule: Schedule, spec: LoweringSpec, ending: Ending, rank: int, inbox: Inbox) -> Program:
     program: list[Instruction] = [_post(message) for message in inbox.get(AT_START, ())]
-    for place, action in enumerate(schedule.actions[rank]):
+    for position, action in enumerate(schedule.actions[rank]):
         program += _input_of(action, schedule)
-        program += map(_post, inbox.get(place, ()))
-        program += _lower_action(action, schedule, shape, ending)
+        program += map(_post, inbox.get(position, ()))
+        program += _lower_action(action, schedule, spec, ending)
     lowered = tuple(program)
     if schedule.trains:
-        lowered = with_reductions(lowered, shape, list(_spanning(schedule, shape, rank)))
-    return (*with_gathers(lowered, shape), Finish())
+        lowered = insert_reductions(lowered, spec, list(_tied_units(schedule, spec, rank)))
+    return (*insert_gathers(lowered, spec), Finish())
 
 
 def _post(message: Message) -> PostReceive:
     return PostReceive(message.consumer, message.sender)
 
 
-def _lower_action(action: Action, schedule: Schedule, shape: Shape, ending: Ending) -> list[Instruction]:
+def _lower_action(
+    action: Action, schedule: Schedule, spec: LoweringSpec, ending: Ending
+) -> list[Instruction]:
     stage, kind = action.stage, action.kind
     if kind is Kind.F:
-        lowered: list[Instruction] = [RunLayer(action, layer) for layer in range(shape.layers[stage])]
+        lowered: list[Instruction] = [RunLayer(action, layer) for layer in range(spec.layers[stage])]
         if stage + 1 == schedule.stages:
             lowered.append(ComputeLoss(action) if ending == "loss" else KeepOutput(action))
-        lowered += _result_of(action, schedule)
+        lowered += _sends(action, schedule)
     else:
-        lowered = _backward(action, schedule, shape)
+        lowered = _backward(action, schedule, spec)
     if kind in (Kind.W, Kind.B) or not schedule.trains:
-        lowered.append(Release(action))
+        lowered.append(ReleaseBuffers(action))
     return lowered
 
 
-def _backward(action: Action, schedule: Schedule, shape: Shape) -> list[Instruction]:
-    """`I`, `W`, or both: at once where nobody waits (or as told), else all of `I` first, to send early."""
-    stage, kind, microbatch = action
-    result = _result_of(action, schedule)
-    at_once = not result if shape.overlap is None else shape.overlap
-    first, *later = (Kind.I, Kind.W) if kind is Kind.B and not at_once else (kind,)
-    layers = range(shape.layers[stage])[::-1]
-    lowered: list[Instruction] = [RunLayer(Action(stage, first, microbatch), layer) for layer in layers]
-    lowered += result
-    for second in later:
-        lowered += [RunLayer(Action(stage, second, microbatch), layer) for layer in layers]
+def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
+    """Lower `I`, `W` or `B`; a `B` layer by layer, or all of its `I` first, to send early."""
+    sends = _sends(action, schedule)
+    layerwise = not sends if spec.overlap is None else spec.overlap
+    first, *later = [action]
+    if action.kind is Kind.B and not layerwise:
+        first, later = action.message_key, [action._replace(kind=Kind.W)]
+    layers = range(spec.layers[action.stage])[::-1]
+    lowered: list[Instruction] = [RunLayer(first, layer) for layer in layers]
+    lowered += sends
+    lowered += (RunLayer(second, layer) for second in later for layer in layers)
     return lowered
 
 
-def _result_of(action: Action, schedule: Schedule) -> list[Send]:
+def _sends(action: Action, schedule: Schedule) -> list[Send]:
     consumer = action.consumer(schedule.stages)
     if consumer is None or schedule.rank_of[consumer.stage] == schedule.rank_of[action.stage]:
         return []
-    return [Send(needed_by(action), schedule.rank_of[consumer.stage])]
+    return [Send(action.message_key, schedule.rank_of[consumer.stage])]
 
 
 def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
     if action.kind is Kind.W:
         return []
-    source, wanted = action.source(schedule.stages), needed_by(action)
+    source, key = action.source_stage(schedule.stages), action.message_key
     if source is None:
-        return [TakeBatch(action) if action.kind is Kind.F else SeedGradient(wanted)]
+        return [TakeBatch(action) if action.kind is Kind.F else SeedGradient(key)]
     owner = schedule.rank_of[source]
     local = owner == schedule.rank_of[action.stage]
-    return [HandOver(wanted) if local else AwaitReceive(wanted, owner)]
+    return [LocalTransfer(key) if local else AwaitReceive(key, owner)]
 
 
-def _holders(schedule: Schedule, places: Sequence[Place]) -> set[int]:
-    return {schedule.rank_of[place.stage] for place in places}
-
-
-def _spanning(schedule: Schedule, shape: Shape, rank: int) -> Iterator[str]:
-    """Units that `rank` holds together with other ranks of the `pp` axis: parameters tied across stages."""
-    for unit, places in shape.units.items():
-        holders = _holders(schedule, places)
-        if rank in holders and len(holders) > 1:
+def _tied_units(schedule: Schedule, spec: LoweringSpec, rank: int) -> Iterator[str]:
+    """Yield the units of `rank` that other ranks of the `pp` axis use too: parameters tied across stages."""
+    for unit, layers in spec.units.items():
+        owners = {schedule.rank_of[layer.stage] for layer in layers}
+        if rank in owners and len(owners) > 1:
             yield unit

@@ -1,11 +1,10 @@
-"""Which results travel between ranks, and when their receives are posted.
+"""Messages between ranks, and when their receives are posted.
 
 A channel is a pair of ranks and a direction; its messages are received in the order in which they are sent.
-A receive is posted as soon as the one before it on its channel was taken, so that one buffer waits ahead;
-and at the latest when this rank has taken what it needs for its last action that is not after the step (see
-`grid`) at which the sender makes the message. So whoever sends finds the receive posted, or the receiver on
-its way there, also if every send is a rendezvous that blocks its rank: nothing can deadlock that could run
-at all.
+A receive is posted as soon as the previous one on its channel was awaited, so that one buffer waits ahead;
+and at the latest when this rank has received the input of its last action that is not after the step (see
+`step_grid`) of the sending action. So the sender finds the receive posted, or the receiver on its way to post
+it, even if every send is a rendezvous that blocks its rank: posting order adds no deadlock.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ Channel: TypeAlias = tuple[int, int, Kind]
 
 
 class Message(NamedTuple):
-    """What `consumer` needs from rank `sender`; that rank's action at place `made` makes it."""
+    """The input of `consumer`, made by the action at position `made` of rank `sender`."""
 
     consumer: Action
     sender: int
@@ -31,35 +30,29 @@ class Message(NamedTuple):
 
 
 AT_START = -1
-"""A place before all actions."""
+"""Position before all actions."""
 Inbox: TypeAlias = Mapping[int, tuple[Message, ...]]
-"""The messages to a rank whose receives are posted at a place: when the action there took what it needs."""
+"""By position: the messages to a rank whose receives are posted once the action there has its input."""
 
 
 def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:
-    """The messages to every rank."""
+    """Return the messages to every rank, by the position at which their receives are posted."""
     channels: dict[Channel, list[Message]] = defaultdict(list)
-    places: dict[tuple[int, Kind, int], int] = {}
+    positions: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.actions):
-        for place, action in enumerate(actions):
-            kind = needed_by(action).kind
-            places[action.stage, kind, action.microbatch] = place
+        for position, action in enumerate(actions):
+            positions[action.message_key] = position
             consumer = action.consumer(schedule.stages)
             if consumer is not None and schedule.rank_of[consumer.stage] != rank:
                 receiver = schedule.rank_of[consumer.stage]
-                channels[rank, receiver, consumer.kind].append(Message(consumer, rank, place))
-    return tuple(_inbox(rank, channels, places, schedule) for rank in range(schedule.ranks))
-
-
-def needed_by(action: Action) -> Action:
-    """`action` as the receiver of a message: a full backward receives as its input gradient does."""
-    return Action(action.stage, Kind.I, action.microbatch) if action.kind is Kind.B else action
+                channels[rank, receiver, consumer.kind].append(Message(consumer, rank, position))
+    return tuple(_inbox(rank, channels, positions, schedule) for rank in range(schedule.ranks))
 
 
 def _inbox(
     rank: int,
     channels: Mapping[Channel, list[Message]],
-    places: Mapping[tuple[int, Kind, int], int],
+    positions: Mapping[Action, int],
     schedule: Schedule,
 ) -> Inbox:
     posted: dict[int, list[Message]] = defaultdict(list)
@@ -68,11 +61,11 @@ def _inbox(
         if receiver != rank:
             continue
         posted[AT_START].append(messages[0])
-        place = reached = AT_START
-        for before, message in pairwise(messages):
+        position = reached = AT_START
+        for previous, message in pairwise(messages):
             made = schedule.grid.steps[sender][message.made]
             while reached + 1 < len(steps) and steps[reached + 1] <= made:
                 reached += 1
-            place = max(place, min(places[before.consumer], reached))
-            posted[place].append(message)
-    return {place: tuple(messages) for place, messages in posted.items()}
+            position = max(position, min(positions[previous.consumer], reached))
+            posted[position].append(message)
+    return {position: tuple(messages) for position, messages in posted.items()}

@@ -1,4 +1,4 @@
-"""Named schedules. A policy is small: where stages live, how far forwards run ahead, and where W goes.
+"""Schedules by name. A policy is the placement of stages, how far forwards run ahead, and the lag of W.
 
 rank 0  F0 F1 F2 F3 B0 B1 B2 B3            gpipe: all forwards first
 rank 1  F0 F1 F2 F3 B0 B1 B2 B3
@@ -6,7 +6,7 @@ rank 1  F0 F1 F2 F3 B0 B1 B2 B3
 rank 0  F0 F1 B0 F2 B1 F3 B2 B3            1f1b: as many ahead as there are ranks from here on
 rank 1  F0 B0 F1 B1 F2 B2 F3 B3
 
-rank 0  F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 …    zb-h1: likewise, and W lags behind by the rank's number
+rank 0  F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 …    zb-h1: as 1f1b, and W lags behind I by the rank's number
 rank 1  F0 I0 F1 I1 W0 F2 I2 W1 F3 …
 
 rank 0  F0 F1 F2 I0 W0 F3 I1 W1 …          zb-h2: nearly twice as many ahead
@@ -25,13 +25,12 @@ from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.pattern import tightest
-from plait.schedules.placement import Placement
-from plait.schedules.schedule import Schedule
+from plait.schedules.building_block import smallest_block
+from plait.schedules.schedule import Placement, Schedule
 
 
-class At(NamedTuple):
-    """A rank, in a pipeline of so many ranks, micro-batches and chunks a rank."""
+class PipelineRank(NamedTuple):
+    """A rank, and the sizes of its pipeline: ranks, micro-batches, and chunks per rank."""
 
     rank: int
     ranks: int
@@ -40,66 +39,68 @@ class At(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Micro-batches that go through a chunk together: as many as there are ranks, or a few more."""
+        """Micro-batches that go through a chunk together: one for each rank, or a few more."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]
 
 
 @dataclass(frozen=True)
-class InTurns:
-    """Warm up with forwards; then a backward and a forward in turns; then the backwards that are left."""
+class AlternatingPolicy:
+    """Warm up with forwards; then alternate backward and forward; then the remaining backwards."""
 
     placement: Placement
     chunks: int
-    """How many stages a rank holds unless told otherwise; a linear placement has no choice."""
-    ahead: Callable[[At], int]
+    """Default number of stages per rank; the only one for a linear placement."""
+    ahead: Callable[[PipelineRank], int]
     """Forwards of a rank before its first backward."""
-    lag: Callable[[At], int] | None = None
-    """By how many actions the weight gradients stay behind the input gradients; None: they are one action."""
+    lag: Callable[[PipelineRank], int] | None = None
+    """Number of actions by which `W` lags behind `I`; None: both are one action, `B`."""
 
 
 @dataclass(frozen=True)
-class InPattern:
-    """Two chunks in a v, in a pattern that repeats (see `tightest`)."""
+class BlockPolicy:
+    """Two chunks in a v, in a building block that repeats (see `smallest_block`)."""
 
     pause: int
     peak: Callable[[int], int]
-    """The most micro-batches that one of so many ranks holds."""
+    """Most micro-batches that a rank holds, by the number of ranks."""
     placement = Placement.V
     chunks = 2
 
 
 MOST_COUNT = 1_000_000
-"""More ranks, micro-batches or chunks than anybody has."""
-Policy: TypeAlias = InTurns | InPattern
+"""Most ranks, micro-batches or chunks."""
+Policy: TypeAlias = AlternatingPolicy | BlockPolicy
 
 POLICIES: dict[str, Policy] = {
     # Huang et al. 2019 "GPipe", section 2.3.
-    "gpipe": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.microbatches),
+    "gpipe": AlternatingPolicy(Placement.LINEAR, 1, ahead=lambda at: at.microbatches),
     # Narayanan et al. 2021 "Memory-Efficient Pipeline-Parallel DNN Training", section 3.2 (PipeDream-Flush).
-    "1f1b": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank),
+    "1f1b": AlternatingPolicy(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank),
     # Narayanan et al. 2021 "Efficient Large-Scale Language Model Training", section 2.2.
-    "interleaved": InTurns(
+    "interleaved": AlternatingPolicy(
         Placement.LOOP,
         2,
         ahead=lambda at: (at.chunks - 1) * len(at.groups[0]) + 2 * (at.ranks - at.rank) - 1,
     ),
     # Qi et al. 2023 "Zero Bubble Pipeline Parallelism", sections 2.1 and 2.2.
-    "zb-h1": InTurns(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank, lag=lambda at: at.rank),
-    "zb-h2": InTurns(
+    "zb-h1": AlternatingPolicy(
+        Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank, lag=lambda at: at.rank
+    ),
+    "zb-h2": AlternatingPolicy(
         Placement.LINEAR, 1, ahead=lambda at: 2 * (at.ranks - at.rank) - 1, lag=lambda at: 2 * at.rank
     ),
     # The same, section 6.
-    "zb-v": InPattern(pause=4, peak=lambda ranks: ranks),
+    "zb-v": BlockPolicy(pause=4, peak=lambda ranks: ranks),
     # Qi et al. 2024 "Pipeline Parallelism with Controllable Memory", section 3.
-    "v-half": InPattern(pause=1, peak=lambda ranks: (ranks + 2) // 2),
-    "v-min": InPattern(pause=0, peak=lambda ranks: (ranks + 4) // 3),
+    "v-half": BlockPolicy(pause=1, peak=lambda ranks: (ranks + 2) // 2),
+    "v-min": BlockPolicy(pause=0, peak=lambda ranks: (ranks + 4) // 3),
 }
 
 
 def policies_for(placement: Placement, chunks: int) -> list[str]:
-    """The names of the policies that can have stages placed so, and so many on each rank."""
+    """Return the names of the policies that allow this placement and number of chunks per rank."""
     return [
         name
         for name, policy in POLICIES.items()
@@ -107,10 +108,10 @@ def policies_for(placement: Placement, chunks: int) -> list[str]:
     ]
 
 
-def order_by(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """The schedule of `POLICIES[name]`, as it is written there: an order, for any costs.
+def policy_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
+    """Return the schedule of `POLICIES[name]`, an order for any costs.
 
-    ScheduleError for counts below one, and for chunks that the policy cannot have.
+    Raises ScheduleError for counts below one, and for a number of chunks that the policy does not allow.
     """
     policy = POLICIES[name]
     chunks = policy.chunks if chunks is None else chunks
@@ -118,14 +119,15 @@ def order_by(name: str, ranks: int, microbatches: int, chunks: int | None = None
     if name not in policies_for(policy.placement, chunks):
         raise ScheduleError(f"{name} has chunks = {policy.chunks} and no other: chunks is {chunks}.")
     rank_of = policy.placement.rank_of(ranks, chunks)
-    if isinstance(policy, InPattern):
-        orders = tightest(rank_of, policy.pause).orders(microbatches)
-        return Schedule(name, microbatches, rank_of, tuple(map(tuple, orders)))
-    places = (At(rank, ranks, microbatches, chunks) for rank in range(ranks))
-    return Schedule(name, microbatches, rank_of, tuple(tuple(_in_turns(policy, at)) for at in places))
+    if isinstance(policy, BlockPolicy):
+        rows = smallest_block(rank_of, policy.pause).orders(microbatches)
+    else:
+        at = (PipelineRank(rank, ranks, microbatches, chunks) for rank in range(ranks))
+        rows = [list(_alternating(policy, one)) for one in at]
+    return Schedule(name, microbatches, rank_of, tuple(map(tuple, rows)))
 
 
-def _in_turns(policy: InTurns, at: At) -> Iterator[Action]:
+def _alternating(policy: AlternatingPolicy, at: PipelineRank) -> Iterator[Action]:
     forwards = _by_groups(at, Kind.F)
     inputs = _by_groups(at, Kind.B if policy.lag is None else Kind.I)
     weights = _by_groups(at, Kind.W)
@@ -140,8 +142,8 @@ def _in_turns(policy: InTurns, at: At) -> Iterator[Action]:
         yield from weights
 
 
-def _by_groups(at: At, kind: Kind) -> Iterator[Action]:
-    """A rank's actions of a kind: group by group, in each chunk by chunk."""
+def _by_groups(at: PipelineRank, kind: Kind) -> Iterator[Action]:
+    """Yield the actions of a kind of a rank: group by group, and within a group chunk by chunk."""
     stages = range(at.rank, at.ranks * at.chunks, at.ranks)
     for group in at.groups:
         for stage in stages if kind is Kind.F else reversed(stages):
@@ -150,7 +152,7 @@ def _by_groups(at: At, kind: Kind) -> Iterator[Action]:
 
 
 def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> Schedule:
-    """Forwards and nothing else, for evaluation and generation: by micro-batch, then by stage."""
+    """Return a schedule of forwards only, for evaluation and generation: by micro-batch, then by stage."""
     require_positive(ranks=ranks, microbatches=microbatches)
     actions = tuple(
         tuple(
@@ -165,7 +167,7 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
 
 
 def require_positive(**counts: int) -> None:
-    """ScheduleError for the first count that is no whole number from 1 to a million, named."""
+    """Raise ScheduleError for the first count that is not a whole number from 1 to a million."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_COUNT:
             raise ScheduleError(f"{name} is {count!r}: give a whole number from 1 to {MOST_COUNT:,}.")

@@ -1,7 +1,7 @@
-"""Programs: what a schedule is lowered to. One flat list of small instructions per rank.
+"""Programs: the lowered form of a schedule, one flat list of small instructions per rank.
 
-A compute instruction names one layer of one stage, so whatever has to happen between layers (gather,
-reduce, release) is an instruction of its own that stands at its place in the list.
+A compute instruction names one layer of one stage, so what happens between layers (gather, reduce, release)
+is an instruction of its own, at its position in the list.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from plait.schedules.action import Action
 
 @dataclass(frozen=True, slots=True)
 class TakeBatch:
-    """The first stage's input: micro-batch `action.microbatch` of this rank's batch."""
+    """Feed micro-batch `action.microbatch` of this rank's batch to the first stage."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class PostReceive:
-    """Start receiving what `action` will need from `peer`, a rank of the `pp` axis."""
+    """Start receiving the input of `action` from `peer`, a rank of the `pp` axis."""
 
     action: Action
     peer: int
@@ -29,15 +29,15 @@ class PostReceive:
 
 @dataclass(frozen=True, slots=True)
 class AwaitReceive:
-    """Wait for what `action` needs from `peer` and hand it to the stage."""
+    """Wait for the input of `action` from `peer` and pass it to the stage."""
 
     action: Action
     peer: int
 
 
 @dataclass(frozen=True, slots=True)
-class HandOver:
-    """The stage before (for a forward) or behind (for a backward) lives on this rank: no message, no copy."""
+class LocalTransfer:
+    """Pass the result of the previous (`F`) or next (`I`) stage of this rank on: no message, no copy."""
 
     action: Action
 
@@ -52,7 +52,7 @@ class Send:
 
 @dataclass(frozen=True, slots=True)
 class RunLayer:
-    """`F`, `I` or `W` of one layer, counted within its stage."""
+    """Run `F`, `I`, `W` or `B` of one layer, by its index within the stage."""
 
     action: Action
     layer: int
@@ -60,101 +60,101 @@ class RunLayer:
 
 @dataclass(frozen=True, slots=True)
 class ComputeLoss:
-    """The last stage's end of a forward: the loss of the micro-batch."""
+    """Compute the loss of the micro-batch, at the end of the last stage's forward."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class KeepOutput:
-    """The last stage's end of a forward without targets: the output is kept for the caller."""
+    """Keep the last stage's output for the caller, at the end of a forward without targets."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class SeedGradient:
-    """The last stage's start of a backward: the gradient of the global mean loss."""
+    """Start the last stage's backward with the gradient of the global mean loss."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
-class Release:
-    """Nothing of `action.microbatch` is needed any more on `action.stage`: give buffers back."""
+class ReleaseBuffers:
+    """Free the buffers of `action.microbatch` on `action.stage`: no later action needs them."""
 
     action: Action
 
 
 @dataclass(frozen=True, slots=True)
 class GatherParameters:
-    """Start filling the parameters of a unit from the pieces of all ranks along `shard`."""
+    """Start the all-gather of a unit's parameters over `shard`."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitParameters:
-    """Wait until the parameters of a unit are there."""
+    """Wait for the all-gather of a unit's parameters."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReleaseParameters:
-    """The next layers do not need the parameters of a unit: only this rank's piece stays."""
+    """Free the whole parameters of a unit; this rank's shard stays."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
-class OpenGradient:
-    """Make the whole gradient of a unit, of zeros."""
+class AllocateGradient:
+    """Allocate the whole gradient of a unit, filled with zeros."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class ScatterGradient:
-    """Start summing the whole gradient of a unit over `shard`, each rank its piece."""
+    """Start the reduce-scatter of a unit's whole gradient over `shard`."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class AwaitScatter:
-    """Wait for this rank's piece of a unit's gradient; the whole one is not needed any more."""
+    """Wait for this rank's shard of a unit's gradient, and free the whole gradient."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class ReduceGradient:
-    """Start summing the gradient of a unit over the ranks that hold the same; it is final on this rank."""
+    """Start the all-reduce of a unit's final gradient over the ranks with the same parameters or shard."""
 
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
-    """Wait for every send and reduction that is still under way."""
+    """Wait for every send and reduction in flight."""
 
 
 Instruction: TypeAlias = (
     TakeBatch
     | PostReceive
     | AwaitReceive
-    | HandOver
+    | LocalTransfer
     | Send
     | RunLayer
     | ComputeLoss
     | KeepOutput
     | SeedGradient
-    | Release
+    | ReleaseBuffers
     | GatherParameters
     | AwaitParameters
     | ReleaseParameters
-    | OpenGradient
+    | AllocateGradient
     | ScatterGradient
     | AwaitScatter
     | ReduceGradient

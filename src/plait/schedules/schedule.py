@@ -1,29 +1,54 @@
-"""A schedule: the actions of every rank, in order. Plain data to draw, check, lower and exchange."""
+"""A schedule: the actions of every rank, in order. Plain data to draw, check, lower and write to files."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from enum import StrEnum
 from functools import cached_property
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.grid import Grid, draw, fill
+from plait.schedules.step_grid import Grid, draw_grid, fill_grid
+
+
+class Placement(StrEnum):
+    """How `ranks * chunks` stages are assigned to ranks, in model order.
+
+    ranks 0 1 2 3, two chunks a rank
+
+    linear  0 1 2 3            one chunk only
+    loop    0 1 2 3            and round again: the last stage on the last rank
+            4 5 6 7
+    v       0 1 2 3            and back: first and last stage on the first rank,
+            7 6 5 4            and the two stages in the middle side by side
+    """
+
+    LINEAR = "linear"
+    LOOP = "loop"
+    V = "v"
+
+    def rank_of(self, ranks: int, chunks: int) -> tuple[int, ...]:
+        """Return the rank of each stage. With one chunk per rank all placements are the same."""
+        down = tuple(range(ranks))
+        back = down[::-1] if self is Placement.V else down
+        return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else down))
 
 
 @dataclass(frozen=True)
 class Schedule:
     """What each rank of the `pp` axis does in one training step.
 
-    `rank_of[s]` is the rank on which stage `s` lives; `actions[r]` what rank `r` does, first to last.
+    `rank_of[s]` is the rank that holds stage `s`; `actions[r]` are the actions of rank `r`, first to last.
     """
 
     policy: str
-    """Who made it; of a search, what won."""
+    """Name of the policy that made it; `auto (…)` with the winner where it was searched."""
     microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]
     bound: float | None = None
-    """Of a search: what no schedule can be shorter than that it was allowed to choose from."""
+    """Lower bound on the length of any schedule that the search could choose; None without a search."""
 
     def __post_init__(self) -> None:
         if not self.actions or not self.rank_of:
@@ -31,18 +56,18 @@ class Schedule:
         for stage, rank in enumerate(self.rank_of):
             if not 0 <= rank < self.ranks:
                 raise ScheduleError(
-                    f"stage {stage} lives on rank {rank}, but there are actions for ranks 0 to "
+                    f"stage {stage} is on rank {rank}, but there are actions for ranks 0 to "
                     f"{self.ranks - 1}: give a row of actions for each rank, or another rank_of."
                 )
 
     @property
     def ranks(self) -> int:
-        """Ranks along the `pp` axis."""
+        """Number of ranks along the `pp` axis."""
         return len(self.actions)
 
     @property
     def stages(self) -> int:
-        """Stages over all ranks: `ranks × chunks`."""
+        """Number of stages over all ranks: `ranks × chunks`."""
         return len(self.rank_of)
 
     @property
@@ -52,17 +77,28 @@ class Schedule:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether any backward is in it; evaluation and generation run schedules of forwards only."""
+        """Whether the schedule has backward actions; evaluation and generation run forwards only."""
         return any(action.kind is not Kind.F for rank in self.actions for action in rank)
 
     @cached_property
     def grid(self) -> Grid:
-        """At which step each action runs, if each takes one step and runs as soon as it can."""
-        return fill(self.actions, self.stages)
+        """The step of each action, where every action takes one step and runs as early as it can."""
+        return fill_grid(self.actions, self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
-        """The stages that live on `rank`, in model order."""
+        """Return the stages of `rank`, in model order."""
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
+    def split_backward(self) -> Schedule:
+        """Return the same schedule with each `B` as the `I` and `W` that the executor runs."""
+        return replace(self, actions=tuple(tuple(_split(row)) for row in self.actions), bound=None)
+
     def __str__(self) -> str:
-        return draw(self.actions, self.grid)
+        return draw_grid(self.actions, self.grid)
+
+
+def _split(row: tuple[Action, ...]) -> Iterator[Action]:
+    for action in row:
+        yield action.message_key
+        if action.kind is Kind.B:
+            yield action._replace(kind=Kind.W)

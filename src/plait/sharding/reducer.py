@@ -11,9 +11,9 @@ from torch import Tensor
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
 from plait.schedules.program import (
+    AllocateGradient,
     AwaitScatter,
     Finish,
-    OpenGradient,
     ReduceGradient,
     ScatterGradient,
 )
@@ -38,7 +38,7 @@ class Reducer:
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """What each instruction about units does."""
         return {
-            OpenGradient: lambda i: self.open(i.unit),
+            AllocateGradient: lambda i: self.open(i.unit),
             ScatterGradient: lambda i: self.scatter(i.unit),
             AwaitScatter: lambda i: self.collect(i.unit),
             ReduceGradient: lambda i: self.reduce(i.unit),

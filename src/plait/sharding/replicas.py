@@ -26,7 +26,7 @@ from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.errors import ReplicaError
 from plait.layout import Layout
-from plait.schedules.steps import Steps
+from plait.schedules.step_programs import StepPrograms
 from plait.sharding.difference import describe_difference
 from plait.sharding.owners import Owners
 from plait.sharding.unit import Unit
@@ -73,13 +73,13 @@ class Fingerprint(NamedTuple):
 
 
 def local_replicas(
-    units: Iterable[Unit], layouts: Mapping[str, Layout], steps: Steps, mesh: Mesh
+    units: Iterable[Unit], layouts: Mapping[str, Layout], steps: StepPrograms, mesh: Mesh
 ) -> LocalReplicas:
     """What this rank holds: the pieces of its `units`. `steps` say which are tied across stages."""
     mine = {name: piece for unit in units for name, piece in unit.pieces.items()}
     owners = {
         unit: tuple(sorted({steps.schedule.rank_of[place.stage] for place in places}))
-        for unit, places in steps.shape.units.items()
+        for unit, places in steps.spec.units.items()
     }
     # A parameter that several layers share is a unit by itself, of the same name.
     tied = {name: owners[name] for name in layouts if len(owners.get(name, ())) > 1}

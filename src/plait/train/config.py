@@ -8,7 +8,7 @@ from pydantic import model_validator
 
 from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
-from plait.schedules.search.schedule import usual_chunks
+from plait.schedules.search.api import default_chunks
 from plait.sizes import usual_inner
 from plait.train.model_folder import invalid_path
 from plait.train.sections import (
@@ -214,7 +214,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     counts = parallel.layers_per_stage
     if counts is None:
         return
-    chunks = parallel.chunks or usual_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
+    chunks = parallel.chunks or default_chunks(parallel.schedule, ranks=parallel.pp, stages=len(counts))
     if len(counts) != parallel.pp * chunks:
         raise ConfigError(
             f"parallel.layers_per_stage = [{listed([*map(str, counts)])}] cuts another number of stages than "

@@ -10,11 +10,9 @@ from plait.engine import Engine, Recording
 from plait.footprint.timing import balance
 from plait.plan import Plan
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.figures import figures
 from plait.schedules.simulation.pictures import write_pictures
 from plait.schedules.simulation.text import title
 from plait.schedules.simulation.timeline import simulate
-from plait.schedules.stage_cuts.cut import split_backward
 from plait.train.batches import rows_of
 from plait.train.build import build_model
 from plait.train.config import Config
@@ -46,7 +44,7 @@ def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh:
     write_schedule(engine, folder, mesh, costs)
     if after.order == before.order:
         return f"Order after step {step}: {before.policy} stays, none that is shorter was found."
-    was, will_be = (simulate(split_backward(order), costs).makespan for order in (before, after))
+    was, will_be = (simulate(order.split_backward(), costs).makespan for order in (before, after))
     return (
         f"Order after step {step}: {after.policy} in place of {before.policy}, {will_be:,.1f} ms a step "
         f"simulated in place of {was:,.1f}, in {SCHEDULE_FILE}."
@@ -61,7 +59,7 @@ def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None
     """
     if mesh.rank != 0:
         return
-    result = figures(simulate(engine.schedule, costs))
+    result = simulate(engine.schedule, costs).as_json()
     if costs is not None:
         result["costs"] = {name: getattr(costs, name) for name in ("F", "I", "W", "comm")}
     try:

@@ -19,8 +19,8 @@ from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,
-    HandOver,
     Instruction,
+    LocalTransfer,
     RunLayer,
     ScatterGradient,
     SeedGradient,
@@ -101,9 +101,9 @@ class InstructionChecker:
         match instruction:
             case TakeBatch(action):
                 self._value(StepPhase.INPUT, action, -1)
-            case AwaitReceive(action) | HandOver(action) if action.kind is Kind.F:
+            case AwaitReceive(action) | LocalTransfer(action) if action.kind is Kind.F:
                 self._value(StepPhase.MESSAGE, action, self._layer(action.stage) - 1)
-            case AwaitReceive(action) | HandOver(action):
+            case AwaitReceive(action) | LocalTransfer(action):
                 self._gradient(StepPhase.GRADIENT_MESSAGE, action, self._layer(action.stage + 1) - 1)
             case AwaitParameters(unit):
                 self._parameters(unit)
@@ -133,7 +133,7 @@ class InstructionChecker:
 
     def _parameters(self, unit: str) -> None:
         """Compare what was gathered with what the step before left."""
-        users = self.parts.steps.shape.units[unit]
+        users = self.parts.steps.spec.units[unit]
         layer = min(self._layer(user.stage) + user.layer for user in users)
         for name, parameter in self.parts.reducer.units[unit].parameters.items():
             self._parameter(name, parameter, layer)

@@ -9,14 +9,14 @@ from typing import Any, get_args
 
 from plait.errors import DataError, ModelError, PlanError, ScheduleError
 from plait.plan import Offload, Plan, Recompute, Reduce, SequenceParallel, Strategy
-from plait.schedules.search.schedule import NAMES, usual_chunks
+from plait.schedules.search.api import POLICY_NAMES, default_chunks
 from plait.verification.case import Case
 from plait.verification.rank_verification import RankOutcome, RecordingCache, verify_rank
 from plait.verification.report import VerificationReport, layout_of
 
 ReportProgress = Callable[[int, int], None]
 """Given the number of plans that are done, and of all."""
-SCHEDULE_WIDTH = max(map(len, NAMES))
+SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
     # Three modes would always meet the same of the nine schedules and of the three kinds of offload.
     in_turns = (*modes, modes[-1])
     both = get_args(SequenceParallel)[1:] if in_pieces and plan.sequence_parallel == "none" else ()
-    schedules = cycle(NAMES)
+    schedules = cycle(POLICY_NAMES)
     plans = []
     for pp, dp, tp in _degrees(ranks):
         if rows % dp:
@@ -127,8 +127,8 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
             replicate=plan.replicate if dp % plan.replicate == 0 else 1,
             microbatches=_microbatches_per_rank(plan.dp * plan.microbatches, dp, rows),
         )
-        plans += [_with_schedule(layout, *way) for way in product(NAMES, extremes)]
-        plans += map(_with_schedule, _shardings_of(layout), cycle(NAMES), cycle(in_turns))
+        plans += [_with_schedule(layout, *way) for way in product(POLICY_NAMES, extremes)]
+        plans += map(_with_schedule, _shardings_of(layout), cycle(POLICY_NAMES), cycle(in_turns))
         sharded = cycle((layout, *_shardings_of(layout)))
         for way, mode in product(both if tp > 1 else (), modes):
             plans.append(_with_schedule(replace(next(sharded), sequence_parallel=way), next(schedules), mode))
@@ -138,7 +138,7 @@ def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> t
 def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recompute, ...]) -> Plan:
     cut = plan.layers_per_stage
     if cut is not None:
-        chunks = plan.chunks or usual_chunks(schedule, ranks=plan.pp, stages=len(cut))
+        chunks = plan.chunks or default_chunks(schedule, ranks=plan.pp, stages=len(cut))
         cut = cut if len(cut) == plan.pp * chunks else None
     return replace(plan, schedule=schedule, recompute=recompute, layers_per_stage=cut)
 

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from plait.cli.main import main
-from plait.schedules.search.schedule import NAMES, schedule
+from plait.schedules.search.api import POLICY_NAMES, schedule
 
 DEMO = ["schedule", "1f1b", "--ranks", "2", "--microbatches", "4"]
 
@@ -164,7 +164,7 @@ def test_nothing_is_written_above_the_limit(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("policy", NAMES)
+@pytest.mark.parametrize("policy", POLICY_NAMES)
 def test_every_policy_draws(policy: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["schedule", policy, "--ranks", "2", "--microbatches", "3"]) == 0
     shown = capsys.readouterr().out

@@ -15,7 +15,7 @@ from plait.cli.main import main
 from plait.engine import Engine
 from plait.errors import CommunicationError, NonFiniteError, PlanError, RankError
 from plait.plan import Plan
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 from plait.verification.sweep import RefusedPlan, Sweep
 
 SETTINGS = {
@@ -319,8 +319,8 @@ def test_every_schedule_of_one_rank(capsys: pytest.CaptureFixture[str]) -> None:
     out = capsys.readouterr().out
     assert out.startswith("EQUAL to one rank: all 18 plans on 1 rank, ")
     rows = [line.partition("  m ")[0].split() for line in out.splitlines()[2:]]
-    assert [row[-1] for row in rows] == [name for name in NAMES for _ in ("none", "full")]
-    assert ["recompute" in row for row in rows] == [False, True] * len(NAMES)
+    assert [row[-1] for row in rows] == [name for name in POLICY_NAMES for _ in ("none", "full")]
+    assert ["recompute" in row for row in rows] == [False, True] * len(POLICY_NAMES)
 
 
 @pytest.mark.usefixtures("alone")

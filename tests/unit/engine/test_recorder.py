@@ -11,11 +11,11 @@ import pytest
 from plait.engine.recorder import Recorder
 from plait.pipeline.executor import Executor
 from plait.schedules.lower import lower
-from plait.schedules.policies import forward_only, order_by
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.policies import forward_only, policy_schedule
 from plait.schedules.program import Finish, Program
-from plait.schedules.shape import Place, Shape, Sharding
 
-SHAPE = Shape((2, 2), {"a": (Place(0, 0),), "b": (Place(0, 1),), "c": (Place(1, 0),)})
+SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})
 EVERYTHING = Sharding("each use", "each", True)
 
 
@@ -33,8 +33,8 @@ class Ticking:
         return list(stamps)
 
 
-def program(policy: str, rank: int, shape: Shape = SHAPE) -> Program:
-    return lower(order_by(policy, 2, 1), shape)[rank]
+def program(policy: str, rank: int, shape: LoweringSpec = SHAPE) -> Program:
+    return lower(policy_schedule(policy, 2, 1), shape)[rank]
 
 
 def recorded(*programs: Program, fails: bool = False) -> Recorder:
@@ -82,7 +82,7 @@ def test_a_backward_that_sends_early_is_two_actions() -> None:
 
 
 def test_a_gradient_to_start_from_belongs_to_a_backward_at_once() -> None:
-    alone = lower(order_by("1f1b", 1, 2), Shape((2,), {}))[0]
+    alone = lower(policy_schedule("1f1b", 1, 2), LoweringSpec((2,), {}))[0]
     # take, 1011 0F0 0F0 loss 1042, 1043 seed 1054, 1055 0B0 0B0 1076, release, take, 1097 …
     assert row(recorded(alone)) == [
         ("0F0", 1011, 1042, None),
@@ -93,7 +93,7 @@ def test_a_gradient_to_start_from_belongs_to_a_backward_at_once() -> None:
 
 
 def test_an_action_in_pieces_lasts_from_the_first_to_the_last() -> None:
-    sharded = program("zb-h1", 0, Shape(SHAPE.layers, SHAPE.units, sharding=EVERYTHING))
+    sharded = program("zb-h1", 0, LoweringSpec(SHAPE.layers, SHAPE.units, sharding=EVERYTHING))
     # gather, receive, take, await, gather, 1051 0F0 1062, release, await, 1083 0F0 1094, send, 1105 await …
     assert row(recorded(sharded)) == [
         ("0F0", 1051, 1094, None),

@@ -14,7 +14,7 @@ from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.memory_ledger import Category
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
-from plait.schedules.stage_cuts import ordered_cut
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 
 SIZES: dict[str, Any] = {"layers": 2, "hidden": 32, "heads": 2, "vocab": 64, "context": 16}
 
@@ -175,9 +175,9 @@ def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
     def search(policy: str, *arguments: Any, **options: Any) -> Any:
         assert policy == "auto"
         searches.append(options)
-        return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
+        return schedule_and_cut("1f1b", *arguments, **options)  # no search: that takes its time
 
-    monkeypatch.setattr(forecast, "ordered_cut", search)
+    monkeypatch.setattr(forecast, "schedule_and_cut", search)
     plan, estimator = (
         Plan(pp=2, dp=2, schedule="auto", microbatches=2),
         MemoryEstimator(gpt2(), rows=4, device="cpu"),

@@ -12,7 +12,7 @@ import plait
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.fit_plan import changed_fields, fit_plan, nearest
 from plait.plan import Plan
-from plait.schedules.stage_cuts import ordered_cut
+from plait.schedules.stage_cuts.schedule_and_cut import schedule_and_cut
 
 ROWS = 8
 
@@ -93,7 +93,7 @@ def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
 
     def order_of(policy: str, *arguments: Any, **options: Any) -> Any:
         orders.append(options["microbatches"])
-        return ordered_cut("1f1b", *arguments, **options)  # no search: that takes its time
+        return schedule_and_cut("1f1b", *arguments, **options)  # no search: that takes its time
 
     given, plan = (
         replace(estimator(), order_of=cache(order_of)),

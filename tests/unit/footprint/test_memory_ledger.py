@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.schedules.program import Finish, OpenGradient
+from plait.schedules.program import AllocateGradient, Finish
 
 A = MemoryBlock(100, Category.ACTIVATIONS)
 G = MemoryBlock(30, Category.GRADIENTS)
@@ -40,7 +40,7 @@ def test_who_holds_something_else_lets_go_of_the_first() -> None:
 
 def test_the_peak_is_the_first_moment_of_the_most() -> None:
     ledger = MemoryLedger()
-    first, second, third = OpenGradient("a"), OpenGradient("b"), OpenGradient("c")
+    first, second, third = AllocateGradient("a"), AllocateGradient("b"), AllocateGradient("c")
     ledger.hold("a", [A])
     ledger.mark(first)
     ledger.hold("b", [G])

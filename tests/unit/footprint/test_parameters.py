@@ -13,10 +13,10 @@ from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
 from plait.footprint.parameters import ParameterAccount, buffers_of
 from plait.plan import Plan
 from plait.schedules.program import (
+    AllocateGradient,
     AwaitScatter,
     Finish,
     GatherParameters,
-    OpenGradient,
     ReduceGradient,
     ReleaseParameters,
     ScatterGradient,
@@ -78,7 +78,7 @@ def test_a_layer_is_gathered_and_released() -> None:
 def test_a_gradient_is_opened_scattered_and_closed() -> None:
     account = Account(strategy="gradients")
     always = 2 * P / N
-    assert account.after(OpenGradient).held[Category.GRADIENTS] == always + P
+    assert account.after(AllocateGradient).held[Category.GRADIENTS] == always + P
     assert account.after(ScatterGradient).held[Category.GRADIENTS] == always + P + P / N  # what lands
     assert account.after(AwaitScatter, ReduceGradient).held[Category.GRADIENTS] == always
 
@@ -113,7 +113,7 @@ def test_what_travels_in_other_digits_is_a_copy() -> None:
     assert account.after(ReduceGradient).held[Category.GRADIENTS] == 2 * P + P / 2
     assert account.after(Finish).held[Category.GRADIENTS] == 2 * P
     scattered = Account(strategy="full", **HALF, reduce_precision="bf16")
-    always = scattered.after(OpenGradient).held[Category.GRADIENTS]
+    always = scattered.after(AllocateGradient).held[Category.GRADIENTS]
     travelling = scattered.after(ScatterGradient).held[Category.GRADIENTS]
     assert travelling == always + P / 2 + P / 2 / N
     # Nobody else holds the same piece, so it is not summed again.
@@ -164,6 +164,6 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
         blueprint = build_blueprint(model, Plan(dp=N, strategy=strategy))
         ledger = MemoryLedger()
         account = ParameterAccount(ledger, buffers_of(blueprint, [0], DEVICE), 2)
-        for kind in (OpenGradient, ScatterGradient, ReduceGradient):
+        for kind in (AllocateGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.moment(Finish()).total == parameters * P

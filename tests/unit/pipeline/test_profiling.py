@@ -13,8 +13,8 @@ import torch
 from plait.pipeline.executor import REMEMBERED_PROGRAMS, Around, Executor
 from plait.pipeline.profiling import profiling
 from plait.schedules.action import Action
-from plait.schedules.parts import Part, parts_of
 from plait.schedules.program import Finish, Program, ReduceGradient, RunLayer, Send
+from plait.schedules.segments import Segment, segments_of
 
 FORWARD = Action.parse("1F3")
 PROGRAM: Program = (
@@ -86,7 +86,7 @@ def test_a_watch_is_entered_around_each_part() -> None:
     @contextmanager
     def watch(program: Program) -> Iterator[Around]:
         @contextmanager
-        def around(part: Part) -> Iterator[None]:
+        def around(part: Segment) -> Iterator[None]:
             seen.append(f"before {part.name}")
             yield
             seen.append(f"after {part.name}")
@@ -100,7 +100,7 @@ def test_a_watch_is_entered_around_each_part() -> None:
     executor.run(PROGRAM)
     assert seen[:4] == ["before 1F3", "run", "run", "after 1F3"]
     assert [line for line in seen if "before" in line] == [
-        f"before {part.name}" for part in parts_of(PROGRAM)
+        f"before {part.name}" for part in segments_of(PROGRAM)
     ]
     assert seen[-1] == "end"
 

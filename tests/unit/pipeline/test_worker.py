@@ -21,8 +21,8 @@ from plait.pipeline.worker import Worker
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.lower import lower
+from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Shape
 from plait.tensor.losses import cross_entropy
 
 COUNTS = (2, 2)
@@ -63,7 +63,7 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     infos = infer(private_copy(sequence_of(skeleton).layers, {}), batch[0], input_gradients=False)
     worker.begin(batch, [infos] * 2, COUNTS)
     worker.loss_end.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
-    Executor(worker.handlers()).run(lower(made, Shape(COUNTS, {}))[0])
+    Executor(worker.handlers()).run(lower(made, LoweringSpec(COUNTS, {}))[0])
     for stage in worker.stages.values():
         assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), (
             "nothing is left over"

@@ -13,13 +13,13 @@ from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
     Finish,
-    HandOver,
     Instruction,
     KeepOutput,
+    LocalTransfer,
     PostReceive,
     Program,
     ReduceGradient,
-    Release,
+    ReleaseBuffers,
     RunLayer,
     SeedGradient,
     Send,
@@ -33,11 +33,11 @@ BRIEF = settings(UNHURRIED, max_examples=40)
 """Of tests that run several times, with other parameters."""
 WORDS: dict[type, str] = {
     TakeBatch: "take",
-    HandOver: "hand",
+    LocalTransfer: "hand",
     ComputeLoss: "loss",
     KeepOutput: "keep",
     SeedGradient: "seed",
-    Release: "release",
+    ReleaseBuffers: "release",
 }
 
 

@@ -10,26 +10,25 @@ import schedule_cases
 from hypothesis import strategies as st
 
 from plait.schedules.action import Kind
-from plait.schedules.gathering import units_of_layers
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.program import (
+    AllocateGradient,
     AwaitParameters,
     AwaitScatter,
     GatherParameters,
     Instruction,
-    OpenGradient,
     Program,
     ReduceGradient,
     ReleaseParameters,
     RunLayer,
     ScatterGradient,
 )
-from plait.schedules.shape import Place, Shape, Sharding
 
 UNIT_WORDS: dict[type, str] = {
     GatherParameters: "gather",
     AwaitParameters: "await",
     ReleaseParameters: "release",
-    OpenGradient: "open",
+    AllocateGradient: "open",
     ScatterGradient: "scatter",
     AwaitScatter: "collect",
     ReduceGradient: "reduce",
@@ -72,14 +71,14 @@ EVERY_WAY, SCATTERED = shardings(), shardings(scatters=True)
 
 
 @st.composite
-def shapes(draw: st.DrawFn, stages: int, ways: st.SearchStrategy[Sharding] = EVERY_WAY) -> Shape:
+def shapes(draw: st.DrawFn, stages: int, ways: st.SearchStrategy[Sharding] = EVERY_WAY) -> LoweringSpec:
     """Up to three layers a stage, some without parameters, and parameters that several layers share."""
     layers = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
-    places = [Place(stage, layer) for stage, count in enumerate(layers) for layer in range(count)]
+    places = [LayerIndex(stage, layer) for stage, count in enumerate(layers) for layer in range(count)]
     units = {f"{place.stage}.{place.layer}": (place,) for place in places if draw(st.integers(0, 4))}
     users = st.lists(st.sampled_from(places), min_size=1, max_size=4, unique=True)
     units |= {f"tie {number}": tuple(users) for number, users in enumerate(draw(st.lists(users, max_size=3)))}
-    return Shape(layers, units, draw(st.sampled_from([None, True, False])), draw(ways))
+    return LoweringSpec(layers, units, draw(st.sampled_from([None, True, False])), draw(ways))
 
 
 def is_use(instruction: Instruction) -> bool:
@@ -91,11 +90,11 @@ def is_weight_work(instruction: Instruction) -> bool:
     return isinstance(instruction, RunLayer) and instruction.action.kind is Kind.W
 
 
-def units_used(program: Program, shape: Shape) -> list[tuple[str, ...]]:
+def units_used(program: Program, shape: LoweringSpec) -> list[tuple[str, ...]]:
     """Of each instruction, the units whose parameters or gradients it needs: those of its layer."""
-    found = units_of_layers(shape.units)
+    found = shape.units_of_layers()
     return [
-        found.get(Place(one.action.stage, one.layer), ()) if isinstance(one, RunLayer) else ()
+        found.get(LayerIndex(one.action.stage, one.layer), ()) if isinstance(one, RunLayer) else ()
         for one in program
     ]
 
@@ -131,7 +130,7 @@ Sum = tuple[int, int, int]
 class Gradients:
     """What becomes of the gradients of units while a program runs."""
 
-    shape: Shape
+    shape: LoweringSpec
     open: set[str] = field(default_factory=set)
     added: dict[str, list[Sum]] = field(default_factory=dict)
     """Since the last scatter of each unit."""
@@ -143,7 +142,7 @@ class Gradients:
     def follow(self, instruction: Instruction, units: Collection[str]) -> None:
         """One instruction; `units` are those of its layer."""
         match instruction:
-            case OpenGradient(unit):
+            case AllocateGradient(unit):
                 assert unit not in self.open, f"{unit} is opened twice"
                 assert unit not in self.under_way, f"{unit} would be wiped out on its way"
                 assert not self.added.get(unit), f"what was added to {unit} would be lost"
@@ -170,12 +169,12 @@ class Gradients:
             return
         assert unit not in self.reduced, f"{unit} was final"
         assert unit not in self.under_way, f"{unit} is on its way"
-        assert unit in self.open or not sharding.opens, f"{unit} is not open"
+        assert unit in self.open or not sharding.allocates, f"{unit} is not open"
         if instruction.action.kind is not Kind.I:
             self.added.setdefault(unit, []).append(sum)
 
 
-def every_sum(program: Program, shape: Shape) -> Iterator[tuple[str, Sum]]:
+def every_sum(program: Program, shape: LoweringSpec) -> Iterator[tuple[str, Sum]]:
     """What has to come together in each unit."""
     for instruction, units in zip(program, units_used(program, shape), strict=True):
         if isinstance(instruction, RunLayer) and instruction.action.kind in (Kind.W, Kind.B):

@@ -25,7 +25,7 @@ def test_text_form() -> None:
 )
 def test_refuses_other_text(text: str) -> None:
     with pytest.raises(
-        ScheduleError, match=r"is no action: write stage, kind \(F, I, W or B\) and micro-batch"
+        ScheduleError, match=r"is not an action: write stage, kind \(F, I, W or B\) and micro-batch"
     ):
         Action.parse(text)
 
@@ -46,7 +46,7 @@ CONSUMERS = {"0F3": "1F3", "2F3": None, "2I3": "1I3", "1B3": "0I3", "0I3": None,
 
 @pytest.mark.parametrize("text", SOURCES)
 def test_where_its_input_comes_from_among_three_stages(text: str) -> None:
-    assert Action.parse(text).source(stages=3) == SOURCES[text]
+    assert Action.parse(text).source_stage(stages=3) == SOURCES[text]
 
 
 @pytest.mark.parametrize("text", CONSUMERS)
@@ -57,5 +57,5 @@ def test_who_waits_for_its_result_among_three_stages(text: str) -> None:
 
 def test_a_single_stage_has_neither() -> None:
     for kind in Kind:
-        assert Action(0, kind, 0).source(stages=1) is None
+        assert Action(0, kind, 0).source_stage(stages=1) is None
         assert Action(0, kind, 0).consumer(stages=1) is None

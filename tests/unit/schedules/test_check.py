@@ -12,8 +12,8 @@ from schedule_cases import with_row, written
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import RULES, check
-from plait.schedules.holding import Holds
-from plait.schedules.policies import order_by
+from plait.schedules.memory import MemoryCosts
+from plait.schedules.policies import policy_schedule
 
 PLACE, ONCE, ORDER, PROGRESS, MICROBATCHES = RULES
 
@@ -23,7 +23,7 @@ BROKEN = {
         (0, 1),
         1,
         f"""\
-        rule '{PLACE}' is broken on rank 0 by 1B0: the stage does not live there.
+        rule '{PLACE}' is broken on rank 0 by 1B0: its stage is not on this rank.
 
         rank 0   0F0  [1B0]  0B0
         rank 1    .    1F0    .
@@ -34,7 +34,7 @@ BROKEN = {
         (0,),
         1,
         f"""\
-        rule '{PLACE}' is broken on rank 0 by 7F0: the stage does not live there.
+        rule '{PLACE}' is broken on rank 0 by 7F0: its stage is not on this rank.
 
         rank 0   0F0   0B0  [7F0]
         """,
@@ -44,7 +44,7 @@ BROKEN = {
         (0,),
         1,
         f"""\
-        rule '{ONCE}' is broken on rank 0 by 0F0: it stands there twice.
+        rule '{ONCE}' is broken on rank 0 by 0F0: it appears twice.
 
         rank 0  [0F0] [0F0]  0B0
         """,
@@ -106,7 +106,7 @@ BROKEN = {
         (0,),
         1,
         f"""\
-        rule '{ONCE}' is broken on rank 0 by 0W0: B, which does it too, stands there as well.
+        rule '{ONCE}' is broken on rank 0 by 0W0: B, which includes it, appears as well.
 
         rank 0   0F0   0B0  [0W0]
         """,
@@ -116,7 +116,7 @@ BROKEN = {
         (0,),
         1,
         f"""\
-        rule '{ONCE}' is broken on rank 0 by 0I0: B, which does it too, stands there as well.
+        rule '{ONCE}' is broken on rank 0 by 0I0: B, which includes it, appears as well.
 
         rank 0   0F0  [0I0]  0B0
         """,
@@ -157,7 +157,7 @@ BROKEN = {
         (0, 0),
         1,
         f"""\
-        rule '{PROGRESS}' is broken on rank 0 by 1F0: it waits for 0F0 of rank 0 for ever.
+        rule '{PROGRESS}' is broken on rank 0 by 1F0: it waits for 0F0 of rank 0, which never runs.
 
         rank 0  [1F0]  0F0   1B0   0B0
         """,
@@ -167,7 +167,7 @@ BROKEN = {
         (0, 1),
         2,
         f"""\
-        rule '{PROGRESS}' is broken on rank 0 by 0B0: it waits for 1I0 of rank 1 for ever.
+        rule '{PROGRESS}' is broken on rank 0 by 0B0: it waits for 1I0 of rank 1, which never runs.
 
         rank 0   0F0  [0B0]  0F1   0B1    .
         rank 1    .    1F0   1F1   1B0   1B1
@@ -254,7 +254,7 @@ def test_some_backwards_may_be_split_and_others_not() -> None:
 
 
 def test_beyond_the_limit() -> None:
-    made = order_by("1f1b", 3, 4)
+    made = policy_schedule("1f1b", 3, 4)
     check(made, limit=3)
     check(made, limit=2.9999999999)  # as good as 3
     with pytest.raises(ScheduleError) as caught:
@@ -268,7 +268,7 @@ def test_beyond_the_limit() -> None:
 
 
 def test_a_limit_counts_chunks_as_their_part() -> None:
-    made = order_by("interleaved", 2, 2)
+    made = policy_schedule("interleaved", 2, 2)
     check(made, limit=2)
     with pytest.raises(ScheduleError, match=r"by 2F1: with it the rank holds 2, above the limit of 1\.5"):
         check(made, limit=1.5)
@@ -276,11 +276,11 @@ def test_a_limit_counts_chunks_as_their_part() -> None:
 
 def test_a_limit_takes_what_is_held_before_and_after_the_input_gradient() -> None:
     made = written(["0F0 0I0 0F1 0I1 0W0 0W1"], rank_of=(0,), microbatches=2)
-    check(made, limit=1, holds=Holds(Fraction(1), (1,), (0,)))
+    check(made, limit=1, memory_costs=MemoryCosts(Fraction(1), (1,), (0,)))
     with pytest.raises(ScheduleError, match=r"by 0F1: with it the rank holds 1\.5, above the limit of 1\.25"):
-        check(made, limit=1.25, holds=Holds(Fraction(1, 2), (2,), (1,)))
+        check(made, limit=1.25, memory_costs=MemoryCosts(Fraction(1, 2), (2,), (1,)))
     with pytest.raises(ScheduleError, match="by 0I0: with it the rank holds 3, above the limit of 2"):
-        check(made, limit=2, holds=Holds(Fraction(1), (1,), (3,)))
+        check(made, limit=2, memory_costs=MemoryCosts(Fraction(1), (1,), (3,)))
 
 
 def test_a_rule_of_the_order_comes_before_the_limit() -> None:
@@ -289,7 +289,7 @@ def test_a_rule_of_the_order_comes_before_the_limit() -> None:
 
 
 def test_a_limit_may_be_infinite_but_is_a_number() -> None:
-    made = order_by("gpipe", 2, 8)
+    made = policy_schedule("gpipe", 2, 8)
     check(made, limit=inf)
     for wrong in (nan, -1, -inf):
         with pytest.raises(ScheduleError, match=f"^limit is {wrong}: give the most that a rank may hold"):

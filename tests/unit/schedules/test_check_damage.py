@@ -23,7 +23,7 @@ from schedule_cases import (
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import RULES, check
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 
 PLACE, ONCE, ORDER, PROGRESS, MICROBATCHES = RULES
@@ -120,7 +120,9 @@ def test_two_ranks_that_are_crossed_deadlock(
     here.remove(Action(rank, Kind.F, late))
     here.insert(here.index(Action(rank, kinds[1], early)) + 1, Action(rank, Kind.F, late))
     crossed = Schedule("crossed", microbatches, tuple(range(ranks)), tuple(map(tuple, rows)))
-    with pytest.raises(ScheduleError, match=rf"rule '{PROGRESS}' .*: it waits for .* for ever\.\n\nrank 0 "):
+    with pytest.raises(
+        ScheduleError, match=rf"rule '{PROGRESS}' .*: it waits for .* which never runs\.\n\nrank 0 "
+    ):
         check(crossed)
 
 
@@ -221,13 +223,13 @@ def test_the_first_action_beyond_the_limit_is_named(made: Schedule, chunks: int,
 def test_another_order_of_the_same_actions_may_exceed_the_limit(
     frugal: str, limit: float, lavish: str, action: str
 ) -> None:
-    check(order_by(frugal, 4, 9), limit)
+    check(policy_schedule(frugal, 4, 9), limit)
     with pytest.raises(ScheduleError, match=f"rule '{LIMIT}' is broken on rank 0 by {action}: "):
-        check(order_by(lavish, 4, 9), limit)
+        check(policy_schedule(lavish, 4, 9), limit)
 
 
 def test_another_order_on_one_rank_may_exceed_the_limit() -> None:
-    made = with_row(order_by("1f1b", 4, 9), 0, order_by("gpipe", 4, 9).actions[0])
+    made = with_row(policy_schedule("1f1b", 4, 9), 0, policy_schedule("gpipe", 4, 9).actions[0])
     check(made)
     with pytest.raises(ScheduleError, match=f"rule '{LIMIT}' is broken on rank 0 by 0F4: "):
         check(made, limit=4)

@@ -15,10 +15,10 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
-from plait.schedules.policies import order_by
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.policies import policy_schedule
 from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Program, Send
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Place, Shape
 
 F, INPUT = Action(1, Kind.F, 0), Action(0, Kind.I, 0)
 SENT_F, SENT_INPUT = Action(0, Kind.F, 0), Action(1, Kind.I, 0)
@@ -106,7 +106,7 @@ def test_a_schedule_with_crossing_messages_runs() -> None:
     # Rank 1 sends 2I1 before 0I0, and rank 0 takes 0I0 before 2I1.
     rows = ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"]
     crossing = written(rows, rank_of=(0, 1, 0, 1), microbatches=2)
-    check_programs(lower(crossing, Shape((1,) * 4, {})))
+    check_programs(lower(crossing, LoweringSpec((1,) * 4, {})))
 
 
 def test_directions_and_pairs_of_ranks_are_channels_of_their_own() -> None:
@@ -118,9 +118,9 @@ def test_directions_and_pairs_of_ranks_are_channels_of_their_own() -> None:
 
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1", "interleaved", "v-half"])
 def test_a_program_without_one_of_its_instructions_is_refused(policy: str) -> None:
-    made = order_by(policy, 2, 3)
-    units = {str(stage): (Place(stage, 0),) for stage in range(made.stages)}
-    programs = lower(made, Shape((1,) * made.stages, units))
+    made = policy_schedule(policy, 2, 3)
+    units = {str(stage): (LayerIndex(stage, 0),) for stage in range(made.stages)}
+    programs = lower(made, LoweringSpec((1,) * made.stages, units))
     check_programs(programs)
     for rank, program in enumerate(programs):
         for position, instruction in enumerate(program):
@@ -136,7 +136,7 @@ def test_a_program_without_one_of_its_instructions_is_refused(policy: str) -> No
 def test_moved_instructions_are_refused_exactly_when_the_programs_get_stuck(
     made: Schedule, data: st.DataObject
 ) -> None:
-    programs = [list(program) for program in lower(made, Shape((0,) * made.stages, {}))]
+    programs = [list(program) for program in lower(made, LoweringSpec((0,) * made.stages, {}))]
     for _ in range(data.draw(st.integers(1, 3))):
         program = data.draw(st.sampled_from(programs))
         places = st.integers(0, len(program) - 1)

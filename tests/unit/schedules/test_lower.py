@@ -11,32 +11,32 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
-from plait.schedules.policies import POLICIES, forward_only, order_by
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
+from plait.schedules.policies import POLICIES, forward_only, policy_schedule
 from plait.schedules.program import (
     AwaitReceive,
     PostReceive,
     Program,
     ReduceGradient,
-    Release,
+    ReleaseBuffers,
     RunLayer,
     Send,
 )
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Place, Shape
 
-TIED = Shape(
+TIED = LoweringSpec(
     layers=(2, 1),
     units={
-        "tie": (Place(0, 0), Place(1, 0)),
-        "a": (Place(0, 0),),
-        "b": (Place(0, 1),),
-        "c": (Place(1, 0),),
+        "tie": (LayerIndex(0, 0), LayerIndex(1, 0)),
+        "a": (LayerIndex(0, 0),),
+        "b": (LayerIndex(0, 1),),
+        "c": (LayerIndex(1, 0),),
     },
 )
 
 
 def test_two_ranks_two_microbatches() -> None:
-    first, last = lower(order_by("1f1b", 2, 2), TIED)
+    first, last = lower(policy_schedule("1f1b", 2, 2), TIED)
     assert words(first) == listed("""
         post 0I0<1
         take 0F0; 0F0.0; 0F0.1; send 0F0>1
@@ -56,7 +56,9 @@ def test_two_ranks_two_microbatches() -> None:
 
 
 def test_one_rank() -> None:
-    (program,) = lower(order_by("gpipe", 1, 2), Shape((2,), {"a": (Place(0, 0), Place(0, 1))}))
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), {"a": (LayerIndex(0, 0), LayerIndex(0, 1))})
+    )
     assert words(program) == listed("""
         take 0F0; 0F0.0; 0F0.1; loss 0F0
         take 0F1; 0F1.0; 0F1.1; loss 0F1
@@ -68,16 +70,16 @@ def test_one_rank() -> None:
 
 def test_a_full_backward_does_both_at_once_as_told() -> None:
     by_hand = written(["0F0 0B0", "1F0 1B0"], rank_of=(0, 1), microbatches=1)
-    units = {"a": (Place(1, 0),), "b": (Place(1, 1),)}
-    _, last = lower(by_hand, Shape((1, 2), units, overlap=True))
+    units = {"a": (LayerIndex(1, 0),), "b": (LayerIndex(1, 1),)}
+    _, last = lower(by_hand, LoweringSpec((1, 2), units, overlap=True))
     assert words(last)[-7:] == listed("1B0.1; reduce b; 1B0.0; reduce a; send 1I0>0; release 1B0; finish")
-    first, _ = lower(by_hand, Shape((2, 1), {}, overlap=False))
+    first, _ = lower(by_hand, LoweringSpec((2, 1), {}, overlap=False))
     assert words(first)[-6:] == listed("0I0.1; 0I0.0; 0W0.1; 0W0.0; release 0B0; finish")
 
 
 def test_a_full_backward_sends_before_its_weight_work() -> None:
     by_hand = written(["0F0 0B0", "1F0 1B0"], rank_of=(0, 1), microbatches=1)
-    _, last = lower(by_hand, Shape((1, 2), {"a": (Place(1, 0),), "b": (Place(1, 1),)}))
+    _, last = lower(by_hand, LoweringSpec((1, 2), {"a": (LayerIndex(1, 0),), "b": (LayerIndex(1, 1),)}))
     assert words(last) == listed("""
         post 1F0<0; await 1F0<0; 1F0.0; 1F0.1; loss 1F0
         seed 1I0; 1I0.1; 1I0.0; send 1I0>0; 1W0.1; reduce b; 1W0.0; reduce a; release 1B0
@@ -93,7 +95,7 @@ def test_forwards_only(ending: str, end: str) -> None:
 
 
 def test_a_backward_split_by_zb_h1() -> None:
-    first, last = lower(order_by("zb-h1", 2, 2), TIED)
+    first, last = lower(policy_schedule("zb-h1", 2, 2), TIED)
     assert words(first) == listed("""
         post 0I0<1
         take 0F0; 0F0.0; 0F0.1; send 0F0>1
@@ -117,7 +119,7 @@ def test_a_backward_split_by_zb_h1() -> None:
 
 
 def test_two_chunks_a_rank_interleaved() -> None:
-    first, last = lower(order_by("interleaved", 2, 1), Shape((1, 1, 1, 1), {}))
+    first, last = lower(policy_schedule("interleaved", 2, 1), LoweringSpec((1, 1, 1, 1), {}))
     assert words(first) == listed("""
         post 2F0<1; post 2I0<1
         take 0F0; 0F0.0; send 0F0>1
@@ -137,7 +139,7 @@ def test_two_chunks_a_rank_interleaved() -> None:
 
 
 def test_a_v_hands_over_in_the_middle() -> None:
-    _, last = lower(order_by("v-min", 2, 1), Shape((1, 1, 1, 1), {}))
+    _, last = lower(policy_schedule("v-min", 2, 1), LoweringSpec((1, 1, 1, 1), {}))
     assert words(last) == listed("""
         post 1F0<0; post 2I0<0
         await 1F0<0; 1F0.0
@@ -153,7 +155,7 @@ def test_a_v_hands_over_in_the_middle() -> None:
 def test_crossing_messages_are_posted_in_the_order_of_sending() -> None:
     # Rank 1 sends 2I1 before 0I0, and rank 0 takes 0I0 before 2I1.
     rows = ["0F0 0F1 2F0 2F1 2B0 0B0 2B1 0B1", "1F0 1F1 3F0 3F1 3B0 3B1 1B0 1B1"]
-    first, _ = lower(written(rows, rank_of=(0, 1, 0, 1), microbatches=2), Shape((0,) * 4, {}))
+    first, _ = lower(written(rows, rank_of=(0, 1, 0, 1), microbatches=2), LoweringSpec((0,) * 4, {}))
     assert [word for word in words(first) if "I" in word and "send" not in word] == listed("""
         post 2I0<1
         await 2I0<1; post 2I1<1; post 0I0<1
@@ -201,11 +203,11 @@ def test_a_unit_of_two_stages_waits_for_the_later_weight_work() -> None:
 
 def test_ranks_reduce_ties_in_one_order_and_last() -> None:
     places = {
-        "x": (Place(0, 0), Place(2, 0)),
-        "y": (Place(0, 0), Place(1, 0), Place(2, 0)),
-        "own": (Place(1, 0),),
+        "x": (LayerIndex(0, 0), LayerIndex(2, 0)),
+        "y": (LayerIndex(0, 0), LayerIndex(1, 0), LayerIndex(2, 0)),
+        "own": (LayerIndex(1, 0),),
     }
-    programs = lower(order_by("1f1b", 3, 2), Shape((1, 1, 1), places))
+    programs = lower(policy_schedule("1f1b", 3, 2), LoweringSpec((1, 1, 1), places))
     assert [words(program)[-4:] for program in programs] == [
         ["release 0B1", "reduce x", "reduce y", "finish"],
         ["reduce own", "release 1B1", "reduce y", "finish"],
@@ -214,13 +216,13 @@ def test_ranks_reduce_ties_in_one_order_and_last() -> None:
 
 
 @st.composite
-def shapes(draw: st.DrawFn, stages: int) -> Shape:
+def shapes(draw: st.DrawFn, stages: int) -> LoweringSpec:
     layers = tuple(draw(st.lists(st.integers(1, 3), min_size=stages, max_size=stages)))
-    places = [Place(stage, layer) for stage, count in enumerate(layers) for layer in range(count)]
+    places = [LayerIndex(stage, layer) for stage, count in enumerate(layers) for layer in range(count)]
     users = st.lists(st.sampled_from(places), min_size=1, max_size=3, unique=True)
     units = {str(place): (place,) for place in places}
     units |= {f"tie {number}": tuple(users) for number, users in enumerate(draw(st.lists(users, max_size=3)))}
-    return Shape(layers, units, draw(st.sampled_from([None, True, False])))
+    return LoweringSpec(layers, units, draw(st.sampled_from([None, True, False])))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -229,7 +231,7 @@ def shapes(draw: st.DrawFn, stages: int) -> Shape:
 def test_every_policy_runs_with_several_layers_a_stage(
     policy: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
-    made = order_by(policy, ranks, microbatches)
+    made = policy_schedule(policy, ranks, microbatches)
     shape = data.draw(shapes(made.stages))
     programs = lower(made, shape)
     check_programs(programs)
@@ -242,7 +244,7 @@ def test_every_policy_runs_with_several_layers_a_stage(
 def test_forwards_of_every_placement_run(
     policy: str, ranks: int, microbatches: int, data: st.DataObject
 ) -> None:
-    rank_of = order_by(policy, ranks, microbatches).rank_of
+    rank_of = policy_schedule(policy, ranks, microbatches).rank_of
     shape = data.draw(shapes(len(rank_of)))
     forwards = forward_only(rank_of, ranks=ranks, microbatches=microbatches)
     for ending in ("loss", "output"):
@@ -262,7 +264,7 @@ def test_what_holds_for_every_legal_schedule(made: Schedule, data: st.DataObject
         release_comes_last(program)
 
 
-def every_layer_runs_once(programs: tuple[Program, ...], made: Schedule, shape: Shape) -> None:
+def every_layer_runs_once(programs: tuple[Program, ...], made: Schedule, shape: LoweringSpec) -> None:
     ran = sorted(
         word.replace("B", kind)
         for program in programs
@@ -299,7 +301,9 @@ def messages_are_posted_in_the_order_of_sending(programs: tuple[Program, ...]) -
         assert len(set(actions)) == len(actions)
 
 
-def units_are_reduced_once_and_final(programs: tuple[Program, ...], made: Schedule, shape: Shape) -> None:
+def units_are_reduced_once_and_final(
+    programs: tuple[Program, ...], made: Schedule, shape: LoweringSpec
+) -> None:
     for rank, program in enumerate(programs):
         mine = {
             unit
@@ -311,7 +315,7 @@ def units_are_reduced_once_and_final(programs: tuple[Program, ...], made: Schedu
         assert at.keys() == mine
         for position, instruction in enumerate(program):
             if isinstance(instruction, RunLayer) and instruction.action.kind in (Kind.W, Kind.B):
-                place = Place(instruction.action.stage, instruction.layer)
+                place = LayerIndex(instruction.action.stage, instruction.layer)
                 assert all(position < at[unit] for unit in mine if place in shape.units[unit])
 
 
@@ -321,5 +325,5 @@ def release_comes_last(program: Program) -> None:
         for i in program
         if not isinstance(i, ReduceGradient) and hasattr(i, "action")
     }
-    assert all(isinstance(instruction, Release) for instruction in last.values())
-    assert sum(isinstance(i, Release) for i in program) == len(last)
+    assert all(isinstance(instruction, ReleaseBuffers) for instruction in last.values())
+    assert sum(isinstance(i, ReleaseBuffers) for i in program) == len(last)

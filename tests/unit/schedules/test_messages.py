@@ -13,10 +13,10 @@ from schedule_cases import UNHURRIED, legal_schedules, written
 from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
-from plait.schedules.messages import AT_START, Message, inboxes, needed_by
-from plait.schedules.policies import POLICIES, forward_only, order_by
+from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.messages import AT_START, Message, inboxes
+from plait.schedules.policies import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.shape import Shape
 
 
 def shown(schedule: Schedule) -> list[dict[str, str]]:
@@ -32,13 +32,13 @@ def shown(schedule: Schedule) -> list[dict[str, str]]:
 
 
 def test_a_full_backward_receives_as_its_input_gradient() -> None:
-    assert needed_by(Action(2, Kind.B, 1)) == Action(2, Kind.I, 1)
+    assert Action(2, Kind.B, 1).message_key == Action(2, Kind.I, 1)
     for kind in (Kind.F, Kind.I, Kind.W):
-        assert needed_by(Action(2, kind, 1)) == Action(2, kind, 1)
+        assert Action(2, kind, 1).message_key == Action(2, kind, 1)
 
 
 def test_a_receive_is_posted_when_the_one_before_is_taken() -> None:
-    assert shown(order_by("1f1b", 3, 3)) == [
+    assert shown(policy_schedule("1f1b", 3, 3)) == [
         {"": "0I0<1", "0B0": "0I1<1", "0B1": "0I2<1"},
         {"": "1F0<0 1I0<2", "1F0": "1F1<0", "1F1": "1F2<0", "1B0": "1I1<2", "1B1": "1I2<2"},
         {"": "2F0<1", "2F0": "2F1<1", "2F1": "2F2<1"},
@@ -46,13 +46,13 @@ def test_a_receive_is_posted_when_the_one_before_is_taken() -> None:
 
 
 def test_a_message_says_where_it_is_made() -> None:
-    _, last = inboxes(order_by("gpipe", 2, 2))
+    _, last = inboxes(policy_schedule("gpipe", 2, 2))
     first, second = (Message(Action(1, Kind.F, number), sender=0, made=number) for number in (0, 1))
     assert last == {AT_START: (first,), 0: (second,)}
 
 
 def test_nothing_travels_on_one_rank() -> None:
-    assert inboxes(order_by("gpipe", 1, 3)) == ({},)
+    assert inboxes(policy_schedule("gpipe", 1, 3)) == ({},)
     assert shown(written(["0F0 1F0 1B0 0B0", ""], rank_of=(0, 0), microbatches=1)) == [{}, {}]
 
 
@@ -94,7 +94,7 @@ WAITING = {
 @pytest.mark.parametrize("microbatches", [8, 16, 24])
 @pytest.mark.parametrize("policy", POLICIES)
 def test_receives_wait_in_few_buffers_however_many_microbatches(policy: str, microbatches: int) -> None:
-    made = order_by(policy, 4, microbatches)
+    made = policy_schedule(policy, 4, microbatches)
     waiting = [len(ahead) for _, ahead in waiting_receives(made)]
     assert max(waiting) == WAITING[policy]
 
@@ -102,7 +102,7 @@ def test_receives_wait_in_few_buffers_however_many_microbatches(policy: str, mic
 @UNHURRIED
 @given(legal_schedules())
 def test_whatever_can_run_has_receives_that_cannot_deadlock(made: Schedule) -> None:
-    check_programs(lower(made, Shape((0,) * made.stages, {})))
+    check_programs(lower(made, LoweringSpec((0,) * made.stages, {})))
 
 
 @UNHURRIED
@@ -131,7 +131,7 @@ def messages_by_hand(made: Schedule) -> dict[tuple[int, int, Kind], list[Message
 @given(legal_schedules())
 def test_a_receive_is_posted_before_it_is_taken_and_in_time_for_its_sender(made: Schedule) -> None:
     for rank, inbox in enumerate(inboxes(made)):
-        taken = {needed_by(action): place for place, action in enumerate(made.actions[rank])}
+        taken = {action.message_key: place for place, action in enumerate(made.actions[rank])}
         before: dict[tuple[int, Kind], int] = {}
         for place, messages in sorted(inbox.items()):
             for consumer, sender, made_by in messages:
@@ -156,7 +156,7 @@ def waiting_receives(made: Schedule) -> Iterator[tuple[float, list[Message]]]:
         for place, step in enumerate((*made.grid.steps[rank], inf), start=AT_START):
             for message in inbox.get(place, ()):
                 ahead[message.sender, message.consumer.kind].append(message)
-            taken = needed_by(made.actions[rank][place]) if place > AT_START else None
+            taken = made.actions[rank][place].message_key if place > AT_START else None
             for channel, messages in ahead.items():
                 ahead[channel] = [message for message in messages if message.consumer != taken]
                 yield step, ahead[channel]

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from plait.schedules.placement import Placement
+from plait.schedules.schedule import Placement
 
 DEALT = {
     (Placement.LINEAR, 4, 1): "0 1 2 3",
@@ -20,10 +20,6 @@ DEALT = {
 def test_the_rank_of_each_stage(placement: Placement, ranks: int, chunks: int) -> None:
     dealt = tuple(map(int, DEALT[placement, ranks, chunks].split()))
     assert placement.rank_of(ranks, chunks) == dealt
-
-
-def test_only_a_v_goes_back() -> None:
-    assert [placement for placement in Placement if placement.goes_back] == [Placement.V]
 
 
 def test_names() -> None:

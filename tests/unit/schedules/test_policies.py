@@ -11,10 +11,10 @@ from schedule_cases import timeline
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.holding import peaks
-from plait.schedules.placement import Placement
-from plait.schedules.policies import POLICIES, At, forward_only, order_by
-from plait.schedules.search.schedule import schedule
+from plait.schedules.memory import peak_memory
+from plait.schedules.policies import POLICIES, PipelineRank, forward_only, policy_schedule
+from plait.schedules.schedule import Placement
+from plait.schedules.search.api import schedule
 
 TIMELINES = {
     ("gpipe", 1, 3): ["F0 F1 F2 B0 B1 B2"],
@@ -88,7 +88,7 @@ TIMELINES = {
 
 @pytest.mark.parametrize(("policy", "ranks", "microbatches"), TIMELINES)
 def test_timelines_of_one_stage_a_rank(policy: str, ranks: int, microbatches: int) -> None:
-    made = order_by(policy, ranks, microbatches)
+    made = policy_schedule(policy, ranks, microbatches)
     assert timeline(made) == TIMELINES[policy, ranks, microbatches]
     assert (made.policy, made.microbatches, made.rank_of) == (policy, microbatches, tuple(range(ranks)))
 
@@ -164,13 +164,13 @@ GRIDS = {
 
 @pytest.mark.parametrize(("policy", "ranks", "microbatches"), GRIDS)
 def test_grids_of_two_chunks_a_rank(policy: str, ranks: int, microbatches: int) -> None:
-    made = order_by(policy, ranks, microbatches)
+    made = policy_schedule(policy, ranks, microbatches)
     assert str(made) == dedent(GRIDS[policy, ranks, microbatches]).strip("\n")
     assert made.rank_of == POLICIES[policy].placement.rank_of(ranks, 2)
 
 
 def test_three_chunks_interleaved() -> None:
-    made = order_by("interleaved", 2, 2, 3)
+    made = policy_schedule("interleaved", 2, 2, 3)
     assert made.rank_of == (0, 1, 0, 1, 0, 1)
     assert [" ".join(row) for row in made.order] == [
         "0F0 0F1 2F0 2F1 4F0 4F1 4B0 4B1 2B0 2B1 0B0 0B1",
@@ -191,7 +191,7 @@ def test_three_chunks_interleaved() -> None:
     ],
 )
 def test_microbatches_go_through_chunks_in_groups(ranks: int, microbatches: int, sizes: list[int]) -> None:
-    groups = At(0, ranks, microbatches, 2).groups
+    groups = PipelineRank(0, ranks, microbatches, 2).groups
     assert [len(group) for group in groups] == sizes
     assert [number for group in groups for number in group] == list(range(microbatches))
 
@@ -200,20 +200,20 @@ def test_microbatches_go_through_chunks_in_groups(ranks: int, microbatches: int,
 def test_every_policy_is_legal(policy: str) -> None:
     for ranks in range(1, 7):
         for microbatches in range(1, 14):
-            check(order_by(policy, ranks, microbatches))
+            check(policy_schedule(policy, ranks, microbatches))
 
 
 @pytest.mark.parametrize("chunks", [1, 3, 4, 5])
 def test_interleaved_is_legal_with_any_number_of_chunks(chunks: int) -> None:
     for ranks in range(1, 6):
         for microbatches in range(1, 12):
-            check(order_by("interleaved", ranks, microbatches, chunks))
+            check(policy_schedule("interleaved", ranks, microbatches, chunks))
 
 
 @pytest.mark.parametrize(("ranks", "microbatches"), [(1, 1), (1, 5), (3, 2), (4, 8), (5, 7), (8, 24)])
 def test_what_each_rank_holds(ranks: int, microbatches: int) -> None:
     def peak(policy: str) -> tuple[Fraction, ...]:
-        return peaks(order_by(policy, ranks, microbatches))
+        return peak_memory(policy_schedule(policy, ranks, microbatches))
 
     assert peak("gpipe") == (microbatches,) * ranks
     assert peak("1f1b") == tuple(min(microbatches, ranks - rank) for rank in range(ranks))
@@ -226,7 +226,7 @@ def test_what_each_rank_holds(ranks: int, microbatches: int) -> None:
 def test_what_each_rank_holds_interleaved(ranks: int, rounds: int, chunks: int) -> None:
     ahead = [2 * (ranks - 1 - rank) + (chunks - 1) * ranks + 1 for rank in range(ranks)]
     held = tuple(Fraction(min(count, chunks * ranks * rounds), chunks) for count in ahead)
-    assert peaks(order_by("interleaved", ranks, ranks * rounds, chunks)) == held
+    assert peak_memory(policy_schedule("interleaved", ranks, ranks * rounds, chunks)) == held
 
 
 HELD_IN_A_V = {
@@ -240,8 +240,8 @@ HELD_IN_A_V = {
 @pytest.mark.parametrize("policy", HELD_IN_A_V)
 def test_what_every_rank_holds_in_a_v(policy: str) -> None:
     for ranks, held in enumerate(HELD_IN_A_V[policy], start=2):
-        assert max(peaks(order_by(policy, ranks, 3 * ranks))) == held
-        assert max(peaks(schedule(policy, ranks=ranks, microbatches=2 * ranks, limit=held))) == held
+        assert max(peak_memory(policy_schedule(policy, ranks, 3 * ranks))) == held
+        assert max(peak_memory(schedule(policy, ranks=ranks, microbatches=2 * ranks, limit=held))) == held
 
 
 def test_placements() -> None:
@@ -281,7 +281,7 @@ def test_refuses_an_unknown_policy(policy: str, hint: str) -> None:
 def test_refuses_counts_that_are_no_whole_number_of_at_least_one(policy: str, name: str, wrong: Any) -> None:
     counts: dict[str, Any] = {"ranks": 2, "microbatches": 2, name: wrong}
     with pytest.raises(ScheduleError) as caught:
-        order_by(policy, **counts)
+        policy_schedule(policy, **counts)
     assert str(caught.value) == f"{name} is {wrong!r}: give a whole number from 1 to 1,000,000."
 
 
@@ -305,7 +305,7 @@ def test_forwards_alone_need_counts_too(counts: dict[str, int]) -> None:
     ],
 )
 def test_refuses_chunks_that_a_policy_cannot_have(policy: str, chunks: int, has: int) -> None:
-    assert order_by(policy, 2, 2, has) == order_by(policy, 2, 2)
+    assert policy_schedule(policy, 2, 2, has) == policy_schedule(policy, 2, 2)
     with pytest.raises(ScheduleError) as caught:
-        order_by(policy, 2, 2, chunks)
+        policy_schedule(policy, 2, 2, chunks)
     assert str(caught.value) == f"{policy} has chunks = {has} and no other: chunks is {chunks}."

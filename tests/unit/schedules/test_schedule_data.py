@@ -38,6 +38,6 @@ def test_it_is_a_value() -> None:
 
 @pytest.mark.parametrize("rank", [-1, 1])
 def test_a_stage_on_a_rank_without_actions_is_refused(rank: int) -> None:
-    told = f"stage 1 lives on rank {rank}, but there are actions for ranks 0 to 0"
+    told = f"stage 1 is on rank {rank}, but there are actions for ranks 0 to 0"
     with pytest.raises(ScheduleError, match=told):
         written(["0F0 0B0"], (0, rank), 1)

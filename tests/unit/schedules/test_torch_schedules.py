@@ -14,10 +14,10 @@ from schedule_cases import UNHURRIED, written
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.exchange import from_csv, to_csv
-from plait.schedules.policies import POLICIES, order_by
+from plait.schedules.policies import POLICIES, policy_schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
+from plait.schedules.torch_csv import from_csv, to_csv
 
 pipelining = pytest.importorskip("torch.distributed.pipelining.schedules")
 
@@ -128,7 +128,7 @@ def test_but_the_one_whose_backwards_go_from_the_last_microbatch_to_the_first(
 @UNHURRIED
 @given(st.sampled_from(sorted(POLICIES)), st.integers(1, 5), st.integers(1, 7))
 def test_torch_reads_what_plait_writes(folder: Path, name: str, ranks: int, microbatches: int) -> None:
-    schedule = order_by(name, ranks, microbatches)
+    schedule = policy_schedule(name, ranks, microbatches)
     read = read_by_torch(to_csv(schedule), Sizes(ranks, microbatches, schedule.stages // ranks), folder)
     assert order_of(read) == schedule.order
     assert read.stage_index_to_group_rank == dict(enumerate(schedule.rank_of))
@@ -162,7 +162,7 @@ def test_torch_refuses_what_cannot_run(rows: list[str], why: str, folder: Path) 
 def test_the_same_policy_is_the_same_order(name: str, policy: str, sizes: Sizes, folder: Path) -> None:
     read = from_csv(written_by_torch(torch_schedule(name, sizes), folder), policy)
     chunks = sizes.chunks if policy == "interleaved" else None
-    assert read == order_by(policy, sizes.ranks, sizes.microbatches, chunks)
+    assert read == policy_schedule(policy, sizes.ranks, sizes.microbatches, chunks)
 
 
 UNITS = Costs(F=1, I=1, W=1)

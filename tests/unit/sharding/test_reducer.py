@@ -11,7 +11,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.traffic import Count
 from plait.layout import assemble
 from plait.plan import Plan
-from plait.schedules.program import AwaitScatter, Finish, OpenGradient, ReduceGradient, ScatterGradient
+from plait.schedules.program import AllocateGradient, AwaitScatter, Finish, ReduceGradient, ScatterGradient
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit
@@ -51,7 +51,7 @@ def run_step(reducer: Reducer, plan: Plan, values: list[float], scale: float = 1
     for number, value in enumerate(values):
         for name, unit in reversed(reducer.units.items()):
             if scatters_each:
-                do[OpenGradient](OpenGradient(name))
+                do[AllocateGradient](AllocateGradient(name))
             add_to(unit, value * scale)
             if scatters_each or (plan.shards and number + 1 == len(values)):
                 do[ScatterGradient](ScatterGradient(name))

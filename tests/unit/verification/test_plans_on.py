@@ -14,7 +14,7 @@ from verification_cases import mlp_case, rows_and_classes, run_each
 
 from plait.comm.pool import RankPool
 from plait.plan import Plan, Recompute
-from plait.schedules.search.schedule import NAMES
+from plait.schedules.search.api import POLICY_NAMES
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions
@@ -48,8 +48,8 @@ def test_four_ranks_in_their_order() -> None:
     assert degrees(plans) == [(4, 1, 1), (2, 1, 2), (2, 2, 1), (1, 1, 4), (1, 2, 2), (1, 4, 1)]
     whole = [plan for plan in plans if plan.strategy == "none"]
     ways = [(plan.schedule, plan.recompute) for plan in whole]
-    assert ways == [(name, recompute) for name in NAMES for recompute in ("none", "full")] * 6
-    assert len(plans) == 6 * 2 * len(NAMES) + len(WAYS_TO_SHARD) * (1 + 1 + 2)
+    assert ways == [(name, recompute) for name in POLICY_NAMES for recompute in ("none", "full")] * 6
+    assert len(plans) == 6 * 2 * len(POLICY_NAMES) + len(WAYS_TO_SHARD) * (1 + 1 + 2)
 
 
 @given(RANKS, PLANS)
@@ -61,7 +61,7 @@ def test_each_layout_is_sharded_in_every_way(ranks: int, plan: Plan) -> None:
             (replicate, *way) for replicate in range(1, dp) if dp % replicate == 0 for way in WAYS_TO_SHARD
         ]
         assert [(one.replicate, one.strategy, one.reduce, one.offload) for one in own] == expected
-        assert [one.schedule for one in own] == list(islice(cycle(NAMES), len(own)))
+        assert [one.schedule for one in own] == list(islice(cycle(POLICY_NAMES), len(own)))
         assert [one.recompute for one in own] == list(islice(cycle(IN_TURNS), len(own)))
         assert all(one.shards for one in own)
 
@@ -81,14 +81,14 @@ def test_a_strategy_of_the_plans_own_is_not_given_twice() -> None:
     assert replace(plan, schedule="gpipe") in plans  # the tenth way to shard is run so too
     assert len(plans) == len(set(plans))
     shards = [one for one in plans if one.shards]
-    assert len(shards) == len(NAMES) + len(WAYS_TO_SHARD) - 1
+    assert len(shards) == len(POLICY_NAMES) + len(WAYS_TO_SHARD) - 1
 
 
 @pytest.mark.parametrize("recompute", ["selective", "full", ("none", "full")], ids=str)
 def test_what_the_plan_recomputes_is_kept(recompute: Recompute | tuple[Recompute, ...]) -> None:
     plans = plans_on(2, Plan(microbatches=4, recompute=recompute), 8)
     assert {one.recompute for one in plans} == {recompute}
-    assert len(plans) == 3 * len(NAMES) + len(WAYS_TO_SHARD)
+    assert len(plans) == 3 * len(POLICY_NAMES) + len(WAYS_TO_SHARD)
 
 
 @given(RANKS, PLANS, st.integers(1, 48))
@@ -107,7 +107,7 @@ def test_none_is_left_out_but_for_rows_that_do_not_divide(ranks: int, plan: Plan
         (pp, dp, tp, schedule)
         for pp, dp, tp in product(range(1, ranks + 1), repeat=3)
         if pp * dp * tp == ranks and rows % dp == 0
-        for schedule in NAMES
+        for schedule in POLICY_NAMES
     }
     plans = plans_on(ranks, plan, rows)
     assert {(one.pp, one.dp, one.tp, one.schedule) for one in plans} == expected
@@ -146,7 +146,7 @@ def test_layouts_with_tp_run_in_pieces_both_ways_with_every_mode(ranks: int, pla
         ways = [(one.sequence_parallel, one.recompute) for one in added if (one.pp, one.dp, one.tp) == layout]
         assert ways == (list(product(("keep", "regather"), MODES)) if layout[2] > 1 else [])
     assert len(added) < len(without) / 3 or ranks == 1
-    assert [one.schedule for one in added] == list(islice(cycle(NAMES), len(added)))
+    assert [one.schedule for one in added] == list(islice(cycle(POLICY_NAMES), len(added)))
 
 
 def test_pieces_of_the_sequence_meet_ways_to_shard() -> None:
@@ -174,7 +174,7 @@ ONE_CHUNK = ("gpipe", "1f1b", "zb-h1", "zb-h2")
             [(4, ONE_CHUNK), (2, TWO_CHUNKS), (4, ("auto",)), (2, ("auto",)), (1, ("auto",))],
         ),
         (Plan(pp=2, layers_per_stage=(1, 3, 2)), [(1, ("auto",))]),
-        (Plan(pp=2, chunks=2, layers_per_stage=(1, 3, 2, 2)), [(2, NAMES)]),
+        (Plan(pp=2, chunks=2, layers_per_stage=(1, 3, 2, 2)), [(2, POLICY_NAMES)]),
     ],
     ids=["of the policies", "odd", "of the plan"],
 )

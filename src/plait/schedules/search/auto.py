@@ -8,17 +8,16 @@ from fractions import Fraction
 from typing import Literal
 
 from plait.errors import ScheduleError
-from plait.schedules.holding import allowed, peaks
-from plait.schedules.placement import Placement
-from plait.schedules.policies import POLICIES, InPattern, order_by, policies_for
-from plait.schedules.schedule import Schedule
+from plait.schedules.memory import limit_in_units, peak_memory
+from plait.schedules.policies import POLICIES, BlockPolicy, policies_for, policy_schedule
+from plait.schedules.schedule import Placement, Schedule
+from plait.schedules.search.block_policies import settled_pattern
 from plait.schedules.search.bound import lower_bound
-from plait.schedules.search.exact import search_all
-from plait.schedules.search.fuse import fused
-from plait.schedules.search.patterns import settled_pattern
+from plait.schedules.search.exact_search import search_all
+from plait.schedules.search.fuse_backward import fused
+from plait.schedules.search.local_search import race, short_run
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Layout, Orders, Problem
-from plait.schedules.search.race import race, short_run
-from plait.schedules.search.room import least_room
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
@@ -91,11 +90,11 @@ def _problems(
     problems, least = [], Fraction(0)
     for placement, count in layouts:
         stages = ranks * count
-        holds, ticks = costs.holds_of(ranks, stages), costs.ticks_of(ranks, stages)
+        holds, ticks = costs.memory(ranks, stages), costs.ticks(ranks, stages)
         everything = microbatches * sum(map(max, holds.until_input, holds.until_weight))
-        most = min(allowed(limit, holds.unit), everything)
+        most = min(limit_in_units(limit, holds.unit), everything)
         problem = Problem(placement, ranks, count, microbatches, ticks, holds, most, measure == "span")
-        needed = max(least_room(problem, rank) for rank in range(ranks))
+        needed = max(least_memory(problem, rank) for rank in range(ranks))
         if needed <= most:
             problems.append(problem)
         elif least == 0 or needed * holds.unit < least:
@@ -146,13 +145,13 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
     for problem in problems:
         for name in policies_for(problem.placement, problem.chunks):
             policy = POLICIES[name]
-            if isinstance(policy, InPattern) and problem.size > PATTERN_SIZE:
+            if isinstance(policy, BlockPolicy) and problem.size > PATTERN_SIZE:
                 continue
-            made = order_by(name, problem.ranks, problem.microbatches, problem.chunks)
-            if isinstance(policy, InPattern):
+            made = policy_schedule(name, problem.ranks, problem.microbatches, problem.chunks)
+            if isinstance(policy, BlockPolicy):
                 made = settled_pattern(made, policy, costs)
-            holds = costs.holds(made)
-            if max(peaks(made, holds)) <= allowed(limit, holds.unit) * holds.unit:
+            holds = costs.memory(made.ranks, made.stages)
+            if max(peak_memory(made, holds)) <= limit_in_units(limit, holds.unit) * holds.unit:
                 yield replace(made, policy=f"auto ({name})")
 
 

@@ -24,7 +24,7 @@ def lower_bound(problem: Problem) -> int:
     forwards, inputs, weights = (times[kind] for kind in (Kind.F, Kind.I, Kind.W))
     turned = _input_starts(problem)
     drain = _drains(problem)
-    until_input, until_weight = problem.holds.until_input, problem.holds.until_weight
+    until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     bound = turned[0] + inputs[0] + weights[0]
     latest = max(problem.head_starts)
     for stages, head in zip(problem.stages_of, problem.head_starts, strict=True):

@@ -18,8 +18,8 @@ from math import ceil
 from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.holding import Holds
-from plait.schedules.placement import Placement
+from plait.schedules.memory import MemoryCosts
+from plait.schedules.schedule import Placement
 from plait.schedules.simulation.costs import Ticks
 
 KINDS = (Kind.F, Kind.I, Kind.W)
@@ -66,7 +66,7 @@ class Problem:
     chunks: int
     microbatches: int
     ticks: Ticks
-    holds: Holds
+    memory_costs: MemoryCosts
     limit: int
     """The most that a rank may hold, in units of `holds`."""
     of_span: bool = False
@@ -111,7 +111,7 @@ class Problem:
     @cached_property
     def hops(self) -> tuple[int, ...]:
         """From each stage to the next."""
-        return tuple(self.ticks.pace(self.rank_of).forward_hops[1:])
+        return tuple(self.ticks.timing(self.rank_of).forward_hops[1:])
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
@@ -184,7 +184,7 @@ def _view(problem: Problem) -> View:
         join(here, there, hop)
         join(there + count, here + count, hop)
     join(last, last + count, 0)
-    until_input, until_weight = problem.holds.until_input, problem.holds.until_weight
+    until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     grows = [
         change
         for taken, kept in zip(until_input, until_weight, strict=True)

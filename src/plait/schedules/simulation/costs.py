@@ -1,4 +1,4 @@
-"""What a micro-batch costs: time for each kind of work and for a hop between ranks, and memory."""
+"""Costs of a micro-batch: time for each kind of work and for a message between ranks, and memory."""
 
 from __future__ import annotations
 
@@ -13,42 +13,41 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Kind
-from plait.schedules.holding import Holds
-from plait.schedules.play import Pace
-from plait.schedules.schedule import Schedule
+from plait.schedules.event_simulation import Timing
+from plait.schedules.memory import MemoryCosts
 
 SMALLEST, LARGEST = 1e-200, 1e60
-"""Costs beyond have no use but to overflow."""
+"""Range of costs; others would only overflow."""
 Cost = float | Sequence[float]
-"""A number: for all that a rank holds of the model, per micro-batch. A sequence: for each stage as it is."""
+"""A number: for all stages of a rank together, per micro-batch. A sequence: one absolute cost per stage."""
 
 
 class Ticks(NamedTuple):
-    """Costs as whole numbers of the longest time that divides all of them, so that sums are exact."""
+    """Times as whole multiples of `tick`, the longest time that divides them all, so that sums are exact."""
 
     tick: Fraction
     durations: Mapping[Kind, tuple[int, ...]]
-    """How long an action of each kind runs, per stage."""
+    """Duration of an action of each kind, per stage."""
     comm: int
 
-    def pace(self, rank_of: Sequence[int]) -> Pace:
-        """As `play` takes it: a hop to the stage behind or before is free on the same rank."""
+    def timing(self, rank_of: Sequence[int]) -> Timing:
+        """Return the timing for `simulate_events`: a hop between two stages of one rank takes no time."""
         hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
-        return Pace(self.durations, [0, *hops], [*hops, 0])
+        return Timing(self.durations, [0, *hops], [*hops, 0])
 
 
 @dataclass(frozen=True)
 class Costs:
-    """What a micro-batch costs: times in any unit, and memory.
+    """Costs of a micro-batch: times in any unit, and memory.
 
     `F`, `I`, `W`: a forward, an input gradient, a weight gradient. A full backward `B` costs `I + W`.
-    `comm`: a hop between different ranks; it blocks neither of them. `until_I`, `until_W`: what is held from
-    the start of the forward to the end of the input gradient, and from then to the end of the weight
+    `comm`: a message between different ranks; it blocks neither of them. `until_I`, `until_W`: memory from
+    the start of the forward to the end of the input gradient, and from there to the end of the weight
     gradient.
 
-    A number is the cost of one rank and micro-batch: with several chunks a rank, a chunk costs that part of
-    it. A sequence holds absolute costs, one per stage. ScheduleError for what is negative, not finite or no
-    number.
+    A number is the cost per rank and micro-batch: with several chunks per rank, a chunk costs its part of it.
+    A sequence has absolute costs, one per stage. Raises ScheduleError for a cost that is negative, not finite
+    or not a number.
     """
 
     F: Cost = 1
@@ -69,16 +68,8 @@ class Costs:
                 _require_time(name, cost)
         _require_time("comm", self.comm)
 
-    def ticks(self, schedule: Schedule) -> Ticks:
-        """The times of `schedule`, exactly. ScheduleError unless each sequence has one value per stage."""
-        return self.ticks_of(schedule.ranks, schedule.stages)
-
-    def holds(self, schedule: Schedule) -> Holds:
-        """What one of its micro-batches holds, exactly. ScheduleError as `ticks`."""
-        return self.holds_of(schedule.ranks, schedule.stages)
-
-    def ticks_of(self, ranks: int, stages: int) -> Ticks:
-        """As `ticks`, for any schedule of so many ranks and stages."""
+    def ticks(self, ranks: int, stages: int) -> Ticks:
+        """Return the times, exactly. Raises ScheduleError unless each sequence has one value per stage."""
         names = ("F", "I", "W")
         tick, (*times, (comm,)) = _whole(
             *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]
@@ -87,12 +78,12 @@ class Costs:
         both = tuple(map(add, inputs, weights))
         return Ticks(tick, {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}, comm)
 
-    def holds_of(self, ranks: int, stages: int) -> Holds:
-        """As `holds`, for any schedule of so many ranks and stages."""
+    def memory(self, ranks: int, stages: int) -> MemoryCosts:
+        """Return the memory, exactly. Raises ScheduleError unless each sequence has one value per stage."""
         unit, (until_input, until_weight) = _whole(
             *(self._per_stage(name, ranks, stages) for name in ("until_I", "until_W"))
         )
-        return Holds(unit, until_input, until_weight)
+        return MemoryCosts(unit, until_input, until_weight)
 
     def _per_stage(self, name: str, ranks: int, stages: int) -> list[Fraction]:
         cost: Cost = getattr(self, name)
@@ -107,7 +98,7 @@ class Costs:
 
 
 def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[tuple[int, ...]]]:
-    """The largest unit of which all numbers are whole multiples, and the multiples."""
+    """Return the largest unit of which all numbers are whole multiples, and the multiples."""
     numbers = [number for row in rows for number in row]
     grid = lcm(*(number.denominator for number in numbers))
     unit = Fraction(gcd(*(int(number * grid) for number in numbers)) or 1, grid)
@@ -125,5 +116,5 @@ def _require_time(name: str, value: object) -> None:
 
 
 def _exact(value: float) -> Fraction:
-    """The decimal number that `value` is written as: 0.1 is a tenth, and ten of them are exactly 1."""
+    """Return the decimal number that `value` is written as: ten times 0.1 are exactly 1."""
     return Fraction(str(value))

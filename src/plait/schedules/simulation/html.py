@@ -13,7 +13,7 @@ from importlib import resources
 from string import Template
 
 from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
-from plait.schedules.simulation.memory import memory_steps
+from plait.schedules.simulation.memory_curve import memory_changes
 from plait.schedules.simulation.text import NAMES, amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
 
@@ -92,7 +92,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
             yield from (ticks(tick) - last, units)
             last = ticks(tick)
 
-    memory_steps_of = memory_steps(timeline)
+    memory_steps_of = memory_changes(timeline)
     parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
     return {
         "tick": float(timeline.tick * scale),
@@ -103,7 +103,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
         "rankOf": schedule.rank_of,
         "kinds": [[kind, NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
         "cells": [list(cells(rank)) for rank in range(schedule.ranks)],
-        "unit": float(timeline.holds.unit),
+        "unit": float(timeline.memory_costs.unit),
         "memory": [list(memory(rank)) for rank in range(schedule.ranks)],
         "peak": timeline.peak,
     }

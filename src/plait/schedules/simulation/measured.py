@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import needed_by
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Cell, Timeline
@@ -21,7 +20,7 @@ from plait.schedules.simulation.timeline import Cell, Timeline
 TICK = Fraction(1, 1_000_000)
 
 
-class Measured(NamedTuple):
+class MeasuredAction(NamedTuple):
     """An action as one rank did it. Times are nanoseconds of a clock that all ranks share."""
 
     action: Action
@@ -31,7 +30,7 @@ class Measured(NamedTuple):
     """Since when the rank waited for what the action needs from another rank; None: it needs nothing."""
 
 
-Rows: TypeAlias = Sequence[Sequence[Measured]]
+Rows: TypeAlias = Sequence[Sequence[MeasuredAction]]
 """Per rank of `pp`, what it did, in order."""
 
 
@@ -48,7 +47,9 @@ def measured_timeline(schedule: Schedule, rows: Rows) -> Timeline:
         tuple(Cell(done.action, done.start - first, done.end - first) for done in row) for row in rows
     )
     hops = [consumer.start - producer.end for producer, consumer in _messages(ran, rows)]
-    return Timeline(ran, TICK, cells, Costs().holds(ran), max(0, min(hops, default=0)), unit="ms")
+    return Timeline(
+        ran, TICK, cells, Costs().memory(ran.ranks, ran.stages), max(0, min(hops, default=0)), unit="ms"
+    )
 
 
 def measured_costs(schedule: Schedule, rows: Rows) -> Costs:
@@ -84,9 +85,9 @@ def measured_waits(rows: Rows) -> tuple[float, ...]:
     )
 
 
-def _messages(schedule: Schedule, rows: Rows) -> Iterator[tuple[Measured, Measured]]:
+def _messages(schedule: Schedule, rows: Rows) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
     """What made a result and what took it, of those on different ranks."""
-    takers = {needed_by(done.action): done for row in rows for done in row}
+    takers = {done.action.message_key: done for row in rows for done in row}
     for producer in (done for row in rows for done in row):
         consumer = producer.action.consumer(schedule.stages)
         if consumer is None or schedule.rank_of[consumer.stage] == schedule.rank_of[producer.action.stage]:

@@ -1,4 +1,4 @@
-"""When every action of a schedule starts and ends, and what follows: makespan, bubble, idle time, memory."""
+"""A timeline: start and end of every action of a schedule, with makespan, bubble, idle time and memory."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from typing import NamedTuple
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
-from plait.schedules.holding import Holds, peaks
-from plait.schedules.play import play
+from plait.schedules.event_simulation import simulate_events
+from plait.schedules.memory import MemoryCosts, peak_memory
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 
 
 class Event(NamedTuple):
-    """An action and when it runs, in the unit of the costs."""
+    """An action with its start and end, in the unit of the costs."""
 
     action: Action
     start: float
@@ -25,7 +25,7 @@ class Event(NamedTuple):
 
 
 class Cell(NamedTuple):
-    """An action and when it runs, in ticks."""
+    """An action with its start and end, in ticks."""
 
     action: Action
     start: int
@@ -34,7 +34,7 @@ class Cell(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule in time. Cells stand on a grid of whole ticks, so nothing below is rounded twice.
+    """A schedule with the time of each action. Cells are in whole ticks, so that no figure is rounded twice.
 
     Times are in the unit of the costs, memory in activations of one rank's micro-batch.
     """
@@ -42,15 +42,15 @@ class Timeline:
     schedule: Schedule
     tick: Fraction
     cells: tuple[tuple[Cell, ...], ...]
-    holds: Holds
+    memory_costs: MemoryCosts
     hop: int
-    """How long a result is on its way to another rank, in ticks; 0 where there is no other."""
+    """Duration of a message to another rank, in ticks; 0 where there is no other."""
     unit: str = ""
-    """The unit of times, as it is written behind them: `ms` of what was measured, none of a simulation."""
+    """Suffix of times in pictures: `ms` where they were measured, empty in a simulation."""
 
     @cached_property
     def events(self) -> tuple[tuple[Event, ...], ...]:
-        """Per rank: each action with its start and end, in order."""
+        """The actions of each rank with their start and end, in order."""
         return tuple(
             tuple(Event(action, self.time(start), self.time(end)) for action, start, end in row)
             for row in self.cells
@@ -63,36 +63,36 @@ class Timeline:
 
     @property
     def span(self) -> float:
-        """Last end − first start of the rank for which that is longest."""
+        """The longest last end − first start of a single rank."""
         return self.time(self.longest)
 
     @property
     def bubble(self) -> float:
-        """The part of all ranks' time in which nothing runs: `1 − busy / (ranks · makespan)`."""
-        return _part_left(sum(self._busy), len(self.cells) * self.length)
+        """Idle part of all ranks' time: `1 − busy / (ranks · makespan)`."""
+        return _idle_part(sum(self._busy), len(self.cells) * self.length)
 
     @property
     def bubble_span(self) -> float:
         """The zero-bubble papers' measure: `1 − work / span`, work = the most loaded rank's."""
-        return _part_left(max(self._busy), self.longest)
+        return _idle_part(max(self._busy), self.longest)
 
     @property
     def idle(self) -> tuple[float, ...]:
-        """Per rank: the part of the makespan in which nothing runs."""
+        """Idle time of each rank within the makespan."""
         return tuple(self.time(self.length - busy) for busy in self._busy)
 
     @property
     def idle_span(self) -> tuple[float, ...]:
-        """Per rank: the part of its own span, from its first start to its last end, in which nothing runs."""
+        """Idle time of each rank within its own span, from its first start to its last end."""
         return tuple(self.time(span - busy) for span, busy in zip(self._spans, self._busy, strict=True))
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Per rank: the most that is held at once, each micro-batch from the start of F to the end of W or B.
+        """Peak memory of each rank, each micro-batch counted from the start of F to the end of W or B.
 
-        In units of one rank's micro-batch: with several chunks a rank, a chunk counts as that part of one.
+        In units of one rank's micro-batch: with several chunks per rank, a chunk counts as its part of one.
         """
-        return tuple(map(float, peaks(self.schedule, self.holds)))
+        return tuple(map(float, peak_memory(self.schedule, self.memory_costs)))
 
     @cached_property
     def length(self) -> int:
@@ -107,12 +107,30 @@ class Timeline:
 
     @cached_property
     def first(self) -> int:
-        """The tick at which the first action starts."""
+        """Tick at which the first action starts."""
         return min((row[0].start for row in self.cells if row), default=0)
 
     def time(self, ticks: int) -> float:
-        """So many ticks in the unit of the costs."""
+        """Return `ticks` in the unit of the costs."""
         return ticks * self.tick.numerator / self.tick.denominator
+
+    def as_json(self) -> dict[str, object]:
+        """Return the figures and the schedule as one JSON object, as `plait schedule --json` prints it."""
+        made = self.schedule
+        return {
+            "policy": made.policy,
+            "ranks": made.ranks,
+            "chunks": made.stages // made.ranks,
+            "microbatches": made.microbatches,
+            "makespan": self.makespan,
+            "span": self.span,
+            "bubble": self.bubble,
+            "bubble_span": self.bubble_span,
+            "peak": self.peak,
+            "order": made.order,
+            "rank_of": made.rank_of,
+            **({} if made.bound is None else {"bound": made.bound}),
+        }
 
     @cached_property
     def _spans(self) -> tuple[int, ...]:
@@ -124,20 +142,19 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Run `schedule` in time: each rank does its actions in order, each as soon as what it needs is there.
+    """Return the timeline of `schedule`: each rank runs its actions in order, each as early as it can.
 
-    A forward needs the stage before, a backward its own forward and the stage behind, `W` its `I`; a result
-    arrives on another rank `costs.comm` after the end of its action, and a `B` hands its gradient on at its
-    end. Linear in the number of actions. ScheduleError when ranks wait for each other for ever, and for a
-    stage that is not there.
+    A forward needs the previous stage's, a backward its own forward and the next stage's backward, `W` its
+    `I`. A result arrives on another rank `costs.comm` after the end of its action, the gradient of a `B` too.
+    Linear in the number of actions. Raises ScheduleError for a deadlock and for a stage outside `rank_of`.
     """
     _require_stages(schedule)
     costs = costs or Costs()
-    ticks = costs.ticks(schedule)
-    pace = ticks.pace(schedule.rank_of)
-    ends, missing = play(schedule.actions, pace)
+    ticks = costs.ticks(schedule.ranks, schedule.stages)
+    timing = ticks.timing(schedule.rank_of)
+    ends, missing = simulate_events(schedule.actions, timing)
     if missing:
-        raise ScheduleError(_stuck(missing, ends, schedule))
+        raise _deadlock(missing, ends, schedule)
     durations = ticks.durations
     cells = tuple(
         tuple(
@@ -146,7 +163,8 @@ def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
         )
         for row in zip(schedule.actions, ends, strict=True)
     )
-    return Timeline(schedule, ticks.tick, cells, costs.holds(schedule), max(pace.forward_hops))
+    memory_costs = costs.memory(schedule.ranks, schedule.stages)
+    return Timeline(schedule, ticks.tick, cells, memory_costs, max(timing.forward_hops))
 
 
 def _require_stages(schedule: Schedule) -> None:
@@ -154,21 +172,22 @@ def _require_stages(schedule: Schedule) -> None:
         for action in actions:
             if not 0 <= action.stage < schedule.stages:
                 raise ScheduleError(
-                    f"rank {rank} does {action}, but rank_of names stages 0 to {schedule.stages - 1} only: "
+                    f"rank {rank} runs {action}, but rank_of names stages 0 to {schedule.stages - 1} only: "
                     "change the action, or add its stage to rank_of."
                 )
 
 
-def _stuck(missing: Mapping[int, Action], ends: Sequence[Sequence[int]], schedule: Schedule) -> str:
-    """Say where it stuck: the first rank, what it wants to do and what never comes."""
+def _deadlock(
+    missing: Mapping[int, Action], ends: Sequence[Sequence[int]], schedule: Schedule
+) -> ScheduleError:
     rank = min(missing)
     action = schedule.actions[rank][len(ends[rank])]
-    others = f", as {len(missing) - 1} more wait" if len(missing) > 1 else ""
-    return (
-        f"the schedule is stuck: rank {rank} waits at {action} for {missing[rank]}, which never comes"
+    others = f", and {len(missing) - 1} more wait" if len(missing) > 1 else ""
+    return ScheduleError(
+        f"the schedule has a deadlock: rank {rank} waits at {action} for {missing[rank]}, which never runs"
         f"{others}; change the order of the actions, plait.check names the rule."
     )
 
 
-def _part_left(used: int, whole: int) -> float:
+def _idle_part(used: int, whole: int) -> float:
     return (whole - used) / whole if whole else 0.0

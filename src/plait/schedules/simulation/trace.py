@@ -6,8 +6,7 @@ import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from plait.schedules.messages import needed_by
-from plait.schedules.simulation.memory import memory_steps
+from plait.schedules.simulation.memory_curve import memory_changes
 from plait.schedules.simulation.text import NAMES, title
 from plait.schedules.simulation.timeline import Cell, Timeline
 
@@ -65,7 +64,7 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
     begin, so arrows begin and end a little inside; those of actions too short for that are left out.
     """
     schedule = timeline.schedule
-    takers = {needed_by(cell.action): cell for row in timeline.cells for cell in row}
+    takers = {cell.action.message_key: cell for row in timeline.cells for cell in row}
     number = 0
     for rank, row in enumerate(timeline.cells):
         for cell in row:
@@ -85,9 +84,9 @@ def _arrows(timeline: Timeline) -> Iterator[Event]:
 
 def _memory(timeline: Timeline) -> Iterator[Event]:
     digits = len(str(timeline.schedule.ranks - 1))  # the same for all ranks, as readers sort by name
-    for rank, steps in enumerate(memory_steps(timeline)):
+    for rank, steps in enumerate(memory_changes(timeline)):
         for tick, units in steps:
-            held = float(units * timeline.holds.unit)
+            held = float(units * timeline.memory_costs.unit)
             time = _microseconds(_nanoseconds(timeline, tick))
             yield _event("C", f"held by rank {rank:0{digits}}", rank, ts=time, args={"micro-batches": held})
 

@@ -11,12 +11,11 @@ from hypothesis import strategies as st
 
 from plait.schedules.action import Kind
 from plait.schedules.check import check
-from plait.schedules.placement import Placement
-from plait.schedules.schedule import Schedule
+from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search import auto
+from plait.schedules.search.api import schedule
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Layout, Orders, Problem
-from plait.schedules.search.room import least_room
-from plait.schedules.search.schedule import schedule
 from plait.schedules.simulation.costs import Cost, Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
@@ -36,7 +35,7 @@ def problem_of(
 ) -> Problem:
     """A problem in a line; `limit` in units of what the costs hold."""
     (placement, chunks), costs = layout, costs or Costs()
-    ticks, holds = costs.ticks_of(ranks, ranks * chunks), costs.holds_of(ranks, ranks * chunks)
+    ticks, holds = costs.ticks(ranks, ranks * chunks), costs.memory(ranks, ranks * chunks)
     return Problem(placement, ranks, chunks, microbatches, ticks, holds, limit, of_span)
 
 
@@ -62,7 +61,9 @@ def schedule_of(problem: Problem, orders: Orders) -> Schedule:
 
 def require_legal(problem: Problem, orders: Orders) -> None:
     """Every rule of schedules, and the problem's memory limit."""
-    check(schedule_of(problem, orders), float(problem.limit * problem.holds.unit), problem.holds)
+    check(
+        schedule_of(problem, orders), float(problem.limit * problem.memory_costs.unit), problem.memory_costs
+    )
 
 
 def searched(
@@ -149,8 +150,8 @@ def problems(draw: st.DrawFn, sizes: Sequence[Size] = ANY_SIZE, growing: bool = 
     costs = draw(any_costs(ranks * layout[1], growing=growing))
     of_span = draw(st.booleans())
     roomy = problem_of(layout, ranks, microbatches, costs, of_span=of_span)
-    least = max(least_room(roomy, rank) for rank in range(ranks))
-    most = microbatches * sum(map(max, roomy.holds.until_input, roomy.holds.until_weight))
+    least = max(least_memory(roomy, rank) for rank in range(ranks))
+    most = microbatches * sum(map(max, roomy.memory_costs.until_input, roomy.memory_costs.until_weight))
     limit = draw(st.just(least) | st.integers(least, most))
     return problem_of(layout, ranks, microbatches, costs, limit, of_span)
 
@@ -233,8 +234,8 @@ def _held(problem: Problem, done: tuple[int, ...], rank: int) -> int:
     held = 0
     for stage in problem.stages_of[rank]:
         forwards, inputs, weights = done[3 * stage : 3 * stage + 3]
-        held += (forwards - inputs) * problem.holds.until_input[stage]
-        held += (inputs - weights) * problem.holds.until_weight[stage]
+        held += (forwards - inputs) * problem.memory_costs.until_input[stage]
+        held += (inputs - weights) * problem.memory_costs.until_weight[stage]
     return held
 
 

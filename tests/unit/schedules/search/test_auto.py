@@ -13,16 +13,16 @@ from parity.pairs import Row, covering_rows, every_row
 from plait.errors import ScheduleError
 from plait.schedules.action import Kind
 from plait.schedules.check import check
-from plait.schedules.holding import allowed
-from plait.schedules.placement import Placement
+from plait.schedules.memory import limit_in_units
 from plait.schedules.policies import POLICIES
+from plait.schedules.schedule import Placement
 from plait.schedules.search import auto
+from plait.schedules.search.api import schedule
+from plait.schedules.search.initial_orders import InitialOrder
+from plait.schedules.search.list_scheduling import Habit, settle
+from plait.schedules.search.local_search import Runner
+from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Layout, Problem
-from plait.schedules.search.race import Runner
-from plait.schedules.search.room import least_room
-from plait.schedules.search.schedule import schedule
-from plait.schedules.search.settle import Habit, settle
-from plait.schedules.search.starts import Start
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
@@ -73,7 +73,7 @@ def least_limit(ranks: int, chunks: int | None, costs: Costs) -> float:
     problems = [problem_of(layout, ranks, 1, costs) for layout in layouts(chunks)]
     return float(
         min(
-            problem.holds.unit * max(least_room(problem, rank) for rank in range(ranks))
+            problem.memory_costs.unit * max(least_memory(problem, rank) for rank in range(ranks))
             for problem in problems
         )
     )
@@ -82,18 +82,18 @@ def least_limit(ranks: int, chunks: int | None, costs: Costs) -> float:
 def simple_bound(case: Case, timeline: Timeline) -> float:
     """The work of the most loaded rank; of a makespan also the way of one micro-batch, forth and back."""
     made = timeline.schedule
-    rows = [case.costs.ticks(made).durations[kind] for kind in (Kind.F, Kind.I, Kind.W)]
+    rows = [case.costs.ticks(made.ranks, made.stages).durations[kind] for kind in (Kind.F, Kind.I, Kind.W)]
     work = [0] * made.ranks
     for stage, rank in enumerate(made.rank_of):
         work[rank] += made.microbatches * sum(row[stage] for row in rows)
     hops = sum(here != there for here, there in pairwise(made.rank_of))
-    way = sum(rows[0]) + sum(rows[1]) + rows[2][0] + 2 * hops * case.costs.ticks(made).comm
+    way = sum(rows[0]) + sum(rows[1]) + rows[2][0] + 2 * hops * case.costs.ticks(made.ranks, made.stages).comm
     return timeline.time(max(*work, way if case.measure == "makespan" else 0))
 
 
 def require_good(case: Case, found: Timeline) -> None:
     made, value = found.schedule, case.value(found)
-    check(made, case.limit, case.costs.holds(made))
+    check(made, case.limit, case.costs.memory(made.ranks, made.stages))
     assert max(found.peak) <= case.limit + 1e-5
     assert made.bound is not None
     assert made.bound <= value
@@ -149,8 +149,8 @@ def test_of_tiny_pipelines_it_finds_the_best_and_its_bound_says_so(case: Case) -
     ranks, microbatches, chunks, costs, measure, limit = case
     best = []
     for layout in layouts(chunks):
-        unit = costs.holds_of(ranks, ranks * layout[1]).unit
-        units = ROOMY if isinf(limit) else allowed(limit, unit)
+        unit = costs.memory(ranks, ranks * layout[1]).unit
+        units = ROOMY if isinf(limit) else limit_in_units(limit, unit)
         problem = problem_of(layout, ranks, microbatches, costs, units, measure == "span")
         ticks = shortest(problem)
         best += [] if ticks is None else [ticks * problem.ticks.tick]
@@ -193,7 +193,7 @@ def alone(problems: list[Problem], effort: float) -> list[Runner]:
     (problem,) = problems
     rows = " ".join(f"F{number} I{number} W{number}" for number in range(problem.microbatches))
     orders = operations(problem, *[rows] * problem.ranks)
-    return [Runner(problem, Start("alone"), Habit(), settle(problem.ahead, orders, 1, Habit()))]
+    return [Runner(problem, InitialOrder("alone"), Habit(), settle(problem.ahead, orders, 1, Habit()))]
 
 
 def test_a_named_policy_wins_where_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -260,7 +260,7 @@ COVERING = covering_rows(EDGES)
 
 
 def require_good_at_the_edge(costs: Costs, ranks: int, microbatches: int, measure: auto.Measure) -> None:
-    limit = float(max(costs.holds_of(ranks, ranks).until_input))
+    limit = float(max(costs.memory(ranks, ranks).until_input))
     for each in (limit, inf):
         case = Case(ranks, microbatches, None, costs, measure, each)
         require_good(case, case.search())

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, TINY, V, problem_of, problems, shortest
 
 from plait.schedules.search.bound import lower_bound
+from plait.schedules.search.local_search import race
 from plait.schedules.search.problem import Layout, Problem
-from plait.schedules.search.race import race
 from plait.schedules.simulation.costs import Costs
 
 WHOLE = Costs(2, 4, 6, comm=5)

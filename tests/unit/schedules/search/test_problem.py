@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.search.problem import Problem
 from plait.schedules.simulation.costs import Costs
 
@@ -89,7 +89,7 @@ def test_a_full_backward_is_two_operations() -> None:
 
 def test_actions_are_operations() -> None:
     problem = problem_of(LINEAR, 2, 4)
-    made = order_by("zb-h1", 2, 4)
+    made = policy_schedule("zb-h1", 2, 4)
     orders = problem.orders_of(made.actions)
     assert orders == operations(
         problem, "F0 F1 I0 W0 F2 I1 W1 F3 I2 W2 I3 W3", "F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3"

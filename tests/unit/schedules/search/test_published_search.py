@@ -8,10 +8,10 @@ from typing import NamedTuple
 import pytest
 from search_cases import LINEAR, LOOP, ROOMY, V, problem_of, require_legal, schedule_of, searched
 
+from plait.schedules.search.api import schedule
 from plait.schedules.search.auto import Measure
-from plait.schedules.search.exact import search_all
+from plait.schedules.search.exact_search import search_all
 from plait.schedules.search.problem import Layout
-from plait.schedules.search.schedule import schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 

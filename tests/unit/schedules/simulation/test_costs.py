@@ -11,13 +11,13 @@ import pytest
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.holding import Holds, peaks
-from plait.schedules.play import Pace
-from plait.schedules.policies import order_by
+from plait.schedules.event_simulation import Timing
+from plait.schedules.memory import MemoryCosts, peak_memory
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs, Ticks
 
-FOUR = order_by("1f1b", 4, 1)
+FOUR = policy_schedule("1f1b", 4, 1)
 LOOP = Schedule("loop", 1, (0, 1, 0, 1, 0, 1), ((), ()))
 
 PER_STAGE = ("F", "I", "W", "until_I", "until_W")
@@ -53,9 +53,9 @@ def test_a_hop_has_one_cost() -> None:
 @pytest.mark.parametrize("name", PER_STAGE)
 def test_a_sequence_has_one_value_per_stage(name: str, values: tuple[float, ...]) -> None:
     costs = Costs(**{name: values})  # type: ignore[arg-type]
-    measure = costs.holds if name.startswith("until") else costs.ticks
+    measure = costs.memory if name.startswith("until") else costs.ticks
     with pytest.raises(ScheduleError) as caught:
-        measure(FOUR)
+        measure(FOUR.ranks, FOUR.stages)
     assert str(caught.value) == (
         f"costs.{name} has {len(values)} values, but the schedule has 4 stages: "
         "give one value per stage, or one number."
@@ -75,7 +75,7 @@ def test_by_default_all_work_costs_one_and_hops_nothing() -> None:
 
 
 def test_ticks_divide_every_cost() -> None:
-    ticks = Costs(F=0.9, I=(0.3, 0.6, 1.2, 0.3), W=1.5, comm=0.1).ticks(FOUR)
+    ticks = Costs(F=0.9, I=(0.3, 0.6, 1.2, 0.3), W=1.5, comm=0.1).ticks(FOUR.ranks, FOUR.stages)
     assert ticks == Ticks(
         Fraction(1, 10),
         {Kind.F: (9,) * 4, Kind.I: (3, 6, 12, 3), Kind.W: (15,) * 4, Kind.B: (18, 21, 27, 18)},
@@ -84,13 +84,13 @@ def test_ticks_divide_every_cost() -> None:
 
 
 def test_a_tick_is_as_long_as_it_can_be() -> None:
-    assert Costs(F=0.6, I=0.9, W=1.5).ticks(FOUR).tick == Fraction(3, 10)
-    assert Costs(F=30, I=60, W=90, comm=15).ticks(FOUR).tick == 15
-    assert Costs(F=Fraction(1, 3), I=0, W=0.5).ticks(FOUR).tick == Fraction(1, 6)  # type: ignore[arg-type]
+    assert Costs(F=0.6, I=0.9, W=1.5).ticks(FOUR.ranks, FOUR.stages).tick == Fraction(3, 10)
+    assert Costs(F=30, I=60, W=90, comm=15).ticks(FOUR.ranks, FOUR.stages).tick == 15
+    assert Costs(F=Fraction(1, 3), I=0, W=0.5).ticks(FOUR.ranks, FOUR.stages).tick == Fraction(1, 6)  # type: ignore[arg-type]
 
 
 def test_a_chunk_pays_its_part_of_a_number_and_all_of_a_sequence() -> None:
-    ticks = Costs(F=1, I=(1, 2, 3, 4, 5, 6), W=0, comm=1).ticks(LOOP)
+    ticks = Costs(F=1, I=(1, 2, 3, 4, 5, 6), W=0, comm=1).ticks(LOOP.ranks, LOOP.stages)
     assert ticks.tick == Fraction(1, 3)
     assert ticks.durations[Kind.F] == (1,) * 6
     assert ticks.durations[Kind.I] == ticks.durations[Kind.B] == (3, 6, 9, 12, 15, 18)
@@ -99,28 +99,30 @@ def test_a_chunk_pays_its_part_of_a_number_and_all_of_a_sequence() -> None:
 
 
 def test_a_chunk_holds_its_part_of_a_number_and_all_of_a_sequence() -> None:
-    assert Costs().holds(LOOP) == Holds(Fraction(1, 3), (1,) * 6, (1,) * 6)
-    holds = Costs(until_I=0.5, until_W=(1, 0, 1, 0, 2, 0)).holds(LOOP)
-    assert holds == Holds(Fraction(1, 6), (1,) * 6, (6, 0, 6, 0, 12, 0))
+    assert Costs().memory(LOOP.ranks, LOOP.stages) == MemoryCosts(Fraction(1, 3), (1,) * 6, (1,) * 6)
+    holds = Costs(until_I=0.5, until_W=(1, 0, 1, 0, 2, 0)).memory(LOOP.ranks, LOOP.stages)
+    assert holds == MemoryCosts(Fraction(1, 6), (1,) * 6, (6, 0, 6, 0, 12, 0))
 
 
 def test_stages_that_ranks_do_not_divide_pay_alike() -> None:
     uneven = Schedule("uneven", 1, (0, 1, 0), ((), ()))
-    assert Costs(F=1, I=1, W=1).ticks(uneven).tick == Fraction(2, 3)
-    assert Costs().holds(uneven) == Holds(Fraction(2, 3), (1,) * 3, (1,) * 3)
+    assert Costs(F=1, I=1, W=1).ticks(uneven.ranks, uneven.stages).tick == Fraction(2, 3)
+    assert Costs().memory(uneven.ranks, uneven.stages) == MemoryCosts(Fraction(2, 3), (1,) * 3, (1,) * 3)
 
 
 def test_hops_on_one_rank_are_free() -> None:
-    ticks = Costs(1, 2, 3, comm=5).ticks_of(2, 4)
-    assert ticks.pace((0, 1, 1, 0)) == Pace(ticks.durations, [0, 10, 0, 10], [10, 0, 10, 0])
-    assert ticks.pace((0, 0, 0, 0)) == Pace(ticks.durations, [0] * 4, [0] * 4)
-    assert ticks.pace((0, 1, 0, 1)) == Pace(ticks.durations, [0, 10, 10, 10], [10, 10, 10, 0])
+    ticks = Costs(1, 2, 3, comm=5).ticks(2, 4)
+    assert ticks.timing((0, 1, 1, 0)) == Timing(ticks.durations, [0, 10, 0, 10], [10, 0, 10, 0])
+    assert ticks.timing((0, 0, 0, 0)) == Timing(ticks.durations, [0] * 4, [0] * 4)
+    assert ticks.timing((0, 1, 0, 1)) == Timing(ticks.durations, [0, 10, 10, 10], [10, 10, 10, 0])
 
 
 def test_nothing_may_cost_nothing() -> None:
-    ticks = Costs(0, 0, 0).ticks(FOUR)
+    ticks = Costs(0, 0, 0).ticks(FOUR.ranks, FOUR.stages)
     assert {*ticks.durations.values()} == {(0,) * 4}
-    assert Costs(until_I=0, until_W=0).holds(FOUR) == Holds(Fraction(1), (0,) * 4, (0,) * 4)
+    assert Costs(until_I=0, until_W=0).memory(FOUR.ranks, FOUR.stages) == MemoryCosts(
+        Fraction(1), (0,) * 4, (0,) * 4
+    )
 
 
 @pytest.mark.parametrize(
@@ -143,4 +145,4 @@ def test_what_is_held_may_shrink_or_grow_with_an_input_gradient(
 def peak(row: str, costs: Costs) -> float:
     """The most that the only rank holds, which does `row`."""
     made = Schedule("written", 2, (0,), (tuple(map(Action.parse, row.split())),))
-    return float(*peaks(made, costs.holds(made)))
+    return float(*peak_memory(made, costs.memory(made.ranks, made.stages)))

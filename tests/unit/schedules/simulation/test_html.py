@@ -12,11 +12,11 @@ from typing import Any
 import pytest
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html
-from plait.schedules.simulation.memory import memory_steps
+from plait.schedules.simulation.memory_curve import memory_changes
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 
@@ -58,7 +58,7 @@ def data_of(timeline: Timeline) -> dict[str, Any]:
 @pytest.mark.parametrize("policy", ["1f1b", "interleaved", "zb-h1"])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 1.1, 0.9, 0.05, until_W=0.5)])
 def test_cells_and_memory_can_be_read_back(policy: str, costs: Costs) -> None:
-    timeline = simulate(order_by(policy, 3, 6), costs)
+    timeline = simulate(policy_schedule(policy, 3, 6), costs)
     data = data_of(timeline)
     kinds = [Kind(kind) for kind, _, _ in data["kinds"]]
     for row, packed in zip(timeline.cells, data["cells"], strict=True):
@@ -67,7 +67,7 @@ def test_cells_and_memory_can_be_read_back(policy: str, costs: Costs) -> None:
             cells.append(Cell(Action(stage, kinds[kind], microbatch), time + idle, time + idle + duration))
             time += idle + duration
         assert tuple(cells) == row
-    for steps, packed in zip(memory_steps(timeline), data["memory"], strict=True):
+    for steps, packed in zip(memory_changes(timeline), data["memory"], strict=True):
         time, read = 0, []
         for later, held in in_groups(packed, 2):
             time += later
@@ -82,19 +82,19 @@ def test_cells_and_memory_can_be_read_back(policy: str, costs: Costs) -> None:
     ("policy", "ranks", "comm"), [("1f1b", 1, 0), ("1f1b", 3, 0.25), ("interleaved", 2, 0.75)]
 )
 def test_the_page_knows_how_long_a_hop_takes(policy: str, ranks: int, comm: float) -> None:
-    data = data_of(simulate(order_by(policy, ranks, 4), Costs(comm=0.75 if ranks == 1 else comm)))
+    data = data_of(simulate(policy_schedule(policy, ranks, 4), Costs(comm=0.75 if ranks == 1 else comm)))
     assert data["hop"] * data["tick"] == comm
 
 
 def test_times_finer_than_the_page_counts_keep_their_proportions() -> None:
-    data = data_of(simulate(order_by("gpipe", 2, 1), Costs(1e-200, 1, 2)))
+    data = data_of(simulate(policy_schedule("gpipe", 2, 1), Costs(1e-200, 1, 2)))
     assert data["length"] <= 2**53
     assert [row[4] * data["tick"] for row in data["cells"]] == pytest.approx([0, 0])
     assert [row[9] * data["tick"] for row in data["cells"]] == pytest.approx([3, 3])
 
 
 def test_figures_and_legend_are_text() -> None:
-    made = order_by("zb-h1", 2, 4)
+    made = policy_schedule("zb-h1", 2, 4)
     read = Reader(draw_html(simulate(Schedule("zb-h1", 4, made.rank_of, made.actions, bound=12.5))))
     assert dict(zip(read.texts["dt"], read.texts["dd"], strict=True)) == {
         "policy": "zb-h1",
@@ -117,13 +117,13 @@ def test_figures_and_legend_are_text() -> None:
 
 
 def test_peaks_of_many_ranks_are_given_as_a_range() -> None:
-    read = Reader(draw_html(simulate(order_by("1f1b", 17, 20)), name="wide"))
+    read = Reader(draw_html(simulate(policy_schedule("1f1b", 17, 20)), name="wide"))
     assert read.texts["dd"][-1] == "1 to 17"
     assert read.texts["h1"] == ["wide"]
 
 
 def test_names_cannot_break_out() -> None:
-    made = order_by("gpipe", 1, 1)
+    made = policy_schedule("gpipe", 1, 1)
     name = "</script><script>alert(\"1\")</script> & '$name'"
     timeline = simulate(Schedule(name, 1, made.rank_of, made.actions))
     read = Reader(draw_html(timeline))
@@ -136,7 +136,7 @@ def test_names_cannot_break_out() -> None:
 
 
 def test_is_self_contained_and_may_load_nothing() -> None:
-    page = draw_html(simulate(order_by("1f1b", 2, 2)))
+    page = draw_html(simulate(policy_schedule("1f1b", 2, 2)))
     read = Reader(page)
     assert not {name for name, _ in read.attributes} & {"src", "href", "srcset", "action"}
     assert not re.search(r"https?:|url\(|@import|\bimport\(|fetch\(", page)
@@ -147,6 +147,6 @@ def test_is_self_contained_and_may_load_nothing() -> None:
 
 
 def test_the_page_uses_every_file_of_its_folder() -> None:
-    page = draw_html(simulate(order_by("1f1b", 2, 2)))
+    page = draw_html(simulate(policy_schedule("1f1b", 2, 2)))
     for file in (resources.files("plait.schedules.simulation") / "page").iterdir():
         assert file.name == "page.html" or file.read_text(encoding="utf-8") in page

@@ -9,7 +9,7 @@ import pytest
 from chromium import CHROMIUM, run_page
 
 from plait.schedules.action import Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.simulation.colours import shade
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html
@@ -17,7 +17,7 @@ from plait.schedules.simulation.timeline import simulate
 
 pytestmark = pytest.mark.skipif(CHROMIUM is None, reason="there is no Chromium")
 
-HOPS = draw_html(simulate(order_by("1f1b", 2, 2), Costs(comm=0.5)))
+HOPS = draw_html(simulate(policy_schedule("1f1b", 2, 2), Costs(comm=0.5)))
 """rank 0: F0 0-1, F1 1-2, B0 5-7, B1 8-10; rank 1: F0 1.5-2.5, B0 2.5-4.5, F1 4.5-5.5, B1 5.5-7.5."""
 
 PLACES = """
@@ -76,7 +76,7 @@ def test_pointing_wheel_and_keys(tmp_path: Path) -> None:
 
 
 def test_cells_narrower_than_a_pixel_are_blended_with_what_is_idle(tmp_path: Path) -> None:
-    timeline = simulate(order_by("1f1b", 4, 2000), Costs(1, 1, 1, comm=1.5))
+    timeline = simulate(policy_schedule("1f1b", 4, 2000), Costs(1, 1, 1, comm=1.5))
     script = """
     const {data} = blend.getImageData(0, 0, blend.canvas.width, 1);
     const mean = [0, 0, 0, 0];  // red, green, blue and how much is covered
@@ -103,7 +103,7 @@ def test_the_address_says_what_is_shown(tmp_path: Path) -> None:
     told.shown.push(shown());
     return told;
     """
-    page = draw_html(simulate(order_by("1f1b", 2, 2), Costs(0.25, 0.25, 0.25)))
+    page = draw_html(simulate(policy_schedule("1f1b", 2, 2), Costs(0.25, 0.25, 0.25)))
     told = run_page(page, script, tmp_path, "#from=1&to=1.5")
     assert told == {
         "faults": [],
@@ -127,6 +127,6 @@ def test_times_of_any_size_can_be_shown(costs: Costs, card: str, tmp_path: Path)
     for (const key of ['Escape', '0', 'ArrowRight', '+']) await press(key);
     return {card: card()};
     """
-    told = run_page(draw_html(simulate(order_by("gpipe", 2, 2), costs)), script, tmp_path)
+    told = run_page(draw_html(simulate(policy_schedule("gpipe", 2, 2), costs)), script, tmp_path)
     assert told["faults"] == []
     assert told["card"].startswith(card)

@@ -1,4 +1,4 @@
-"""Measured rows as a timeline and as costs: what was simulated comes back."""
+"""MeasuredAction rows as a timeline and as costs: what was simulated comes back."""
 
 from __future__ import annotations
 
@@ -11,31 +11,31 @@ from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.measured import (
     TICK,
-    Measured,
+    MeasuredAction,
     measured_costs,
     measured_timeline,
     measured_waits,
 )
-from plait.schedules.simulation.memory import memory_steps
+from plait.schedules.simulation.memory_curve import memory_changes
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 START = 7_000_000_123
 """Where the clock stands when the step begins."""
 
 
-def row(text: str) -> tuple[Measured, ...]:
+def row(text: str) -> tuple[MeasuredAction, ...]:
     """`0F0 5-9` ran from 5 to 9; `0B0 2>5-9` waited for its gradient from 2 on."""
     done = []
     for piece in text.split(", "):
         name, times = piece.split()
         asked, _, ran = times.rpartition(">")
         start, end = ran.split("-")
-        done.append(Measured(Action.parse(name), int(start), int(end), int(asked) if asked else None))
+        done.append(MeasuredAction(Action.parse(name), int(start), int(end), int(asked) if asked else None))
     return tuple(done)
 
 
@@ -48,17 +48,17 @@ ROWS = (
 )
 
 
-def rows_of(timeline: Timeline) -> list[tuple[Measured, ...]]:
+def rows_of(timeline: Timeline) -> list[tuple[MeasuredAction, ...]]:
     """As if it had been measured: a rank asks for what it needs when it has done what was before."""
     schedule = timeline.schedule
     rows = []
     for rank, cells in enumerate(timeline.cells):
         done, free = [], 0
         for action, start, end in cells:
-            source = None if action.kind is Kind.W else action.source(schedule.stages)
+            source = None if action.kind is Kind.W else action.source_stage(schedule.stages)
             remote = source is not None and schedule.rank_of[source] != rank
             asked = START + free if remote else None
-            done.append(Measured(action, START + start, START + end, asked))
+            done.append(MeasuredAction(action, START + start, START + end, asked))
             free = end
         rows.append(tuple(done))
     return rows
@@ -113,7 +113,7 @@ def test_a_stage_that_did_nothing_is_told() -> None:
 def test_what_was_simulated_comes_back(
     policy: str, ranks: int, microbatches: int, times: tuple[int, ...], comm: int
 ) -> None:
-    order = order_by(policy, ranks, microbatches)
+    order = policy_schedule(policy, ranks, microbatches)
     # Exact, and a tick is a nanosecond, as one of the costs is.
     per_stage = [[Fraction(time + stage, 10**6) for stage in range(order.stages)] for time in times]
     simulated = simulate(order, Costs(*per_stage, comm=Fraction(comm, 10**6)))  # type: ignore[arg-type]
@@ -127,7 +127,7 @@ def test_what_was_simulated_comes_back(
     back = measured_timeline(order, rows)
     assert back.cells == cells
     assert (back.makespan, back.bubble, back.peak) == (simulated.makespan, simulated.bubble, simulated.peak)
-    assert memory_steps(back) == memory_steps(in_nanoseconds)
+    assert memory_changes(back) == memory_changes(in_nanoseconds)
     costs = measured_costs(order, rows)
     assert [Fraction(str(cost)) for cost in costs.F] == per_stage[0]  # type: ignore[union-attr]
     both = [Fraction(str(i)) + Fraction(str(w)) for i, w in zip(costs.I, costs.W, strict=True)]  # type: ignore[arg-type]

@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.simulation.pictures import FORMATS, picture, write_pictures
 from plait.schedules.simulation.timeline import simulate
 
-TIMELINE = simulate(order_by("1f1b", 2, 2))
+TIMELINE = simulate(policy_schedule("1f1b", 2, 2))
 
 
 def test_each_format_is_written_where_it_is_asked_for(tmp_path: Path) -> None:

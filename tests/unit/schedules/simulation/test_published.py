@@ -9,9 +9,9 @@ from hypothesis import strategies as st
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.schedule import schedule
+from plait.schedules.search.api import schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
 
@@ -32,18 +32,25 @@ QUARTERS_8 = (9.75, 9.25, 8.75, 8.25, 7.75, 7.25, 6.75, 6.25)
 @pytest.mark.parametrize(
     ("made", "makespan", "span", "bubbles", "peak", "until_inputs"),
     [
-        (order_by("gpipe", 4, 8), 33.0, 33.0, (0.272727, 0.272727), (8.0,) * 4, (8.0,) * 4),
-        (order_by("1f1b", 4, 8), 33.0, 33.0, (0.272727, 0.272727), DOWN_FROM_4, DOWN_FROM_4),
-        (order_by("zb-h1", 4, 8), 27.0, 27.0, (0.111111, 0.111111), (4.0,) * 4, DOWN_FROM_4),
-        (order_by("zb-h2", 4, 8), 27.0, 24.0, (0.111111, 0.0), (7.0,) * 4, BY_TWOS_4),
-        (order_by("interleaved", 4, 8, 2), 28.5, 28.5, (0.157895, 0.157895), HALVES_4, HALVES_4),
-        (order_by("interleaved", 4, 8, 4), 26.25, 26.25, (0.085714, 0.085714), QUARTERS_4, QUARTERS_4),
-        (order_by("gpipe", 8, 24), 93.0, 93.0, (0.225806, 0.225806), (24.0,) * 8, (24.0,) * 8),
-        (order_by("1f1b", 8, 24), 93.0, 93.0, (0.225806, 0.225806), DOWN_FROM_8, DOWN_FROM_8),
-        (order_by("zb-h1", 8, 24), 79.0, 79.0, (0.088608, 0.088608), (8.0,) * 8, DOWN_FROM_8),
-        (order_by("zb-h2", 8, 24), 79.0, 72.0, (0.088608, 0.0), (15.0,) * 8, BY_TWOS_8),
-        (order_by("interleaved", 8, 24, 2), 82.5, 82.5, (0.127273, 0.127273), HALVES_8, HALVES_8),
-        (order_by("interleaved", 8, 24, 4), 77.25, 77.25, (0.067961, 0.067961), QUARTERS_8, QUARTERS_8),
+        (policy_schedule("gpipe", 4, 8), 33.0, 33.0, (0.272727, 0.272727), (8.0,) * 4, (8.0,) * 4),
+        (policy_schedule("1f1b", 4, 8), 33.0, 33.0, (0.272727, 0.272727), DOWN_FROM_4, DOWN_FROM_4),
+        (policy_schedule("zb-h1", 4, 8), 27.0, 27.0, (0.111111, 0.111111), (4.0,) * 4, DOWN_FROM_4),
+        (policy_schedule("zb-h2", 4, 8), 27.0, 24.0, (0.111111, 0.0), (7.0,) * 4, BY_TWOS_4),
+        (policy_schedule("interleaved", 4, 8, 2), 28.5, 28.5, (0.157895, 0.157895), HALVES_4, HALVES_4),
+        (policy_schedule("interleaved", 4, 8, 4), 26.25, 26.25, (0.085714, 0.085714), QUARTERS_4, QUARTERS_4),
+        (policy_schedule("gpipe", 8, 24), 93.0, 93.0, (0.225806, 0.225806), (24.0,) * 8, (24.0,) * 8),
+        (policy_schedule("1f1b", 8, 24), 93.0, 93.0, (0.225806, 0.225806), DOWN_FROM_8, DOWN_FROM_8),
+        (policy_schedule("zb-h1", 8, 24), 79.0, 79.0, (0.088608, 0.088608), (8.0,) * 8, DOWN_FROM_8),
+        (policy_schedule("zb-h2", 8, 24), 79.0, 72.0, (0.088608, 0.0), (15.0,) * 8, BY_TWOS_8),
+        (policy_schedule("interleaved", 8, 24, 2), 82.5, 82.5, (0.127273, 0.127273), HALVES_8, HALVES_8),
+        (
+            policy_schedule("interleaved", 8, 24, 4),
+            77.25,
+            77.25,
+            (0.067961, 0.067961),
+            QUARTERS_8,
+            QUARTERS_8,
+        ),
     ],
 )
 def test_equal_costs(
@@ -66,7 +73,7 @@ def test_equal_costs(
 
 @given(p=st.integers(1, 6), m=st.integers(1, 20), f=tenths, i=tenths, w=tenths, c=tenths)
 def test_gpipe(p: int, m: int, f: float, i: float, w: float, c: float) -> None:
-    timeline = simulate(order_by("gpipe", p, m), Costs(f, i, w, c))
+    timeline = simulate(policy_schedule("gpipe", p, m), Costs(f, i, w, c))
     assert timeline.makespan == pytest.approx((m + p - 1) * (f + i + w) + 2 * (p - 1) * c)
 
 
@@ -75,7 +82,7 @@ def test_1f1b(p: int, rounds: int, f: float, i: float, w: float, part: int) -> N
     """Where micro-batches fill the ranks, and a hop takes at most half of T."""
     m, total = p * rounds, f + i + w
     c = round(total / 2 * part / 10, 6)
-    timeline = simulate(order_by("1f1b", p, m), Costs(f, i, w, c))
+    timeline = simulate(policy_schedule("1f1b", p, m), Costs(f, i, w, c))
     expected = m * total + (p - 1) * total + 2 * c * ((p - 1) * m / p + p - 2)
     assert timeline.makespan == pytest.approx(expected)
 
@@ -84,7 +91,7 @@ def test_1f1b(p: int, rounds: int, f: float, i: float, w: float, part: int) -> N
 def test_interleaved(p: int, rounds: int, v: int, f: float, i: float, w: float) -> None:
     """Where micro-batches fill the ranks and hops are free."""
     m, total = p * rounds, f + i + w
-    timeline = simulate(order_by("interleaved", p, m, v), Costs(f, i, w))
+    timeline = simulate(policy_schedule("interleaved", p, m, v), Costs(f, i, w))
     assert timeline.makespan == pytest.approx(m * total + (p - 1) * total / v)
 
 
@@ -103,7 +110,7 @@ def zero_bubble_sizes(draw: st.DrawFn, most_comm: float) -> tuple[int, int, Cost
 def test_zb_h1(sizes: tuple[int, int, Costs]) -> None:
     p, m, costs = sizes
     f, i, w, c = costs.F, costs.I, costs.W, costs.comm
-    timeline = simulate(order_by("zb-h1", p, m), costs)
+    timeline = simulate(policy_schedule("zb-h1", p, m), costs)
     assert timeline.makespan == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - w + 4 * c))
 
 
@@ -111,7 +118,7 @@ def test_zb_h1(sizes: tuple[int, int, Costs]) -> None:
 def test_zb_h2(sizes: tuple[int, int, Costs]) -> None:
     p, m, costs = sizes
     f, i, w, c = costs.F, costs.I, costs.W, costs.comm
-    timeline = simulate(order_by("zb-h2", p, m), costs)
+    timeline = simulate(policy_schedule("zb-h2", p, m), costs)
     assert timeline.span == pytest.approx(m * (f + i + w) + (p - 1) * (f + i - 2 * w + 2 * c))
 
 
@@ -119,7 +126,7 @@ def test_zb_h2(sizes: tuple[int, int, Costs]) -> None:
 def test_zb_h2_has_no_bubble_where_all_work_costs_the_same(p: int, more: int, f: float) -> None:
     assume(f > 0)
     m = 2 * p - 1 + more
-    timeline = simulate(order_by("zb-h2", p, m), Costs(f, f, f))
+    timeline = simulate(policy_schedule("zb-h2", p, m), Costs(f, f, f))
     assert timeline.makespan == pytest.approx(3 * m * f + (p - 1) * f)
     assert timeline.bubble_span == 0
 
@@ -143,7 +150,7 @@ def test_bubbles_of_the_zero_bubble_paper(
     ranks: int, microbatches: int, costs: Costs, bubbles: tuple[float, float, float]
 ) -> None:
     for policy, bubble in zip(("1f1b", "zb-h1", "zb-h2"), bubbles, strict=True):
-        timeline = simulate(order_by(policy, ranks, microbatches), costs)
+        timeline = simulate(policy_schedule(policy, ranks, microbatches), costs)
         assert round(timeline.bubble_span, 4) == bubble
 
 
@@ -161,7 +168,7 @@ def test_zb_v_is_as_short_as_published_or_shorter(ranks: int, costs: Costs, bubb
 
 
 def test_a_whole_timeline() -> None:
-    timeline = simulate(order_by("zb-h1", 2, 3), Costs(1, 2, 1, 0.5))
+    timeline = simulate(policy_schedule("zb-h1", 2, 3), Costs(1, 2, 1, 0.5))
     rows = [" ".join(f"{action}:{start:g}-{end:g}" for action, start, end in row) for row in timeline.events]
     assert rows == [
         "0F0:0-1 0F1:1-2 0I0:5-7 0W0:7-8 0F2:8-9 0I1:9-11 0W1:11-12 0I2:13-15 0W2:15-16",
@@ -173,7 +180,7 @@ def test_a_whole_timeline() -> None:
 
 def test_a_last_stage_of_twice_the_cost() -> None:
     stages = (1, 1, 1, 2)
-    timeline = simulate(order_by("1f1b", 4, 8), Costs(stages, stages, stages))
+    timeline = simulate(policy_schedule("1f1b", 4, 8), Costs(stages, stages, stages))
     assert (timeline.makespan, timeline.span, round(timeline.bubble, 6)) == (57.0, 57.0, 0.473684)
     assert timeline.idle_span == (33.0, 30.0, 27.0, 0.0)
     assert timeline.bubble_span == 9 / 57

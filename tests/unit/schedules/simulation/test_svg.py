@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait.schedules.action import Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.colours import MIDDLE, shade
 from plait.schedules.simulation.costs import Costs
@@ -42,7 +42,7 @@ def cells(svg: ElementTree.Element) -> list[tuple[float, float, float, str]]:
 @pytest.mark.parametrize("width", [300, 800])
 @pytest.mark.parametrize("costs", [Costs(), Costs(1, 2, 3, 0.25), Costs(1e-200, 1, 1), Costs(0, 0, 0)])
 def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> None:
-    found = cells(picture(simulate(order_by("1f1b", 3, 5), costs), width))
+    found = cells(picture(simulate(policy_schedule("1f1b", 3, 5), costs), width))
     assert len(found) == 3 * 5 * 2
     assert all(70 <= left <= right <= width - 12 for _, left, right, _ in found)
     for (row, _, right, _), (next_row, left, _, _) in pairwise(found):
@@ -50,7 +50,7 @@ def test_every_action_has_a_cell_and_none_overlap(costs: Costs, width: int) -> N
 
 
 def test_cells_say_what_and_when() -> None:
-    svg = picture(simulate(order_by("gpipe", 2, 2), Costs(1, 1, 0.5)))
+    svg = picture(simulate(policy_schedule("gpipe", 2, 2), Costs(1, 1, 0.5)))
     assert [tip for *_, tip in cells(svg)][:4] == [
         "0F0: 0 to 1",
         "0F1: 1 to 2",
@@ -60,7 +60,7 @@ def test_cells_say_what_and_when() -> None:
 
 
 def test_words_around_the_picture() -> None:
-    shown = texts(picture(simulate(order_by("1f1b", 2, 4))))
+    shown = texts(picture(simulate(policy_schedule("1f1b", 2, 4))))
     assert shown[0] == "1f1b: 2 ranks, 4 micro-batches"
     assert shown[1] == "makespan 15 · bubble 20.0% · peak activations per rank: 2 1"
     assert {"forward", "backward", "rank 0", "rank 1", "F0", "B3", "14"} <= set(shown)
@@ -68,7 +68,7 @@ def test_words_around_the_picture() -> None:
 
 
 def test_many_ranks_show_the_highest_peak_only() -> None:
-    shown = texts(picture(simulate(order_by("1f1b", 17, 20))))
+    shown = texts(picture(simulate(policy_schedule("1f1b", 17, 20))))
     assert shown[1].endswith("peak activations per rank: up to 17")
 
 
@@ -82,13 +82,13 @@ def test_many_ranks_show_the_highest_peak_only() -> None:
     ],
 )
 def test_cells_of_a_kind_hold_as_much_text_as_fits_all_of_them(width: int, written: list[str]) -> None:
-    timeline = simulate(order_by("gpipe", 1, 2), Costs(1, 8, 0))
+    timeline = simulate(policy_schedule("gpipe", 1, 2), Costs(1, 8, 0))
     shown = [text.text for text in picture(timeline, width).iter(f"{SVG}text") if text.get("class") == "cell"]
     assert shown == ["F", "B", *written]  # the legend comes first
 
 
 def test_a_split_backward_shows_its_kinds_and_chunks_their_stage() -> None:
-    svg = picture(simulate(order_by("v-min", 2, 2)), width=1200)
+    svg = picture(simulate(policy_schedule("v-min", 2, 2)), width=1200)
     shown = texts(svg)
     assert {"forward", "input gradient", "weight gradient", "F0", "I1", "W1", "stage", "0", "3"} <= set(shown)
     assert "backward" not in shown
@@ -104,7 +104,7 @@ def test_colours_differ_by_kind_and_grow_lighter() -> None:
 
 
 def test_other_rows_and_another_name() -> None:
-    timeline = simulate(order_by("gpipe", 2, 1))
+    timeline = simulate(policy_schedule("gpipe", 2, 1))
     rows = [("pp 0, dp 0", 0), ("pp 0, dp 1", 0), ("pp 1 & more", 1)]
     svg = ElementTree.fromstring(draw_svg(timeline, name="a mesh", rows=rows))
     shown = texts(svg)
@@ -114,13 +114,13 @@ def test_other_rows_and_another_name() -> None:
 
 
 def test_names_are_escaped() -> None:
-    made = order_by("gpipe", 1, 1)
+    made = policy_schedule("gpipe", 1, 1)
     named = Schedule("<a & b>", 1, made.rank_of, made.actions)
     assert texts(picture(simulate(named)))[0] == "<a & b>: 1 rank, 1 micro-batch"
 
 
 def test_is_self_contained() -> None:
-    document = draw_svg(simulate(order_by("1f1b", 2, 2)))
+    document = draw_svg(simulate(policy_schedule("1f1b", 2, 2)))
     assert "href" not in document
     assert "url(" not in document
     assert document.count("http") == 1  # the name space
@@ -130,7 +130,7 @@ def test_is_self_contained() -> None:
 @pytest.mark.parametrize("policy", ["1f1b", "zb-h1", "v-half"])
 @pytest.mark.parametrize("name", ["short", "1f1b: 2 ranks, 4 micro-batches; step 5 as it was, " * 3])
 def test_no_word_stands_in_another_or_beyond_the_picture(policy: str, name: str, width: int) -> None:
-    timeline = replace(simulate(order_by(policy, 4, 8)), unit="ms")
+    timeline = replace(simulate(policy_schedule(policy, 4, 8)), unit="ms")
     svg = ElementTree.fromstring(draw_svg(timeline, name=name, width=width))
     lines: dict[float, list[tuple[float, float]]] = defaultdict(list)
     for text in svg.iter(f"{SVG}text"):
@@ -149,7 +149,7 @@ def test_no_word_stands_in_another_or_beyond_the_picture(policy: str, name: str,
 
 def test_each_stage_of_a_rank_has_a_lane() -> None:
     """The rows of cells say which stage it is, so a cell needs no more than the number of its micro-batch."""
-    made = order_by("interleaved", 2, 4, chunks=4)
+    made = policy_schedule("interleaved", 2, 4, chunks=4)
     svg = picture(simulate(made), width=900)
     lanes = defaultdict(set)
     for y, _, _, tip in cells(svg):
@@ -160,7 +160,7 @@ def test_each_stage_of_a_rank_has_a_lane() -> None:
 
 
 def test_what_was_measured_says_in_which_unit() -> None:
-    simulated = simulate(order_by("1f1b", 2, 2))
+    simulated = simulate(policy_schedule("1f1b", 2, 2))
     measured = replace(simulated, unit="ms")
     assert {"makespan 9 ms · bubble 33.3% · peak activations per rank: 2 1", "ms"} <= set(
         texts(picture(measured))
@@ -172,7 +172,7 @@ def test_what_was_measured_says_in_which_unit() -> None:
 
 
 def test_too_many_actions_are_bands_of_what_ranks_spend_their_time_on() -> None:
-    timeline = simulate(order_by("zb-h1", 16, 256))
+    timeline = simulate(policy_schedule("zb-h1", 16, 256))
     document = draw_svg(timeline)
     assert len(document) < 150_000
     svg = ElementTree.fromstring(document)
@@ -194,6 +194,6 @@ def test_too_many_actions_are_bands_of_what_ranks_spend_their_time_on() -> None:
 
 
 def test_many_rows_of_bands_have_labels_now_and_then() -> None:
-    shown = texts(picture(simulate(order_by("1f1b", 80, 300))))
+    shown = texts(picture(simulate(policy_schedule("1f1b", 80, 300))))
     ranks = [text for text in shown if text.startswith("rank ")]
     assert ranks[:3] == ["rank 0", "rank 2", "rank 4"]

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from plait.schedules.action import Action
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.text import draw_text, round_times, title
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
-ONE_BY_ONE = simulate(order_by("1f1b", 2, 4))
+ONE_BY_ONE = simulate(policy_schedule("1f1b", 2, 4))
 
 
 def drawn(*lines: str) -> str:
@@ -78,7 +78,7 @@ def test_chunks_show_their_stage() -> None:
 
 
 def test_a_v_of_two_ranks() -> None:
-    assert draw_text(simulate(order_by("v-min", 2, 1)), width=80) == drawn(
+    assert draw_text(simulate(policy_schedule("v-min", 2, 1)), width=80) == drawn(
         "rank 0  0F0 ········3F0 3I0 3W0 ····0I0 0W0",
         "rank 1  ····1F0 2F0 ········2I0 1I0 2W0 1W0",
         "        0               2               4",
@@ -89,7 +89,7 @@ def test_a_v_of_two_ranks() -> None:
 @pytest.mark.parametrize("width", [1, 20, 33, 57, 100, 300])
 @pytest.mark.parametrize("costs", [Costs(), Costs(18.522, 18.086, 9.337, 0.601), Costs(1e-9, 3, 0)])
 def test_never_wider_than_asked(width: int, costs: Costs) -> None:
-    timeline = simulate(order_by("1f1b", 3, 12), costs)
+    timeline = simulate(policy_schedule("1f1b", 3, 12), costs)
     rows = draw_text(timeline, width=width).splitlines()[:3]
     assert {len(row) for row in rows} <= set(range(16, max(width, 18) + 1))
     assert all("B" in row for row in rows)
@@ -105,7 +105,7 @@ def test_colour_adds_nothing_but_colour() -> None:
 
 
 def test_nothing_takes_no_time() -> None:
-    timeline = simulate(order_by("gpipe", 1, 1), Costs(0, 0, 0))
+    timeline = simulate(policy_schedule("gpipe", 1, 1), Costs(0, 0, 0))
     assert draw_text(timeline).splitlines()[:2] == ["rank 0", "        0"]
 
 
@@ -125,5 +125,5 @@ def test_axes_have_round_numbers(makespan: float, at_most: int, times: list[floa
 
 
 def test_titles_count() -> None:
-    assert title(order_by("1f1b", 1, 1)) == "1f1b: 1 rank, 1 micro-batch"
-    assert title(order_by("gpipe", 4, 8)) == "gpipe: 4 ranks, 8 micro-batches"
+    assert title(policy_schedule("1f1b", 1, 1)) == "1f1b: 1 rank, 1 micro-batch"
+    assert title(policy_schedule("gpipe", 4, 8)) == "gpipe: 4 ranks, 8 micro-batches"

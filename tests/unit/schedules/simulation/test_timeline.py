@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
-from plait.schedules.policies import POLICIES, order_by
+from plait.schedules.policies import POLICIES, policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
@@ -83,14 +83,14 @@ def test_each_measure_by_hand() -> None:
 def test_few_microbatches_and_ranks(
     ranks: int, microbatches: int, makespan: float, bubble: float, peak: tuple[float, ...]
 ) -> None:
-    timeline = simulate(order_by("1f1b", ranks, microbatches))
+    timeline = simulate(policy_schedule("1f1b", ranks, microbatches))
     assert (timeline.makespan, timeline.span, timeline.peak) == (makespan, makespan, peak)
     assert (timeline.bubble, timeline.bubble_span) == (bubble, bubble)
     assert timeline.idle == (makespan - 3 * microbatches,) * ranks
 
 
 def test_a_span_may_be_shorter_than_the_makespan() -> None:
-    timeline = simulate(order_by("zb-h2", 4, 8))
+    timeline = simulate(policy_schedule("zb-h2", 4, 8))
     assert (timeline.makespan, timeline.span) == (27, 24)
     assert (timeline.bubble, timeline.bubble_span) == (1 / 9, 0)
     assert timeline.idle == (3,) * 4
@@ -128,7 +128,7 @@ def test_a_hop_blocks_neither_rank() -> None:
 def test_measures_fit_together(
     policy: str, ranks: int, microbatches: int, f: float, i: float, w: float, comm: float
 ) -> None:
-    timeline = simulate(order_by(policy, ranks, microbatches), Costs(f, i, w, comm))
+    timeline = simulate(policy_schedule(policy, ranks, microbatches), Costs(f, i, w, comm))
     work = microbatches * (f + i + w)
     assert work <= timeline.span * (1 + 1e-9)
     assert timeline.span <= timeline.makespan
@@ -152,17 +152,17 @@ def test_measures_fit_together(
     ],
 )
 def test_a_peak_is_what_the_costs_say_is_held(policy: str, costs: Costs, peak: tuple[float, ...]) -> None:
-    assert simulate(order_by(policy, 3, 6), costs).peak == peak
+    assert simulate(policy_schedule(policy, 3, 6), costs).peak == peak
 
 
 def test_decimal_costs_add_up_exactly() -> None:
-    timeline = simulate(order_by("1f1b", 1, 10), Costs(0.1, 0, 0))
+    timeline = simulate(policy_schedule("1f1b", 1, 10), Costs(0.1, 0, 0))
     assert timeline.makespan == 1.0
     assert [end for _, _, end in timeline.events[0][::2]][:3] == [0.1, 0.2, 0.3]
 
 
 def test_no_cost_is_no_bubble() -> None:
-    timeline = simulate(order_by("gpipe", 2, 2), Costs(0, 0, 0))
+    timeline = simulate(policy_schedule("gpipe", 2, 2), Costs(0, 0, 0))
     assert (timeline.makespan, timeline.bubble, timeline.bubble_span) == (0.0, 0.0, 0.0)
 
 
@@ -172,10 +172,10 @@ def test_no_cost_is_no_bubble() -> None:
         (
             ("0F0 0B0 0F1 0B1", "1F1 1B1 1F0 1B0"),
             2,
-            "rank 0 waits at 0B0 for 1I0, which never comes, as 1 more wait; ",
+            "rank 0 waits at 0B0 for 1I0, which never runs, and 1 more wait; ",
         ),
-        (("0F0 0W0 0I0", "1F0 1I0 1W0"), 1, "rank 0 waits at 0W0 for 0I0, which never comes; "),
-        (("0B0 0F0", "1F0 1B0"), 1, "rank 0 waits at 0B0 for 0F0, which never comes, as 1 more wait; "),
+        (("0F0 0W0 0I0", "1F0 1I0 1W0"), 1, "rank 0 waits at 0W0 for 0I0, which never runs; "),
+        (("0B0 0F0", "1F0 1B0"), 1, "rank 0 waits at 0B0 for 0F0, which never runs, and 1 more wait; "),
     ],
 )
 def test_says_where_it_is_stuck(rows: tuple[str, str], microbatches: int, message: str) -> None:
@@ -185,5 +185,5 @@ def test_says_where_it_is_stuck(rows: tuple[str, str], microbatches: int, messag
 
 def test_a_stage_that_is_not_there_is_refused() -> None:
     made = written("0F0 7F0", rank_of=(0,), microbatches=1)
-    with pytest.raises(ScheduleError, match=r"rank 0 does 7F0, but rank_of names stages 0 to 0 only"):
+    with pytest.raises(ScheduleError, match=r"rank 0 runs 7F0, but rank_of names stages 0 to 0 only"):
         simulate(made)

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import order_by
+from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
@@ -42,7 +42,7 @@ def running(actions: Iterable[dict[str, Any]], arrow: dict[str, Any]) -> list[st
 
 
 def test_an_action_of_one_unit_takes_a_millisecond() -> None:
-    timeline = simulate(order_by("1f1b", 2, 1), Costs(1, 1, 0.5))
+    timeline = simulate(policy_schedule("1f1b", 2, 1), Costs(1, 1, 0.5))
     assert events(timeline, "X") == [
         {
             "ph": "X",
@@ -68,14 +68,14 @@ def test_an_action_of_one_unit_takes_a_millisecond() -> None:
 
 
 def test_times_are_rounded_to_a_nanosecond() -> None:
-    actions = events(simulate(order_by("gpipe", 1, 2), Costs(2 / 3, 0, 0)), "X")
+    actions = events(simulate(policy_schedule("gpipe", 1, 2), Costs(2 / 3, 0, 0)), "X")
     assert [(action["ts"], action["dur"]) for action in actions[:2]] == [(0, 666.667), (666.667, 666.666)]
 
 
 def test_the_pipeline_is_a_process_and_each_rank_a_thread_in_order() -> None:
     named = [
         (event["name"], event["tid"], event["args"])
-        for event in events(simulate(order_by("gpipe", 2, 3)), "M")
+        for event in events(simulate(policy_schedule("gpipe", 2, 3)), "M")
     ]
     assert named == [
         ("process_name", 100, {"name": "gpipe: 2 ranks, 3 micro-batches"}),
@@ -89,7 +89,7 @@ def test_the_pipeline_is_a_process_and_each_rank_a_thread_in_order() -> None:
 @pytest.mark.parametrize("costs", COSTS)
 @pytest.mark.parametrize("policy", ["gpipe", "1f1b", "interleaved", "zb-h1"])
 def test_each_arrow_touches_its_two_actions_and_no_other(policy: str, costs: Costs) -> None:
-    made = order_by(policy, 3, 6)
+    made = policy_schedule(policy, 3, 6)
     timeline = simulate(made, costs)
     actions = events(timeline, "X")
     ends = {event["id"]: event for event in events(timeline, "f")}
@@ -110,7 +110,7 @@ def test_each_arrow_touches_its_two_actions_and_no_other(policy: str, costs: Cos
         and source.microbatch == taker.microbatch
         and made.rank_of[source.stage] != made.rank_of[taker.stage]
         and (source.kind is Kind.F) == (taker.kind is Kind.F)
-        and taker.source(made.stages) == source.stage
+        and taker.source_stage(made.stages) == source.stage
     }
 
 
@@ -127,14 +127,14 @@ def test_a_stage_behind_on_the_same_rank_needs_no_arrow() -> None:
 
 
 def test_actions_too_short_for_an_arrow_have_none() -> None:
-    timeline = simulate(order_by("1f1b", 2, 2), Costs(0, 1, 1))
+    timeline = simulate(policy_schedule("1f1b", 2, 2), Costs(0, 1, 1))
     assert [event["tid"] for event in events(timeline, "s")] == [101, 101]
-    assert events(simulate(order_by("1f1b", 2, 2), Costs(0, 0, 0)), "s") == []
+    assert events(simulate(policy_schedule("1f1b", 2, 2), Costs(0, 0, 0)), "s") == []
 
 
 @given(st.integers(1, 3), st.integers(1, 4), st.lists(st.floats(1e-6, 10), min_size=4, max_size=4))
 def test_rounded_actions_of_a_rank_never_overlap(ranks: int, microbatches: int, times: list[float]) -> None:
-    actions = events(simulate(order_by("zb-h1", ranks, microbatches), Costs(*times)), "X")
+    actions = events(simulate(policy_schedule("zb-h1", ranks, microbatches), Costs(*times)), "X")
     assert len(actions) == 3 * ranks * microbatches
     for before, after in pairwise(actions):
         assert before["dur"] >= 0
@@ -143,7 +143,7 @@ def test_rounded_actions_of_a_rank_never_overlap(ranks: int, microbatches: int, 
 
 
 def test_counters_follow_the_memory() -> None:
-    counted = events(simulate(order_by("1f1b", 2, 2)), "C")
+    counted = events(simulate(policy_schedule("1f1b", 2, 2)), "C")
     assert [(event["name"], event["ts"], event["args"]["micro-batches"]) for event in counted] == [
         ("held by rank 0", 0, 1),
         ("held by rank 0", 1000, 2),
@@ -155,12 +155,14 @@ def test_counters_follow_the_memory() -> None:
 
 
 def test_names_of_counters_sort_as_the_ranks_do() -> None:
-    names = list(dict.fromkeys(event["name"] for event in events(simulate(order_by("gpipe", 11, 1)), "C")))
+    names = list(
+        dict.fromkeys(event["name"] for event in events(simulate(policy_schedule("gpipe", 11, 1)), "C"))
+    )
     assert names[1:3] == ["held by rank 01", "held by rank 02"]
     assert names == sorted(names)
 
 
 def test_names_are_escaped() -> None:
-    made = order_by("gpipe", 1, 1)
+    made = policy_schedule("gpipe", 1, 1)
     named = Schedule('"\\\n<é>', 1, made.rank_of, made.actions)
     assert events(simulate(named), "M")[0]["args"] == {"name": '"\\\n<é>: 1 rank, 1 micro-batch'}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.stage_cuts import LayerCosts
+from plait.schedules.stage_cuts.layer_costs import LayerCosts
 
 
 def test_a_third_of_each_where_nothing_was_measured() -> None:

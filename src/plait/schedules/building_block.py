@@ -1,0 +1,164 @@
+"""Building blocks: when each stage works on micro-batch 0; every other does the same a period later.
+
+    rank 0  F0 F1 I1 I0 W1 W0    two ranks, placement v, period 6: one period in the steady state
+    rank 1  W0 F0 F1 I1 I0 W1    (digits are chunks)
+
+A building block says how a pipeline runs between filling and draining, and how much memory it takes then. Its
+actions are placed along the path of one micro-batch, forward and back, each at the earliest time at which its
+rank is free in every period. Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3; in
+compilers this is modulo scheduling (Rau 1994).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import product
+from typing import NamedTuple
+
+from plait.schedules.action import Action, Kind
+
+KINDS = (Kind.F, Kind.I, Kind.W)
+PerStage = Sequence[int]
+
+
+class Lengths(NamedTuple):
+    """A number of cells for the forward, the input gradient and the weight gradient of each stage."""
+
+    F: PerStage
+    I: PerStage  # noqa: E741 (the field's letter)
+    W: PerStage
+
+
+class Delays(NamedTuple):
+    """Delays of the micro-batch on its path, in cells."""
+
+    forward: Sequence[int]
+    """Per chunk: before each forward but that of the chunk's first stage."""
+    backward: Sequence[int]
+    """Per chunk: before each input gradient but that of the chunk's last stage."""
+    turns: Sequence[int]
+    """Before each change of chunk in the forwards; at the last stage; and in the input gradients."""
+
+
+@dataclass(frozen=True)
+class BuildingBlock:
+    """Start of each action of micro-batch 0, on ranks that repeat every `period` cells."""
+
+    rank_of: tuple[int, ...]
+    lengths: Lengths
+    period: int
+    starts: Lengths
+
+    @property
+    def latency(self) -> int:
+        """Cells from the start of a micro-batch's first forward to the end of its last input gradient."""
+        return self.starts.I[0] + self.lengths.I[0]
+
+    def peak(self, until_input: PerStage, until_weight: PerStage) -> int:
+        """Return the peak memory of a rank in the steady state.
+
+        A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
+        there to its weight gradient `until_weight[s]`.
+        """
+        return max(self._peak_of(rank, until_input, until_weight) for rank in range(max(self.rank_of) + 1))
+
+    def _peak_of(self, rank: int, until_input: PerStage, until_weight: PerStage) -> int:
+        constant = 0
+        changes = [0] * self.period
+        for stage in self._stages_of(rank):
+            begin = self.starts.F[stage]
+            middle = self.starts.I[stage] + self.lengths.I[stage]
+            end = self.starts.W[stage] + self.lengths.W[stage]
+            for first, last, amount in ((begin, middle, until_input), (middle, end, until_weight)):
+                whole, rest = divmod(last - first, self.period)
+                constant += whole * amount[stage]
+                if rest:
+                    constant += amount[stage] * (first % self.period + rest >= self.period)
+                    changes[first % self.period] += amount[stage]
+                    changes[last % self.period] -= amount[stage]
+        use = most = constant
+        for change in changes:
+            use += change
+            most = max(most, use)
+        return most
+
+    def orders(self, microbatches: int) -> list[list[Action]]:
+        """Return the actions of each rank for `microbatches` micro-batches, in the order of their starts."""
+        return [
+            [action for _, action in sorted(self._timed(rank, microbatches))]
+            for rank in range(max(self.rank_of) + 1)
+        ]
+
+    def _timed(self, rank: int, microbatches: int) -> Iterator[tuple[int, Action]]:
+        for stage in self._stages_of(rank):
+            for kind, starts in zip(KINDS, self.starts, strict=True):
+                for microbatch in range(microbatches):
+                    yield starts[stage] + microbatch * self.period, Action(stage, kind, microbatch)
+
+    def _stages_of(self, rank: int) -> list[int]:
+        return [stage for stage, owner in enumerate(self.rank_of) if owner == rank]
+
+
+def build_block(
+    rank_of: Sequence[int], lengths: Lengths, period: int, delays: Delays
+) -> BuildingBlock | None:
+    """Return the building block with these delays, or None where the period is too short for it."""
+    stages, ranks = len(rank_of), max(rank_of) + 1
+    cells = _PeriodCells(period, [0] * ranks)
+    turns = iter(delays.turns)
+    forwards, inputs, weights = [0] * stages, [0] * stages, [0] * stages
+    ready = 0
+    for stage, rank in enumerate(rank_of):
+        if stage:
+            ready += delays.forward[stage // ranks] if stage % ranks else next(turns)
+        forwards[stage] = cells.place(rank, ready, lengths.F[stage])
+        ready = forwards[stage] + lengths.F[stage]
+    ready += next(turns)
+    for stage in range(stages)[::-1]:
+        rank = rank_of[stage]
+        if stage + 1 < stages:
+            ready += delays.backward[stage // ranks] if (stage + 1) % ranks else next(turns)
+        inputs[stage] = cells.place(rank, ready, lengths.I[stage])
+        ready = inputs[stage] + lengths.I[stage]
+    for stage in range(stages)[::-1]:
+        after = inputs[stage] + lengths.I[stage]
+        weights[stage] = cells.place(rank_of[stage], after, lengths.W[stage])
+    starts = Lengths(forwards, inputs, weights)
+    return None if cells.full else BuildingBlock(tuple(rank_of), lengths, period, starts)
+
+
+def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
+    """Return the building block of two chunks in a v with unit lengths and `pause` that takes least memory.
+
+    `pause` is the delay before the forwards of the second chunk and the input gradients of the first: the
+    larger it is, the longer a micro-batch of either chunk stays on a rank, the same on all ranks.
+    """
+    ones = (1,) * len(rank_of)
+    turns = product(range(3), repeat=3)
+    found = (
+        build_block(rank_of, Lengths(ones, ones, ones), 6, Delays((0, pause), (pause, 0), turn))
+        for turn in turns
+    )
+    return min(filter(None, found), key=lambda block: (block.peak(ones, ones), block.latency))
+
+
+class _PeriodCells:
+    """The cells that are taken in one period of each rank, as the bits of a number."""
+
+    def __init__(self, period: int, taken: list[int]) -> None:
+        self.period = period
+        self.taken = taken
+        self.full = False
+
+    def place(self, rank: int, ready: int, length: int) -> int:
+        """Take `length` consecutive cells at the first time from `ready` on at which they are free."""
+        period, everything = self.period, (1 << self.period) - 1
+        for start in range(ready, ready + period):
+            cells = ((1 << length) - 1) << start % period
+            cells = (cells | cells >> period) & everything
+            if not self.taken[rank] & cells:
+                self.taken[rank] |= cells
+                return start
+        self.full = True
+        return ready

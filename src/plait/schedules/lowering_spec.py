@@ -1,0 +1,70 @@
+"""What lowering needs to know of a model and a plan beside the schedule."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from plait.plan import Plan
+
+
+class LayerIndex(NamedTuple):
+    """A layer of the model, by its stage and its index within the stage."""
+
+    stage: int
+    layer: int
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """Which instructions about parameters and gradients of units a program has.
+
+    `gathers`: whether parameters are gathered, once per step or before each use, with a release after it.
+    `scatters`: whether gradients are reduce-scattered over `shard`, after the last micro-batch or after each.
+    `allocates`: whether a unit's whole gradient is allocated only while it is accumulated.
+    """
+
+    gathers: Literal["never", "once", "each use"] = "never"
+    scatters: Literal["never", "last", "each"] = "never"
+    allocates: bool = False
+
+
+WHOLE = Sharding()
+"""Every rank of `dp` keeps all parameters and all gradients."""
+
+
+def sharding_of(plan: Plan) -> Sharding:
+    """Return the sharding that the plan's strategy asks for.
+
+    A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
+    """
+    if not plan.shards:
+        return Sharding(gathers="once") if plan.has_master else WHOLE
+    allocates = plan.strategy in ("gradients", "full")
+    return Sharding(
+        gathers="each use" if plan.strategy == "full" else "once",
+        scatters=plan.reduce if allocates else "last",
+        allocates=allocates,
+    )
+
+
+@dataclass(frozen=True)
+class LoweringSpec:
+    """Layers, units and sharding of a model that is cut into stages."""
+
+    layers: tuple[int, ...]
+    """Number of layers per stage."""
+    units: Mapping[str, tuple[LayerIndex, ...]]
+    """The layers that use each unit and add to its gradient."""
+    overlap: bool | None = None
+    """Whether a full backward runs `I` and `W` layer by layer. None: where no rank waits for its result."""
+    sharding: Sharding = WHOLE
+
+    def units_of_layers(self) -> dict[LayerIndex, tuple[str, ...]]:
+        """Return the units that each layer uses."""
+        found: dict[LayerIndex, tuple[str, ...]] = {}
+        for unit, layers in self.units.items():
+            for layer in layers:
+                found[layer] = (*found.get(layer, ()), unit)
+        return found

@@ -1,0 +1,68 @@
+"""Activation memory of a rank: each micro-batch counts from its forward to its weight gradient."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import inf
+from numbers import Real
+from typing import NamedTuple
+
+from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
+from plait.schedules.schedule import Schedule
+
+UNLIMITED = 1 << 4096
+"""More units than any schedule needs."""
+TOLERANCE = Fraction(1, 10**9)
+"""Relative amount by which a limit may be exceeded: the rounding of floats, no more."""
+
+
+class MemoryCosts(NamedTuple):
+    """Memory of one micro-batch on each stage, in whole multiples of `unit`; 1 is a rank's whole share."""
+
+    unit: Fraction
+    until_input: tuple[int, ...]
+    """From the start of the forward to the end of the input gradient."""
+    until_weight: tuple[int, ...]
+    """From the end of the input gradient to the end of the weight gradient."""
+
+
+def even_memory_costs(schedule: Schedule) -> MemoryCosts:
+    """Return the default: `1 / chunks` for each stage, from the forward to the weight gradient."""
+    ones = (1,) * schedule.stages
+    return MemoryCosts(Fraction(schedule.ranks, schedule.stages), ones, ones)
+
+
+def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
+    """Yield for each action of a rank its peak memory and the memory after it, in units."""
+    use = 0
+    for stage, kind, _ in actions:
+        if kind is Kind.F:
+            use += costs.until_input[stage]
+            yield use, use
+            continue
+        before = use
+        if kind is not Kind.W:
+            use += costs.until_weight[stage] - costs.until_input[stage]
+        most = max(before, use)
+        if kind is not Kind.I:
+            use -= costs.until_weight[stage]
+        yield most, use
+
+
+def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
+    """Return the peak memory of each rank, where 1 is its whole share of one micro-batch."""
+    costs = costs or even_memory_costs(schedule)
+    return tuple(
+        costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)
+        for actions in schedule.actions
+    )
+
+
+def limit_in_units(limit: float, unit: Fraction) -> int:
+    """Return how many whole units fit into `limit`. Raises ScheduleError where it is negative or NaN."""
+    number = isinstance(limit, Real) and not isinstance(limit, bool)
+    if not number or limit != limit or limit < 0:
+        raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")
+    return UNLIMITED if limit == inf else int(Fraction(str(limit)) * (1 + TOLERANCE) / unit)

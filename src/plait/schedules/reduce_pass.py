@@ -1,0 +1,116 @@
+"""Lowering pass that inserts the reductions of gradients, right after the last weight gradient of a unit.
+
+    whole gradients    … Run(W) Reduce …
+    sharded            … Allocate(1) Run(W) Scatter(1) AwaitScatter(2) Reduce(2)  Allocate(0) Run(W) …
+
+A scatter sums over `shard` and leaves each rank its shard; a reduction sums what is then left to sum, over
+`replicate` and over other ranks with the same parameter. A scatter overlaps with the next layer, so at most
+two layers' whole gradients exist at once, and those of units that several stages of the rank use. The latter
+are reduced after the last micro-batch in any case, because the order in which their gradients accumulate
+depends on the schedule. Tied units, which several ranks of the `pp` axis use, are reduced at the end, in one
+order on all ranks, so that no two ranks wait for each other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
+
+from plait.schedules.action import Kind
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.program import (
+    AllocateGradient,
+    AwaitScatter,
+    Instruction,
+    Program,
+    ReduceGradient,
+    RunLayer,
+    ScatterGradient,
+)
+
+
+def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str]) -> Program:
+    """Return the training program `program` with the reduction of every unit that its layers use.
+
+    `tied` are the units of this rank that other ranks of the `pp` axis use too.
+    """
+    units = spec.units_of_layers()
+    ends = _ends(program, units, each=spec.sharding.scatters == "each")
+    builder = _ReductionBuilder(spec.sharding, tied)
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, RunLayer) and _accumulates(instruction.action.kind, spec.sharding):
+            builder.allocate(units.get(LayerIndex(instruction.action.stage, instruction.layer), ()))
+        builder.program.append(instruction)
+        for unit, final in ends.get(position, ()):
+            builder.end(unit, final=final)
+    builder.await_scatters()
+    builder.program += (ReduceGradient(unit) for unit in tied)
+    return tuple(builder.program)
+
+
+@dataclass
+class _ReductionBuilder:
+    sharding: Sharding
+    tied: Collection[str]
+    program: list[Instruction] = field(default_factory=list)
+    allocated: set[str] = field(default_factory=set)
+    in_flight: dict[str, bool] = field(default_factory=dict)
+    """The units whose scatter has started, and whether it is the step's last."""
+
+    def allocate(self, units: Collection[str]) -> None:
+        """Allocate the gradients of `units` where they are not, before an instruction that adds to them."""
+        if not self.sharding.allocates:
+            return
+        for unit in units:
+            if unit not in self.allocated:
+                if unit in self.in_flight:
+                    self.await_scatters()
+                self.program.append(AllocateGradient(unit))
+                self.allocated.add(unit)
+
+    def end(self, unit: str, *, final: bool) -> None:
+        """Reduce a unit's gradient, complete for one micro-batch or (`final`) for the step."""
+        if self.sharding.scatters == "never":
+            if unit not in self.tied:
+                self.program.append(ReduceGradient(unit))
+            return
+        self.program.append(ScatterGradient(unit))
+        self.allocated.discard(unit)
+        self.await_scatters()
+        self.in_flight = {unit: final}
+
+    def await_scatters(self) -> None:
+        """Wait for the scatters in flight, and reduce what is final."""
+        for unit, final in self.in_flight.items():
+            self.program.append(AwaitScatter(unit))
+            if final and unit not in self.tied:
+                self.program.append(ReduceGradient(unit))
+        self.in_flight = {}
+
+
+def _accumulates(kind: Kind, sharding: Sharding) -> bool:
+    """Whether an action of this kind adds to gradients; `I` adds what it need not leave to `W`.
+
+    Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
+    """
+    return kind in (Kind.W, Kind.B) or (kind is Kind.I and sharding.scatters != "each")
+
+
+def _ends(
+    program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
+) -> dict[int, list[tuple[str, bool]]]:
+    """Return by position the units whose gradient is then complete, for a micro-batch or (True) the step."""
+    last: dict[str, dict[int, int]] = defaultdict(dict)
+    stages: dict[str, set[int]] = defaultdict(set)
+    for position, instruction in enumerate(program):
+        if isinstance(instruction, RunLayer) and instruction.action.kind in (Kind.W, Kind.B):
+            for unit in units.get(LayerIndex(instruction.action.stage, instruction.layer), ()):
+                last[unit][instruction.action.microbatch] = position
+                stages[unit].add(instruction.action.stage)
+    ends: dict[int, list[tuple[str, bool]]] = defaultdict(list)
+    for unit, positions in last.items():
+        final = max(positions.values())
+        for position in sorted(set(positions.values())) if each and len(stages[unit]) == 1 else [final]:
+            ends[position].append((unit, position == final))
+    return ends

@@ -1,0 +1,78 @@
+"""`plait.schedule`: a schedule by the name of its policy, or the shortest that fits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import get_args
+
+from plait.errors import ScheduleError
+from plait.schedules.check import check
+from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule, require_positive
+from plait.schedules.schedule import Schedule
+from plait.schedules.search.auto import Measure, chunk_counts, find
+from plait.schedules.search.block_policies import settled_pattern
+from plait.schedules.simulation.costs import Costs
+
+AUTO = "auto"
+POLICY_NAMES = (*POLICIES, AUTO)
+
+
+def schedule(
+    policy: str,
+    *,
+    ranks: int,
+    microbatches: int,
+    chunks: int | None = None,
+    costs: Costs | None = None,
+    limit: float | None = None,
+    measure: Measure = "makespan",
+    rank_of: Sequence[int] | None = None,
+) -> Schedule:
+    """The schedule that `policy` makes for a pipeline of `ranks` ranks.
+
+    `gpipe`, `1f1b`, `interleaved`, `zb-h1` and `zb-h2` are orders, the same for any costs (see
+    `plait.schedules.policies` for their sources). `zb-v`, `v-half` and `v-min` are patterns, settled for
+    `costs` to the shortest span that their memory allows. `auto` is the shortest `measure` that is found for
+    `costs` within `limit`, by default the memory of 1f1b: `ranks`.
+
+    `chunks`: stages on each rank; by default 1, for `interleaved` and the patterns 2; for `auto` the best of
+    1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a hop. `limit`: the most that a rank may
+    hold, in units of one rank's micro-batch; by default any, but for `auto`. ScheduleError for an unknown
+    policy, counts below one, chunks that the policy cannot have, and a limit that it does not keep.
+
+    `rank_of`: of `auto`, where each stage has to live; by default where that is best.
+    """
+    require_policy(policy)
+    if measure not in get_args(Measure):
+        raise ScheduleError(f"measure is {measure!r}: choose one of {', '.join(get_args(Measure))}.")
+    require_positive(ranks=ranks, microbatches=microbatches, **({} if chunks is None else {"chunks": chunks}))
+    costs = Costs() if costs is None else costs
+    if not isinstance(costs, Costs):
+        raise ScheduleError(f"costs is {costs!r}: give plait.Costs(F=…, I=…, W=…, comm=…), or None.")
+    if policy == AUTO:
+        if rank_of is not None:
+            chunks = len(rank_of) // ranks
+        counts = chunk_counts(ranks) if chunks is None else (chunks,)
+        return find(ranks, microbatches, costs, ranks if limit is None else limit, counts, measure, rank_of)
+    made = policy_schedule(policy, ranks, microbatches, chunks)
+    kind = POLICIES[policy]
+    if isinstance(kind, BlockPolicy):
+        made = settled_pattern(made, kind, costs)
+    if limit is not None:
+        check(made, limit, costs.memory(made.ranks, made.stages))
+    return made
+
+
+def default_chunks(policy: str, *, ranks: int, stages: int) -> int:
+    """Stages on each rank where nobody says: the policy's own; of `auto`, as many as make `stages`."""
+    require_policy(policy)
+    return max(1, stages // ranks) if policy == AUTO else POLICIES[policy].chunks
+
+
+def require_policy(policy: str) -> None:
+    """ScheduleError for a name that is no policy, with the nearest that is."""
+    if policy not in POLICY_NAMES:
+        near = get_close_matches(str(policy).lower(), POLICY_NAMES, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(POLICY_NAMES)}."
+        raise ScheduleError(f"there is no schedule policy {policy!r}: {hint}")

@@ -1,0 +1,63 @@
+"""The checked programs of the steps that an engine runs: train, evaluate and output. Lowered on first use."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+
+from plait.schedules.check import check
+from plait.schedules.check_programs import check_programs
+from plait.schedules.lower import Ending, lower
+from plait.schedules.lowering_spec import LoweringSpec
+from plait.schedules.policies import forward_only
+from plait.schedules.program import Program
+from plait.schedules.schedule import Schedule
+
+
+@dataclass(frozen=True)
+class StepPrograms:
+    """Programs of one rank of the `pp` axis, for a schedule and a model."""
+
+    schedule: Schedule
+    spec: LoweringSpec
+    rank: int
+
+    @cached_property
+    def train(self) -> Program:
+        """Forward and backward of every micro-batch. Raises ScheduleError where a rule is broken."""
+        check(self.schedule)
+        return self._lower(self.schedule, "loss")
+
+    @cached_property
+    def evaluate(self) -> Program:
+        """The loss of every micro-batch."""
+        return self._lower_forward(self.schedule.microbatches, "loss")
+
+    @cached_property
+    def output(self) -> Program:
+        """The model's output for every micro-batch."""
+        return self._lower_forward(self.schedule.microbatches, "output")
+
+    @cached_property
+    def output_of_one(self) -> Program:
+        """The model's output for a single micro-batch."""
+        return self._lower_forward(1, "output")
+
+    @property
+    def last_rank(self) -> int:
+        """The rank of the `pp` axis with the last stage."""
+        return self.schedule.rank_of[-1]
+
+    @property
+    def first_rank(self) -> int:
+        """The rank of the `pp` axis with the first stage."""
+        return self.schedule.rank_of[0]
+
+    def _lower_forward(self, microbatches: int, ending: Ending) -> Program:
+        made = forward_only(self.schedule.rank_of, ranks=self.schedule.ranks, microbatches=microbatches)
+        return self._lower(made, ending)
+
+    def _lower(self, schedule: Schedule, ending: Ending) -> Program:
+        programs = lower(schedule, self.spec, ending)
+        check_programs(programs)
+        return programs[self.rank]

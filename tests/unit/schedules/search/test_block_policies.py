@@ -1,0 +1,74 @@
+"""What is left out for speed does not change a settled pattern: against all habits, each to the end."""
+
+from __future__ import annotations
+
+from itertools import islice
+from random import Random
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from search_cases import LINEAR, problem_of
+
+from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule
+from plait.schedules.search import block_policies as patterns
+from plait.schedules.search.block_policies import settled_pattern
+from plait.schedules.search.initial_orders import initial_orders, orders_from
+from plait.schedules.search.list_scheduling import Habit, Settled, settle
+from plait.schedules.search.local_search import HABITS
+from plait.schedules.search.problem import Problem
+from plait.schedules.simulation.costs import Costs
+
+COSTS = (Costs(), Costs(comm=0.5), Costs(1, 1.3, 0.7, comm=0.1), Costs(W=0))
+
+
+@given(
+    ranks=st.integers(2, 4),
+    microbatches=st.integers(2, 6),
+    times=st.tuples(*(st.integers(1, 3) for _ in range(3)), st.integers(0, 2)),
+    number=st.integers(0, 40),
+)
+def test_a_habit_that_is_left_out_settles_as_one_that_is_tried(
+    ranks: int, microbatches: int, times: tuple[int, int, int, int], number: int
+) -> None:
+    problem = problem_of(LINEAR, ranks, microbatches, Costs(*times), limit=ranks)
+    orders = orders_from(problem, next(islice(initial_orders(problem, Random(0)), number, None)))
+    tried = {outcome(problem, orders, habit) for habit in patterns._different(HABITS, problem)}
+    assert {outcome(problem, orders, habit) for habit in HABITS} == tried
+
+
+def outcome(problem: Problem, orders: list[list[int]], habit: Habit) -> str:
+    """An order settled from the front and then from the back, as text."""
+    ahead = settle(problem.ahead, orders, problem.limit, habit)
+    return repr((ahead, settle(problem.mirrored, ahead.reversed(), problem.limit, habit)))
+
+
+@pytest.mark.parametrize("costs", COSTS)
+@pytest.mark.parametrize("name", ["zb-v", "v-half", "v-min"])
+def test_a_pattern_settles_as_with_every_habit_and_no_bound(
+    name: str, costs: Costs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pattern, policy = policy_schedule(name, 4, 12), POLICIES[name]
+    assert isinstance(policy, BlockPolicy)
+    made = settled_pattern(pattern, policy, costs)
+    monkeypatch.setattr(patterns, "_different", lambda habits, problem: habits)
+    monkeypatch.setattr(patterns, "lower_bound", lambda problem: -1)
+    assert settled_pattern(pattern, policy, costs) == made
+
+
+def test_what_needs_no_try_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
+    settled: list[Settled] = []
+
+    def counted(*arguments: object) -> Settled:
+        settled.append(settle(*arguments))  # type: ignore[arg-type]
+        return settled[-1]
+
+    monkeypatch.setattr(patterns, "settle", counted)
+    policy = POLICIES["zb-v"]
+    assert isinstance(policy, BlockPolicy)
+    settled_pattern(policy_schedule("zb-v", 4, 12), policy, Costs())
+    assert len(settled) == 1, "the first habit reaches the bound"
+    assert len(list(patterns._different(HABITS, problem_of(LINEAR, 4, 12)))) == 2, (
+        "unit costs: every gap is filled"
+    )
+    assert len(list(patterns._different(HABITS, problem_of(LINEAR, 4, 12, Costs(W=5))))) == len(HABITS)

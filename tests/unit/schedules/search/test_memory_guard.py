@@ -1,0 +1,164 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from functools import cache
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from search_cases import LINEAR, LOOP, V, problem_of, problems
+
+from plait.schedules.search.memory_guard import MemoryGuard, least_memory
+from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.simulation.costs import Costs
+
+ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microbatches in (2, 3))
+
+
+def in_turn(problem: Problem, room: MemoryGuard) -> list[int]:
+    """Of each lane what comes next, if everything that it needs is done."""
+    view, count = problem.ahead, problem.microbatches
+    due = [lane * count + number for lane, number in enumerate(room.done) if number < count]
+
+    def is_done(operation: int) -> bool:
+        return operation < 0 or operation % count < room.done[operation // count]
+
+    return [one for one in due if is_done(view.after[one]) and is_done(view.needs[one])]
+
+
+def admitted_after(problem: Problem, *done: tuple[int, int, int]) -> list[tuple[int, int, int]]:
+    """Stage, kind and micro-batch of all that a rank lets in, when so much is done."""
+    room, count = MemoryGuard(problem), problem.microbatches
+    for stage, kind, microbatch in done:
+        operation = (3 * stage + kind) * count + microbatch
+        assert operation in in_turn(problem, room)
+        assert room.admits(operation)
+        room.take(operation)
+    admitted = [operation for operation in in_turn(problem, room) if room.admits(operation)]
+    return [(operation // count // 3, operation // count % 3, operation % count) for operation in admitted]
+
+
+def test_a_forward_waits_where_the_limit_is_reached() -> None:
+    problem = problem_of(LINEAR, 1, 3, limit=2)
+    assert admitted_after(problem) == [(0, 0, 0)]
+    assert admitted_after(problem, (0, 0, 0)) == [(0, 0, 1), (0, 1, 0)]
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1)) == [(0, 1, 0)]
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1), (0, 1, 0)) == [(0, 1, 1), (0, 2, 0)]
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1), (0, 1, 0), (0, 2, 0)) == [(0, 0, 2), (0, 1, 1)]
+
+
+def test_a_forward_stays_out_where_an_older_microbatch_could_not_be_finished() -> None:
+    # Two chunks on one rank, each holds one unit, and there is room for two: with both for chunk 0, no
+    # micro-batch would ever get through chunk 1.
+    problem = problem_of(LOOP, 1, 3, limit=2)
+    assert admitted_after(problem, (0, 0, 0)) == [(1, 0, 0)]
+    problem = problem_of(LOOP, 1, 3, limit=3)
+    assert admitted_after(problem, (0, 0, 0)) == [(0, 0, 1), (1, 0, 0)]
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1)) == [(1, 0, 0)]
+    assert admitted_after(problem, (0, 0, 0), (1, 0, 0)) == [(0, 0, 1), (1, 1, 0)]
+
+
+def test_an_input_gradient_stays_out_where_it_takes_more_than_there_is() -> None:
+    problem = problem_of(LINEAR, 1, 2, Costs(until_I=1, until_W=2), limit=3)
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1)) == [(0, 1, 0)]
+    assert admitted_after(problem, (0, 0, 0), (0, 0, 1), (0, 1, 0)) == [(0, 2, 0)]
+
+
+def test_what_is_held_is_counted_and_given_back() -> None:
+    problem = problem_of(LINEAR, 2, 2, Costs(until_I=3, until_W=1))
+    room = MemoryGuard(problem)
+    held = []
+    for operation in (0, 6, 1, 8, 2):  # F0 of both ranks, F1 of rank 0, I0 of both
+        room.take(operation)
+        held.append((room.held[0], room.held[1], room.inside[0]))
+    assert held == [(3, 0, 3), (3, 3, 3), (6, 3, 6), (6, 1, 6), (4, 1, 3)]
+    for operation in (2, 8, 1, 6, 0):
+        room.give_back(operation)
+    assert (room.held, room.inside, set(room.done)) == ([0, 0], [0, 0], {0})
+
+
+@pytest.mark.parametrize(
+    ("layout", "until_input", "until_weight", "least"),
+    [
+        (LINEAR, [5, 2], [3, 4], (5, 4)),
+        (V, [1, 1, 1, 1], [1, 1, 1, 1], (2, 2)),
+        (V, [1, 2, 3, 4], [0, 0, 0, 0], (5, 5)),
+        (V, [1, 1, 1, 1], [4, 1, 3, 1], (4, 4)),  # rank 0 turns alone; rank 1 beside its first chunk
+        (LOOP, [2, 0, 2, 0], [2, 0, 3, 1], (5, 1)),
+    ],
+)
+def test_the_least_room(
+    layout: Layout, until_input: list[int], until_weight: list[int], least: tuple[int, int]
+) -> None:
+    problem = problem_of(layout, 2, 2, Costs(until_I=until_input, until_W=until_weight))
+    assert (least_memory(problem, 0), least_memory(problem, 1)) == least
+
+
+def test_the_least_room_is_enough_where_a_chunk_grows_when_the_others_are_gone() -> None:
+    problem = problem_of(LOOP, 1, 2, Costs(until_I=[1, 1], until_W=[2, 1]), limit=2)
+    assert least_memory(problem, 0) == 2
+    assert admitted_after(problem) == [(0, 0, 0)]
+    assert admitted_after(problem, (0, 0, 0)) == [(1, 0, 0)]
+
+
+@settings(max_examples=150)
+@given(problems(), st.randoms(use_true_random=False))
+def test_whatever_is_let_in_everything_can_be_done(problem: Problem, chance: Random) -> None:
+    room = MemoryGuard(problem)
+    for _ in range(problem.size):
+        choices = [operation for operation in in_turn(problem, room) if room.admits(operation)]
+        room.take(chance.choice(choices))
+        assert max(room.held) <= problem.limit
+    assert room.held == room.inside == [0] * problem.ranks
+
+
+@settings(max_examples=30)
+@given(problems(ALONE, growing=False))
+def test_nothing_is_kept_out_that_could_be_let_in(problem: Problem) -> None:
+    room = MemoryGuard(problem)
+
+    @cache
+    def goes_on(done: tuple[int, ...]) -> bool:
+        """Whether everything can be done from here on, by trying everything; and so from where it leads."""
+        assert done == tuple(room.done)
+        if room.held[0] > problem.limit:
+            return False
+        leads = {}
+        for operation in in_turn(problem, room):
+            admitted = room.admits(operation)
+            room.take(operation)
+            leads[operation] = (admitted, goes_on(tuple(room.done)))
+            room.give_back(operation)
+        ends = not leads or any(possible for _, possible in leads.values())
+        assert not ends or all(admitted == possible for admitted, possible in leads.values())
+        return ends
+
+    assert goes_on(tuple(room.done))
+
+
+@settings(max_examples=50)
+@given(problems(ALONE))
+def test_the_least_room_is_what_any_way_through_needs(problem: Problem) -> None:
+    least = least_memory(problem, 0)
+    assert can_end(replace(problem, limit=least))
+    assert least == 0 or not can_end(replace(problem, limit=least - 1))
+
+
+def can_end(problem: Problem) -> bool:
+    """Whether all can be done on a single rank within the limit, by trying everything."""
+    room = MemoryGuard(problem)
+
+    @cache
+    def can_go_on(done: tuple[int, ...]) -> bool:
+        assert done == tuple(room.done)
+        choices = in_turn(problem, room)
+        for operation in choices:
+            room.take(operation)
+            ends = room.held[0] <= problem.limit and can_go_on(tuple(room.done))
+            room.give_back(operation)
+            if ends:
+                return True
+        return not choices
+
+    return can_go_on(tuple(room.done))

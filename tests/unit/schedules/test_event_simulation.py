@@ -1,0 +1,155 @@
+"""Playing against a recursion over what each action waits for, which knows no order of events."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_cases import UNHURRIED, done_by_tokens, legal_schedules, with_row, written
+
+from plait.schedules.action import Action, Kind
+from plait.schedules.event_simulation import EventTimes, Timing, simulate_events
+from plait.schedules.policies import policy_schedule
+from plait.schedules.schedule import Schedule
+
+
+def steady(stages: int, *, forward: int, inputs: int, weights: int, hop: int = 0) -> Timing:
+    """Every stage alike, each on a rank of its own."""
+    lengths = {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: inputs + weights}
+    between = [hop] * (stages - 1)
+    return Timing({kind: [length] * stages for kind, length in lengths.items()}, [0, *between], [*between, 0])
+
+
+def test_a_full_backward_on_two_ranks() -> None:
+    made = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
+    timing = steady(2, forward=1, inputs=2, weights=3, hop=10)
+    assert simulate_events(made.actions, timing) == EventTimes([[1, 2, 32, 38], [12, 17, 18, 23]], {})
+
+
+def test_a_split_backward_hands_on_before_its_weights() -> None:
+    made = written(["0F0 0I0 0W0", "1F0 1I0 1W0"], rank_of=(0, 1), microbatches=1)
+    timing = steady(2, forward=1, inputs=2, weights=30)
+    assert simulate_events(made.actions, timing).ends == [[1, 6, 36], [2, 4, 34]]
+
+
+def test_hops_belong_to_the_stage_that_they_lead_to() -> None:
+    made = written(["0F0 2F0 2B0 0B0", "1F0 1B0"], rank_of=(0, 1, 0), microbatches=1)
+    timing = steady(3, forward=1, inputs=1, weights=0)._replace(
+        forward_hops=[0, 10, 20], backward_hops=[3, 5, 0]
+    )
+    assert simulate_events(made.actions, timing).ends == [[1, 33, 34, 44], [12, 40]]
+
+
+def test_actions_may_take_no_time() -> None:
+    made = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
+    assert simulate_events(made.actions, steady(2, forward=0, inputs=0, weights=0)) == EventTimes(
+        [[0] * 4, [0] * 4], {}
+    )
+
+
+def test_a_rank_may_have_nothing_to_do() -> None:
+    made = written(["0F0 0B0", ""], rank_of=(0,), microbatches=1)
+    assert simulate_events(made.actions, steady(1, forward=1, inputs=1, weights=1)) == EventTimes(
+        [[1, 3], []], {}
+    )
+
+
+def test_every_action_is_read_once() -> None:
+    """Also where ranks wait for each other at every other action: the time is linear in their number."""
+    read: Counter[int] = Counter()
+
+    class Row(list[Action]):
+        def __iter__(self) -> Iterator[Action]:
+            for action in list.__iter__(self):
+                read[id(self)] += 1
+                yield action
+
+        def __getitem__(self, place: Any) -> Any:
+            part = list.__getitem__(self, place)
+            read[id(self)] += len(part) if isinstance(place, slice) else 1
+            return part
+
+    rows = [Row(row) for row in policy_schedule("1f1b", 4, 64).actions]
+    ones, zeros = (1,) * 4, (0,) * 4
+    assert not simulate_events(rows, Timing(dict.fromkeys(Kind, ones), zeros, zeros)).missing
+    assert max(read.values()) == 2 * 64
+
+
+@pytest.mark.parametrize(
+    ("rows", "done", "missing"),
+    [
+        (["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], [1, 1], {0: "1I0", 1: "0F1"}),
+        (["0F0 0W0 0I0", "1F0 1I0 1W0"], [1, 3], {0: "0I0"}),
+        (["0B0 0F0", "1F0 1B0"], [0, 0], {0: "0F0", 1: "0F0"}),
+        (["0F0 0F1 0I0 0I1", "1F0 1W0 1I0 1F1 1I1"], [2, 1], {0: "1I0", 1: "1I0"}),
+        (["0F0 0B0", "1F0 1F0 1F1 1B0"], [1, 2], {0: "1I0", 1: "0F1"}),
+    ],
+)
+def test_a_rank_that_is_stuck_says_what_it_waits_for(
+    rows: list[str], done: list[int], missing: dict[int, str]
+) -> None:
+    played = simulate_events(written(rows, (0, 1), 2).actions, steady(2, forward=1, inputs=1, weights=1))
+    assert [len(row) for row in played.ends] == done
+    assert {rank: str(action) for rank, action in played.missing.items()} == missing
+
+
+@st.composite
+def paces(draw: st.DrawFn, stages: int) -> Timing:
+    def numbers() -> list[int]:
+        return draw(st.lists(st.integers(0, 9), min_size=stages, max_size=stages))
+
+    return Timing({kind: numbers() for kind in Kind}, numbers(), numbers())
+
+
+@UNHURRIED
+@given(legal_schedules(), st.data())
+def test_everything_starts_as_soon_as_it_can(made: Schedule, data: st.DataObject) -> None:
+    timing = data.draw(paces(made.stages))
+    assert simulate_events(made.actions, timing) == EventTimes(ends_by_recursion(made, timing), {})
+
+
+def ends_by_recursion(made: Schedule, timing: Timing) -> list[list[int]]:
+    places = {
+        action: (rank, place) for rank, row in enumerate(made.actions) for place, action in enumerate(row)
+    }
+
+    @cache
+    def end(rank: int, place: int) -> int:
+        stage, kind, microbatch = made.actions[rank][place]
+        ready = [end(rank, place - 1) if place else 0]
+        if kind is Kind.F and stage:
+            ready.append(end_of(stage - 1, "F", microbatch) + timing.forward_hops[stage])
+        if kind is Kind.W:
+            ready.append(end_of(stage, "I", microbatch))
+        if kind in (Kind.I, Kind.B):
+            ready.append(end_of(stage, "F", microbatch))
+            if stage + 1 < made.stages:
+                ready.append(end_of(stage + 1, "IB", microbatch) + timing.backward_hops[stage])
+        return max(ready) + timing.durations[kind][stage]
+
+    def end_of(stage: int, kinds: str, microbatch: int) -> int:
+        (found,) = (
+            places.get(Action(stage, Kind(kind), microbatch))
+            for kind in kinds
+            if Action(stage, Kind(kind), microbatch) in places
+        )
+        return end(*found)
+
+    return [[end(rank, place) for place in range(len(row))] for rank, row in enumerate(made.actions)]
+
+
+@UNHURRIED
+@given(legal_schedules(), st.data())
+def test_what_cannot_run_is_left_and_the_rest_runs(made: Schedule, data: st.DataObject) -> None:
+    rank = data.draw(st.integers(0, made.ranks - 1))
+    shuffled = with_row(made, rank, data.draw(st.permutations(made.actions[rank])))
+    timing = data.draw(paces(made.stages))
+    played = simulate_events(shuffled.actions, timing)
+    counts = done_by_tokens(shuffled)
+    assert [len(ends) for ends in played.ends] == counts
+    assert {*played.missing} == {r for r, row in enumerate(shuffled.actions) if counts[r] < len(row)}

@@ -1,0 +1,191 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+from hypothesis import given
+from hypothesis import strategies as st
+from schedule_cases import BRIEF, legal_schedules, listed, written
+from sharded_cases import (
+    GATHERS,
+    Parameters,
+    is_use,
+    is_weight_work,
+    shapes,
+    units_used,
+    without_units,
+    words,
+)
+
+from plait.schedules.check_programs import check_programs
+from plait.schedules.gather_pass import insert_gathers
+from plait.schedules.lower import lower
+from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
+from plait.schedules.policies import forward_only, policy_schedule
+from plait.schedules.program import Program, ReleaseParameters
+from plait.schedules.schedule import Schedule
+
+AB = {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)}
+EACH_USE = st.just(GATHERS)
+
+
+def test_parameters_are_gathered_while_the_layer_before_runs() -> None:
+    (program,) = lower(policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=GATHERS))
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0; release a;  await b; gather a; 0F0.1; release b; loss 0F0
+        take 0F1; await a; gather b; 0F1.0; release a;  await b; 0F1.1; loss 0F1
+        seed 0I0; gather a; 0B0.1; release b;  await a; gather b; 0B0.0; release a; release 0B0
+        seed 0I1; await b; gather a; 0B1.1; release b; reduce b;  await a; 0B1.0; release a; reduce a
+        release 0B1; finish
+    """)
+
+
+def test_what_is_kept_is_gathered_before_its_first_use_in_a_step() -> None:
+    (program,) = lower(
+        policy_schedule("gpipe", 1, 2), LoweringSpec((2,), AB, sharding=Sharding(gathers="once"))
+    )
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0;  await b; 0F0.1; loss 0F0
+        take 0F1; 0F1.0; 0F1.1; loss 0F1
+        seed 0I0; 0B0.1; 0B0.0; release 0B0
+        seed 0I1; 0B1.1; reduce b; 0B1.0; reduce a; release 0B1; finish
+    """)
+
+
+def test_evaluation_gathers_too() -> None:
+    forwards = forward_only((0,), ranks=1, microbatches=1)
+    (program,) = lower(forwards, LoweringSpec((2,), AB, sharding=GATHERS))
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; release b; loss 0F0
+        release 0F0; finish
+    """)
+
+
+def test_weight_work_needs_no_parameters() -> None:
+    by_hand = written(["0F0 0I0 0W0"], rank_of=(0,), microbatches=1)
+    (program,) = lower(by_hand, LoweringSpec((2,), AB, sharding=GATHERS))
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather b; 0F0.0; release a;  await b; 0F0.1; loss 0F0
+        seed 0I0; gather a; 0I0.1; release b;  await a; 0I0.0; release a
+        0W0.1; reduce b; 0W0.0; reduce a; release 0W0; finish
+    """)
+
+
+def test_a_unit_that_the_next_layer_shares_stays() -> None:
+    units = {
+        "tie": (LayerIndex(0, 0), LayerIndex(0, 1), LayerIndex(0, 3)),
+        "c": (LayerIndex(0, 2),),
+        "d": (LayerIndex(0, 3),),
+    }
+    forwards = forward_only((0,), ranks=1, microbatches=1)
+    (program,) = lower(forwards, LoweringSpec((4,), units, sharding=GATHERS))
+    assert words(program) == listed("""
+        gather tie
+        take 0F0; await tie; 0F0.0
+        gather c; 0F0.1; release tie
+        await c; gather tie; gather d; 0F0.2; release c
+        await tie; await d; 0F0.3; release tie; release d; loss 0F0
+        release 0F0; finish
+    """)
+
+
+def test_layers_without_parameters_are_no_reason_to_wait() -> None:
+    units = {"a": (LayerIndex(0, 0),), "d": (LayerIndex(0, 3),)}
+    forwards = forward_only((0,), ranks=1, microbatches=1)
+    (program,) = lower(forwards, LoweringSpec((4,), units, sharding=GATHERS))
+    assert words(program) == listed("""
+        gather a
+        take 0F0; await a; gather d; 0F0.0; release a;  0F0.1; 0F0.2
+        await d; 0F0.3; release d; loss 0F0; release 0F0; finish
+    """)
+
+
+def test_a_rank_gathers_before_it_waits_for_another_stage() -> None:
+    """The parameters are on their way while the message is."""
+    shape = LoweringSpec((1, 1), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(1, 0),)}, sharding=GATHERS)
+    first, last = lower(policy_schedule("1f1b", 2, 1), shape)
+    assert words(first) == listed("""
+        gather a; post 0I0<1
+        take 0F0; await a; 0F0.0; send 0F0>1
+        await 0I0<1; 0B0.0; release a; reduce a; release 0B0; finish
+    """)
+    assert words(last) == listed("""
+        gather b; post 1F0<0
+        await 1F0<0; await b; 1F0.0; loss 1F0
+        seed 1I0; 1I0.0; release b; send 1I0>0; 1W0.0; reduce b; release 1B0; finish
+    """)
+
+
+def test_without_parameters_nothing_changes() -> None:
+    (program,) = lower(policy_schedule("gpipe", 1, 1), LoweringSpec((2,), {}))
+    assert insert_gathers(program, LoweringSpec((2,), {}, sharding=GATHERS)) == program
+    assert insert_gathers((), LoweringSpec((2,), AB, sharding=GATHERS)) == ()
+
+
+def followed(program: Program, shape: LoweringSpec) -> Parameters:
+    """Where parameters are at the end; every use is preceded by an awaited gather that was not released."""
+    parameters = Parameters()
+    for instruction, units in zip(program, units_used(program, shape), strict=True):
+        parameters.follow(instruction)
+        if is_use(instruction):
+            assert parameters.there.issuperset(units)
+    return parameters
+
+
+@BRIEF
+@given(legal_schedules(), st.data())
+def test_what_a_layer_uses_is_there(made: Schedule, data: st.DataObject) -> None:
+    shape = data.draw(shapes(made.stages))
+    if shape.sharding.gathers == "never":
+        shape = replace(shape, sharding=replace(shape.sharding, gathers="once"))
+    programs = lower(made, shape)
+    check_programs(programs)
+    for program in programs:
+        end = followed(program, shape)
+        used = {unit for units in units_used(program, shape) for unit in units}
+        assert not end.under_way
+        assert end.there == (set() if shape.sharding.gathers == "each use" else used)
+
+
+@BRIEF
+@given(legal_schedules(), st.data())
+def test_at_most_two_consecutive_layers_are_held(made: Schedule, data: st.DataObject) -> None:
+    shape = data.draw(shapes(made.stages, EACH_USE))
+    for program in lower(made, shape):
+        in_turn = list(zip(program, units_used(program, shape), strict=True))
+        uses = (set(units) for instruction, units in in_turn if is_use(instruction) and units)
+        layers, parameters = [set(), *uses, set(), set()], Parameters()
+        for instruction, units in in_turn:
+            parameters.follow(instruction)
+            before, this, after = layers[:3]
+            if isinstance(instruction, ReleaseParameters):
+                assert parameters.held <= before | this, "at once, before anything else is gathered"
+            else:
+                assert parameters.held <= this | after
+            if is_use(instruction) and units:
+                assert parameters.held == this | after, "the next layer's are on their way"
+                del layers[0]
+
+
+@BRIEF
+@given(legal_schedules(), st.data())
+def test_weight_work_changes_no_gather(made: Schedule, data: st.DataObject) -> None:
+    shape = data.draw(shapes(made.stages, EACH_USE))
+
+    def without_weight_work(program: Program) -> Program:
+        return tuple(instruction for instruction in program if not is_weight_work(instruction))
+
+    for program in lower(made, replace(shape, sharding=Sharding())):
+        gathered = insert_gathers(program, shape)
+        assert without_weight_work(gathered) == insert_gathers(without_weight_work(program), shape)
+
+
+@BRIEF
+@given(legal_schedules(), st.data())
+def test_the_rest_of_the_program_stays(made: Schedule, data: st.DataObject) -> None:
+    shape = data.draw(shapes(made.stages))
+    plain = lower(made, replace(shape, sharding=Sharding()))
+    assert [*map(without_units, lower(made, shape))] == [*map(without_units, plain)]

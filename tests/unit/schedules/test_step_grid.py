@@ -1,0 +1,122 @@
+"""The rank × step grid: where actions stand, and how it is written."""
+
+from __future__ import annotations
+
+from textwrap import dedent
+
+import pytest
+from hypothesis import given
+from schedule_cases import UNHURRIED, has_its_needs, legal_schedules, written
+
+from plait.schedules.action import Action, Kind
+from plait.schedules.policies import policy_schedule
+from plait.schedules.schedule import Schedule
+from plait.schedules.step_grid import Grid, draw_grid, fill_grid
+
+TWO = written(["0F0 0F1 0B0 0B1", "1F0 1B0 1F1 1B1"], rank_of=(0, 1), microbatches=2)
+STUCK = written(["0F0 0B0 0F1 0B1", "1F0 1F1 1B0 1B1"], rank_of=(0, 1), microbatches=2)
+
+
+def shown(text: str) -> str:
+    return dedent(text).strip("\n")
+
+
+def test_each_action_takes_one_step() -> None:
+    assert fill_grid(TWO.actions, stages=2) == Grid(((0, 1, 3, 5), (1, 2, 3, 4)), {})
+
+
+def test_the_whole_grid() -> None:
+    assert draw_grid(TWO.actions, TWO.grid) == shown("""
+        rank 0  0F0 0F1  .  0B0  .  0B1
+        rank 1   .  1F0 1B0 1F1 1B1  .
+    """)
+
+
+def test_what_never_runs_stands_where_its_turn_would_come() -> None:
+    assert STUCK.grid == Grid(((0,), (1,)), {0: Action(1, Kind.I, 0), 1: Action(0, Kind.F, 1)})
+    assert [STUCK.grid.step((0, place)) for place in range(4)] == [0, 1, 2, 3]
+    assert draw_grid(STUCK.actions, STUCK.grid, mark=Action(0, Kind.B, 0)) == shown("""
+        rank 0   0F0  [0B0]  0F1   0B1    .
+        rank 1    .    1F0   1F1   1B0   1B1
+    """)
+
+
+def test_a_rank_that_never_starts() -> None:
+    rows = written(["0B0 0F0", "1F0 1B0"], rank_of=(0, 1), microbatches=1).actions
+    assert draw_grid(rows, fill_grid(rows, stages=2)) == shown("""
+        rank 0  0B0 0F0
+        rank 1  1F0 1B0
+    """)
+
+
+@pytest.mark.parametrize(
+    ("place", "picture"),
+    [
+        (
+            0,
+            """
+            rank 0   0F0   0B0   0F1   0B1   0F2   0B2   0F3  …
+            rank 1    .     .     .     .     .     .     .   …
+            """,
+        ),
+        (
+            7,
+            """
+            rank 0  …  0B0   0F1   0B1   0F2   0B2   0F3  [0B3]  0F4   0B4   0F5   0B5   0F6   0B6  …
+            rank 1  …   .     .     .     .     .     .     .     .     .     .     .     .     .   …
+            """,
+        ),
+        (
+            15,
+            """
+            rank 0  …  0B4   0F5   0B5   0F6   0B6   0F7   0B7
+            rank 1  …   .     .     .     .     .     .     .
+            """,
+        ),
+    ],
+)
+def test_around_a_cell(place: int, picture: str) -> None:
+    rows = *policy_schedule("1f1b", 1, 8).actions, ()
+    assert draw_grid(rows, fill_grid(rows, stages=1), around=(0, place), mark=Action(0, Kind.B, 3)) == shown(
+        picture
+    )
+
+
+def test_numbers_of_two_digits_keep_the_columns() -> None:
+    tall = policy_schedule("gpipe", 11, 1)
+    assert draw_grid(tall.actions, tall.grid, around=(10, 0)).splitlines()[8:] == [
+        "rank 8   …  .    .    .    .   8F0   .    .    .    .   8B0   .    .    .   …",
+        "rank 9   …  .    .    .    .    .   9F0   .    .   9B0   .    .    .    .   …",
+        "rank 10  …  .    .    .    .    .    .   10F0 10B0  .    .    .    .    .   …",
+    ]
+
+
+def test_nothing_at_all() -> None:
+    assert draw_grid([], fill_grid([], stages=0)) == ""
+    assert draw_grid([()], fill_grid([()], stages=1)) == "rank 0  ."
+
+
+def test_a_stage_that_is_not_there_is_drawn_too() -> None:
+    rows = written(["0F0 0B0 7F0"], rank_of=(0,), microbatches=1).actions
+    assert (
+        draw_grid(rows, fill_grid(rows, stages=1), mark=Action(7, Kind.F, 0)) == "rank 0   0F0   0B0  [7F0]"
+    )
+
+
+@UNHURRIED
+@given(legal_schedules())
+def test_an_action_stands_at_the_first_step_at_which_all_that_it_needs_is_done(made: Schedule) -> None:
+    done: set[Action] = set()
+    counts = [0] * made.ranks
+    for step in range(sum(len(row) for row in made.actions)):
+        ready = [
+            rank
+            for rank, row in enumerate(made.actions)
+            if counts[rank] < len(row) and has_its_needs(row[counts[rank]], done, made.stages)
+        ]
+        assert ready == [rank for rank, steps in enumerate(made.grid.steps) if step in steps]
+        for rank in ready:
+            assert made.grid.steps[rank][counts[rank]] == step
+            done.add(made.actions[rank][counts[rank]])
+            counts[rank] += 1
+    assert not made.grid.missing
