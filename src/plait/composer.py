@@ -77,10 +77,8 @@ def parallelize(
     blueprint = build_blueprint(model, plan, rules)
     sequence = blueprint.sequence
     source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
-    steps, dropout = (
-        StepPrograms(blueprint.schedule, blueprint.lowering_spec, mesh.index("pp")),
-        DropoutGenerator(seed),
-    )
+    steps = StepPrograms(blueprint.schedule, blueprint.lowering_spec, mesh.index("pp"))
+    dropout = DropoutGenerator(seed)
     spans = {stage: blueprint.stage_layers[stage] for stage in steps.schedule.stages_of(mesh.index("pp"))}
     units = build_units(blueprint, spans, mesh, source)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
