@@ -22,7 +22,7 @@ from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
-from plait.verification.reference_update import TINY
+from plait.verification.reference_update import CLIP_EPSILON
 from plait.verification.start_values import ValueChange
 
 LOSS_SCALE = "loss scale"
@@ -147,7 +147,7 @@ class CandidateRun:
         recorded = self.recording.values[RecordScope(step, WHOLE_STEP)]
         self.norm_is_wrong = False
         if not self.engine.adapts_loss_scale:
-            loose = 3 * (float(recorded[RecordKey("norm")]) + TINY)
+            loose = 3 * (float(recorded[RecordKey("norm")]) + CLIP_EPSILON)
             self._clip_nothing(step, lambda: self.engine.clip_grad_norm_(loose))
             if together:
                 self._clip_nothing(step, lambda: self._step_idly(step, loose))
@@ -223,7 +223,7 @@ class CandidateRun:
             return
         recorded = self.recording.values[RecordScope(step, WHOLE_STEP)]
         norm = float(recorded[RecordKey(self._kind_of_norm)])
-        factor = min(1.0, float(recorded[RecordKey("clip")]) / (norm + TINY))
+        factor = min(1.0, float(recorded[RecordKey("clip")]) / (norm + CLIP_EPSILON))
         mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)] if factor < 1 else []
         self._compare_gradients(step, StepPhase.CLIP, "clipped", mistakes)
 

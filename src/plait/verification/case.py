@@ -22,7 +22,7 @@ from plait.verification.integer_mode import (
 )
 from plait.verification.options import VerifyOptions
 from plait.verification.reference_run import Batch
-from plait.verification.start_values import ValueChange, moved, unchanged, with_values
+from plait.verification.start_values import ValueChange, add_offsets, unchanged, with_values
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def prepared(case: Case) -> Iterator[PreparedCase]:
             split(targets, 1, "targets")
     rules = case.rules_of(model)
     if options.mode != "exact":
-        yield PreparedCase(model, moved(seed), case.loss, case.batches, options, rules)
+        yield PreparedCase(model, add_offsets(seed), case.loss, case.batches, options, rules)
         return
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from plait.layout import Layout
 from plait.verification.location import Location, StepPhase
-from plait.verification.reference_recording import Tolerance, apart, difference
+from plait.verification.reference_recording import Tolerance, elementwise_difference, largest_difference
 from plait.verification.sketches import InnerDifference
 
 REMEMBERED = 64
@@ -169,7 +169,7 @@ class Findings:
         if not actual.numel():
             self.empty.add(location)
         actual, expected = actual.detach(), expected.to(actual.device)
-        largest = torch.inf if _misfit(actual, expected) else difference(actual, expected)
+        largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and largest <= tolerance.allowed:
             told, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
@@ -232,7 +232,9 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
     """What a tensor is instead."""
     if told := _misfit(actual, expected):
         return told
-    fitting = (text for text, value in alternatives() if difference(actual, value) <= tolerance.allowed)
+    fitting = (
+        text for text, value in alternatives() if largest_difference(actual, value) <= tolerance.allowed
+    )
     return next(fitting, "")
 
 
@@ -245,7 +247,7 @@ def _describe(
         return Difference(
             location, math.inf, tolerance.size, tolerance.allowed, shape, (), True, 1.0, (), nowhere, hint
         )
-    far = apart(actual, expected)
+    far = elementwise_difference(actual, expected)
     if actual.is_complex():
         far = far.amax(-1)
     far = far.reshape(actual.shape or (1,))

@@ -12,7 +12,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from plait.verification.reference_recording import NO_TOLERANCE, Tolerance, difference, peak
+from plait.verification.reference_recording import (
+    NO_TOLERANCE,
+    Tolerance,
+    largest_difference,
+    largest_magnitude,
+)
 
 GradientKey = tuple[str, int]
 """A parameter's name, and the first of the rank's stages that add to this gradient of it."""
@@ -41,7 +46,7 @@ class TrackedGradient:
     @property
     def holds(self) -> bool:
         """Whether it is as it should be."""
-        return difference(self.actual, self.expected) <= self.tolerance.allowed
+        return largest_difference(self.actual, self.expected) <= self.tolerance.allowed
 
 
 @dataclass
@@ -132,7 +137,7 @@ class GradientTracker:
         for use in uses:
             value, tolerance = self.open[which][use].value, self.open[which][use].tolerance
             total = total + value
-            size = max(size, tolerance.size, peak(total))
+            size = max(size, tolerance.size, largest_magnitude(total))
             allowed += tolerance.allowed + self.epsilon * size
         return TrackedGradient(actual, total, Tolerance(size, allowed))
 

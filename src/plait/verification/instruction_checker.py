@@ -33,7 +33,7 @@ from plait.verification.formats import epsilon_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording, Tolerance
-from plait.verification.sketches import InnerDifference, Sketches, first_inner_difference
+from plait.verification.sketches import InnerDifference, ModuleSketches, first_inner_difference
 
 Named = Iterator[tuple[str, Tensor]]
 
@@ -65,7 +65,7 @@ class InstructionChecker:
         self.step = -1
         self.targets: list[Value] = []
         """Of this rank's micro-batches, as they should be."""
-        self.sketches: dict[tuple[int, int], Sketches] = {}
+        self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
         self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
         gradients: dict[GradientKey, Tensor] = {}
@@ -91,7 +91,7 @@ class InstructionChecker:
         self.ledger.begin()
         if self.looks_inside:
             self.sketches = {
-                (stage.number, number): Sketches(layer.module)
+                (stage.number, number): ModuleSketches(layer.module)
                 for stage in self.parts.worker.stages.values()
                 for number, layer in enumerate(stage.layers)
             }

@@ -1,18 +1,18 @@
-"""Whole numbers in float64: sums are exact in any order, so that two runs have to agree bit by bit.
+"""Mode exact: whole numbers in float64, whose sums are exact in any order, so that two runs agree bit by bit.
 
-Parameters and data become small whole numbers; operations that would leave them get stand-ins, the same on
-both sides. They keep what tensor parallelism has to respect: a stand-in works on each element by itself, and
-attention on each head by itself.
+Parameters and data become small whole numbers. Operations whose results are not whole numbers are replaced by
+stand-ins in both runs. Stand-ins keep the structure that tensor parallelism relies on: they are elementwise,
+and that of attention works on each head by itself.
 
     norms                 fold(x) · weight + bias
     activations           relu(fold(x))
     softmax               fold(x)
     attention             fold(q) + Σ (fold(k) + 2 fold(v)) over the positions that may be seen
-    sin, cos, …           rounded; they carry no gradient where positions are turned into angles
+    sin, cos, …           rounded; rotary angles need no gradient
     the loss              a weighted sum of the output, with weights per row that add up to a power of two
 
-`fold` takes a number to the nearest one in -8 … 8 that differs from it by a multiple of 16, forward and, for
-the gradient, backward. So numbers stay far below 2^53, where float64 stops telling whole numbers apart.
+`fold` subtracts the multiple of 16 that leaves a number in -8 … 8, forward and, for the gradient, backward.
+So numbers stay far below 2^53, from where on float64 cannot hold each whole number.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from plait.tensor.vocabulary import Vocabulary
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34
-"""Numbers are multiples of the one (gradients are divided by the weight of the batch, a power of two) and at
-most the other: sums of eight of them still have the 53 bits that float64 holds."""
+"""Numbers are multiples of `GRAIN` (gradients are divided by the weight of the batch, a power of two) and at
+most `LARGEST`: sums of eight of them still fit the 53 bits of float64."""
 
 
 class _Fold(torch.autograd.Function):
@@ -51,12 +51,12 @@ class _Fold(torch.autograd.Function):
 
 
 def _folded(x: Tensor) -> Tensor:
-    finite = x.where(x.isfinite(), 0)  # -inf stands for what a softmax must not see
+    finite = x.where(x.isfinite(), 0)  # -inf masks elements of a softmax
     return finite - PERIOD * (finite / PERIOD).round()
 
 
 def fold(x: Tensor) -> Tensor:
-    """Into -8 … 8, forward and backward."""
+    """Return `x` modulo 16, in -8 … 8; its gradient likewise."""
     result: Tensor = _Fold.apply(x)  # type: ignore[no-untyped-call]
     return result
 
@@ -156,7 +156,7 @@ STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class IntegerMode(TorchFunctionMode):
-    """While it is entered, operations with a stand-in are done by that; so is what a backward makes again."""
+    """Context that replaces operations by their stand-ins, also where backward recomputes a forward."""
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,9 +165,10 @@ class IntegerMode(TorchFunctionMode):
         return STAND_INS.get(func, func)(*args, **kwargs)
 
     def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
-        """A backward with the mode on: it is off while it is told of a function, and a backward is one.
+        """Run backward with the mode on.
 
-        Of the edges of a graph it is not told.
+        The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
+        gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.
         """
         edges = [get_gradient_edge(root) for root in ((roots,) if isinstance(roots, Tensor) else roots)]
         if "gradient" in options:  # as `Tensor.backward` calls it
@@ -177,7 +178,7 @@ class IntegerMode(TorchFunctionMode):
 
 
 def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
-    """-1, 0 and 1, by name, seed and index; a vector has no zeros, for it may be a scale."""
+    """Replace values by -1, 0 and 1, by name, seed and index; vectors, which may be scales, have no zeros."""
 
     def change(name: str, value: Tensor) -> Tensor:
         numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
@@ -187,29 +188,29 @@ def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
 
 
 def integer_buffer(name: str, value: Tensor) -> Tensor:
-    """The nearest whole numbers."""
+    """Return the nearest whole numbers."""
     return value.round()
 
 
 def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
-    """Inputs of whole numbers (tokens stay what they are), and a weight for each row as the targets."""
+    """Return inputs of whole numbers (tokens are kept), and a weight for each row as the targets."""
 
     def whole(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
             return tensor
         return torch.arange(tensor.numel(), device=tensor.device).view(tensor.shape).to(tensor) % 7 - 3
 
-    weights = torch.arange(rows) % 61 + 1  # no two micro-batches of a few rows weigh the same
+    weights = torch.arange(rows) % 61 + 1  # micro-batches of a few rows have different weights
     weights[0] += 2 ** math.ceil(math.log2(int(weights.sum()))) - int(weights.sum())
     return map_tensors(whole, inputs), weights
 
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """The loss: each element of the output times whole numbers that depend on its row and its last index."""
+    """The loss of mode exact: a sum of the output, weighted by whole numbers per row and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
-        """The sum over all floating-point tensors of the output; 0-d."""
+        """Return the sum over all floating-point tensors of the output; 0-d."""
         parts = [
             _weighted(tensor, targets, range(tensor.shape[-1]))
             for tensor in tensors_of(output)
@@ -218,11 +219,11 @@ class WeightedSum:
         return torch.stack(parts).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """The same of logits that are cut by class. Communication: one all-reduce over the group."""
+        """Return the sum for logits sharded by class. Communication: one all-reduce over the group."""
         return reduce(_weighted(logits, targets, vocabulary.own), vocabulary.group)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """The sum of the rows' weights: over the global batch a power of two."""
+        """Return the sum of the rows' weights: over the global batch a power of two."""
         return targets.sum()
 
 
@@ -233,7 +234,7 @@ def _weighted(output: Tensor, rows: Tensor, columns: range) -> Tensor:
 
 
 def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
-    """ModelError where a number is no multiple of `grain`, or so large that sums are not exact."""
+    """ModelError where an element is not a multiple of `grain`, or so large that sums are not exact."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     steps = tensor / grain
@@ -242,5 +243,5 @@ def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
         value = float(tensor[~whole].flatten()[0])
         raise ModelError(
             f"{what} holds {value:g}, and exact mode needs multiples of 2^-16 of at most 2^34: an "
-            "operation before it has no stand-in, or hides (as in a checkpoint), so use mode float64."
+            "operation before it has no stand-in, or is hidden (as in a checkpoint): use mode float64."
         )

@@ -1,4 +1,4 @@
-"""Where a step's numbers stand: phase, layer, micro-batch; and which of two places comes first."""
+"""Location of a tensor in a step (phase, layer, micro-batch), and the key under which it is recorded."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepPhase(StrEnum):
-    """What a step does, in the order in which one thing depends on another."""
+    """The phases of a step, in the order of their dependence."""
 
     BATCH = "cut into micro-batches"
     INITIAL = "initial values"
@@ -44,30 +44,30 @@ BACKWARD = (StepPhase.GRADIENT_MESSAGE, StepPhase.INPUT_GRADIENT, StepPhase.WEIG
 
 @dataclass(frozen=True)
 class Location:
-    """One tensor of one step, on whichever rank."""
+    """A tensor of one step, on any rank."""
 
     step: int
     phase: StepPhase
     layer: int | None = None
-    """Of the model, counted from 0; of a message the layer that it comes from (forward) or is for."""
+    """Index in the model; of a message the layer that computed it (forward), or whose backward takes it."""
     microbatch: int | None = None
-    """Of the global batch: data-parallel rank · micro-batches + its own micro-batch."""
+    """Index in the global batch: data-parallel rank · micro-batches + the rank's own micro-batch."""
     name: str = ""
-    """Of a parameter, and a tensor of its optimizer state."""
+    """Name of a parameter, or of a tensor of its optimizer state."""
     tensor: int = 0
-    """Which of several tensors between layers."""
+    """Index among several tensors between two layers."""
 
     def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
-        """Sorts places of a model of `layers` layers so that a cause stands before its consequences."""
+        """Return a sort key, for a model of `layers` layers, that puts a cause before its consequences."""
         phases = list(StepPhase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
         if self.phase in FORWARD:
-            # A message brings what the layer before gave. Without a layer: before all layers; without a
-            # micro-batch (as what a layer's parameters are): before all of the layer's.
+            # A message holds the output of the layer before. Without a layer: before all layers; without a
+            # micro-batch (as a layer's parameters): before all micro-batches of the layer.
             location = (0, 2 * layer + (self.phase is StepPhase.MESSAGE) - 2 * (self.layer is None))
         elif self.phase in BACKWARD:
-            # Layers last to first; a message comes before what the layer does with it.
+            # Layers last to first; a message precedes the layer's own backward.
             location = (phases.index(BACKWARD[0]), 3 * (layers - layer) + BACKWARD.index(self.phase))
         else:
             location = (phase, 0)
@@ -81,28 +81,28 @@ class Location:
 
 
 class RecordKey(NamedTuple):
-    """The name of a recorded tensor within a moment."""
+    """The name of a recorded tensor within its scope."""
 
     kind: str
-    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total`, `inside` (a
-    sketch: see `Sketches`), …"""
+    """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total` (the summed
+    loss), `inside` (see `ModuleSketches`), …"""
     layer: int = -1
-    """Whose output or contribution it is; -1: the batch's, or the step's."""
+    """The layer of an output or contribution; -1: the batch, or the step."""
     name: str = ""
 
 
 Records = dict[RecordKey, Tensor]
-"""What was computed at one moment."""
-OF_PARAMETERS = ("contribution", "final", "clipped", "value", "state")
-"""Kinds whose name is that of a parameter; of a state it is followed by `/` and the state's own."""
+"""The tensors of one scope."""
+PARAMETER_KINDS = ("contribution", "final", "clipped", "value", "state")
+"""Kinds whose name is a parameter's; a state's is `parameter/entry`."""
 
 
 class RecordScope(NamedTuple):
-    """A step, and one of its micro-batches (of the global batch), or the step as a whole."""
+    """A micro-batch (of the global batch) of a step, or the step as a whole."""
 
     step: int
     microbatch: int
 
 
 WHOLE_STEP = -1
-"""In the place of a micro-batch: the step as a whole."""
+"""Value of `RecordScope.microbatch` for the step as a whole."""

@@ -1,8 +1,8 @@
-"""Rounding errors of one's own making: how far off is a result that is as good as the reference?
+"""Artificial rounding errors, which measure how far two correct runs may differ.
 
-Another order of sums gives other rounding errors. How large they become at the end depends on the model, so
-it is measured: the reference runs again with every parameter, every tensor between two layers and every
-gradient of one shaken by as much as a rounding error is worth (Monte Carlo arithmetic: Parker 1997).
+Another order of sums gives other rounding errors. How large they grow depends on the model, so it is
+measured: the reference runs again with a random error of the size of rounding in every parameter, every
+tensor between two layers and every gradient of one (Monte Carlo arithmetic: Parker 1997).
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class Perturbation:
-    """A source of rounding errors; number 0 makes none."""
+    """A generator of rounding errors, seeded with its number; number 0 adds none."""
 
     number: int
     generator: torch.Generator = field(init=False)
@@ -24,10 +24,10 @@ class Perturbation:
         self.generator = torch.Generator().manual_seed(self.number)
 
     def perturb(self, tensor: Tensor) -> Tensor:
-        """`tensor` with an error in each element: relative to itself, and to the usual size of all.
+        """Return `tensor` with an error in each element, relative to its magnitude plus the median magnitude.
 
-        The second part stands for sums that cancel: their error is that of the summands. The usual size is
-        the median, so that a few elements (the -1e9 of a mask) do not drown the others.
+        The median accounts for sums that cancel, whose error is that of their summands; unlike a mean it is
+        not dominated by a few elements (the -1e9 of a mask).
         """
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor
@@ -35,18 +35,18 @@ class Perturbation:
         wide = tensor.detach().double().abs()
         size = wide.where(wide.isfinite(), 0.0)
         size = size + size.median()
-        if tensor.dtype == torch.float16:  # whose numbers are no denser below the smallest normal one
+        if tensor.dtype == torch.float16:  # its spacing is constant below the smallest normal number
             size = size.clamp(min=torch.finfo(tensor.dtype).smallest_normal).where(size > 0, 0.0)
         return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
 
     def perturb_elementwise(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
-        """`tensor` with an error in each element relative to itself: its dtype's `epsilon` unless given."""
+        """Return `tensor` with an error in each element, relative to its magnitude by `epsilon`."""
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         epsilon = torch.finfo(tensor.dtype).eps if epsilon is None else epsilon
         return tensor + (tensor.detach().double() * epsilon * self._signed(tensor)).to(tensor.dtype)
 
     def _signed(self, tensor: Tensor) -> Tensor:
-        """Random numbers from -1 to 1, float64, one for each element."""
+        """Return uniform random numbers in [-1, 1), float64, of the shape of `tensor`."""
         random = torch.rand(tensor.shape, dtype=torch.float64, generator=self.generator)
         return random.mul_(2).sub_(1).to(tensor.device)

@@ -1,10 +1,11 @@
-"""One rank's part: the reference (on rank 0), then the woven run, compared step by step."""
+"""Verification on one rank: the reference run (on rank 0), then the candidate run, compared with it."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from time import perf_counter
 
 import torch
@@ -21,24 +22,26 @@ from plait.verification.candidate_run import CandidateRun
 from plait.verification.case import Case, PreparedCase, prepared
 from plait.verification.findings import Findings
 from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, formats_of
-from plait.verification.location import OF_PARAMETERS, WHOLE_STEP, RecordKey, RecordScope
+from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.perturbation import Perturbation
-from plait.verification.recording_distribution import from_first_rank, share
+from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import Batch, ReferenceRun
 
 RecordingCache = dict[int, ReferenceRecording]
-"""By the micro-batches of the global batch."""
+"""Recordings by the number of micro-batches of the global batch; empty on other ranks than 0."""
+MakeReference = Callable[..., ReferenceRun]
+"""`ReferenceRun` with all arguments but `perturbation`, `clip`, `baseline` and `scale`."""
 
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """What one rank found, and where it stands."""
+    """The findings of one rank, and its coordinate in the mesh."""
 
     rank: int
     coordinate: Mapping[str, int]
     paths: tuple[str, ...]
-    """Of the model's layers."""
+    """Path of each layer of the model."""
     findings: Findings
     clip: float
     seconds: float
@@ -47,7 +50,7 @@ class RankOutcome:
 def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None) -> RankOutcome:
     """Verify `plan` as one of its ranks. Communication: that of training, and the recording from rank 0.
 
-    `recordings` are kept between plans with the same micro-batches, on rank 0.
+    `recordings` are kept on rank 0, for further plans with the same micro-batches.
     """
     begun = perf_counter()
     mesh = Mesh(plan, device=None if case.device == "auto" else case.device, timeout=case.timeout)
@@ -65,22 +68,23 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
 def _compared(
     case: PreparedCase, plan: Plan, mesh: Mesh, recordings: RecordingCache
 ) -> tuple[Findings, float]:
+    """Run the reference and the candidate; return what differs, and the bound of the gradient norm."""
     formats = formats_of(plan)
     batches = [
-        (_placed(inputs, mesh, formats.compute), _placed(targets, mesh, None))
+        (_on_device(inputs, mesh, formats.compute), _on_device(targets, mesh, None))
         for inputs, targets in case.batches
     ]
     engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
     sequence = sequence_of(case.model)
     recording = _recorded(case, sequence, engine, formats, batches, recordings)
-    woven = CandidateRun(engine, case.options, recording, sequence, formats)
-    woven.start(case.change)
+    candidate = CandidateRun(engine, case.options, recording, sequence, formats)
+    candidate.start(case.change)
     for step, batch in enumerate(batches):
-        woven.train(step, *batch)
+        candidate.train(step, *batch)
     if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
-        woven.overflow(len(batches))
-        woven.evaluate(len(batches), *batches[-1])
-    return woven.findings, float(recording.values[RecordScope(0, WHOLE_STEP)][RecordKey("clip")])
+        candidate.overflow(len(batches))
+        candidate.evaluate(len(batches), *batches[-1])
+    return candidate.findings, float(recording.values[RecordScope(0, WHOLE_STEP)][RecordKey("clip")])
 
 
 def _recorded(
@@ -91,47 +95,36 @@ def _recorded(
     batches: Sequence[Batch],
     recordings: RecordingCache,
 ) -> ReferenceRecording:
-    """The recording, made by rank 0: all of it there, elsewhere what the rank's own pieces need.
+    """Return rank 0's recording; on other ranks the part that their own tensors are compared with.
 
-    Communication: a barrier over the world for each micro-batch, so that no rank waits longer than one takes;
-    then see `share`.
+    Communication: a barrier over the world for each scope of each run, so that no rank waits longer than for
+    one; then that of `distribute_recording`.
     """
     mesh, plan, options = engine.mesh, engine.plan, case.options
     microbatches = plan.dp * plan.microbatches
-    if not from_first_rank(microbatches in recordings, mesh):
-
-        def make(
-            perturbation: Perturbation,
-            clip: float | None,
-            baseline: ReferenceRecording | None,
-            scale: float | None,
-        ) -> ReferenceRun:
-            baseline = baseline if options.resynchronizes else None
-            given = (sequence, case.loss, options, case.change, formats, mesh.device, perturbation, clip)
-            return ReferenceRun(*given, baseline=baseline, scale=scale)
-
+    if not broadcast_object(microbatches in recordings, mesh):
+        make = partial(ReferenceRun, sequence, case.loss, options, case.change, formats, mesh.device)
         runs = 1 + options.perturbed_runs(formats)
         scopes = 1 + len(batches) * (microbatches + 1) + 1
-        with _in_step(mesh, runs * scopes) as tick:
+        with _barrier_per_scope(mesh, runs * scopes) as tick:
             if mesh.rank == 0:
                 recordings[microbatches] = record(make, runs, options.clip, batches, microbatches, tick)
     first = mesh.index("dp") * plan.microbatches
-    own, held = range(first, first + plan.microbatches), {name for name, _ in engine.named_parameters()}
+    own = (WHOLE_STEP, *range(first, first + plan.microbatches))
+    held = {name for name, _ in engine.named_parameters()}
 
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
-        parameter = key.name.partition("/")[0] if key.kind in OF_PARAMETERS else None
-        return (parameter is None or parameter in held) and (
-            scope.microbatch == WHOLE_STEP or scope.microbatch in own
-        )
+        is_held = key.kind not in PARAMETER_KINDS or key.name.partition("/")[0] in held
+        return is_held and scope.microbatch in own
 
-    return share(recordings.get(microbatches), mesh, wanted)
+    return distribute_recording(recordings.get(microbatches), mesh, wanted)
 
 
 @contextmanager
-def _in_step(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
-    """While rank 0 does `count` things, and tells so after each by a call, the others wait for each.
+def _barrier_per_scope(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
+    """Yield `tick`, which rank 0 calls `count` times during its work; the other ranks wait for each call.
 
-    An error that rank 0 meets is raised on every rank. Communication: a barrier over the world for each.
+    Raises an error of rank 0 on every rank. Communication: a barrier over the world for each call.
     """
     left, error = count, None
 
@@ -142,19 +135,15 @@ def _in_step(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
 
     try:
         yield tick
-    except CommunicationError:  # a rank is gone: each wait for it would take another timeout
+    except CommunicationError:  # a rank is lost: each further barrier would take another timeout
         raise
-    except PlaitError as met:
-        error = met
+    except PlaitError as raised:
+        error = raised
     while left:
         tick()
-    error = from_first_rank(error, mesh)
+    error = broadcast_object(error, mesh)
     if error is not None:
         raise error
-
-
-MakeReference = Callable[[Perturbation, float | None, ReferenceRecording | None, float | None], ReferenceRun]
-"""Given the perturbation, the maximum gradient norm, the baseline, and the first dynamic loss scale."""
 
 
 def record(
@@ -165,13 +154,14 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Run the reference as it is, then shaken; `tick` is called after each moment of each run."""
+    """Record one run without and `runs - 1` runs with perturbations; call `tick` after each scope."""
     recording, scale = ReferenceRecording(), None
     for number in range(runs):
-        reference = make(Perturbation(number), clip, recording if number else None, scale)
-        if number == 0 and reference.updates.scale.dynamic:
+        baseline = recording if number else None
+        reference = make(Perturbation(number), clip, baseline=baseline, scale=scale)
+        if number == 0 and reference.update.scale.dynamic:
             scale = settled_scale(make, clip, batches, microbatches)
-            reference = make(Perturbation(number), clip, None, scale)
+            reference = make(Perturbation(number), clip, scale=scale)
         for scope, values in reference.run(batches, microbatches):
             if number == 0:
                 recording.add(scope, values)
@@ -179,7 +169,7 @@ def record(
                 recording.widen(scope, values, reference.epsilon)
             tick()
         clip = reference.clip
-        del reference  # before the next is made
+        del reference  # frees its memory before the next run is made
     if runs == 1:
         recording.require_exact()
     return recording
@@ -188,26 +178,26 @@ def record(
 def settled_scale(
     make: MakeReference, clip: float | None, batches: Sequence[Batch], microbatches: int
 ) -> float:
-    """Half of the largest dynamic loss scale at which no step overflows.
+    """Return half of the largest dynamic loss scale at which no step of the reference overflows.
 
-    A run in fp16 lowers its scale step by step until nothing overflows; a verification starts there, with
-    room for rounding. Runs the reference, a few times if need be.
+    Training in fp16 halves its scale until nothing overflows; a verification starts there, with a factor of 2
+    as a margin for rounding. Runs the reference once per halving.
     """
     scale = INITIAL_LOSS_SCALE
     while True:
-        reference = make(Perturbation(0), clip, None, scale)
+        reference = make(Perturbation(0), clip, scale=scale)
         try:
             for _ in reference.run(batches, microbatches):
                 pass
         except ModelError:
-            if scale <= 1 or not reference.updates.overflowed:
+            if scale <= 1 or not reference.update.overflowed:
                 raise
             scale /= 2
         else:
             return scale / 2
 
 
-def _placed(value: Value, mesh: Mesh, dtype: torch.dtype | None) -> Value:
+def _on_device(value: Value, mesh: Mesh, dtype: torch.dtype | None) -> Value:
     return map_tensors(
         lambda tensor: tensor.detach().to(mesh.device, dtype if tensor.is_floating_point() else None), value
     )

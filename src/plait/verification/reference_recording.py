@@ -1,4 +1,4 @@
-"""What the reference computed, and by how much each of it may be missed."""
+"""The tensors that the reference run computed, each with its tolerance."""
 
 from __future__ import annotations
 
@@ -12,34 +12,31 @@ from torch import Tensor
 
 from plait.errors import ModelError
 from plait.verification.integer_mode import GRAIN, require_integers
-from plait.verification.location import OF_PARAMETERS, RecordKey, RecordScope
+from plait.verification.location import PARAMETER_KINDS, RecordKey, RecordScope
 
 MARGIN = 16.0
-"""Times the deviation that a few shaken runs showed: a woven run may be unlucky where they were not."""
-LEAST = 16.0
-"""Machine epsilons of a tensor's size that are allowed in any case."""
-NARROW = 4.0
-"""In the place of both for 16-bit numbers, of which little would be left to compare."""
-FLOOR = 1e-3
-"""What is smaller than this times the largest of its kind is measured against that: some gradients (the key
-bias of attention) are exactly zero, and consist of noise."""
+"""Tolerance in deviations of a perturbed run: a few of those do not show the largest rounding error."""
+LEAST_EPSILONS = 16.0
+"""Tolerance in machine epsilons of a tensor's size, at least."""
+MARGIN_16_BIT = 4.0
+"""Replaces both for 16-bit numbers, of which a larger tolerance would leave little to compare."""
+SIZE_FLOOR = 1e-3
+"""Tensors smaller than this times the largest of their kind are given that size: some gradients (of the key
+bias of attention) are exactly zero, and consist of rounding errors."""
+NORM_TOLERANCE = 1e-12
+"""Relative tolerance of a norm in mode exact, where it is the only tensor that is not a whole number."""
 
-
-OF_ROOT = 1e-12
-"""Relative: what a norm may be missed by where all else is exact."""
-
-
-EXACT = ("clip", "scale", "evaluation")
-"""Kinds that are not looked at for whole numbers: settings, and what is not compared then."""
-HALVED = ("clipped", "value", "state")
-"""Kinds with up to three binary digits more than gradients have, of their factor; see `exact_bound`."""
-RESULTS = ("total", "mean", "final", "norm")
-"""Kinds that say nothing any more where they are NaN."""
-OF_LOSS = ("total", "mean", "whole", "evaluation")
+NOT_INTEGER = ("clip", "scale", "evaluation")
+"""Kinds that need not be whole numbers in mode exact: settings, and what is not compared there."""
+FINER_GRAIN = ("clipped", "value", "state")
+"""Kinds with up to three binary digits more than gradients have, from the clip factor; see `exact_bound`."""
+NAN_CHECKED = ("total", "mean", "final", "norm")
+"""Kinds of which a NaN makes the recording useless."""
+LOSS_KINDS = ("total", "mean", "whole", "evaluation")
 
 
 class Tolerance(NamedTuple):
-    """How large a tensor is (its largest element, or `FLOOR`), and by how much it may be missed."""
+    """The size of a tensor (its largest magnitude, see `SIZE_FLOOR`), and the largest allowed difference."""
 
     size: float
     allowed: float
@@ -50,23 +47,23 @@ NO_TOLERANCE = Tolerance(0.0, 0.0)
 
 @dataclass
 class ReferenceRecording:
-    """Of each moment the tensors by key, and the largest difference that rounding explains."""
+    """The tensors of each scope by key, and the largest differences that rounding explains."""
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
-        """Record a moment; nothing in it may be missed by anything yet. ModelError where the loss is NaN."""
+        """Record the tensors of a scope, without tolerance. ModelError where a loss or gradient is NaN."""
         self.values[scope] = dict(values)
         largest: dict[object, float] = {}
-        peaks = {key: peak(value) for key, value in values.items()}
+        peaks = {key: largest_magnitude(value) for key, value in values.items()}
         for key, size in peaks.items():
             largest[_family(key)] = max(largest.get(_family(key), 0.0), size)
         self.tolerances[scope] = {
-            key: Tolerance(max(size, FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
+            key: Tolerance(max(size, SIZE_FLOOR * largest[_family(key)]), 0.0) for key, size in peaks.items()
         }
         for key, value in values.items():
-            if key.kind in RESULTS and bool(value.isnan().any()):
+            if key.kind in NAN_CHECKED and bool(value.isnan().any()):
                 raise ModelError(
                     f"the reference's {key.kind} is NaN{self._since()}: there is nothing to compare."
                 )
@@ -77,49 +74,49 @@ class ReferenceRecording:
         values: Mapping[RecordKey, Tensor],
         epsilon_of: Callable[[RecordKey], float] = lambda key: 0.0,
     ) -> None:
-        """The same moment of a shaken run: allow as much as that shows, and no less than a few roundings.
+        """Raise the tolerances to the deviations of a perturbed run, and to a few machine epsilons at least.
 
-        `epsilon_of` gives the machine epsilon of what a tensor was made of, where that is a narrower dtype.
+        `epsilon_of` returns the machine epsilon of a narrower dtype that a tensor was computed from, else 0.
         """
         recorded, tolerances = self.values[scope], self.tolerances[scope]
         for key, value in values.items():
             if value.is_floating_point() or value.is_complex():
                 size, allowed = tolerances[key]
                 epsilon = max(torch.finfo(value.dtype).eps, epsilon_of(key))
-                margin, least = (NARROW, NARROW) if epsilon > 1e-4 else (MARGIN, LEAST)
-                shown = margin * difference(value, recorded[key])
-                shown = shown if math.isfinite(shown) else 0.0  # a run that broke explains nothing
+                margin, least = (MARGIN_16_BIT,) * 2 if epsilon > 1e-4 else (MARGIN, LEAST_EPSILONS)
+                shown = margin * largest_difference(value, recorded[key])
+                shown = shown if math.isfinite(shown) else 0.0  # a perturbed run that overflowed
                 tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:
-        """ModelError where a tensor is not of whole numbers; only the norm, a root, may then be missed."""
+        """ModelError where a tensor is not of whole numbers. Gives the norm, a square root, its tolerance."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "norm":
                     size = self.tolerances[scope][key].size
-                    self.tolerances[scope][key] = Tolerance(size, OF_ROOT * size)
-                elif key.kind not in EXACT:
+                    self.tolerances[scope][key] = Tolerance(size, NORM_TOLERANCE * size)
+                elif key.kind not in NOT_INTEGER:
                     of = f" of layer {key.layer}" if key.layer >= 0 else ""
-                    named = f" ({key.name})" if key.kind in OF_PARAMETERS else ""
-                    grain = GRAIN / 8 if key.kind in HALVED else GRAIN
+                    named = f" ({key.name})" if key.kind in PARAMETER_KINDS else ""
+                    grain = GRAIN / 8 if key.kind in FINER_GRAIN else GRAIN
                     require_integers(value, f"the reference's {key.kind}{of}{named}", grain)
 
     def microbatches(self, step: int) -> int:
-        """How many micro-batches of the global batch a step has."""
+        """Return the number of micro-batches of the global batch in a step."""
         return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)
 
     def _since(self) -> str:
-        """Where the first NaN is, for a sentence."""
+        """Return where the first NaN is, to continue a sentence."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "output" and bool(value.isnan().any()):
-                    where = f"what layer {key.layer} gives" if key.layer >= 0 else "the batch"
+                    where = f"the output of layer {key.layer}" if key.layer >= 0 else "the batch"
                     return f", first in {where} (step {scope.step + 1}, micro-batch {scope.microbatch})"
-        return ", though no layer gives one (is the loss's weight zero?)"
+        return ", though no output of a layer is (is the loss's weight zero?)"
 
 
 def _family(key: RecordKey) -> object:
-    """Tensors whose sizes have to do with each other: the noise of one is measured by the largest."""
+    """Return the family of tensors of related size that a tensor belongs to: see `SIZE_FLOOR`."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
     if key.kind in ("output", "inside"):
@@ -127,30 +124,30 @@ def _family(key: RecordKey) -> object:
     return (key.kind, key.name) if key.kind == "gradient" else key.kind
 
 
-def peak(tensor: Tensor) -> float:
-    """The largest absolute element that is finite; 0 of an empty tensor."""
+def largest_magnitude(tensor: Tensor) -> float:
+    """Return the largest finite magnitude; 0 for an empty tensor."""
     if not tensor.numel():
         return 0.0
     sizes = _wide(tensor).abs()
     return float(sizes.where(sizes.isfinite(), 0.0).max())
 
 
-def difference(actual: Tensor, expected: Tensor) -> float:
-    """The largest absolute difference of two tensors; infinity where only one is NaN, or infinite."""
+def largest_difference(actual: Tensor, expected: Tensor) -> float:
+    """Return the largest absolute difference of two tensors; infinity where only one is NaN or infinite."""
     if not actual.numel() or torch.equal(actual, expected):
         return 0.0
-    return float(apart(actual, expected).max())
+    return float(elementwise_difference(actual, expected).max())
 
 
-def apart(actual: Tensor, expected: Tensor) -> Tensor:
-    """The absolute difference of each element, float64; of a complex number of both parts."""
+def elementwise_difference(actual: Tensor, expected: Tensor) -> Tensor:
+    """Return the absolute difference per element, float64; complex numbers per part, in a last dim of 2."""
     one, other = _wide(actual), _wide(expected)
     same = (one == other) | (one.isnan() & other.isnan())
     return (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Any numbers as float64; a complex one as two."""
+    """Return `tensor` as float64; complex numbers as two in a last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().double()

@@ -1,9 +1,9 @@
-"""The single device in plain PyTorch: layers, autograd, `torch.optim`. Nothing of the engine runs here.
+"""Training on a single device in plain PyTorch: layers, autograd, `torch.optim`, without the engine.
 
-Shared with the engine are what a model and a batch are made of (layers in order, rows of micro-batches,
-initial values by name), the loss, and that a parameter that no loss depends on has a gradient of zero. Each
-layer has aliases of its parameters, so that what each use of a tied parameter contributes to its gradient is
-seen by itself. They share the memory of what the optimizer updates, or of a copy of it in another dtype.
+Shared with the engine are the model as a sequence of layers, the rows of micro-batches, initial values by
+name, the loss, and the zero gradient of a parameter that the loss does not depend on. Each layer has aliases
+of its parameters, so that each use of a tied parameter has a recorded contribution to its gradient. Aliases
+share the memory of the parameters that the optimizer updates, or of copies of those in another dtype.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, Refere
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
-from plait.verification.reference_recording import OF_LOSS, ReferenceRecording
+from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference_update import ReferenceUpdate
 from plait.verification.sketches import sketched
 from plait.verification.start_values import ValueChange
@@ -39,7 +39,7 @@ Batch = tuple[Value, Value]
 
 
 class ReferenceRun:
-    """One run on one device, recorded moment by moment."""
+    """One run on one device, which yields the tensors of each scope."""
 
     def __init__(
         self,
@@ -55,18 +55,22 @@ class ReferenceRun:
         baseline: ReferenceRecording | None = None,
         scale: float | None = None,
     ) -> None:
-        """`clip`: the largest gradient norm, None: a third of the first step's.
+        """`clip`: the maximum gradient norm; None: a third of the first step's.
 
-        `baseline`: the recording of the undisturbed run. From its gradients and parameters this run goes on
-        wherever it has recorded its own, so that a rounding error shows in what is computed next, and not in
-        all that follows. `scale`: the first value of a dynamic loss scale.
+        `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`,
+        gradients and parameters of this run are reset to it once they are recorded, so that a perturbation
+        shows in the next tensors only. `scale`: the first value of a dynamic loss scale.
         """
+        if not options.resynchronizes:
+            baseline = None
         self.loss = loss
         self.perturbation = perturbation
         self.formats = formats
         self.baseline = baseline
-        built = materialise(sequence, options.seed, change, formats, device, apart=baseline is not None)
-        self.parameters, self.copies, self.layers, self.uses = built
+        built = build_layers(
+            sequence, options.seed, change, formats, device, always_copy=baseline is not None
+        )
+        self.parameters, self.copies, self.layers, self.aliases = built
         self.dropout = DropoutGenerator(options.seed)
         self.dropout.attach_to(layer.module for layer in self.layers)
         if baseline is None:
@@ -75,22 +79,22 @@ class ReferenceRun:
                     parameter.copy_(perturbation.perturb(parameter))
         self.model_parameters = sequence.parameters
         self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
-        self.updates = ReferenceUpdate(
+        self.update = ReferenceUpdate(
             self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
         )
         self.sums: dict[str, Tensor] = {}
-        """Of the step under way, the gradients so far."""
+        """The gradients of the current step so far."""
         self.epsilon_of_loss = 0.0
-        self.looks_inside = options.mode != "exact"
+        self.records_sketches = options.mode != "exact"
 
     @property
     def clip(self) -> float | None:
-        """The bound of the norm in the first step, once that is done."""
-        return self.updates.clip
+        """The maximum gradient norm, known after the first step."""
+        return self.update.clip
 
     def epsilon(self, key: RecordKey) -> float:
-        """The largest machine epsilon of what a recorded tensor was made of, other than its own dtype's."""
-        if key.kind in OF_LOSS:
+        """Return the machine epsilon of a narrower dtype that a tensor was computed from, or 0."""
+        if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":
             return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
@@ -100,11 +104,11 @@ class ReferenceRun:
         return 0.0
 
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
-        """Train on `batches`, each cut into `microbatches`; give each moment when it is done.
+        """Train on `batches`, each cut into `microbatches`, then evaluate; yield the tensors of each scope.
 
-        The first, of step -1, is how the parameters start.
+        The first scope, of step -1, has the initial parameters.
         """
-        yield RecordScope(-1, WHOLE_STEP), self.updates.values()
+        yield RecordScope(-1, WHOLE_STEP), self.update.values()
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
@@ -114,7 +118,7 @@ class ReferenceRun:
         yield RecordScope(len(batches), WHOLE_STEP), {RecordKey("evaluation"): mean}
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
-        """The loss scale that the formats ask for."""
+        """Return the loss scale that the formats require."""
         if self.formats.loss_scale is not None:
             return ReferenceLossScale(self.formats.loss_scale)
         if any(map(self.formats.may_overflow, self.model_parameters.values())):
@@ -122,14 +126,14 @@ class ReferenceRun:
         return ReferenceLossScale()
 
     def _refresh(self) -> None:
-        """Let layers use what the optimizer has made of the parameters."""
+        """Update the aliases of the layers from the parameters."""
         with torch.no_grad():
             for name, copied in self.copies.items():
                 copied.copy_(self.perturbation.perturb(self.parameters[name].to(copied.dtype)))
-        for uses in self.uses:
-            for name, alias in uses.items():
+        for aliases in self.aliases:
+            for name, alias in aliases.items():
                 if name not in self.copies:
-                    alias.data = self.parameters[name].data  # an optimizer may have given it other memory
+                    alias.data = self.parameters[name].data  # an optimizer may have replaced its memory
 
     def _step(
         self, step: int, inputs: Value, targets: Value, microbatches: int
@@ -137,75 +141,77 @@ class ReferenceRun:
         self.dropout.step = step
         self._refresh()
         whole = self._mean(inputs, targets)
-        parts = split(targets, microbatches, "targets")
-        given = split(inputs, microbatches, "inputs")
-        rows = [len(next(tensors_of(one))) for one in given]
+        target_parts = split(targets, microbatches, "targets")
+        input_parts = split(inputs, microbatches, "inputs")
+        rows = [len(next(tensors_of(part))) for part in input_parts]
         self.dropout.rows = [range(*ends) for ends in pairwise(accumulate(rows, initial=0))]
-        weight = torch.stack([torch.as_tensor(self.loss.weight(part)).double() for part in parts]).sum()
+        weight = torch.stack(
+            [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
+        ).sum()
         weight = divisor(self.loss, weight)
         for name, parameter in self.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
-        for number, (part, wanted) in enumerate(zip(given, parts, strict=True)):
-            records = self._microbatch(RecordScope(step, number), part, wanted, weight)
+        for number, parts in enumerate(zip(input_parts, target_parts, strict=True)):
+            records = self._microbatch(RecordScope(step, number), *parts, weight)
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
         for name, parameter in self.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
-        yield RecordScope(step, WHOLE_STEP), records | self.updates.update(step)
+        yield RecordScope(step, WHOLE_STEP), records | self.update.apply(step)
 
     def _reduced(self, name: str) -> Tensor:
-        """The sum of a gradient, with the rounding errors of the dtype that it travels in."""
-        total, travels = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
-        if self.baseline is None or epsilon_of(travels) <= epsilon_of(total.dtype):
+        """Return the sum of a gradient, with a rounding error of the dtype that ranks would send it in."""
+        total, sent = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
+        if self.baseline is None or epsilon_of(sent) <= epsilon_of(total.dtype):
             return total
-        return self.perturbation.perturb_elementwise(total, epsilon_of(travels))
+        return self.perturbation.perturb_elementwise(total, epsilon_of(sent))
 
     def _microbatch(self, scope: RecordScope, inputs: Value, targets: Value, weight: Tensor) -> Records:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
-            """Record what flows, and its gradient when that comes; go on with a copy that may be written."""
+            """Record a value and, during backward, its gradient; return a copy that may be written."""
             numbers = iter(range(len(list(tensors_of(value)))))
 
-            def pass_on(tensor: Tensor) -> Tensor:
+            def record_and_copy(tensor: Tensor) -> Tensor:
                 name = str(next(numbers))
-                shaken = self.perturbation.perturb(tensor)
-                records[RecordKey("output", layer, name)] = shaken.detach().clone()
-                copied = shaken.clone()
+                perturbed = self.perturbation.perturb(tensor)
+                records[RecordKey("output", layer, name)] = perturbed.detach().clone()
+                copied = perturbed.clone()
                 if copied.requires_grad:
-                    copied.register_hook(partial(keep, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
+                    copied.register_hook(partial(record_gradient, RecordKey("gradient", layer, name)))  # type: ignore[no-untyped-call]
                 return copied
 
-            return map_tensors(pass_on, value)
+            return map_tensors(record_and_copy, value)
 
-        def keep(key: RecordKey, gradient: Tensor) -> Tensor:
-            shaken = self.perturbation.perturb(gradient)
-            records[key] = shaken.detach().clone()
-            return shaken
+        def record_gradient(key: RecordKey, gradient: Tensor) -> Tensor:
+            perturbed = self.perturbation.perturb(gradient)
+            records[key] = perturbed.detach().clone()
+            return perturbed
 
         value = boundary(inputs, -1)
         for number, layer in enumerate(self.layers):
-            looking = sketched(layer.module, wanted=self.looks_inside)
-            with telling(layer.path or "the model"), drawing_nothing(layer.path), looking as inside:
+            recording = sketched(layer.module, wanted=self.records_sketches)
+            with failure_named(layer.path or "the model"), random_refused(layer.path), recording as found:
                 output = self._run(layer, scope.microbatch, value)
-            records |= {RecordKey("inside", number, name): sketch for name, sketch in inside.items()}
+            records |= {RecordKey("inside", number, name): sketch for name, sketch in found.items()}
             value = boundary(output, number)
-        with telling("the loss"):
+        with failure_named("the loss"):
             total = self.loss.total(value, targets)
         self.epsilon_of_loss = torch.finfo(total.dtype).eps
         records[RecordKey("total")] = total.detach().clone()
         if total.requires_grad:
-            torch.autograd.backward(total, (self.updates.scale.value / weight).to(total))
+            torch.autograd.backward(total, (self.update.scale.value / weight).to(total))
         return records | self._contributions(scope)
 
     def _contributions(self, scope: RecordScope) -> Records:
-        """What each use of each parameter adds to its gradient."""
+        """Return the gradient of each alias, and add it to the sum of its parameter."""
         records: Records = {}
-        for number, uses in enumerate(self.uses):
-            for name, alias in uses.items():
+        for number, aliases in enumerate(self.aliases):
+            for name, alias in aliases.items():
                 if alias.grad is None:
                     continue
                 key = RecordKey("contribution", number, name)
@@ -224,15 +230,15 @@ class ReferenceRun:
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
-        """The loss of a batch that nobody cuts."""
+        """Return the mean loss of a batch run as one, without gradients; buffers are not changed."""
         value = map_tensors(torch.clone, inputs)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
         with torch.no_grad():
             for layer in self.layers:
-                with telling(layer.path or "the model"):
+                with failure_named(layer.path or "the model"):
                     value = map_tensors(torch.clone, self._run(layer, 0, value))
-            with telling("the loss"):
+            with failure_named("the loss"):
                 total = self.loss.total(value, targets)
             for buffer, before in buffers:
                 buffer.copy_(before)
@@ -241,51 +247,55 @@ class ReferenceRun:
 
 
 @contextmanager
-def telling(what: str) -> Iterator[None]:
-    """ModelError that says what failed on the single device already, with the first line of the error."""
+def failure_named(what: str) -> Iterator[None]:
+    """Turn an error into a ModelError with its first line: `what` fails on a single device already."""
     try:
         yield
     except PlaitError:
         raise
     except Exception as error:
-        told = (str(error).strip() or "no message").splitlines()[0]
-        mixed = " (it keeps tensors of another dtype: try mode native)" if "dtype" in told else ""
-        raise ModelError(f"{what} fails on a single device, {type(error).__name__}: {told}{mixed}") from error
+        message = (str(error).strip() or "no message").splitlines()[0]
+        mixed = " (it keeps tensors of another dtype: try mode native)" if "dtype" in message else ""
+        raise ModelError(
+            f"{what} fails on a single device, {type(error).__name__}: {message}{mixed}"
+        ) from error
 
 
 @contextmanager
-def drawing_nothing(path: str) -> Iterator[None]:
-    """ModelError where a layer draws random numbers: other ones on every rank and in every run."""
+def random_refused(path: str) -> Iterator[None]:
+    """ModelError where a layer draws random numbers, which differ between ranks and runs."""
     before = torch.get_rng_state()
     yield
     if not torch.equal(before, torch.get_rng_state()):
         raise ModelError(
-            f"{path or 'the model'} draws random numbers, which depend on the layout and on who else draws: "
-            "set what is drawn to a constant, and what is dropped to nothing, to verify the rest."
+            f"{path or 'the model'} draws random numbers, which depend on the layout and on other draws: "
+            "replace them by constants, and set dropout to 0, to verify the rest."
         )
 
 
-Built = tuple[dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list[dict[str, nn.Parameter]]]
+BuiltLayers = tuple[
+    dict[str, nn.Parameter], dict[str, Tensor], list[NamedLayer], list[dict[str, nn.Parameter]]
+]
 
 
-def materialise(
+def build_layers(
     sequence: LayerSequence,
     seed: int,
     change: ValueChange,
     formats: NumberFormats,
     device: torch.device,
     *,
-    apart: bool,
-) -> Built:
-    """The parameters by name, copies of them for layers by name, the layers, each layer's aliases by name.
+    always_copy: bool,
+) -> BuiltLayers:
+    """Return parameters by name, copies for the layers by name, the layers, and each layer's aliases by name.
 
-    Layers use the parameters' own memory where that has the dtype that they compute in, unless `apart`.
+    Layers use the parameters' own memory where that has their compute dtype, unless `always_copy`.
     """
     names = {id(parameter): name for name, parameter in sequence.parameters.items()}
     parameters: dict[str, nn.Parameter] = {}
     copies: dict[str, Tensor] = {}
     buffers: dict[int, Tensor] = {}
-    layers, uses = [], []
+    layers, aliases_of_layers = [], []
     for layer in sequence.layers:
         tensors: dict[int, Tensor] = {}
         aliases: dict[str, nn.Parameter] = {}
@@ -295,7 +305,7 @@ def materialise(
             if name not in parameters:
                 value = change(name, initial_value(layer.module, layer.path, local, seed))
                 parameters[name] = nn.Parameter(convert(value, master, device), parameter.requires_grad)
-                if apart or compute != master:
+                if always_copy or compute != master:
                     copies[name] = convert(parameters[name].detach(), compute, device)
             alias = nn.Parameter(copies.get(name, parameters[name].data), parameter.requires_grad)
             tensors[id(parameter)] = aliases[name] = alias
@@ -305,5 +315,5 @@ def materialise(
                 buffers[id(buffer)] = convert(value, formats.compute, device)
             tensors[id(buffer)] = buffers[id(buffer)]
         layers += private_copy([layer], tensors)
-        uses.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
-    return parameters, copies, layers, uses
+        aliases_of_layers.append({name: alias for name, alias in aliases.items() if alias.requires_grad})
+    return parameters, copies, layers, aliases_of_layers

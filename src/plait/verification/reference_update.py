@@ -1,4 +1,4 @@
-"""The reference's update of parameters: it removes the loss scale, clips, and lets the optimizer step."""
+"""The parameter update of the reference run: loss scale removed, gradients clipped, optimizer step."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import ReferenceRecording
 
-FRACTION = 1 / 3
-"""Of the first norm, in a step that clips. No binary number: a factor that was rounded is another one."""
-TINY = 1e-6
-"""What `torch.nn.utils.clip_grad_norm_` adds to the norm before it divides by it."""
+CLIP_FRACTION = 1 / 3
+"""Default clip bound over the first norm: not a binary fraction, so that a factor in few digits differs."""
+CLIP_EPSILON = 1e-6
+"""Added to the norm by `torch.nn.utils.clip_grad_norm_`, before it divides by it."""
 
 
 class ReferenceUpdate:
-    """The optimizer of one run on one device, and what it is given."""
+    """The optimizer of one reference run, with the loss scale and the clip bound."""
 
     def __init__(
         self,
@@ -38,12 +38,12 @@ class ReferenceUpdate:
         self.trainable = {name: p for name, p in parameters.items() if p.requires_grad}
         self.norm_type = options.norm_type
         self.perturbation = perturbation
-        self.given = clip
+        self.given_clip = clip
         self.clip = clip
-        """The bound of the first step, once that is done."""
+        """The maximum gradient norm, known after the first step."""
         self.baseline = baseline
         self.overflowed = False
-        """Whether gradients were not finite at the loss scale."""
+        """Whether a gradient has overflowed at the loss scale."""
         self.scale = scale
         matrices = [p for p in self.trainable.values() if p.dim() >= 2]
         vectors = [p for p in self.trainable.values() if p.dim() < 2]
@@ -53,8 +53,8 @@ class ReferenceUpdate:
         ]
         self.optimizer = options.optimizer(groups)
 
-    def update(self, step: int) -> Records:
-        """Update the parameters from their `.grad`, which the loss scale is still in; record all of it."""
+    def apply(self, step: int) -> Records:
+        """Update the parameters from their `.grad`, still scaled by the loss scale; return the records."""
         records = {RecordKey("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None
@@ -71,7 +71,7 @@ class ReferenceUpdate:
         return records
 
     def values(self) -> Records:
-        """Copies of all parameters, as the optimizer has them."""
+        """Return copies of all parameters."""
         return {RecordKey("value", name=name): p.detach().clone() for name, p in self.parameters.items()}
 
     def _clip(self, step: int) -> Records:
@@ -96,20 +96,20 @@ class ReferenceUpdate:
         return records
 
     def _bound(self, step: int, norm: Tensor) -> float:
-        """The largest norm of a step: as told, or a third of the first step's.
+        """Return the maximum gradient norm of a step: as given, or a third of the first step's norm.
 
-        Under a dynamic loss scale, which allows for one look at the gradients a step, every second step has a
-        bound of twice its own norm.
+        Under a dynamic loss scale, where gradients are checked once a step, every second step has a bound of
+        twice its own norm.
         """
         if self.baseline is not None:
             return float(self.baseline.values[RecordScope(step, WHOLE_STEP)][RecordKey("clip")])
-        if self.given is not None:
-            return self.given
-        measured = float(norm) + TINY
+        if self.given_clip is not None:
+            return self.given_clip
+        measured = float(norm) + CLIP_EPSILON
         if self.clip is None and math.isinf(self.norm_type):
             self.clip = exact_bound(norm)
         elif self.clip is None:
-            self.clip = measured * FRACTION if float(norm) else math.inf
+            self.clip = measured * CLIP_FRACTION if float(norm) else math.inf
         return 2 * measured if self.scale.dynamic and step % 2 else self.clip
 
     def _states(self) -> Records:
@@ -143,11 +143,11 @@ class ReferenceUpdate:
 
 
 def exact_bound(norm: Tensor) -> float:
-    """A bound by which gradients are scaled by 1/2, or else 3/4, 5/8 or 7/8, without a rounding error.
+    """Return a clip bound that scales gradients by exactly 1/2, or else 3/4, 5/8 or 7/8.
 
-    PyTorch divides by multiplying with the reciprocal, so that half of a number over it need not be 1/2.
+    PyTorch multiplies by the reciprocal of the norm, so that a bound of half the norm need not give 1/2.
     """
-    whole = norm + TINY
+    whole = norm + CLIP_EPSILON
     for factor in (1 / 2, 3 / 4, 5 / 8, 7 / 8):
         near = factor * float(whole)
         for bound in (near, math.nextafter(near, 0), math.nextafter(near, math.inf)):

@@ -1,8 +1,8 @@
-"""What happens inside of a layer, in sketches: which module there is the first whose numbers differ.
+"""Sketches of the tensors inside of a layer, which locate the first module whose input or output differs.
 
-A layer is compared by what it gives. Where that differs, sketches say whether it was a norm, a linear, or
-what is computed between two modules. A sketch is a weighted sum over all rows, `[features]`, of what a module
-is given or gives: little to keep, and enough to tell whether anything differs.
+Layers are compared by their outputs. Where an output differs, sketches show whether a norm, a linear, or the
+computation between two modules is the cause. A sketch is a weighted sum over all rows, `[features]`, of the
+input or output of a module: small to store, and different where the tensor is.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from plait.verification.reference_recording import Tolerance, difference
+from plait.verification.reference_recording import Tolerance, largest_difference
 
 Side = Literal["given", "gives"]
 GOLDEN = 0.6180339887498949
 LISTED = 4
-"""Modules that are equal and are listed."""
+"""Equal modules that a sentence lists."""
 
 
-class Sketches:
-    """Sketches what the modules inside of one layer are given and give, each time that it runs.
+class ModuleSketches:
+    """Sketches of the first input and the output of each module inside of one layer, by forward hooks.
 
-    `found` has those of the latest run, in the order in which modules ran, by `path|side|call|rows`. It knows
-    nothing of tensors that are not floating-point, of fewer than two dims, or inside of other values.
+    `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Tensors that are
+    not floating-point, have fewer than two dims or are nested in other values have none.
     """
 
     def __init__(self, layer: nn.Module) -> None:
@@ -43,12 +43,12 @@ class Sketches:
                 self._handles.append(module.register_forward_hook(partial(self._after, path)))
 
     def begin(self) -> None:
-        """Forget the latest run."""
+        """Discard the sketches of the latest run."""
         self.found = {}
         self._calls.clear()
 
     def close(self) -> None:
-        """Look no more."""
+        """Remove the hooks."""
         for handle in self._handles:
             handle.remove()
 
@@ -75,12 +75,12 @@ def sketch_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Give the sketches of one run of `layer`, which are there when it is done; none unless wanted."""
+    """Yield a dictionary that holds the sketches of one run of `layer` at exit; empty unless `wanted`."""
     found: dict[str, Tensor] = {}
     if not wanted:
         yield found
         return
-    sketches = Sketches(layer)
+    sketches = ModuleSketches(layer)
     try:
         yield found
         found.update(sketches.found)
@@ -90,18 +90,18 @@ def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class InnerDifference:
-    """Where inside of a layer numbers begin to differ, as one rank sees it."""
+    """The first difference inside of a layer, on one rank."""
 
     order: int
-    """How much of what the reference sketched comes before it. Of several ranks the earliest is right: what
-    one of them gives is summed over all."""
+    """Number of the reference's sketches before it. Of several ranks the earliest is the cause, since outputs
+    are summed over ranks."""
     sentence: str
 
 
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return which module of a layer is the first that is given or gives something else.
+    """Return the first module of a layer whose input or output differs from the reference's.
 
     None where no module was compared: a layer without modules, or whose modules have other shapes.
     """
@@ -129,20 +129,20 @@ def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:
 
 
 def _given(equal: list[str]) -> list[str]:
-    """Return the modules whose outputs are among these, each once."""
+    """Return the modules whose outputs are among the names of equal sketches, each once."""
     return list(dict.fromkeys(name.split("|")[0] for name in equal if "|gives|" in name))
 
 
 def _listed(equal: list[str]) -> str:
-    """Return the last of the modules that are equal: `query, key and value give`."""
+    """Return the last of the equal modules: `query, key and value give`."""
     *most, last = _given(equal)[-LISTED:]
     return f"{', '.join(most)} and {last} give" if most else f"{last} gives"
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Whether a sketch is as it should be; one of some of the features: whether they are among those."""
+    """Return whether a sketch is as expected; for a shard of the features: whether each is among those."""
     if found.shape == expected.shape:
-        return difference(found, expected) <= allowed
+        return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):
         return False
     ordered = expected.sort().values

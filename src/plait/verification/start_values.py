@@ -1,6 +1,6 @@
-"""The values that both sides start from: the model's own, a little moved; or small whole numbers.
+"""Initial values of both runs: the model's own with a small random offset, or small whole numbers.
 
-What starts at zero or one hides mistakes: a bias of zero may be added as often as one likes.
+Initial zeros and ones hide mistakes: a bias of zero may be added any number of times.
 """
 
 from __future__ import annotations
@@ -14,32 +14,32 @@ from plait.layers.layer_sequence import sequence_of
 from plait.models.initial import initial_value, normal_values
 from plait.rules import join
 
-MOVED = 0.1
-"""Standard deviation of what is added, relative to the root mean square of a parameter."""
-FROM_ZERO = 0.02
-"""The same for a parameter that is zero."""
+OFFSET = 0.1
+"""Standard deviation of the offset, relative to the root mean square of a parameter."""
+OFFSET_OF_ZEROS = 0.02
+"""Standard deviation of the offset of a parameter that is zero."""
 
 ValueChange = Callable[[str, Tensor], Tensor]
-"""Given a parameter's or buffer's name and value, another value."""
+"""Given the name and value of a parameter or buffer, returns its new value."""
 
 
-def moved(seed: int) -> ValueChange:
-    """Normally distributed moves that depend on the name, the seed and the index only."""
+def add_offsets(seed: int) -> ValueChange:
+    """Add normally distributed offsets that depend on the name, the seed and the index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
         if not value.is_floating_point():
             return value
         size = float(value.double().square().mean().sqrt()) if value.numel() else 0.0
-        move = normal_values(f"{name}/moved", seed, 0, value.numel(), MOVED * size or FROM_ZERO)
-        return value + move.view(value.shape).to(value)
+        offset = normal_values(f"{name}/moved", seed, 0, value.numel(), OFFSET * size or OFFSET_OF_ZEROS)
+        return value + offset.view(value.shape).to(value)
 
     return change
 
 
 def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: ValueChange) -> nn.Module:
-    """A copy of `model` in which each floating-point parameter and buffer has a value, and that changed.
+    """Return a copy of `model` whose floating-point parameters and buffers have changed initial values.
 
-    What is shared stays shared. `model` may be on the meta device; it is not altered.
+    Shared tensors stay shared. `model` may be on the meta device; it is not altered.
     """
     memo: dict[int, object] = {}
     for layer in sequence_of(model).layers:
@@ -59,5 +59,5 @@ def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: V
 
 
 def unchanged(name: str, value: Tensor) -> Tensor:
-    """As it is."""
+    """Return `value`."""
     return value

@@ -19,7 +19,7 @@ from plait.verification.case import Case
 from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
-from plait.verification.recording_distribution import from_first_rank, share
+from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording
 
 TENSORS: dict[str, Tensor] = {
@@ -51,7 +51,7 @@ def shared(own: dict[int, list[str]], tensors: dict[str, Tensor]) -> dict[Record
     def wanted(scope: RecordScope, key: RecordKey) -> bool:
         return scope.microbatch in (WHOLE_STEP, mesh.rank) and key.name in own[mesh.rank]
 
-    got = share(recording, mesh, wanted)
+    got = distribute_recording(recording, mesh, wanted)
     mesh.close()
     assert all(got.tolerances[scope].keys() == values.keys() for scope, values in got.values.items())
     return {
@@ -87,8 +87,8 @@ def test_masks_are_shared_too(rank_pool: RankPool) -> None:
 
 def test_alone_the_recording_stays_what_it_is() -> None:
     recording = recording_of(TENSORS, 2)
-    assert share(recording, Mesh(), lambda scope, key: False) is recording
-    assert from_first_rank("anything", Mesh()) == "anything"
+    assert distribute_recording(recording, Mesh(), lambda scope, key: False) is recording
+    assert broadcast_object("anything", Mesh()) == "anything"
 
 
 class Exponential(nn.Module):

@@ -20,6 +20,9 @@ def test_a_lost_rank_is_waited_for_once(monkeypatch: pytest.MonkeyPatch) -> None
         raise CommunicationError("rank 1 is gone")
 
     monkeypatch.setattr(rank, "barrier", lost)
-    with pytest.raises(CommunicationError, match="rank 1 is gone"), rank._in_step(Mesh(), 3) as tick:
+    with (
+        pytest.raises(CommunicationError, match="rank 1 is gone"),
+        rank._barrier_per_scope(Mesh(), 3) as tick,
+    ):
         tick()
     assert len(waits) == 1

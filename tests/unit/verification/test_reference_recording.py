@@ -13,14 +13,14 @@ from torch import Tensor
 from plait.errors import ModelError
 from plait.verification.location import WHOLE_STEP, RecordKey, RecordScope
 from plait.verification.reference_recording import (
-    FLOOR,
-    LEAST,
+    LEAST_EPSILONS,
+    LOSS_KINDS,
     MARGIN,
-    NARROW,
-    OF_LOSS,
+    MARGIN_16_BIT,
+    SIZE_FLOOR,
     ReferenceRecording,
-    difference,
-    peak,
+    largest_difference,
+    largest_magnitude,
 )
 
 MOMENT = RecordScope(0, 0)
@@ -53,14 +53,14 @@ def test_what_is_small_among_its_kind_is_measured_against_the_largest() -> None:
     sizes = {
         key.name + "/" + key.kind: tolerance.size for key, tolerance in recording.tolerances[MOMENT].items()
     }
-    assert sizes == {"big/final": 8.0, "none/final": FLOOR * 8.0, "none/value": 0.125}
+    assert sizes == {"big/final": 8.0, "none/final": SIZE_FLOOR * 8.0, "none/value": 0.125}
 
 
 def test_a_few_roundings_are_allowed_in_any_case() -> None:
     tensor = torch.tensor([2.0], dtype=torch.float64)
     recording = recorded(a=tensor)
     recording.widen(MOMENT, {OUTPUT: tensor})
-    assert recording.tolerances[MOMENT][OUTPUT] == (2.0, LEAST * 2.0**-52 * 2.0)
+    assert recording.tolerances[MOMENT][OUTPUT] == (2.0, LEAST_EPSILONS * 2.0**-52 * 2.0)
 
 
 def test_a_shaken_run_that_is_off_allows_a_multiple_of_that() -> None:
@@ -81,7 +81,7 @@ def test_bounds_only_grow(errors: list[float]) -> None:
     assert allowed >= MARGIN * max(float(tensor + error - tensor) for error in errors)
 
 
-@pytest.mark.parametrize(("dtype", "margin"), [(torch.bfloat16, NARROW), (torch.float32, MARGIN)])
+@pytest.mark.parametrize(("dtype", "margin"), [(torch.bfloat16, MARGIN_16_BIT), (torch.float32, MARGIN)])
 def test_of_16_bit_numbers_less_is_allowed(dtype: torch.dtype, margin: float) -> None:
     tensor = torch.tensor([1.0, 0.5], dtype=dtype)
     recording = recorded(a=tensor)
@@ -93,9 +93,13 @@ def test_what_is_made_of_the_loss_keeps_the_epsilon_of_the_loss() -> None:
     one = {RecordKey(kind): torch.tensor(1.0, dtype=torch.float64) for kind in ("total", "mean", "norm")}
     recording = ReferenceRecording()
     recording.add(MOMENT, one)
-    recording.widen(MOMENT, one, lambda key: 2.0**-23 if key.kind in OF_LOSS else 0.0)
+    recording.widen(MOMENT, one, lambda key: 2.0**-23 if key.kind in LOSS_KINDS else 0.0)
     allowed = {key.kind: tolerance.allowed for key, tolerance in recording.tolerances[MOMENT].items()}
-    assert allowed == {"total": LEAST * 2.0**-23, "mean": LEAST * 2.0**-23, "norm": LEAST * FINE}
+    assert allowed == {
+        "total": LEAST_EPSILONS * 2.0**-23,
+        "mean": LEAST_EPSILONS * 2.0**-23,
+        "norm": LEAST_EPSILONS * FINE,
+    }
 
 
 def test_whole_numbers_may_not_be_missed() -> None:
@@ -116,7 +120,7 @@ def test_an_infinity_that_is_meant_does_not_allow_everything() -> None:
     mask = torch.tensor([0.0, -torch.inf, 2.0], dtype=torch.float64)
     recording = recorded(mask=mask)
     recording.widen(MOMENT, {OUTPUT: mask})
-    assert recording.tolerances[MOMENT][OUTPUT] == (2.0, LEAST * 2.0**-52 * 2.0)
+    assert recording.tolerances[MOMENT][OUTPUT] == (2.0, LEAST_EPSILONS * 2.0**-52 * 2.0)
 
 
 def test_a_shaken_run_without_numbers_does_not_allow_everything() -> None:
@@ -134,7 +138,7 @@ def test_results_that_are_nan_are_refused(kind: str) -> None:
     recording.add(RecordScope(0, 1), {RecordKey("output", 2, "0"): torch.tensor([1.0, torch.nan])})
     with pytest.raises(ModelError) as caught:
         recording.add(RecordScope(0, WHOLE_STEP), {RecordKey(kind): torch.tensor(torch.nan)})
-    told = f"the reference's {kind} is NaN, first in what layer 2 gives (step 1, micro-batch 1)"
+    told = f"the reference's {kind} is NaN, first in the output of layer 2 (step 1, micro-batch 1)"
     assert str(caught.value) == f"{told}: there is nothing to compare."
 
 
@@ -147,13 +151,13 @@ def test_outputs_are_measured_against_themselves() -> None:
         {RecordKey(kind, i, "0"): t for kind in ("output", "gradient") for i, t in enumerate((big, small))},
     )
     sizes = {(key.kind, key.layer): tolerance.size for key, tolerance in recording.tolerances[MOMENT].items()}
-    assert (sizes["output", 1], sizes["gradient", 1]) == (2.0**-20, FLOOR * 8.0)
+    assert (sizes["output", 1], sizes["gradient", 1]) == (2.0**-20, SIZE_FLOOR * 8.0)
 
 
 def test_complex_numbers_differ_by_their_parts() -> None:
     one, other = torch.tensor([1 + 1j, 2.0]), torch.tensor([1 + 3j, 2.0])
-    assert difference(one, other) == 2.0
-    assert peak(other) == 3.0
+    assert largest_difference(one, other) == 2.0
+    assert largest_magnitude(other) == 3.0
 
 
 def test_exact_means_whole_numbers_but_for_the_norm() -> None:
@@ -198,7 +202,7 @@ INF, NAN = math.inf, math.nan
 
 
 @pytest.mark.parametrize(
-    ("actual", "expected", "apart"),
+    ("actual", "expected", "expected_difference"),
     [
         ([1.0, 2.0], [1.0, 2.0], 0.0),
         ([1.0, 2.0], [1.5, 4.0], 2.0),
@@ -218,13 +222,15 @@ INF, NAN = math.inf, math.nan
         (2.0, 1.0, 1.0),
     ],
 )
-def test_the_largest_difference(actual: object, expected: object, apart: float) -> None:
-    assert difference(torch.tensor(actual), torch.tensor(expected)) == apart
+def test_the_largest_difference(actual: object, expected: object, expected_difference: float) -> None:
+    assert largest_difference(torch.tensor(actual), torch.tensor(expected)) == expected_difference
 
 
 def test_a_difference_over_dtypes_is_that_of_the_values() -> None:
-    assert difference(torch.tensor([0.5]), torch.tensor([0.5], dtype=torch.float64)) == 0.0
-    assert difference(torch.tensor([1.0]), torch.tensor([1 + 2.0**-40], dtype=torch.float64)) == 2.0**-40
+    assert largest_difference(torch.tensor([0.5]), torch.tensor([0.5], dtype=torch.float64)) == 0.0
+    assert (
+        largest_difference(torch.tensor([1.0]), torch.tensor([1 + 2.0**-40], dtype=torch.float64)) == 2.0**-40
+    )
 
 
 @pytest.mark.parametrize(
@@ -240,4 +246,4 @@ def test_a_difference_over_dtypes_is_that_of_the_values() -> None:
     ],
 )
 def test_the_size_of_a_tensor_is_its_largest_number(tensor: Tensor, largest: float) -> None:
-    assert peak(tensor) == largest
+    assert largest_magnitude(tensor) == largest

@@ -9,7 +9,13 @@ import torch
 from torch import Tensor, nn
 
 from plait.verification.reference_recording import Tolerance
-from plait.verification.sketches import InnerDifference, Sketches, first_inner_difference, sketch_of, sketched
+from plait.verification.sketches import (
+    InnerDifference,
+    ModuleSketches,
+    first_inner_difference,
+    sketch_of,
+    sketched,
+)
 
 
 class Layer(nn.Module):
@@ -134,7 +140,7 @@ def test_what_is_no_tensor_of_rows_is_left_out() -> None:
 
 def test_only_the_latest_run_counts_and_hooks_are_removed() -> None:
     made = layer()
-    sketches = Sketches(made)
+    sketches = ModuleSketches(made)
     made(X)
     assert sketches.found
     sketches.begin()

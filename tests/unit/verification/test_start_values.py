@@ -8,40 +8,47 @@ from torch import Tensor, nn
 
 from parity.models import buffers, on_meta, repeated, tied_table
 from plait.layers.layer_sequence import bits_of
-from plait.verification.start_values import FROM_ZERO, MOVED, ValueChange, moved, unchanged, with_values
+from plait.verification.start_values import (
+    OFFSET,
+    OFFSET_OF_ZEROS,
+    ValueChange,
+    add_offsets,
+    unchanged,
+    with_values,
+)
 
 
 def test_a_parameter_moves_by_a_tenth_of_its_size() -> None:
     value = torch.full((4000,), 3.0)
-    move = (moved(0)("a", value) - value).double()
-    assert 0.9 < float(move.std()) / (MOVED * 3.0) < 1.1
+    move = (add_offsets(0)("a", value) - value).double()
+    assert 0.9 < float(move.std()) / (OFFSET * 3.0) < 1.1
     assert abs(float(move.mean())) < 0.03
 
 
 def test_a_parameter_of_zeros_moves_too() -> None:
-    move = moved(0)("bias", torch.zeros(4000))
-    assert 0.9 < float(move.std()) / FROM_ZERO < 1.1
+    move = add_offsets(0)("bias", torch.zeros(4000))
+    assert 0.9 < float(move.std()) / OFFSET_OF_ZEROS < 1.1
 
 
 def test_moves_depend_on_the_name_and_the_seed_alone() -> None:
     value = torch.ones(8)
-    first = moved(0)("a", value)
-    assert torch.equal(first, moved(0)("a", value))
-    assert not torch.equal(first, moved(0)("b", value))
-    assert not torch.equal(first, moved(1)("a", value))
+    first = add_offsets(0)("a", value)
+    assert torch.equal(first, add_offsets(0)("a", value))
+    assert not torch.equal(first, add_offsets(0)("b", value))
+    assert not torch.equal(first, add_offsets(1)("a", value))
 
 
 def test_shape_and_dtype_stay() -> None:
     for value in (torch.ones(2, 3).bfloat16(), torch.tensor(0.5), torch.empty(0, 2), torch.ones(3).double()):
-        changed = moved(0)("a", value)
+        changed = add_offsets(0)("a", value)
         assert (changed.shape, changed.dtype) == (value.shape, value.dtype)
 
 
 def made(model: nn.Module) -> nn.Module:
-    return with_values(model, 0, moved(0), unchanged)
+    return with_values(model, 0, add_offsets(0), unchanged)
 
 
-@pytest.mark.parametrize("change", [moved(0), unchanged])
+@pytest.mark.parametrize("change", [add_offsets(0), unchanged])
 def test_the_model_given_is_not_altered(change: ValueChange) -> None:
     model = nn.Sequential(nn.Linear(3, 3), nn.LayerNorm(3))
     before = {name: bits_of(value) for name, value in model.state_dict().items()}

@@ -21,7 +21,7 @@ from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordSc
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_run import ReferenceRun
-from plait.verification.reference_update import FRACTION
+from plait.verification.reference_update import CLIP_FRACTION
 from plait.verification.start_values import unchanged
 
 DOUBLE = NumberFormats(compute=torch.float64)
@@ -164,7 +164,7 @@ def test_the_state_of_the_optimizer_is_recorded_by_parameter() -> None:
 def test_gradients_are_clipped_to_a_third_of_the_first_norm_unless_told() -> None:
     scopes = recorded(CASES["in_place"], clip=None)
     first, second = (scopes[RecordScope(step, WHOLE_STEP)] for step in range(2))
-    assert float(first[RecordKey("clip")]) == (float(first[RecordKey("norm")]) + 1e-6) * FRACTION
+    assert float(first[RecordKey("clip")]) == (float(first[RecordKey("norm")]) + 1e-6) * CLIP_FRACTION
     assert first[RecordKey("clip")] == second[RecordKey("clip")]
     final, clipped = of_kind(first, "final"), of_kind(first, "clipped")
     expected = {name: value / 3 for name, value in final.items()}
