@@ -76,7 +76,11 @@ PRIVATE_USES = {
     ("comm/pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
     ("comm/pool.py", "stop_fork_server", "_stop"): "likewise",
     ("comm/world.py", "_take_groups", "_world"): "no public way to list the process groups",
-    ("comm/last_words.py", "of_world", "_get_default_store"): "no public way to the store of the world",
+    (
+        "comm/failure_log.py",
+        "failure_log_of_world",
+        "_get_default_store",
+    ): "no public way to the store",
     ("comm/pool.py", "*", "torch._dynamo"): "the fork server loads it once; every rank would do it later",
 }
 """File, function, private name: why there is no public way."""

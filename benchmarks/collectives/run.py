@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.comm import Group, Mesh, barrier
 from plait.comm.pool import RankPool
 from plait.comm.transport.reduction import fold
-from plait.comm.transport.shared_memory import collectives
+from plait.comm.transport.shared_memory import algorithms
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport.torch_distributed import TorchTransport
 
@@ -47,32 +47,32 @@ def in_shared_memory(group: Group) -> SharedMemoryTransport:
 def ways_to_all_reduce(tensor: Tensor, group: Group) -> Ways:
     """Each reduces `tensor` to another place, as `all_reduce(tensor, group, out=...)` does."""
     out, process_group = torch.empty_like(tensor), over_torch(group).process_group
-    scratch = in_shared_memory(group).scratch
+    staging = in_shared_memory(group).staging
     return {
         "backend": lambda: dist.all_reduce(out.copy_(tensor), group=process_group),
         "exchange": partial(exchange, tensor.expand(group.size, -1), out, group),
-        "whole": lambda: collectives.reduce_whole(tensor, out, "sum", scratch).wait(),
-        "pieces": lambda: collectives.reduce_in_pieces(tensor, out, "sum", scratch).wait(),
+        "whole": lambda: algorithms.all_reduce_whole(tensor, out, "sum", staging).wait(),
+        "pieces": lambda: algorithms.all_reduce_in_pieces(tensor, out, "sum", staging).wait(),
     }
 
 
 def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
     """Each reduces this rank's piece of `tensor`."""
     out, process_group = torch.empty(tensor.numel() // group.size), over_torch(group).process_group
-    scratch = in_shared_memory(group).scratch
+    staging = in_shared_memory(group).staging
     return {
         "backend": lambda: dist.reduce_scatter_single(out, tensor, group=process_group),
         "exchange": partial(exchange, tensor, out, group),
-        "whole": lambda: collectives.reduce_to_pieces(tensor, out, "sum", scratch).wait(),
+        "whole": lambda: algorithms.reduce_scatter_staged(tensor, out, "sum", staging).wait(),
     }
 
 
 def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
     """Each fills `tensor` from the ranks' pieces, of which this rank's stands there already."""
-    own, scratch = tensor.tensor_split(group.size)[group.index], in_shared_memory(group).scratch
+    own, staging = tensor.tensor_split(group.size)[group.index], in_shared_memory(group).staging
     return {
         "backend": lambda: over_torch(group).all_gather(own, tensor).wait(),
-        "whole": lambda: collectives.gather_whole(own, tensor, scratch).wait(),
+        "whole": lambda: algorithms.all_gather_staged(own, tensor, staging).wait(),
     }
 
 
@@ -144,7 +144,7 @@ def measure(size: int, rounds: int, name: str) -> tuple[str, dict[str, list[floa
 
 
 def row(pool: RankPool, ranks: int, size: int, rounds: int, name: str) -> str:
-    """A line of the table; what plait takes is bold."""
+    """A channel of the table; what plait takes is bold."""
     measured = pool.run(measure, size, rounds, name, ranks=ranks)
     cells = []
     for way in OPERATIONS[name].shown:
@@ -157,7 +157,7 @@ def row(pool: RankPool, ranks: int, size: int, rounds: int, name: str) -> str:
 
 
 def table(pool: RankPool, name: str, ranks: Sequence[int], rounds: int) -> None:
-    """Print a table, line by line as it is measured."""
+    """Print a table, channel by channel as it is measured."""
     names = [NAMES[way] for way in OPERATIONS[name].shown]
     print(f"\n{OPERATIONS[name].title}\n")
     print(f"| ranks | float32 | {' | '.join(names)} |\n|---|---|{'---|' * len(names)}")

@@ -17,7 +17,7 @@ from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
-from plait.comm.agreement import agree, unlike_first
+from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Parts
 from plait.errors import ModelError, listed
@@ -127,10 +127,10 @@ def agreed_source(
         sequence, blueprint.plan, blueprint.layers_per_stage, blueprint.module_rules, seed
     )
     start = "start from the values of rank 0" if broadcast else "start from each rank's own values"
-    agree(f"{start}, {print_of_model}", world, mesh.device)
+    require_same_text(f"{start}, {print_of_model}", world, mesh.device)
     if broadcast:
         return FromRankZero(own, world, mesh.device)
-    others = unlike_first(fingerprint_of_values(own.known()), world, mesh.device)
+    others = ranks_unlike_first(fingerprint_of_values(own.known()), world, mesh.device)
     if others:
         raise ModelError(
             f"the model starts from other values on {'rank' if len(others) == 1 else 'ranks'} "

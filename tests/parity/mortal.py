@@ -37,7 +37,7 @@ class MortalRanks:
 
     def __init__(self, warm: Callable[[], None]) -> None:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.child"])
+        context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.rank_process"])
         self._pipe, there = context.Pipe()
         self._process = context.Process(target=_serve, args=(there, cloudpickle.dumps(warm)), daemon=True)
         with _without_main():

@@ -15,8 +15,8 @@ from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.rank_contents import rank_contents, written_by
-from plait.comm.news import tell_all
 from plait.comm.pool import RankPool
+from plait.comm.text import all_gather_text
 from plait.plan import Plan
 
 PLANS = {
@@ -67,7 +67,9 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
         with LiveBytes() as live:
             for one in held:
                 live.own(one.piece)
-            tell_all("", run.engine.mesh.group("world"), run.engine.mesh.device)  # shows what ranks share
+            all_gather_text(
+                "", run.engine.mesh.group("world"), run.engine.mesh.device
+            )  # shows what ranks share
             before = live.count()
             live.most = before
             series.save(run.engine, run.optimizer, 1, {})

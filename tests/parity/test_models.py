@@ -6,7 +6,7 @@ from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
-from plait.comm.shared import SMALLEST
+from plait.comm.shared_tensors import SMALLEST
 from plait.plan import Plan
 
 CASES = [pytest.param(case, id=case.name) for case in USER_CASES]

@@ -15,7 +15,7 @@ import plait
 from parity.case import SEED
 from parity.cases import gpt2
 from plait.comm.traffic import Count
-from plait.comm.transport.shared_memory.scratch import CAPACITY
+from plait.comm.transport.shared_memory.staging import CAPACITY
 from plait.engine import Engine
 from plait.plan import Plan
 
@@ -83,7 +83,7 @@ def storages() -> dict[int, int]:
     for thing in gc.get_objects():
         if issubclass(type(thing), Tensor) and thing.device.type == "cpu":
             storage = thing.untyped_storage()
-            if 0 < storage.nbytes() < CAPACITY:  # not the scratch in which ranks of one host meet
+            if 0 < storage.nbytes() < CAPACITY:  # not the staging buffers of ranks of one host
                 found[storage.data_ptr()] = storage.nbytes()
     return found
 

@@ -31,9 +31,9 @@ from torch.autograd.graph import Node
 from plait.autograd.node_tags import tag, tag_of
 from plait.autograd.piece_collectives import own_piece, start_piece_of_sum, start_whole
 from plait.autograd.regather import Gather, GatherRegistry
-from plait.comm.bits import require_same_bits
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
+from plait.comm.tensor_hash import require_same_bits
 from plait.errors import ModelError
 
 Overlap = Callable[[], None]

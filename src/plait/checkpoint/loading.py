@@ -30,7 +30,7 @@ from plait.checkpoint.rank_contents import (
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell, tell_all
+from plait.comm.text import all_gather_text, broadcast_text
 from plait.errors import CheckpointError
 from plait.layout import Layout
 
@@ -73,7 +73,7 @@ def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, ma
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
     sources = json.dumps(group_sources(optimizer, names, saved))
-    ranks = tell_all(sources, engine.mesh.group("world"), engine.mesh.device)
+    ranks = all_gather_text(sources, engine.mesh.group("world"), engine.mesh.device)
     require_same_groups(map(json.loads, ranks), saved)
 
 
@@ -126,7 +126,7 @@ def _agreed_path(path: Path, mesh: Mesh) -> str:
             found = f"+{resolve(path)}"
         except (CheckpointError, OSError) as error:
             found = f"-{error}"
-    found = tell(found, mesh.group("world"), mesh.device)
+    found = broadcast_text(found, mesh.group("world"), mesh.device)
     if found.startswith("-"):
         raise CheckpointError(found[1:])
     return found[1:]
@@ -135,7 +135,7 @@ def _agreed_path(path: Path, mesh: Mesh) -> str:
 def _raise_together(flaw: CheckpointError | None, mesh: Mesh) -> None:
     """On all ranks the first error that any has."""
     own = "" if flaw is None else json.dumps([str(flaw), flaw.damaged])
-    flaws = [told for told in tell_all(own, mesh.group("world"), mesh.device) if told]
+    flaws = [told for told in all_gather_text(own, mesh.group("world"), mesh.device) if told]
     if flaws:
         message, damaged = json.loads(flaws[0])
         raise CheckpointError(message, damaged=damaged)

@@ -31,8 +31,8 @@ from plait.checkpoint.manifest import (
 )
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell_all
-from plait.comm.pausing import join, pause
+from plait.comm.rank_threads import join_thread, sleep
+from plait.comm.text import all_gather_text
 from plait.errors import CheckpointError
 
 _FIRST_LOOK, _LAST_LOOK = 0.02, 1.0  # seconds between two looks at the folder: more, the longer it takes
@@ -96,9 +96,9 @@ class PendingSave:
         Communication: an all-reduce of 8 bytes over `world`, and where something failed what did.
         """
         if self._thread is not None:
-            join(self._thread)
+            join_thread(self._thread)
         own = f"{self._weight}{self._flaw}" if self._flaw else ""
-        told = tell_all(own, self._mesh.group("world"), self._mesh.device)
+        told = all_gather_text(own, self._mesh.group("world"), self._mesh.device)
         worst = max((flaw for flaw in told if flaw), key=lambda flaw: flaw[0], default=f"{_NONE}")
         self.complete = worst[0] in (_NONE, _OLDER)
         if worst[1:]:
@@ -143,7 +143,7 @@ def sees(folder: Path, patience: float) -> bool:
     while not folder.is_dir():
         if time.monotonic() > until:
             return False
-        pause(_FIRST_LOOK)
+        sleep(_FIRST_LOOK)
     return True
 
 
@@ -204,7 +204,7 @@ def _patient(folder: Path, done: Callable[[], bool], patience: float) -> bool:
                 seen, since = size, now
             elif now - since > patience:
                 return done()
-        pause(min(_FIRST_LOOK + (now - began) / 10, _LAST_LOOK))
+        sleep(min(_FIRST_LOOK + (now - began) / 10, _LAST_LOOK))
     return True
 
 

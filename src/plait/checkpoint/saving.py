@@ -22,7 +22,7 @@ from plait.checkpoint.save_task import PendingSave, SaveTask, sees
 from plait.checkpoint.staging import Staging, chunk_boxes, unstaged
 from plait.checkpoint.tensor_file import BoxToWrite
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell_all
+from plait.comm.text import all_gather_text
 from plait.errors import CheckpointError
 
 _MAY_TAKE = 30.0
@@ -111,7 +111,7 @@ def start(
 
 def _first(flaw: str, mesh: Mesh) -> str:
     """On all ranks what the first has to say that met a flaw; empty: none did."""
-    return next(filter(None, tell_all(flaw, mesh.group("world"), mesh.device)), "")
+    return next(filter(None, all_gather_text(flaw, mesh.group("world"), mesh.device)), "")
 
 
 def _prepare(path: Path, disk: Disk) -> None:

@@ -32,8 +32,8 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
     Gives the signals that this process has got, where its ranks are `local`; it passes the wish on to them.
     """
-    from plait.comm.child import STOP_SIGNAL
-    from plait.comm.watchdog import Wish
+    from plait.comm.rank_process import STOP_SIGNAL
+    from plait.comm.signal_handling import GracefulStop
 
     got: list[int] = []
 
@@ -48,7 +48,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
         for child in children:
             os.kill(child, STOP_SIGNAL)
 
-    with Wish((signal.SIGINT, signal.SIGTERM) if local else (), pass_on) as wish:
+    with GracefulStop((signal.SIGINT, signal.SIGTERM) if local else (), pass_on) as wish:
         yield got
 
 

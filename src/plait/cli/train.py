@@ -32,8 +32,8 @@ def run(argv: Sequence[str]) -> int:
     config = config_from_arguments(argv)
 
     with importing():  # late, so that help and refusals need not wait for torch
-        from plait.comm.child import STOP_SIGNAL
         from plait.comm.launch import launch
+        from plait.comm.rank_process import STOP_SIGNAL
         from plait.comm.world import find_world
         from plait.train.data import check_data
         from plait.train.loop import train

@@ -11,12 +11,12 @@ from plait.comm.collectives import (
     reduce_scatter,
     scatter,
 )
-from plait.comm.grid import GridMesh
+from plait.comm.grid_mesh import GridMesh
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.mesh import Mesh
 from plait.comm.point_to_point import receive, send
-from plait.comm.shared import shared_zeros
+from plait.comm.shared_tensors import shared_zeros
 from plait.comm.traffic import Count, Traffic
 
 __all__ = [

@@ -16,7 +16,7 @@ from functools import partial
 from torch import Tensor
 
 from plait.comm.buffers import copy_out, dense, output_buffer
-from plait.comm.call import alone, begin, outside, piece_shape, start, undivided, unfit, whole_shape
+from plait.comm.dispatch import alone, begin, outside, piece_shape, start, undivided, unfit, whole_shape
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.transport import reduction

@@ -1,4 +1,4 @@
-"""A group: the ranks that communicate with each other along one axis, seen from one of them."""
+"""A group: the ranks that communicate with each other along one axis of the mesh."""
 
 from __future__ import annotations
 
@@ -6,37 +6,37 @@ from dataclasses import dataclass
 
 import torch
 
-from plait.comm.last_words import LastWords
+from plait.comm.failure_log import FailureLog
 from plait.comm.traffic import Traffic
 from plait.comm.transport.interface import Transport
 
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """Ranks along one axis of the mesh. A `Mesh` makes it and owns its traffic.
+    """The ranks along one axis, seen from one of them. A `Mesh` makes groups and owns their traffic.
 
-    Operations take it explicitly and count ranks by their index in `ranks`. Without a `transport` the
-    rank is alone: no backend is needed, operations return what they were given and count nothing.
+    Operations take a group explicitly and address ranks by their index in `ranks`. Without a `transport`
+    the rank is alone: no backend is needed, operations return their input and count nothing.
     """
 
     name: str
-    """The axis it runs along, as counted in traffic: `"pp"`, `"dp"`, `"world"`, ..."""
+    """The axis, under which traffic is counted: `"pp"`, `"dp"`, `"world"`, ..."""
     ranks: tuple[int, ...]
     """Global ranks, in order of their index."""
     index: int
-    """This rank's place in `ranks`."""
+    """This rank's index in `ranks`."""
     transport: Transport | None
     traffic: Traffic
     timeout: float
     """Seconds after which a wait fails."""
-    words: LastWords | None = None
-    """Where its ranks leave word when they fail, if they can."""
+    failure_log: FailureLog | None = None
+    """Where its ranks write failure records, where there is a store."""
     guarded: bool = False
-    """Whether its ranks agree on every collective first, and on what enters a region: see `Mesh`."""
+    """Whether every collective, and the input of every region, is checked on all ranks first: see `Mesh`."""
 
     @property
     def size(self) -> int:
-        """How many ranks it has."""
+        """The number of ranks."""
         return len(self.ranks)
 
     @property
@@ -50,17 +50,17 @@ class Group:
         return self.transport is None or self.transport.on_one_host
 
     def device_for_text(self, device: torch.device) -> torch.device:
-        """The device on which text and small numbers travel: the CPU where its tensors can, else `device`."""
+        """Return the device to communicate text and small numbers on: the CPU if supported, else `device`."""
         on_cpu = self.transport is None or self.transport.carries_cpu_tensors
         return torch.device("cpu") if on_cpu else device
 
     def abort(self, cause: Exception) -> None:
-        """Let operations that are pending fail soon, here and on the other ranks, for one has failed."""
+        """Make pending operations fail soon, here and on the other ranks, after one has failed."""
         if self.transport is not None:
             self.transport.abort(cause)
 
     def __deepcopy__(self, memo: object) -> Group:
-        """A module that is copied goes on communicating with the same ranks."""
+        """Return this group itself, so that a copied module communicates with the same ranks."""
         return self
 
     def __repr__(self) -> str:

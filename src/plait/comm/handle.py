@@ -1,4 +1,4 @@
-"""A handle: an operation that has started, and the one place where it is waited for."""
+"""A handle: a communication operation that has started, and the wait for its result."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import re
 from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
+from plait.comm.failure_log import FailureTrace
 from plait.comm.group import Group
-from plait.comm.last_words import Account, ended_by
 from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
 
 _PATIENCE = 0.5
-"""Seconds for other ranks to say whom they waited for, after a connection was closed."""
+"""Seconds for other ranks to write their failure records, after a connection was closed."""
 _PATIENCE_AFTER_TIMEOUT = 3.0
-"""The same after a timeout, which strikes not all of them at once."""
+"""The same after a timeout: ranks time out at different moments."""
 
 
 class Handle(Generic[T]):
-    """A running operation. Keep it and `wait()` for it: it keeps the tensors alive that are on their way.
+    """A running operation. Keep it until `wait()`: it keeps the tensors of the operation alive.
 
     On NCCL waiting orders streams and does not block the host; on Gloo it blocks, for at most the
     group's timeout.
@@ -36,8 +36,8 @@ class Handle(Generic[T]):
     ) -> None:
         """Start the operation by `start()`; `finish()` makes the result of `wait()` and holds the tensors.
 
-        `awaited` completes the sentence "rank 1 waits for ...", and `peer` is the one rank that it can come
-        from, if not any of the group. A failure to start is raised by `wait()`.
+        `awaited` completes the sentence "rank 1 waits for ...". `peer` is the only rank that the operation
+        depends on; without it all ranks of the group are. A failure to start is raised by `wait()`.
         """
         self._group = group
         self._awaited = awaited
@@ -57,20 +57,20 @@ class Handle(Generic[T]):
 
     @classmethod
     def done(cls, result: T, group: Group) -> Handle[T]:
-        """A handle whose operation needed nobody else."""
+        """Return the handle of an operation that needed no other rank."""
         return cls(lambda: None, lambda: result, "nothing", group)
 
     def about(self, what: str) -> Self:
-        """The same handle, whose errors say what the operation is for."""
+        """Set what the operation is for, shown in its errors; return the same handle."""
         self._about = f" ({what})"
         return self
 
     def wait(self) -> T:
-        """The result, once it is there; a second call gives the same result, or raises the same error.
+        """Block until the result is there and return it; a second call returns or raises the same.
 
-        Raises `CommunicationError` that names the operation, this rank, the peer or the group, and the cause,
-        when a peer is gone or has not come within the group's timeout; and the rank that ended all, where it
-        is another one than the peer. The group is of no use afterwards.
+        Raises `CommunicationError` when a peer is gone or does not take part within the group's timeout. The
+        error names the operation, this rank, the peer or the group, the cause, and the rank that failed first
+        where it is another one than the peer. The group cannot be used afterwards.
         """
         if self._finish is not None:
             try:
@@ -82,16 +82,16 @@ class Handle(Generic[T]):
                 self._result.append(self._finish())
                 self._work = self._finish = None
         if self._cause is not None and self._error is None:
-            self._error = self._told(self._cause)
+            self._error = self._error_of(self._cause)
         if self._error is not None:
             raise self._error
         return self._result[0]
 
     def abandon(self) -> bool:
-        """Nobody needs the result. Whether nothing reads or writes the tensors any more; else `wait` in time.
+        """Discard the result; return whether its tensors are free. If not, `wait` before they are reused.
 
-        What a backend has started goes on by itself; what ranks of one host show each other is read and
-        written only by those who wait.
+        An operation of a backend runs on by itself; staged tensors of ranks on one host are read and written
+        in `wait` only.
         """
         if self._work is not None and self._work.abandon():
             self._work = None
@@ -102,16 +102,17 @@ class Handle(Generic[T]):
     def _fail(self, cause: Exception) -> None:
         self._cause = cause
         self._work = self._finish = None
-        if self._group.words is not None:
-            self._group.words.say(f"{self._awaited}{self._about}", self._suspects)
+        if self._group.failure_log is not None:
+            self._group.failure_log.record(f"{self._awaited}{self._about}", self._suspects)
         self._group.abort(cause)
 
-    def _told(self, cause: Exception) -> CommunicationError:
+    def _error_of(self, cause: Exception) -> CommunicationError:
         group, timed_out = self._group, _is_timeout(cause)
-        account = Account({}, self._suspects)
-        if group.words is not None and (timed_out or _is_closed(cause)):
-            account = group.words.ask(self._suspects, _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE)
-        reason = _reason(cause, group.timeout, self._suspects, account)
+        trace = FailureTrace({}, self._suspects)
+        if group.failure_log is not None and (timed_out or _is_closed(cause)):
+            patience = _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE
+            trace = group.failure_log.search(self._suspects, patience)
+        reason = _reason(cause, group.timeout, self._suspects, trace)
         error = CommunicationError(f"rank {group.rank} waits for {self._awaited}{self._about}: {reason}")
         error.__cause__ = cause
         return error
@@ -126,18 +127,20 @@ def _is_timeout(cause: Exception) -> bool:
     return "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
 
 
-def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], account: Account) -> str:
-    """What went wrong, and who it was: `suspects` are those that an answer could have come from."""
+def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], trace: FailureTrace) -> str:
+    """Return what failed and the ranks that caused it; `suspects` are the ranks that this one waited for."""
     between = ""
-    if len(suspects) == 1:  # else all that they waited for is this very operation, mostly
+    if len(suspects) == 1:  # several suspects mostly waited for this same operation
         between = "".join(
-            f"; rank {rank} waited for {words.awaited} in vain" for rank, words in account.said.items()
+            f"; rank {rank} waited for {record.awaited} in vain" for rank, record in trace.records.items()
         )
-    silent = account.silent
-    culprit = "it" if silent == suspects and len(silent) == 1 else ended_by(silent) if silent else ""
+    silent = trace.silent
+    culprit = f"rank {' or '.join(map(str, silent))}" if silent else ""
+    if silent == suspects and len(silent) == 1:
+        culprit = "it"
     if _is_closed(cause):
-        told = f"; {culprit} ended first, so look for its error" if culprit else ""
-        return f"connection closed by peer{between}{told}."
+        first = f"; {culprit} ended first, so look for its error" if culprit else ""
+        return f"connection closed by peer{between}{first}."
     if _is_timeout(cause):
         whom = "that rank is" if culprit in ("", "it") else f"{culprit} is"
         return f"no answer within {timeout:g} s{between}; see what {whom} doing, or give the mesh more time."

@@ -13,11 +13,11 @@ import cloudpickle
 import torch
 import torch.distributed as dist
 
-from plait.comm.orphan import OrphanWatch
+from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.pool import RankPool
-from plait.comm.threads import run_threads
-from plait.comm.transport.ranks import current_ranks
-from plait.comm.watchdog import Watchdog
+from plait.comm.rank_threads import run_threads
+from plait.comm.signal_handling import Watchdog
+from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import World, find_world, join_world, leave_world
 from plait.errors import MeshError, PlaitError
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from plait.comm import coordinates
-from plait.comm.grid import GridMesh
+from plait.comm.grid_mesh import GridMesh
 from plait.comm.group import Group
 from plait.comm.point_to_point import receive, send
 from plait.errors import MeshError

@@ -11,7 +11,7 @@ from typing import Any
 
 import cloudpickle
 
-Call = tuple[Callable[..., Any], tuple[Any, ...]]
+FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
 
@@ -31,7 +31,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         return super().reducer_override(thing)
 
 
-def dumps_call(call: Call) -> bytes:
+def dumps_call(call: FunctionCall) -> bytes:
     """Return `call` as bytes, with the classes and functions of the main module that it needs, by value.
 
     Raises what `cloudpickle` raises for what cannot be pickled.
@@ -43,14 +43,14 @@ def dumps_call(call: Call) -> bytes:
     return file.getvalue()
 
 
-def loads_call(data: bytes) -> Call:
+def loads_call(data: bytes) -> FunctionCall:
     """Return the call in `data`, and put what it needs of the caller's main module in this process's.
 
     There `pickle` looks for it by name: when a worker of a `DataLoader` sends a batch of a class of the main
     module, when `torch.save` writes a model.
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
-    call: Call = unpickler.load()
+    call: FunctionCall = unpickler.load()
     vars(sys.modules["__main__"]).update(unpickler.load())
     return call
 

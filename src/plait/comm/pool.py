@@ -24,9 +24,9 @@ from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerProcess
 from typing import Any, TypeVar
 
-from plait.comm.child import END, STACK_SIGNAL, Done, Job, serve, stack_file
-from plait.comm.failure import Failure, from_exit, root_cause
 from plait.comm.pickling import dumps_call
+from plait.comm.rank_failure import RankFailure, from_exit, root_cause
+from plait.comm.rank_process import END, STACK_SIGNAL, RankJob, RankResult, serve, stack_file
 from plait.comm.world import World
 from plait.errors import MeshError, PlaitError, RankError
 
@@ -43,7 +43,7 @@ class _Child:
     process: ForkServerProcess
     connection: Connection
 
-    def send(self, job: Job) -> None:
+    def send(self, job: RankJob) -> None:
         with contextlib.suppress(OSError):  # it is gone: its sentinel says so
             self.connection.send_bytes(pickle.dumps(job))
 
@@ -53,11 +53,11 @@ class _Child:
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))
 
-    def receive(self, rank: int, folder: str) -> Done | Failure:
+    def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
         """The report that waits in the pipe, else the manner of its death."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
-                report: Done | Failure = pickle.loads(self.connection.recv_bytes())
+                report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())
                 return report
         self.process.join(_GRACE)
         return from_exit(rank, self.process.exitcode, _written(folder, rank))
@@ -148,8 +148,8 @@ class RankPool:
             child.process.close()
             child.connection.close()
 
-    def _job(self, call: bytes, folder: str, rank: int, count: int) -> Job:
-        return Job(
+    def _job(self, call: bytes, folder: str, rank: int, count: int) -> RankJob:
+        return RankJob(
             call=call,
             world=World(rank, count, rank, count, "plait", f"file://{folder}/store"),
             folder=folder,
@@ -189,7 +189,7 @@ def _grow(children: list[_Child], count: int, module: str) -> None:
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
-    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.child", *ours])
+    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.rank_process", *ours])
     while len(children) < count:
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
@@ -236,12 +236,12 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dict[int, Done]:
+def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dict[int, RankResult]:
     """Waits for every rank's result; raises the cause of the first failure, or that time is up."""
     deadline = time.monotonic() + timeout
     waiting = dict(children)
-    results: dict[int, Done] = {}
-    failures: list[Failure] = []
+    results: dict[int, RankResult] = {}
+    failures: list[RankFailure] = []
     while waiting and all(failure.secondary for failure in failures):
         remaining = deadline - time.monotonic()
         if remaining <= 0:
@@ -251,7 +251,7 @@ def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dic
         ready = wait(list(handles), None if math.isinf(remaining) else remaining)
         for rank in {handles[handle] for handle in ready}:
             report = waiting.pop(rank).receive(rank, folder)
-            if isinstance(report, Done):
+            if isinstance(report, RankResult):
                 results[rank] = report
                 continue
             failures.append(report)
@@ -303,7 +303,7 @@ def _pickled(function: Callable[..., Any], arguments: tuple[Any, ...]) -> bytes:
         ) from error
 
 
-def _unpickled(done: Done) -> Any:
+def _unpickled(done: RankResult) -> Any:
     try:
         return pickle.loads(done.result)
     except Exception as error:

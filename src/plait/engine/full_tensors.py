@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from plait.autograd.redistribution import full_tensor
-from plait.comm.agreement import agree
 from plait.comm.collectives import broadcast
-from plait.comm.news import tell_all
+from plait.comm.consistency_check import require_same_text
+from plait.comm.text import all_gather_text
 from plait.engine.parts import Parts
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
@@ -82,12 +82,12 @@ def _agreed(parts: Parts, values: Values, *, from_rank_zero: bool) -> Source:
             digest = fingerprint_of_values(values.known())
         except PlaitError as error:  # the others wait
             flaw = str(error)
-    flaws = [told for told in tell_all(flaw, world, mesh.device) if told]
+    flaws = [told for told in all_gather_text(flaw, world, mesh.device) if told]
     if flaws:
         raise ModelError(flaws[0])
     if from_rank_zero:
         return FromRankZero(values, world, mesh.device)
-    agree(f"load a state dict of values {digest}", world, mesh.device)
+    require_same_text(f"load a state dict of values {digest}", world, mesh.device)
     return values
 
 
@@ -102,9 +102,9 @@ def _full(
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
     text = json.dumps(mine)
     for axis in ("dp", "tp"):  # all of a stage go through the same names
-        agree(f"{what} of {text}", mesh.group(axis), mesh.device)
+        require_same_text(f"{what} of {text}", mesh.group(axis), mesh.device)
     group = mesh.group("pp")
-    told = [json.loads(one) for one in tell_all(text, group, mesh.device)]
+    told = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
     receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp", "tp"))
     for name, place in _places(parts).items():
         holders = [rank for rank, names in enumerate(told) if name in names]

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell
+from plait.comm.text import broadcast_text
 from plait.errors import PlaitError, ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
@@ -57,7 +57,7 @@ def agreed_order(now: Schedule, choose: Callable[[], Schedule], mesh: Mesh) -> S
             news = written(choose())
         except PlaitError as error:  # the others wait
             news = f"{_REFUSED}{error}"
-    news = tell(news, mesh.group("world"), mesh.device)
+    news = broadcast_text(news, mesh.group("world"), mesh.device)
     if news.startswith(_REFUSED):
         raise ScheduleError(news.removeprefix(_REFUSED))
     return read(news, now)

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd.dropout import names_of
-from plait.comm.agreement import agree
 from plait.comm.collectives import all_reduce, broadcast
+from plait.comm.consistency_check import require_same_text
 from plait.engine.parts import Parts
 from plait.errors import DataError, PlanError
 from plait.layers.fingerprint import fingerprint_of_tokens
@@ -111,7 +111,7 @@ class Runner:
         """
         group = self.mesh.group(axis)
         if group.device_for_text(self.mesh.device).type == "cpu":
-            agree(doing, group, torch.device("cpu"))
+            require_same_text(doing, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:
         """In the plan's precision, if floating-point; on the device where the first stage reads it."""

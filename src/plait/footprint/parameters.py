@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from plait.blueprint import Blueprint
-from plait.comm.transport.shared_memory.transport import SHOW_LIMIT
+from plait.comm.transport.shared_memory.transport import STAGING_LIMIT
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
 from plait.schedules.program import (
     AllocateGradient,
@@ -105,7 +105,7 @@ class BufferSizes:
         landing = travels // self.slots.pieces
         if self.policy.device.type != "cpu":
             return landing + self.converted
-        if travels <= SHOW_LIMIT:  # the ranks of a host have shown each other what travels
+        if travels <= STAGING_LIMIT:  # the ranks of a host have shown each other what travels
             return landing
         return landing + self.converted + travels
 

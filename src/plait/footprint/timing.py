@@ -14,9 +14,9 @@ from torch import Tensor, nn
 from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
-from plait.comm.agreement import agree
+from plait.comm.consistency_check import require_same_text
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell
+from plait.comm.text import broadcast_text
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, cut, leaf_of, map_tensors, signature, tensors_of
 from plait.layers.precision import DTYPES, convert
@@ -59,9 +59,9 @@ def balance(
     batch, parts = cut(inputs, targets, plan.microbatches, (_same, _same))
     given, wanted = batch[0], parts[0]
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
-    agree(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
+    require_same_text(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
     mine = measured_costs(blueprint, mesh, given, wanted, as_loss(loss))
-    costs = _read(tell(_written(mine), mesh.group("world"), mesh.device))
+    costs = _read(broadcast_text(_written(mine), mesh.group("world"), mesh.device))
     _, counts = schedule_and_cut(
         plan.schedule,
         costs.with_messages(plan.pp),

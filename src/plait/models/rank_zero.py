@@ -7,7 +7,7 @@ from torch import Tensor
 
 from plait.comm.collectives import broadcast
 from plait.comm.group import Group
-from plait.comm.news import tell
+from plait.comm.text import broadcast_text
 from plait.errors import ModelError, PlaitError
 from plait.models.values import Values
 
@@ -33,7 +33,7 @@ class FromRankZero:
                 news = str(value.dtype)
             except Exception as raised:  # of any kind: the others wait
                 failure, news = raised, _told(name, raised)
-        news = tell(news, self._group, self._device)
+        news = broadcast_text(news, self._group, self._device)
         if failure is not None:
             raise failure
         if value is None:

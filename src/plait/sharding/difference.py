@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from plait.comm.coordinates import index_along
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell_all
+from plait.comm.text import all_gather_text
 from plait.layout import Layout
 
 _MOST_RANKS = 8
@@ -48,7 +48,7 @@ def _differences(
 
 def _everyones(mine: Versions, mesh: Mesh) -> list[Versions]:
     """Those of every rank of the world."""
-    return [json.loads(text) for text in tell_all(json.dumps(mine), mesh.group("world"), mesh.device)]
+    return [json.loads(text) for text in all_gather_text(json.dumps(mine), mesh.group("world"), mesh.device)]
 
 
 def _listed(ranks: Sequence[int], mesh: Mesh) -> str:

@@ -19,11 +19,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.comm.bits import as_hex, hash_of_bits
 from plait.comm.buffers import describe
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
+from plait.comm.tensor_hash import as_hex, tensor_hash
 from plait.errors import ReplicaError
 from plait.layout import Layout
 from plait.schedules.step_programs import StepPrograms
@@ -123,7 +123,7 @@ def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | No
     for key in sorted(state, key=str):
         if isinstance(state[key], Tensor):
             tensors[f"optimizer state {key}"] = state[key]
-    return [Fingerprint(what, describe(one), hash_of_bits(one)) for what, one in tensors.items()]
+    return [Fingerprint(what, describe(one), tensor_hash(one)) for what, one in tensors.items()]
 
 
 def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: torch.device) -> Tensor:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.group import Group
-from plait.comm.shared import shared_zeros
+from plait.comm.shared_tensors import shared_zeros
 from plait.layout import Layout
 from plait.sharding.buffer_specs import BufferKind
 from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage

@@ -14,7 +14,7 @@ from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import Manifest, section
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell
+from plait.comm.text import broadcast_text
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.layout.shard_plan import ShardPlan
 from plait.train.build import build_model
@@ -144,7 +144,7 @@ class RunCheckpoints:
                 paths = [str(path) for _, path in complete_checkpoints(self._folder)]
             except OSError:  # raised below, on every rank
                 paths = None
-        shared = json.loads(tell(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
+        shared = json.loads(broadcast_text(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
         if shared is None:
             raise CheckpointError(f"{self._folder} cannot be read: mend its permissions, or the disk.")
         return [Path(path) for path in shared]

@@ -11,7 +11,7 @@ import torch
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.watchdog import Wish
+from plait.comm.signal_handling import GracefulStop
 
 
 class StopSignals:
@@ -21,7 +21,7 @@ class StopSignals:
         self._signals = frozenset(signals)
         self._mesh = mesh
         self._local = 0
-        self._wish = Wish(self._signals, self._receive)
+        self._wish = GracefulStop(self._signals, self._receive)
         self.received = 0
         """The signal that any rank had received at the last `exchange`, the same on all ranks; 0: none."""
 

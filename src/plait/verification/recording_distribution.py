@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait.comm.collectives import broadcast
 from plait.comm.mesh import Mesh
-from plait.comm.news import tell
+from plait.comm.text import broadcast_text
 from plait.verification.location import RecordKey, RecordScope
 from plait.verification.reference_recording import ReferenceRecording, Tolerance
 
@@ -71,5 +71,7 @@ def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
     """Return rank 0's object, pickled for the others. Communication: two broadcasts over the world."""
     world = mesh.group("world")
     text = b64encode(pickle.dumps(thing)).decode() if world.index == 0 else ""
-    received: Object = pickle.loads(b64decode(tell(text, world, world.device_for_text(mesh.device))))
+    received: Object = pickle.loads(
+        b64decode(broadcast_text(text, world, world.device_for_text(mesh.device)))
+    )
     return received

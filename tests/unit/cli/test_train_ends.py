@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm.watchdog import TOGETHER
+from plait.comm.signal_handling import SAME_SIGNAL_SECONDS
 
 SETTINGS = {
     "model.layers": "1",
@@ -106,7 +106,7 @@ def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, 
     process = started(tmp_path, text, temporary)
     os.kill(max(pid for pid, _ in running(str(tmp_path))), signal.SIGSTOP)  # ranks are the youngest
     process.send_signal(number)
-    time.sleep(2 * TOGETHER)
+    time.sleep(2 * SAME_SIGNAL_SECONDS)
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)
     assert (process.returncode, errors.strip().splitlines()[-1]) == (code, said)

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from plait.comm.clocks import PINGS, Offset, clock_offset, compare_clocks
+from plait.comm.clocks import PINGS, ClockOffset, clock_offset, compare_clocks
 from plait.comm.mesh import Mesh
 
 APART = 5_000_000_000
@@ -16,14 +16,14 @@ APART = 5_000_000_000
 
 
 def test_the_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
-    def body() -> tuple[Offset, int]:
+    def body() -> tuple[ClockOffset, int]:
         mesh = Mesh(pp=3)
         ahead = APART * mesh.index("pp")
         offset = compare_clocks(mesh.group("pp"), mesh.device, lambda: time.perf_counter_ns() + ahead)
         return offset, mesh.traffic.snapshot()["pp"]["send"].calls
 
     first, *others = rank_pool.run(body, ranks=3)
-    assert first == (Offset(0, 0), 2 * PINGS)
+    assert first == (ClockOffset(0, 0), 2 * PINGS)
     for rank, (offset, calls) in enumerate(others, start=1):
         # Whatever the machine does meanwhile: the answer was given between question and answer.
         assert abs(offset.nanoseconds + APART * rank) <= offset.uncertainty
@@ -31,13 +31,13 @@ def test_the_offset_is_found_within_its_uncertainty(rank_pool: Any) -> None:
 
 
 def test_on_one_host_nothing_is_asked(rank_pool: Any) -> None:
-    def body() -> tuple[Offset, bool]:
+    def body() -> tuple[ClockOffset, bool]:
         mesh = Mesh(pp=2)
         offset = clock_offset(mesh.group("pp"), torch.device("cpu"))
         return offset, "send" in mesh.traffic.snapshot().get("pp", {})
 
-    assert rank_pool.run(body, ranks=2) == [(Offset(0, 0), False)] * 2
-    assert clock_offset(Mesh(alone=True).group("pp"), torch.device("cpu")) == Offset(0, 0)
+    assert rank_pool.run(body, ranks=2) == [(ClockOffset(0, 0), False)] * 2
+    assert clock_offset(Mesh(alone=True).group("pp"), torch.device("cpu")) == ClockOffset(0, 0)
 
 
 def test_elsewhere_clocks_are_compared(rank_pool: Any) -> None:

@@ -1,4 +1,4 @@
-"""A group among threads, seen from one rank, and the ranks themselves."""
+"""The transport of a group among threads, seen from one rank, and the ranks themselves."""
 
 from __future__ import annotations
 
@@ -10,26 +10,26 @@ import torch
 from torch import Tensor
 
 from plait.comm.buffers import describe
-from plait.comm.last_words import LastWords
+from plait.comm.failure_log import FailureLog
 from plait.comm.transport.interface import Pending
-from plait.comm.transport.local import calls
-from plait.comm.transport.local.calls import Board, Call, Transfer, WorkOut
-from plait.comm.transport.local.turns import Turns, Wait
+from plait.comm.transport.local import operations
+from plait.comm.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
+from plait.comm.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
 from plait.comm.transport.reduction import Op
 
 Key = tuple[tuple[int, ...], int]
-"""The ranks of a group, and how many groups of the same ranks were made before it."""
+"""The ranks of a group, and its number among the groups of the same ranks."""
 
 
-class LocalPending:
-    """A collective that this thread takes part in."""
+class PendingCollective:
+    """A collective that this thread has started."""
 
-    def __init__(self, transport: LocalTransport, call: Call, written: Tensor | None) -> None:
+    def __init__(self, transport: LocalTransport, call: CollectiveCall, written: Tensor | None) -> None:
         self._transport, self._call, self._written = transport, call, written
 
     def wait(self, awaited: str = "") -> None:
-        """Let other ranks run until it is over, then write the result. Raises as `Turns.wait`."""
-        self._transport.wait(Wait(awaited, lambda: self._call.over, self._missing))
+        """Run other ranks until it is over, then write the output. Raises as `CooperativeScheduler.wait`."""
+        self._transport.wait(WaitCondition(awaited, lambda: self._call.over, self._missing))
         if self._call.error is not None:
             raise RuntimeError(self._call.error)
         result = self._call.result(self._transport.index)
@@ -37,16 +37,16 @@ class LocalPending:
             self._written.view(-1).copy_(result)
 
     def abandon(self) -> bool:
-        """True: it goes on without this rank's tensors."""
+        """Return True: the collective continues with a copy of this rank's input."""
         self._call.withdraw(self._transport.index)
         return True
 
     def _missing(self) -> Sequence[int]:
-        return [rank for index, rank in enumerate(self._transport.ranks) if index not in self._call.handed]
+        return [rank for index, rank in enumerate(self._transport.ranks) if index not in self._call.inputs]
 
 
-class LocalMessage:
-    """A message that this thread sends, or receives into `buffer`."""
+class PendingTransfer:
+    """A message that this thread has started to send, or to receive into `buffer`."""
 
     def __init__(
         self, transport: LocalTransport, message: Transfer, peer: int, buffer: Tensor | None
@@ -54,81 +54,85 @@ class LocalMessage:
         self._transport, self._message, self._peer, self._buffer = transport, message, peer, buffer
 
     def wait(self, awaited: str = "") -> None:
-        """Let other ranks run until both are there; fill the buffer. Raises as `Turns.wait`."""
-        self._transport.wait(Wait(awaited, lambda: self._message.over, lambda: (self._peer,)))
+        """Run other ranks until it is matched; fill the buffer. Raises as `CooperativeScheduler.wait`."""
+        self._transport.wait(WaitCondition(awaited, lambda: self._message.over, lambda: (self._peer,)))
         if self._message.error is not None:
             raise RuntimeError(self._message.error)
         if self._buffer is not None and self._message.received is not None:
             self._buffer.view(-1).copy_(self._message.received)
 
     def abandon(self) -> bool:
-        """False, unless it is over: it stays posted."""
+        """Return whether it is over; else it stays posted."""
         return self._message.over
 
 
 class LocalTransport:
-    """One rank's view of a group of threads. See `Transport`."""
+    """The `Transport` of a group of threads, seen from one rank."""
 
     carries_cpu_tensors = True
     on_one_host = True
 
-    def __init__(self, board: Board, turns: Turns, index: int, timeout: float) -> None:
-        self.ranks, self.index = board.ranks, index
-        self._board, self._turns, self._timeout = board, turns, timeout
+    def __init__(
+        self, posted: GroupOperations, scheduler: CooperativeScheduler, index: int, timeout: float
+    ) -> None:
+        self.ranks, self.index = posted.ranks, index
+        self._posted, self._scheduler, self._timeout = posted, scheduler, timeout
         self._count = 0
 
-    def wait(self, wait: Wait) -> None:
-        """Let the other ranks run until `wait` is ready."""
-        self._turns.wait(self.ranks[self.index], wait, self._timeout)
+    def wait(self, condition: WaitCondition) -> None:
+        """Run the other ranks until `condition` is ready."""
+        self._scheduler.wait(self.ranks[self.index], condition, self._timeout)
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start a reduction in rank order."""
-        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, calls.all_reduce(op))
+        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, operations.all_reduce(op))
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Start a reduction in rank order; the other ranks keep what they have."""
+        """Start a reduction in rank order; the other ranks' tensors stay as they are."""
         written = tensor if self.index == destination else None
         kind = f"reduce {op} to {destination} {describe(tensor)}"
-        return self._call(kind, tensor, written, calls.all_reduce(op))
+        return self._call(kind, tensor, written, operations.all_reduce(op))
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Start a reduction in rank order."""
-        return self._call(f"reduce_scatter {op} {describe(tensor)}", tensor, piece, calls.reduce_scatter(op))
+        return self._call(
+            f"reduce_scatter {op} {describe(tensor)}", tensor, piece, operations.reduce_scatter(op)
+        )
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather."""
-        return self._call(f"all_gather {describe(tensor)}", tensor, whole, calls.all_gather)
+        return self._call(f"all_gather {describe(tensor)}", tensor, whole, operations.all_gather)
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
         """Start an all-to-all."""
-        return self._call(f"all_to_all {describe(tensor)}", tensor, received, calls.all_to_all)
+        return self._call(f"all_to_all {describe(tensor)}", tensor, received, operations.all_to_all)
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start a broadcast."""
         kind = f"broadcast from {source} {describe(tensor)}"
-        return self._call(kind, tensor, tensor, calls.broadcast(source))
+        return self._call(kind, tensor, tensor, operations.broadcast(source))
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
         """Start a gather."""
-        return self._call(f"gather to {destination} {describe(tensor)}", tensor, whole, calls.all_gather)
+        return self._call(f"gather to {destination} {describe(tensor)}", tensor, whole, operations.all_gather)
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter."""
-        return self._call(f"scatter from {source} {describe(own)}", pieces, own, calls.scatter(source))
+        return self._call(f"scatter from {source} {describe(own)}", pieces, own, operations.scatter(source))
 
     def barrier(self) -> Pending:
         """Start a barrier."""
-        return self._call("barrier", None, None, calls.nothing)
+        return self._call("barrier", None, None, operations.barrier)
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Start a send, which is complete when the receive is posted."""
-        message = self._board.send(self.index, destination, tag, tensor.detach())
-        return LocalMessage(self, message, self.ranks[destination], None)
+        """Start a send, complete when the receive is posted."""
+        message = self._posted.send(self.index, destination, tag, tensor.detach())
+        return PendingTransfer(self, message, self.ranks[destination], None)
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a receive."""
-        message = self._board.receive(source, self.index, tag, buffer)
-        return LocalMessage(self, message, self.ranks[source], buffer)
+        message = self._posted.receive(source, self.index, tag, buffer)
+        return PendingTransfer(self, message, self.ranks[source], buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return None: threads share all memory."""
@@ -139,28 +143,34 @@ class LocalTransport:
         return False
 
     def abort(self, cause: Exception) -> None:
-        """Do nothing: ranks that wait for this one learn of its end."""
+        """Do nothing: the scheduler ends ranks that wait for one that has ended."""
 
-    def _call(self, kind: str, read: Tensor | None, written: Tensor | None, work_out: WorkOut) -> Pending:
-        call = self._board.call(self._count, kind)
+    def _call(
+        self, kind: str, read: Tensor | None, written: Tensor | None, compute: ComputeOutputs
+    ) -> Pending:
+        call = self._posted.call(self._count, kind)
         self._count += 1
-        call.join(self.index, kind, None if read is None else read.detach(), work_out)
-        return LocalPending(self, call, None if written is None else written.detach())
+        call.join(self.index, kind, None if read is None else read.detach(), compute)
+        return PendingCollective(self, call, None if written is None else written.detach())
 
 
 class LocalRank:
-    """One thread among those that started together. See `Ranks`."""
+    """The `Ranks` of one process, seen from one of its threads."""
 
     uses_nccl = False
-    failure_log: LastWords | None = None
+    failure_log: FailureLog | None = None
 
     def __init__(
-        self, rank: int, turns: Turns, boards: dict[Key, Board], shared_results: dict[Hashable, Any]
+        self,
+        rank: int,
+        scheduler: CooperativeScheduler,
+        groups: dict[Key, GroupOperations],
+        shared_results: dict[Hashable, Any],
     ) -> None:
-        """`boards` and `shared_results` are one dictionary each for all ranks."""
+        """Take the scheduler; `groups` and `shared_results` are one dictionary each for all ranks."""
         self.shared_results = shared_results
-        self.rank, self.size = rank, turns.size
-        self._turns, self._boards = turns, boards
+        self.rank, self.size = rank, scheduler.size
+        self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
 
     def world(self) -> LocalTransport | None:
@@ -176,19 +186,19 @@ class LocalRank:
         if mine is None:
             return None
         number = self._made[mine] = self._made.get(mine, 0) + 1
-        board = self._boards.setdefault((mine, number), Board(mine))
-        return LocalTransport(board, self._turns, mine.index(self.rank), timeout)
+        posted = self._groups.setdefault((mine, number), GroupOperations(mine))
+        return LocalTransport(posted, self._scheduler, mine.index(self.rank), timeout)
 
     def pause(self, seconds: float) -> None:
-        """Sleep, and let the other ranks run."""
-        self._turns.pause(self.rank, seconds)
+        """Sleep for `seconds`, and run the other ranks before."""
+        self._scheduler.pause(self.rank, seconds)
 
     def close(self) -> None:
-        """Do nothing: no connections are held."""
+        """Do nothing: there are no connections."""
 
 
 class RankThread(Thread):
-    """The thread of one rank: what runs in it finds the rank by `current_local_rank`."""
+    """The thread of one rank, which `current_local_rank` returns inside it."""
 
     def __init__(self, rank: LocalRank, run: Callable[[], None]) -> None:
         super().__init__(target=run, name=f"plait-rank-{rank.rank}", daemon=True)

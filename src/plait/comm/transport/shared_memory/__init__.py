@@ -1,4 +1,4 @@
-"""Ranks of one host: words over sockets, and memory that all of them reach.
+"""Transport between processes of one host: short messages over Unix sockets, tensors in shared memory.
 
-door → line → lines (words between all ranks of a group) → memory → scratch (tensors shown for a moment)
+listener → channel → channels (messages between all ranks of a group) → segments → staging → algorithms
 """

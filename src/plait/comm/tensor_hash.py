@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plait.comm.agreement import HEADER_BYTES, agree
 from plait.comm.buffers import describe
+from plait.comm.consistency_check import HEADER_BYTES, require_same_text
 from plait.comm.group import Group
 
 _ROW = 2**12
@@ -31,7 +31,7 @@ _MIXING = 0x5851F42D4C957F2D
 """Odd (Knuth's multiplier for a linear congruential generator modulo 2^64)."""
 
 
-def hash_of_bits(tensor: Tensor) -> Tensor:
+def tensor_hash(tensor: Tensor) -> Tensor:
     """A hash of the bytes of `tensor`, of any dtype, shape and strides: int64, 0-d, on its device.
 
     What is a number or none matters not, only bits do; zeros of both signs differ. The device is not waited
@@ -59,7 +59,9 @@ def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
     """
     if not group.guarded or group.transport is None or tensor.is_meta:
         return
-    agree(f"{doing} {describe(tensor)} of bits {as_hex(hash_of_bits(tensor))}", group, tensor.device)
+    require_same_text(
+        f"{doing} {describe(tensor)} of bits {as_hex(tensor_hash(tensor))}", group, tensor.device
+    )
     group.traffic.record(group.name, "guard", HEADER_BYTES)
 
 

@@ -12,8 +12,8 @@ import torch
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.shared import SMALLEST, shared_zeros
-from plait.comm.transport.shared_memory import host
+from plait.comm.shared_tensors import SMALLEST, shared_zeros
+from plait.comm.transport.shared_memory import host_discovery
 from plait.errors import RankError
 
 CPU = torch.device("cpu")
@@ -64,7 +64,7 @@ def test_small_tensors_are_sent(rank_pool):
 
 def reduced_apart(size: int) -> tuple[bool, torch.Tensor, object]:
     if torch.distributed.get_rank() == 1:
-        host.home = lambda: {"host": "another"}  # type: ignore[assignment]
+        host_discovery.host_identity = lambda: {"host": "another"}  # type: ignore[assignment]
     return reduced(size, torch.float32)
 
 

@@ -1,4 +1,4 @@
-"""The ranks of a world of `torch.distributed`: one process each, on one host or several."""
+"""The ranks that started together: processes of a `torch.distributed` world, or threads of one process."""
 
 from __future__ import annotations
 
@@ -9,50 +9,50 @@ from typing import Any
 
 import torch.distributed as dist
 
-from plait.comm.last_words import LastWords, of_world
-from plait.comm.transport.interface import Transport
-from plait.comm.transport.shared_memory.discovery import discover_host
-from plait.comm.transport.shared_memory.host import Host
+from plait.comm.failure_log import FailureLog, failure_log_of_world
+from plait.comm.transport.interface import Ranks, Transport
+from plait.comm.transport.local import current_local_rank
+from plait.comm.transport.shared_memory.host_discovery import HostRanks, discover_host
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport.torch_distributed import TorchTransport, backends_of
 from plait.errors import CommunicationError
 
 
 class Processes:
-    """The initialised world of torch. See `Ranks`."""
+    """The `Ranks` of the initialised world of torch: one process each, on one host or several."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
         self.shared_results: dict[Hashable, Any] = {}
-        self._failure_log: LastWords | None = None
-        self._host: Host | None = None
+        self._failure_log: FailureLog | None = None
+        self._host: HostRanks | None = None
         self._made: list[dist.ProcessGroup] = []
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether the world has NCCL."""
+        """Whether the world's default group has NCCL."""
         return "nccl" in backends_of(None)
 
     @property
-    def failure_log(self) -> LastWords | None:
-        """In the store where the ranks met."""
+    def failure_log(self) -> FailureLog | None:
+        """The log in the store of the rendezvous, from `discover` on."""
         return self._failure_log
 
     def world(self) -> Transport | None:
-        """Over the process group that is there already."""
+        """Return a transport over the default process group; None for one rank alone."""
         if self.size == 1:
             return None
         assert dist.group.WORLD is not None
         return TorchTransport(dist.group.WORLD, self.rank)
 
     def discover(self, timeout: float) -> None:
-        """Find out which ranks share this rank's host. Blocks until all ranks have called it."""
+        """Find the ranks that share this rank's host. Blocks until all ranks have called it."""
         assert dist.group.WORLD is not None
-        self._failure_log = of_world(self.rank, timeout)
+        self._failure_log = failure_log_of_world(self.rank, timeout)
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """All ranks make all process groups, those that they are not in as well: torch asks for that."""
+        """Make all process groups, as torch requires of every rank; return the transport of this rank's."""
         mine: Transport | None = None
         for ranks in groups:
             if len(ranks) == 1:
@@ -64,7 +64,6 @@ class Processes:
         return mine
 
     def _new_group(self, ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
-        """Make a process group, with all ranks of the world. CommunicationError where one does not come."""
         try:
             made: dist.ProcessGroup = dist.new_group(
                 list(ranks), timeout=timedelta(seconds=timeout), group_desc=name, sort_ranks=False
@@ -79,7 +78,7 @@ class Processes:
 
     @cached_property
     def own_process_group(self) -> dist.ProcessGroup:
-        """Of this rank alone; no other takes part in making it."""
+        """A process group of this rank alone, made without the other ranks."""
         made: dist.ProcessGroup | None = dist.group.WORLD
         if self.size > 1:
             made = dist.new_group([self.rank], use_local_synchronization=True, group_desc="alone")
@@ -99,11 +98,16 @@ class Processes:
         self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float
     ) -> TorchTransport:
         index = ranks.index(self.rank)
-        if self._host is None or not self._host.has(ranks):
+        if self._host is None or not self._host.includes(ranks):
             return TorchTransport(process_group, index)
         return SharedMemoryTransport(process_group, index, self._host, ranks, timeout)
 
 
 def joined_processes() -> Processes | None:
-    """The world of torch that this process has joined, if any."""
+    """Return the world of torch that this process has joined, or None."""
     return Processes() if dist.is_available() and dist.is_initialized() else None
+
+
+def current_ranks() -> Ranks | None:
+    """Return the ranks that this one runs beside: threads or processes; None where there is no world."""
+    return current_local_rank() or joined_processes()

@@ -10,7 +10,7 @@ from hypothesis import strategies as some
 from torch import Tensor
 
 from plait.comm import Group, Mesh, Traffic
-from plait.comm.bits import as_hex, hash_of_bits, require_same_bits
+from plait.comm.tensor_hash import as_hex, require_same_bits, tensor_hash
 
 ROW = 4096
 """Words of 8 bytes that the hash takes as one row."""
@@ -19,7 +19,7 @@ DTYPES += [torch.float8_e4m3fn, torch.int16]
 
 
 def hash_of(tensor: Tensor) -> int:
-    return int(hash_of_bits(tensor))
+    return int(tensor_hash(tensor))
 
 
 def flipped(tensor: Tensor, *bits: int) -> Tensor:
@@ -32,14 +32,14 @@ def flipped(tensor: Tensor, *bits: int) -> Tensor:
 
 def test_the_hash_is_the_same_everywhere_and_always() -> None:
     ramp = torch.arange(3 * ROW + 5, dtype=torch.float32)
-    assert as_hex(hash_of_bits(ramp)) == "eecbe8ff132a9850"
-    assert as_hex(hash_of_bits(ramp.to(torch.int16))) == "3c5455a811526deb"
+    assert as_hex(tensor_hash(ramp)) == "eecbe8ff132a9850"
+    assert as_hex(tensor_hash(ramp.to(torch.int16))) == "3c5455a811526deb"
     assert hash_of(torch.zeros(7)) == hash_of(torch.empty(0)) == 0
     assert as_hex(torch.tensor(-1)) == "ffffffffffffffff"
 
 
 def test_it_is_one_number_on_the_tensors_device() -> None:
-    hashed = hash_of_bits(torch.ones(3, requires_grad=True))
+    hashed = tensor_hash(torch.ones(3, requires_grad=True))
     assert (hashed.shape, hashed.dtype, hashed.requires_grad) == (torch.Size([]), torch.int64, False)
 
 

@@ -1,4 +1,4 @@
-"""Ranks of one host: what becomes of their lines and of who waits when a rank is gone, late or done."""
+"""Ranks of one host: what becomes of their channels and of who waits when a rank is gone, late or done."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, reduce_scatter
-from plait.comm.shared import SMALLEST, shared_zeros
-from plait.comm.transport.shared_memory import collectives, scratch, transport
+from plait.comm.shared_tensors import SMALLEST, shared_zeros
+from plait.comm.transport.shared_memory import algorithms, staging, transport
 from plait.errors import CommunicationError, RankError
 
 RANKS = (2, 3, 4)
@@ -36,9 +36,9 @@ def test_whole_and_in_pieces_are_the_same_bits(rank_pool, ranks):
         totals = []
         for size in (0, 1, 2, 1000, 70_001):
             mine = numbers(group.index, size)
-            for reduction in (collectives.reduce_whole, collectives.reduce_in_pieces):
+            for reduction in (algorithms.all_reduce_whole, algorithms.all_reduce_in_pieces):
                 totals.append(torch.empty(size))
-                reduction(mine, totals[-1], "sum", group.transport.scratch).wait()
+                reduction(mine, totals[-1], "sum", group.transport.staging).wait()
         return totals
 
     results = rank_pool.run(body, ranks=ranks)
@@ -115,14 +115,14 @@ def test_what_is_gathered_from_may_change_once_it_is_started(rank_pool):
 def test_too_large_pieces_are_sent(rank_pool):
     def body():
         group = Mesh(dp=2).group("dp")
-        limit, transport.SHOW_LIMIT = transport.SHOW_LIMIT, 2**10
+        limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**10
         try:
             choose = group.transport.all_gather_algorithm
             ways = [choose(torch.zeros(size)) for size in (256, 257)]
             piece = torch.full((257,), float(group.index))
             return ways, all_gather(piece, group, checked=False).wait().unique_consecutive().tolist()
         finally:
-            transport.SHOW_LIMIT = limit
+            transport.STAGING_LIMIT = limit
 
     assert rank_pool.run(body, ranks=2) == [(["whole", "backend"], [0.0, 1.0])] * 2
 
@@ -183,7 +183,7 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
 
     def body():
         group = Mesh(dp=2, timeout=10).group("dp")
-        capacity, scratch.CAPACITY = scratch.CAPACITY, 2**16
+        capacity, staging.CAPACITY = staging.CAPACITY, 2**16
         try:
             own = shared_zeros(2 * SMALLEST, torch.float32, CPU, group).fill_(7)
             whole, done = torch.zeros(2048), []
@@ -198,7 +198,7 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
             untouched = (whole == 5).all().item() and (own == 7).all().item()
             return all(done), untouched, all_reduce(torch.ones(1), group, checked=False).wait().item()
         finally:
-            scratch.CAPACITY = capacity
+            staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [(True, True, 2.0)] * 2
 
@@ -291,13 +291,13 @@ def test_any_failed_operation_of_a_group_ends_it_for_all(rank_pool):
 def test_more_is_under_way_than_the_scratch_holds(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=10).group("tp")
-        capacity, scratch.CAPACITY = scratch.CAPACITY, 2**22
+        capacity, staging.CAPACITY = staging.CAPACITY, 2**22
         try:
             tensors = [torch.full((2**18,), float(number + group.index)) for number in range(10)]
             handles = [all_reduce(tensor, group, checked=False) for tensor in tensors]
             return [set(handle.wait().tolist()) for handle in handles]
         finally:
-            scratch.CAPACITY = capacity
+            staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [[{2.0 * number + 1} for number in range(10)]] * 2
 
@@ -331,14 +331,14 @@ def test_a_rank_without_room_does_not_wait_for_who_waits_for_it(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=5).group("tp")
         all_reduce(torch.ones(1), group).wait()
-        capacity = scratch.CAPACITY
+        capacity = staging.CAPACITY
         try:
             if group.index == 0:
-                scratch.CAPACITY = 2**14
+                staging.CAPACITY = 2**14
             small, large = (all_reduce(torch.ones(size), group, checked=False) for size in (4, 2**12))
             return large.wait().sum().item(), small.wait().sum().item()
         finally:
-            scratch.CAPACITY = capacity
+            staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [(2.0**13, 8.0)] * 2
 

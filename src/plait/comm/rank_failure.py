@@ -18,7 +18,7 @@ _SIGNS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connec
 
 
 @dataclass(frozen=True)
-class Failure:
+class RankFailure:
     """One rank's failure.
 
     `summary` continues "rank 2 ..."; `error` is a pickled `PlaitError`, if it was one, and `frames` is where
@@ -50,14 +50,14 @@ class Failure:
         return error
 
 
-def from_exception(rank: int, error: BaseException) -> Failure:
+def from_exception(rank: int, error: BaseException) -> RankFailure:
     """The failure of a rank whose function raised `error`."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
         frames = frames.tb_next  # the first is ours, which called the function
     lines = traceback.format_exception(type(error), error, frames)
     name = "".join(traceback.format_exception_only(error)).strip()
-    return Failure(
+    return RankFailure(
         rank,
         f"failed: {name}",
         "".join(lines),
@@ -68,7 +68,7 @@ def from_exception(rank: int, error: BaseException) -> Failure:
     )
 
 
-def from_exit(rank: int, code: int | None, stack: str) -> Failure:
+def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
     """The failure of a rank whose process ended; `code` is negative for a signal, `stack` where it stood."""
     if code is None:
         summary = "closed its pipe"
@@ -80,10 +80,10 @@ def from_exit(rank: int, code: int | None, stack: str) -> Failure:
         summary = f"ended with exit code {code} before its function returned"
         if code == 255:  # what multiprocessing says where it cannot know
             summary += " (or the process that ranks are forked from was killed)"
-    return Failure(rank, summary, stack, at=time.monotonic())
+    return RankFailure(rank, summary, stack, at=time.monotonic())
 
 
-def root_cause(failures: Iterable[Failure]) -> Failure:
+def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
     """The earliest failure that is not the mere notice of a peer's; else the earliest."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 

@@ -1,4 +1,4 @@
-"""Tensors shown in shared memory: each rank's scratch, here all of them in one process."""
+"""Tensors shown in shared memory: each rank's staging, here all of them in one process."""
 
 from __future__ import annotations
 
@@ -8,30 +8,35 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.transport.shared_memory import scratch as module
-from plait.comm.transport.shared_memory.door import Door
-from plait.comm.transport.shared_memory.lines import Lines
-from plait.comm.transport.shared_memory.scratch import Scratch, Showing
+from plait.comm.transport.shared_memory import staging as module
+from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.listener import Listener
+from plait.comm.transport.shared_memory.staging import PendingRead, StagingBuffers
 
 MIB = 2**20
 
 
-def joined(size: int) -> list[Scratch]:
-    doors = [Door() for _ in range(size)]
-    names = [door.name for door in doors]
-    return [Scratch(Lines(door, names, index, "tp", 10.0)) for index, door in enumerate(doors)]
+def joined(size: int) -> list[StagingBuffers]:
+    listeners = [Listener() for _ in range(size)]
+    names = [listener.name for listener in listeners]
+    return [
+        StagingBuffers(Channels(listener, names, index, "tp", 10.0))
+        for index, listener in enumerate(listeners)
+    ]
 
 
-def show_all(ranks: list[Scratch], tensors: Sequence[Tensor], seen: list[list[Tensor]]) -> list[Showing]:
+def show_all(
+    ranks: list[StagingBuffers], tensors: Sequence[Tensor], seen: list[list[Tensor]]
+) -> list[PendingRead]:
     def keep(everyone: Sequence[Tensor]) -> None:
         seen.append([tensor.clone() for tensor in everyone])
 
-    return [rank.show(tensor, keep) for rank, tensor in zip(ranks, tensors, strict=True)]
+    return [rank.stage(tensor, keep) for rank, tensor in zip(ranks, tensors, strict=True)]
 
 
-def places(rank: Scratch) -> int:
+def places(rank: StagingBuffers) -> int:
     """Bytes of its part that have ever been used."""
-    return int(rank.memory.own.view(-1, 4096).any(1).sum()) * 4096
+    return int(rank.segments.own.view(-1, 4096).any(1).sum()) * 4096
 
 
 def test_all_see_what_all_show_whatever_its_strides():
@@ -86,8 +91,8 @@ def test_beyond_the_capacity_what_is_under_way_is_finished(monkeypatch: pytest.M
     for _, other in shown:
         other.wait()
     assert len(seen) == 4
-    ranks[1].lines.tell_finished()
-    ranks[0].show(torch.full((MIB // 4,), 4.0), lambda everyone: None)
+    ranks[1].channels.send_acknowledgement()
+    ranks[0].stage(torch.full((MIB // 4,), 4.0), lambda everyone: None)
     assert len(seen) == 8  # the first rank's own
     for mine, _ in shown:
         mine.wait()
@@ -100,7 +105,7 @@ def test_other_sizes_get_the_places_back(monkeypatch: pytest.MonkeyPatch):
     for nbytes in (MIB, 2 * MIB, MIB // 2, 4 * MIB, 1, 3 * MIB):
         for n in range(5):
             for rank in ranks:
-                rank.lines.tell_finished()  # or each might wait for the other, in this one process
+                rank.channels.send_acknowledgement()  # or each might wait for the other, in this one process
             seen: list[list[Tensor]] = []
             tensors = [torch.full((nbytes,), 2 * n + rank, dtype=torch.uint8) for rank in (0, 1)]
             for showing in show_all(ranks, tensors, seen):
@@ -112,8 +117,8 @@ def test_other_sizes_get_the_places_back(monkeypatch: pytest.MonkeyPatch):
 
 def test_a_showing_that_failed_goes_on_failing():
     ranks = joined(2)
-    showing = ranks[0].show(torch.ones(3), lambda everyone: None)
-    ranks[1].lines.close()
+    showing = ranks[0].stage(torch.ones(3), lambda everyone: None)
+    ranks[1].channels.close()
     for _ in range(2):
         with pytest.raises(ConnectionError):
             showing.wait()

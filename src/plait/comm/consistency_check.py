@@ -20,7 +20,7 @@ HEADER_BYTES = 256
 _DIGEST_BYTES = 16
 
 
-def agree(call: str, group: Group, device: torch.device) -> None:
+def require_same_text(call: str, group: Group, device: torch.device) -> None:
     """Return when every rank of `group` is about to make the same `call`; block until all have come.
 
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
@@ -31,7 +31,7 @@ def agree(call: str, group: Group, device: torch.device) -> None:
         raise CommunicationError(_disagreement(calls, group))
 
 
-def unlike_first(text: str, group: Group, device: torch.device) -> list[int]:
+def ranks_unlike_first(text: str, group: Group, device: torch.device) -> list[int]:
     """Return the ranks whose `text` is not that of the group's first, on every rank alike.
 
     Communication: as `agree`.

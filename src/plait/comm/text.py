@@ -8,7 +8,7 @@ from plait.comm.collectives import all_gather, all_reduce, broadcast
 from plait.comm.group import Group
 
 
-def tell(news: str, group: Group, device: torch.device) -> str:
+def broadcast_text(news: str, group: Group, device: torch.device) -> str:
     """What the first rank of `group` says; what the others hand in does not count.
 
     `device`: of this rank, where messages travel. Communication: two broadcasts, of 8 bytes and of the text.
@@ -21,7 +21,7 @@ def tell(news: str, group: Group, device: torch.device) -> str:
     return bytes(broadcast(text, group, checked=False).about("news").wait().tolist()).decode()
 
 
-def tell_all(news: str, group: Group, device: torch.device) -> list[str]:
+def all_gather_text(news: str, group: Group, device: torch.device) -> list[str]:
     """What each rank of `group` says, in their order.
 
     Communication: an all-reduce of 8 bytes, and an all-gather of the longest text, for each rank.

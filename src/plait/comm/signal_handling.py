@@ -12,16 +12,16 @@ from collections.abc import Callable, Iterable
 from types import TracebackType
 from typing import Any, Self
 
-from plait.comm.orphan import end_process
+from plait.comm.orphan_watch import end_process
 
 _PROBE = signal.SIGURG  # ignored by default and used by nobody: its Python handler shows that handlers run
 
 
-TOGETHER = 0.5
+SAME_SIGNAL_SECONDS = 0.5
 """Seconds. Launchers signal a process by itself and once more with its group: that is one signal."""
 
 
-class Wish:
+class GracefulStop:
     """While entered, the first of some signals is only heard, and may be as late as the main thread likes.
 
     A second one is left to the handler that was there before.
@@ -50,7 +50,7 @@ class Wish:
         if self._heard_at is None:
             self._heard_at = now
             self._hear(number)
-        elif now - self._heard_at > TOGETHER:
+        elif now - self._heard_at > SAME_SIGNAL_SECONDS:
             self.leave(number)
 
     def leave(self, number: int) -> None:
@@ -70,7 +70,7 @@ class Watchdog:
     Python runs signal handlers between two instructions of the main thread; a main thread that is blocked
     inside a receive runs none. A second thread therefore learns of the signal through the wake-up descriptor
     and asks the main thread for a sign of life; without one it writes one line to stderr and exits with
-    128 + signal. Inside of a `Wish` that is so for the second signal.
+    128 + signal. Inside of a `GracefulStop` that is so for the second signal.
     It does nothing when entered outside the main thread, where Python allows no signal handlers.
     """
 
@@ -116,11 +116,11 @@ class Watchdog:
         self._alive.clear()
         if self._leaving:
             return
-        if isinstance(signal.getsignal(number), Wish):  # it stays until a second one was handled
+        if isinstance(signal.getsignal(number), GracefulStop):  # it stays until a second one was handled
             now = time.monotonic()
             if self._wished_at is None:
                 self._wished_at = now
-            if now - self._wished_at <= TOGETHER:
+            if now - self._wished_at <= SAME_SIGNAL_SECONDS:
                 return
         _thread.interrupt_main(_PROBE)
         if self._alive.wait(self.grace):

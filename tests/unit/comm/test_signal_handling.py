@@ -7,12 +7,12 @@ import time
 
 import pytest
 
-from plait.comm.watchdog import TOGETHER, Watchdog, Wish
+from plait.comm.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
 
 BLOCKED = """
 import datetime, os, sys, threading, time, signal
 import torch.distributed as dist
-from plait.comm.watchdog import Watchdog
+from plait.comm.signal_handling import Watchdog
 
 store = dist.HashStore()
 signal.signal(signal.SIGTERM, lambda *_: None)  # SIGTERM without a handler needs no watchdog
@@ -36,25 +36,26 @@ def test_a_signal_ends_a_process_blocked_in_cpp(number):
     assert errors == f"rank 1 got {number.name} while it waited for a peer, and ends.\n"
 
 
-WISHED = BLOCKED.replace("import Watchdog", "import Watchdog, Wish").replace(
+GRACEFUL = BLOCKED.replace("import Watchdog", "import Watchdog, GracefulStop").replace(
     'with Watchdog("rank 1", grace=0.3):',
-    'with Watchdog("rank 1", grace=0.3), Wish([signal.SIGTERM], lambda number: print("heard", flush=True)):',
+    'stop = GracefulStop([signal.SIGTERM], lambda number: print("heard", flush=True))\n'
+    'with Watchdog("rank 1", grace=0.3), stop:',
 )
-HEARD = WISHED.replace("    store.wait", "    time.sleep(0.3)\n    store.wait")
+ASKED_AGAIN = GRACEFUL.replace("    store.wait", "    time.sleep(0.3)\n    store.wait")
 
 
-@pytest.mark.parametrize("program", [WISHED, HEARD], ids=["in C++", "in Python, then in C++"])
+@pytest.mark.parametrize("program", [GRACEFUL, ASKED_AGAIN], ids=["in C++", "in Python, then in C++"])
 def test_a_wish_may_wait_and_a_second_signal_ends_it(program):
     with subprocess.Popen(
         [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         assert process.stdout is not None
         assert process.stdout.readline() == "ready\n"
-        if program == WISHED:
+        if program == GRACEFUL:
             time.sleep(0.2)
         process.send_signal(signal.SIGTERM)
         process.send_signal(signal.SIGTERM)  # at once: the same signal
-        if program == HEARD:
+        if program == ASKED_AGAIN:
             assert process.stdout.readline() == "heard\n"
         time.sleep(1.0)  # longer than the grace, and than what is sent together
         assert process.poll() is None
@@ -93,11 +94,11 @@ def test_a_second_signal_is_left_to_the_handler_before():
     seen = []
     previous = signal.signal(signal.SIGTERM, lambda number, _: seen.append(number))
     try:
-        with Wish([signal.SIGTERM], lambda number: seen.append(-number)):
+        with GracefulStop([signal.SIGTERM], lambda number: seen.append(-number)):
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
             assert seen == [-signal.SIGTERM]
-            time.sleep(1.1 * TOGETHER)
+            time.sleep(1.1 * SAME_SIGNAL_SECONDS)
             signal.raise_signal(signal.SIGTERM)
             signal.raise_signal(signal.SIGTERM)
         assert seen == [-signal.SIGTERM, signal.SIGTERM, signal.SIGTERM]

@@ -23,9 +23,9 @@ import cloudpickle
 import numpy
 import torch
 
-from plait.comm.failure import Failure, from_exception
-from plait.comm.orphan import end_orphan, end_process
+from plait.comm.orphan_watch import end_orphan, end_process
 from plait.comm.pickling import loads_call
+from plait.comm.rank_failure import RankFailure, from_exception
 from plait.comm.world import World, join_world, leave_world
 from plait.errors import PlaitError
 
@@ -38,7 +38,7 @@ END = None
 
 
 @dataclass(frozen=True)
-class Job:
+class RankJob:
     """One call for one rank, with all of the parent's state that the function may depend on."""
 
     call: bytes  # the function and its arguments, pickled
@@ -55,7 +55,7 @@ class Job:
 
 
 @dataclass(frozen=True)
-class Done:
+class RankResult:
     """The pickled result of one rank."""
 
     rank: int
@@ -77,7 +77,7 @@ def serve(connection: Connection) -> None:
     os.register_at_fork(after_in_child=_let_terminate)
     # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
     multiprocessing.current_process().daemon = False
-    jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+    jobs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
     busy = threading.Event()
     arguments = (connection, jobs, busy)
     threading.Thread(target=_listen, args=arguments, name="plait-parent", daemon=True).start()
@@ -96,15 +96,15 @@ def _let_terminate() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def _listen(connection: Connection, jobs: queue.SimpleQueue[Job], busy: threading.Event) -> None:
+def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
     """Takes jobs in; ends the process, however busy, when the parent says so, or is gone.
 
     That it is gone shows at the end of the connection: only it holds the other end.
     """
-    job: Job | None = None
+    job: RankJob | None = None
     try:
         while True:
-            message: Job | None = pickle.loads(connection.recv_bytes())
+            message: RankJob | None = pickle.loads(connection.recv_bytes())
             if message is END:
                 end_process(0)
             job = message
@@ -117,7 +117,7 @@ def _listen(connection: Connection, jobs: queue.SimpleQueue[Job], busy: threadin
         end_process(1)
 
 
-def _run(job: Job) -> Done | Failure:
+def _run(job: RankJob) -> RankResult | RankFailure:
     rank = job.world.rank
     with stack_file(job.folder, rank).open("w") as stack:
         faulthandler.enable(stack, all_threads=False)
@@ -131,7 +131,7 @@ def _run(job: Job) -> Done | Failure:
             faulthandler.disable()
 
 
-def _call(job: Job) -> Done | Failure:
+def _call(job: RankJob) -> RankResult | RankFailure:
     _settle(job)
     join_world(job.world, job.timeout, job.device)
     _mark(job, "joined")
@@ -157,14 +157,14 @@ def _call(job: Job) -> Done | Failure:
             f"rank {job.world.rank} returned while messages of its own were still under way: wait for every "
             "asynchronous operation before the function returns."
         )
-    return Done(job.world.rank, payload)
+    return RankResult(job.world.rank, payload)
 
 
-def _mark(job: Job, event: str) -> None:
+def _mark(job: RankJob, event: str) -> None:
     Path(job.folder, f"{event}-{job.world.rank}").touch()
 
 
-def _meet(job: Job, event: str, patience: float) -> None:
+def _meet(job: RankJob, event: str, patience: float) -> None:
     """Waits until every rank has marked `event`, for at most `patience` seconds."""
     deadline = time.monotonic() + patience
     for rank in range(job.world.world_size):
@@ -172,7 +172,7 @@ def _meet(job: Job, event: str, patience: float) -> None:
             time.sleep(0.001)
 
 
-def _settle(job: Job) -> None:
+def _settle(job: RankJob) -> None:
     """Makes this process like the parent at the time of the call, and its seeds its own."""
     os.environ.clear()
     os.environ.update(job.environment)

@@ -17,9 +17,8 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.traffic import Traffic
 from plait.comm.transport.interface import Ranks
-from plait.comm.transport.processes import Processes, joined_processes
-from plait.comm.transport.ranks import current_ranks
 from plait.comm.transport.torch_distributed import TorchTransport
+from plait.comm.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.errors import MeshError
 
 
@@ -63,7 +62,7 @@ class GridMesh:
         self._ranks = None if alone else current_ranks()
         self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
         self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
-        """What one rank of this process has computed for all of them, by what it depends on."""
+        """Results that one rank of this process has computed for all of them, keyed by their inputs."""
         self._check_world()
         self.device = _device(device, self._ranks)
         self.timeout = float(timeout)
@@ -218,9 +217,9 @@ class GridMesh:
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
             return None
-        words = None if ranks is None else ranks.failure_log
+        failure_log = None if ranks is None else ranks.failure_log
         index = mine.index(self.rank)
-        return Group(name, mine, index, transport, self.traffic, self.timeout, words, self.guarded)
+        return Group(name, mine, index, transport, self.traffic, self.timeout, failure_log, self.guarded)
 
 
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:

@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 
 from plait.comm.collectives import all_reduce
+from plait.comm.failure_log import FailureLog, FailureRecord, FailureTrace, failure_log_of_world
 from plait.comm.handle import Handle
-from plait.comm.last_words import Account, LastWords, Words, ended_by, of_world
 from plait.comm.mesh import Mesh
 from plait.comm.point_to_point import receive
 from plait.errors import CommunicationError
@@ -18,78 +18,81 @@ from plait.errors import CommunicationError
 NO_TIME = 0.0
 
 
-def everyone(count: int, store: Any = None) -> list[LastWords]:
+def everyone(count: int, store: Any = None) -> list[FailureLog]:
     store = dist.HashStore() if store is None else store
-    return [LastWords(store, rank) for rank in range(count)]
+    return [FailureLog(store, rank) for rank in range(count)]
 
 
 def test_words_lead_to_who_said_nothing() -> None:
     zero, one, two, _ = everyone(4)
-    two.say("1F0 from rank 3", (3,))
-    one.say("0I0 from rank 2", (2,))
-    zero.say("all", (1, 2, 3))
-    account = zero.ask((1,), NO_TIME)
-    assert account.silent == (3,)
-    assert account.said == {1: Words("0I0 from rank 2", (2,)), 2: Words("1F0 from rank 3", (3,))}
+    two.record("1F0 from rank 3", (3,))
+    one.record("0I0 from rank 2", (2,))
+    zero.record("all", (1, 2, 3))
+    trace = zero.search((1,), NO_TIME)
+    assert trace.silent == (3,)
+    assert trace.records == {
+        1: FailureRecord("0I0 from rank 2", (2,)),
+        2: FailureRecord("1F0 from rank 3", (3,)),
+    }
 
 
 def test_the_first_words_count() -> None:
     zero, one = everyone(2)
-    one.say("the first", (0,))
-    one.say("a later one", (0,))
-    assert zero.ask((1,), NO_TIME) == Account({1: Words("the first", (0,))}, ())
+    one.record("the first", (0,))
+    one.record("a later one", (0,))
+    assert zero.search((1,), NO_TIME) == FailureTrace({1: FailureRecord("the first", (0,))}, ())
 
 
 def test_who_has_asked_leaves_what_came_of_it() -> None:
     """So that those who notice later need not wait again."""
     zero, one, _ = everyone(3)
-    one.say("1F0 from rank 2", (2,))
-    assert one.ask((2,), NO_TIME).silent == (2,)
+    one.record("1F0 from rank 2", (2,))
+    assert one.search((2,), NO_TIME).silent == (2,)
     before = time.monotonic()
-    account = zero.ask((1,), 60.0)
+    trace = zero.search((1,), 60.0)
     assert time.monotonic() - before < 30
-    assert account == Account({1: Words("1F0 from rank 2", (2,), (2,))}, (2,))
+    assert trace == FailureTrace({1: FailureRecord("1F0 from rank 2", (2,), (2,))}, (2,))
 
 
 def test_it_is_patient_with_those_who_notice_late() -> None:
     zero, one, _ = everyone(3)
-    timer = threading.Timer(0.1, one.say, ("1F0 from rank 2", (0,)))
+    timer = threading.Timer(0.1, one.record, ("1F0 from rank 2", (0,)))
     timer.start()
-    assert zero.ask((1,), 30.0) == Account({1: Words("1F0 from rank 2", (0,))}, ())
+    assert zero.search((1,), 30.0) == FailureTrace({1: FailureRecord("1F0 from rank 2", (0,))}, ())
     timer.join()
 
 
 def test_what_another_rank_found_out_counts_where_several_say_nothing() -> None:
     zero, one, _, _ = everyone(4)
-    one.say("1F0 from rank 3", (3,))
-    one.ask((3,), NO_TIME)
-    assert zero.ask((1, 2, 3), 60.0).silent == (3,), "rank 2 may not have noticed yet"
+    one.record("1F0 from rank 3", (3,))
+    one.search((3,), NO_TIME)
+    assert zero.search((1, 2, 3), 60.0).silent == (3,), "rank 2 may not have noticed yet"
 
 
 def test_it_is_more_patient_with_several(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.last_words._LONGER", 30.0)
+    monkeypatch.setattr("plait.comm.failure_log._PATIENCE_WITH_SEVERAL", 30.0)
     zero, one, _ = everyone(3)
-    timer = threading.Timer(0.1, one.say, ("all", (0, 2)))
+    timer = threading.Timer(0.1, one.record, ("all", (0, 2)))
     timer.start()
-    assert zero.ask((1, 2), NO_TIME).silent == (2,)
+    assert zero.search((1, 2), NO_TIME).silent == (2,)
     timer.join()
 
 
 def test_ranks_that_suspect_each_other_end_the_search() -> None:
     ranks = everyone(3)
-    for words in ranks:
-        words.say("all", tuple({0, 1, 2} - {words.rank}))
-    assert ranks[0].ask((1, 2), NO_TIME).silent == ()
-    assert sorted(ranks[0].ask((1, 2), NO_TIME).said) == [1, 2]
+    for log in ranks:
+        log.record("all", tuple({0, 1, 2} - {log.rank}))
+    assert ranks[0].search((1, 2), NO_TIME).silent == ()
+    assert sorted(ranks[0].search((1, 2), NO_TIME).records) == [1, 2]
 
 
 def test_words_of_another_mesh_do_not_count() -> None:
     store = dist.HashStore()
-    everyone(2, store)[1].say("the first mesh", (0,))
+    everyone(2, store)[1].record("the first mesh", (0,))
     zero, one = everyone(2, store)
-    assert zero.ask((1,), NO_TIME).silent == (1,)
-    one.say("the second mesh", (0,))
-    assert zero.ask((1,), NO_TIME).said == {1: Words("the second mesh", (0,))}
+    assert zero.search((1,), NO_TIME).silent == (1,)
+    one.record("the second mesh", (0,))
+    assert zero.search((1,), NO_TIME).records == {1: FailureRecord("the second mesh", (0,))}
 
 
 class Gone:
@@ -112,11 +115,11 @@ class Gone:
 
 
 def test_a_store_that_is_gone_is_no_error_and_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("plait.comm.last_words._LONGEST", 0.05)
+    monkeypatch.setattr("plait.comm.failure_log._MOST_SECONDS", 0.05)
     store = Gone()
-    words = LastWords(store, 0)
-    words.say("1F0 from rank 1", (1,))
-    assert words.ask((1,), NO_TIME) == Account({}, (1,))
+    log = FailureLog(store, 0)
+    log.record("1F0 from rank 1", (1,))
+    assert log.search((1,), NO_TIME) == FailureTrace({}, (1,))
     store.hangs.set()
 
 
@@ -145,25 +148,20 @@ class Deaf(Gone):
 def test_a_store_that_does_not_answer_is_waited_for_once(name: str) -> None:
     """Each wait comes on top of a timeout that has passed: there is one deadline for all, a share of it."""
     store = Deaf(name)
-    words = LastWords(store, 0, timeout=2.0)
-    assert words.left() <= 0.2
-    words.say("1F0 from rank 1", (1,))
+    log = FailureLog(store, 0, timeout=2.0)
+    assert log.seconds_left() <= 0.2
+    log.record("1F0 from rank 1", (1,))
     for _ in range(3):
-        assert words.ask((1, 2), 60.0) == Account({}, (1, 2))
-    assert words.left() == 0
+        assert log.search((1, 2), 60.0) == FailureTrace({}, (1, 2))
+    assert log.seconds_left() == 0
     assert store.unanswered == [name]
     store.hangs.set()
 
 
 def test_who_ended_it_is_not_looked_for_beyond_the_deadline() -> None:
-    zero = LastWords(dist.HashStore(), 0, timeout=2.0)
-    zero.say("1F0 from rank 1", (1,))
-    assert zero.ask((1, 2), 3600.0).silent == (1, 2)
-
-
-def test_ranks_in_words() -> None:
-    assert ended_by([1]) == "rank 1"
-    assert ended_by([1, 3]) == "rank 1 or 3"
+    zero = FailureLog(dist.HashStore(), 0, timeout=2.0)
+    zero.record("1F0 from rank 1", (1,))
+    assert zero.search((1, 2), 3600.0).silent == (1, 2)
 
 
 # ── in the errors of handles ──
@@ -228,7 +226,7 @@ def test_the_store_of_the_world_is_where_the_default_group_keeps_it(rank_pool: A
         store = dist.distributed_c10d._get_default_store()
         store.set(f"here-{dist.get_rank()}", "yes")
         store.wait(["here-0", "here-1"])
-        return store.get("here-1").decode(), of_world(dist.get_rank(), 1.0) is not None
+        return store.get("here-1").decode(), failure_log_of_world(dist.get_rank(), 1.0) is not None
 
     assert rank_pool.run(body, ranks=2) == [("yes", True)] * 2
-    assert of_world(0, 1.0) is None, "there is no world here"
+    assert failure_log_of_world(0, 1.0) is None, "there is no world here"

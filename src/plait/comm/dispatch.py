@@ -8,8 +8,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from plait.comm.agreement import HEADER_BYTES, agree
 from plait.comm.buffers import describe
+from plait.comm.consistency_check import HEADER_BYTES, require_same_text
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.transport.interface import Pending
@@ -39,7 +39,7 @@ def begin(
         words = (kind, detail, tensor is not None and f"of {describe(tensor)}", flaw and f"but {flaw}")
         call = " ".join(word for word in words if word)
         if checked and not alone:
-            agree(call, group, torch.device("cuda") if tensor is None else tensor.device)
+            require_same_text(call, group, torch.device("cuda") if tensor is None else tensor.device)
         if flaw:
             sentence = f"rank {group.rank} cannot call {call} over {group.name}: mend the arguments."
             raise CommunicationError(sentence)

@@ -1,0 +1,175 @@
+"""The failure log of a mesh: what each rank waited for when an operation of it failed, readable by all ranks.
+
+When a rank dies, only the ranks that wait for it notice. They end in turn, others notice that, and so on:
+most would blame a rank that only did the same. So a rank that fails first records which ranks it waited for,
+in the store of the rendezvous, and then follows the records of others to the ranks that left none.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+_POLL_PERIOD = 0.01
+_PATIENCE_WITH_SEVERAL = 3.0
+"""Seconds to wait where several ranks have no record: most of them will still notice what has happened."""
+_MOST_SECONDS = 8.0
+"""Seconds from the first failed operation of a rank until its search ends, at most."""
+_SHARE_OF_TIMEOUT = 0.1
+"""The same as a share of the timeout, so that a rank with a short one does not search for long."""
+
+
+class Store(Protocol):
+    """The methods of a store of `torch.distributed` that are used."""
+
+    def add(self, key: str, amount: int, /) -> int:
+        """Add to the number under `key` and return the sum."""
+
+    def check(self, keys: list[str], /) -> bool:
+        """Return whether there are values under all keys."""
+
+    def get(self, key: str, /) -> bytes:
+        """Return the value under `key`."""
+
+    def set(self, key: str, value: str, /) -> None:
+        """Put a value under `key`."""
+
+
+@dataclass(frozen=True)
+class FailureRecord:
+    """What one rank waited for when an operation of it failed."""
+
+    awaited: str
+    """Completes "rank 1 waited for ..."."""
+    suspects: tuple[int, ...]
+    """The ranks that could have failed to take part."""
+    culprits: tuple[int, ...] | None = None
+    """The ranks that this rank's own search ended at; None while it has not searched yet."""
+
+
+@dataclass(frozen=True)
+class FailureTrace:
+    """The result of a search: the records on the way, and the suspected ranks that left no record."""
+
+    records: Mapping[int, FailureRecord]
+    silent: tuple[int, ...]
+
+
+class FailureLog:
+    """One rank's access to the failure records of all ranks of a mesh. Nothing is written until a failure.
+
+    All waits for the store after the first failure share one deadline: a store whose host is gone, or cut
+    off, never answers, and each wait for it would come on top of the timeout that has already passed.
+    """
+
+    def __init__(self, store: Store, rank: int, timeout: float = 600.0) -> None:
+        """Open the log; all ranks open as many, in the same order. `timeout` is the mesh's, in seconds."""
+        self.rank = rank
+        self._budget = min(_MOST_SECONDS, _SHARE_OF_TIMEOUT * timeout)
+        self._deadline: float | None = None
+        self._store_answers = True
+        self._store = store
+        self._prefix = f"plait/{store.add(f'plait/{rank}', 1)}"
+        self._own: FailureRecord | None = None
+
+    def record(self, awaited: str, suspects: tuple[int, ...]) -> None:
+        """Write this rank's failure record; only the first call has an effect."""
+        if self._own is None:
+            self._own = FailureRecord(awaited, suspects)
+            self._write(self._own)
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline, which the first call sets."""
+        if self._deadline is None:
+            self._deadline = time.monotonic() + self._budget
+        return max(0.0, self._deadline - time.monotonic())
+
+    def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
+        """Follow the records from `suspects` on; find the ranks without one after `patience` seconds.
+
+        Returns early where every suspected rank has a record, or where the search of another rank ended at
+        one of the silent ranks: then that result counts. Waits longer while several are silent, never beyond
+        the deadline.
+        """
+        trace = FailureTrace({}, suspects)
+        longest = 0.8 * self.seconds_left()  # the rest is for writing this rank's own result
+        if self._store_answers:
+            found = self._within(self.seconds_left(), lambda: self._search(suspects, patience, longest))
+            trace = found or trace
+        if self._own is not None and self._own.culprits is None:
+            self._own = FailureRecord(self._own.awaited, self._own.suspects, trace.silent)
+            self._write(self._own)
+        return trace
+
+    def _search(self, suspects: tuple[int, ...], patience: float, longest: float) -> FailureTrace:
+        begun = time.monotonic()
+        while True:
+            trace = self._follow(suspects)
+            culprits = {rank for record in trace.records.values() for rank in record.culprits or ()}
+            if culprits & set(trace.silent):
+                return FailureTrace(trace.records, tuple(sorted(culprits & set(trace.silent))))
+            patient = patience if len(trace.silent) < 2 else max(patience, _PATIENCE_WITH_SEVERAL)
+            if not trace.silent or time.monotonic() - begun > min(patient, longest):
+                return trace
+            time.sleep(_POLL_PERIOD)
+
+    def _follow(self, suspects: tuple[int, ...]) -> FailureTrace:
+        """Follow each rank's record to the ranks that it suspects, as far as records lead."""
+        records: dict[int, FailureRecord] = {}
+        silent: list[int] = []
+        waiting = list(suspects)
+        while waiting:
+            rank = waiting.pop(0)
+            if rank == self.rank or rank in records or rank in silent:
+                continue
+            record = self._read(rank)
+            if record is None:
+                silent.append(rank)
+            else:
+                records[rank] = record
+                waiting += record.suspects if record.culprits is None else record.culprits
+        return FailureTrace(records, tuple(sorted(silent)))
+
+    def _read(self, rank: int) -> FailureRecord | None:
+        key = f"{self._prefix}/{rank}"
+        if not self._store.check([key]):
+            return None
+        awaited, suspects, culprits = json.loads(self._store.get(key))
+        return FailureRecord(awaited, tuple(suspects), None if culprits is None else tuple(culprits))
+
+    def _write(self, record: FailureRecord) -> None:
+        text = json.dumps([record.awaited, record.suspects, record.culprits])
+        if self._store_answers:
+            key = f"{self._prefix}/{self.rank}"
+            self._within(self.seconds_left(), lambda: self._store.set(key, text))
+
+    def _within(self, seconds: float, function: Callable[[], T]) -> T | None:
+        """Return the result of `function`, or None if it takes longer: the store is not used again then."""
+        results: list[T] = []
+
+        def call() -> None:
+            with suppress(RuntimeError, ValueError, OSError):  # the store is gone
+                results.append(function())
+
+        thread = threading.Thread(target=call, name="plait-failure-log", daemon=True)
+        thread.start()
+        thread.join(seconds)
+        self._store_answers = bool(results)
+        return results[0] if results else None
+
+
+def failure_log_of_world(rank: int, timeout: float) -> FailureLog | None:
+    """Return a log in the store of the initialised world; None where it has no store."""
+    try:
+        return FailureLog(dist.distributed_c10d._get_default_store(), rank, timeout)
+    except (RuntimeError, ValueError):
+        return None

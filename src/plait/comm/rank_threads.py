@@ -1,0 +1,88 @@
+"""Ranks as threads of this process: one debugger, prints in order of ranks, deadlocks detected at once."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Callable, Hashable
+from functools import partial
+from typing import Any, TypeVar
+
+import torch
+
+from plait.comm.rank_failure import RankFailure, from_exception, root_cause
+from plait.comm.transport.local import CooperativeScheduler, LocalRank, RankThread, current_local_rank
+from plait.comm.transport.local.operations import GroupOperations
+from plait.comm.transport.local.transport import Key
+from plait.errors import MeshError
+
+Result = TypeVar("Result")
+
+_POLL_PERIOD = 0.002
+"""Seconds between two looks at whether a thread has ended."""
+
+
+def run_threads(
+    function: Callable[..., Result], arguments: tuple[Any, ...], ranks: int, threads: int
+) -> list[Result]:
+    """Call `function(*arguments)` on `ranks` threads, one at a time, and return their results, rank 0 first.
+
+    All ranks get the same argument objects, and share the state of the process: modules, the environment,
+    torch's default dtype. torch's and Python's random generators are each rank's own, seeded with the rank.
+    `threads` are torch's, in each rank. Raises the first rank's error, as `RankPool.run` does.
+    """
+    if ranks < 1:
+        raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
+    scheduler, groups = CooperativeScheduler(ranks), dict[Key, GroupOperations]()
+    shared_results: dict[Hashable, Any] = {}
+    results: dict[int, Result] = {}
+    failures: dict[int, tuple[RankFailure, BaseException]] = {}
+
+    def run(rank: int) -> None:
+        scheduler.begin(rank)
+        try:
+            torch.manual_seed(rank)
+            random.seed(rank)
+            results[rank] = function(*arguments)
+        except BaseException as error:
+            failures[rank] = from_exception(rank, error), error
+        finally:
+            scheduler.end(rank)
+
+    before = torch.get_num_threads(), torch.get_rng_state(), random.getstate()
+    torch.set_num_threads(threads)
+    try:
+        for rank in range(ranks):
+            RankThread(LocalRank(rank, scheduler, groups, shared_results), partial(run, rank)).start()
+        scheduler.start()
+        scheduler.join()
+    except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait
+        scheduler.cancel("the run was interrupted")
+        raise
+    finally:
+        torch.set_num_threads(before[0])
+        torch.set_rng_state(before[1])
+        random.setstate(before[2])
+    if failures:
+        cause = root_cause(failure for failure, _ in failures.values())
+        error = failures[cause.rank][1]
+        raise cause.exception() from error
+    return [results[rank] for rank in range(ranks)]
+
+
+def sleep(seconds: float) -> None:
+    """Sleep for `seconds`; where ranks are threads, the other ranks run meanwhile."""
+    rank = current_local_rank()
+    if rank is None:
+        time.sleep(seconds)
+    else:
+        rank.pause(seconds)
+
+
+def join_thread(thread: threading.Thread) -> None:
+    """Block until `thread` ends; where ranks are threads, the other ranks run meanwhile."""
+    if current_local_rank() is not None:
+        while thread.is_alive():
+            sleep(_POLL_PERIOD)
+    thread.join()

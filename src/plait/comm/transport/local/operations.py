@@ -1,0 +1,195 @@
+"""Collectives and messages among threads: the last rank to take part computes the outputs of all.
+
+Each rank copies its output to its own tensor when it waits: a dispatch mode, which sees the operations of one
+thread, then sees everything that is written for that rank.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from plait.comm.buffers import dense, describe
+from plait.comm.transport.reduction import Op, fold
+
+Inputs = Mapping[int, Tensor | None]
+"""The input of each rank, in order of the index."""
+ComputeOutputs = Callable[[Inputs], Mapping[int, Tensor]]
+"""Returns the output of each rank from the inputs of all: flat, in memory that no rank writes to."""
+
+
+@dataclass
+class CollectiveCall:
+    """One pending collective of a group."""
+
+    kind: str
+    """The operation with everything that must be equal on the ranks, such as the shape."""
+    size: int
+    inputs: dict[int, Tensor | None] = field(default_factory=dict)
+    results: Mapping[int, Tensor] | None = None
+    error: str | None = None
+
+    def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
+        """Take part; the last rank computes the outputs. A `kind` that differs is an error on every rank."""
+        if kind != self.kind:
+            self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
+        self.inputs[index] = tensor
+        if len(self.inputs) == self.size and self.error is None:
+            with torch.no_grad():
+                self.results = compute(dict(sorted(self.inputs.items())))
+            self.inputs.clear()
+
+    @property
+    def over(self) -> bool:
+        """Whether the outputs, or an error, are there."""
+        return self.results is not None or self.error is not None
+
+    def result(self, index: int) -> Tensor | None:
+        """Return the output of a rank, flat, or None if it has none."""
+        assert self.results is not None
+        return self.results.get(index)
+
+    def withdraw(self, index: int) -> None:
+        """Copy a rank's input, so that the rank may overwrite it before the others take part."""
+        tensor = self.inputs.get(index)
+        if tensor is not None:
+            self.inputs[index] = tensor.clone()
+
+
+@dataclass
+class Transfer:
+    """One point-to-point message, copied when its send and its receive are both posted."""
+
+    sent: Tensor | None = None
+    buffer: Tensor | None = None
+    received: Tensor | None = None
+    error: str | None = None
+
+    @property
+    def over(self) -> bool:
+        """Whether the message, or an error, is there."""
+        return self.received is not None or self.error is not None
+
+    def copy_if_matched(self) -> None:
+        """Copy the sent tensor once both sides are posted; the sender may overwrite it from then on."""
+        if self.sent is None or self.buffer is None:
+            return
+        if self.sent.numel() != self.buffer.numel() or self.sent.dtype != self.buffer.dtype:
+            self.error = f"{describe(self.sent)} was sent into a buffer of {describe(self.buffer)}"
+        else:
+            self.received = self.sent.reshape(-1).clone()
+        self.sent = self.buffer = None
+
+
+class GroupOperations:
+    """The pending collectives and messages of one group."""
+
+    def __init__(self, ranks: tuple[int, ...]) -> None:
+        self.ranks = ranks
+        self._calls: dict[int, CollectiveCall] = {}
+        self._unsent: dict[tuple[int, int, int], deque[Transfer]] = {}
+        self._unreceived: dict[tuple[int, int, int], deque[Transfer]] = {}
+
+    def call(self, number: int, kind: str) -> CollectiveCall:
+        """Return the collective with this number; every rank numbers its collectives from 0."""
+        call = self._calls.setdefault(number, CollectiveCall(kind, len(self.ranks)))
+        if len(call.inputs) == len(self.ranks) - 1:
+            del self._calls[number]  # this rank is the last to take part
+        return call
+
+    def send(self, source: int, destination: int, tag: int, tensor: Tensor) -> Transfer:
+        """Post a send, matched with the oldest unmatched receive of its pair and tag."""
+        message = self._match((source, destination, tag), self._unsent, self._unreceived)
+        message.sent = tensor
+        message.copy_if_matched()
+        return message
+
+    def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Transfer:
+        """Post a receive, matched with the oldest unmatched send of its pair and tag."""
+        message = self._match((source, destination, tag), self._unreceived, self._unsent)
+        message.buffer = buffer
+        message.copy_if_matched()
+        return message
+
+    @staticmethod
+    def _match(
+        key: tuple[int, int, int],
+        waiting: dict[tuple[int, int, int], deque[Transfer]],
+        other: dict[tuple[int, int, int], deque[Transfer]],
+    ) -> Transfer:
+        """Return the oldest message in `waiting`; else a new one, which `other` keeps for the peer."""
+        if waiting.get(key):
+            return waiting[key].popleft()
+        message = Transfer()
+        other.setdefault(key, deque()).append(message)
+        return message
+
+
+def all_reduce(op: Op) -> ComputeOutputs:
+    """Return the reduction of all tensors, for every rank."""
+
+    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
+        return dict.fromkeys(inputs, _folded([_flat(tensor) for tensor in inputs.values()], op))
+
+    return compute
+
+
+def reduce_scatter(op: Op) -> ComputeOutputs:
+    """Return each rank's piece of the reduction."""
+
+    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
+        pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
+        return {index: _folded([piece[index] for piece in pieces], op) for index in inputs}
+
+    return compute
+
+
+def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
+    """Return all tensors in order, for every rank."""
+    return dict.fromkeys(inputs, torch.cat([_flat(tensor) for tensor in inputs.values()]))
+
+
+def all_to_all(inputs: Inputs) -> Mapping[int, Tensor]:
+    """Return the pieces that are sent to each rank."""
+    pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
+    return {index: torch.cat([piece[index] for piece in pieces]) for index in inputs}
+
+
+def broadcast(source: int) -> ComputeOutputs:
+    """Return the tensor of the source, for every rank but the source."""
+
+    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
+        sent = _flat(inputs[source]).clone()
+        return {index: sent for index in inputs if index != source}
+
+    return compute
+
+
+def scatter(source: int) -> ComputeOutputs:
+    """Return each rank's piece of the source's tensor."""
+
+    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
+        pieces = _flat(inputs[source]).clone().tensor_split(len(inputs))
+        return dict(enumerate(pieces))
+
+    return compute
+
+
+def barrier(inputs: Inputs) -> Mapping[int, Tensor]:
+    """Return no outputs."""
+    return {}
+
+
+def _flat(tensor: Tensor | None) -> Tensor:
+    assert tensor is not None
+    return dense(tensor).view(-1)
+
+
+def _folded(pieces: Sequence[Tensor], op: Op) -> Tensor:
+    total = torch.empty_like(pieces[0])
+    fold(pieces, op, total)
+    return total

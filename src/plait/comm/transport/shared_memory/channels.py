@@ -1,0 +1,157 @@
+"""Messages between all ranks of one group on one host: fast, and without processor time while waiting.
+
+A message is a number, maybe with a file descriptor, sent to all others under a *sequence number*. Ranks make
+the same calls in the same order, so their sequence numbers agree, and the messages of several operations may
+be received in any order. What a rank wrote to shared memory before it sent a message is visible to the ranks
+that have received it, since both enter the kernel in between.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+from collections.abc import Callable, Sequence
+
+from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, Message
+from plait.comm.transport.shared_memory.listener import Listener
+
+
+class Channels:
+    """The channels from one rank to the others of a group. An error closes them, which the others notice."""
+
+    def __init__(
+        self, listener: Listener, listeners: Sequence[str], index: int, label: str, timeout: float
+    ) -> None:
+        """Open channels to the ranks whose listeners have these names; this rank's own is the one at `index`.
+
+        `label` is the group's, the same on all its ranks. `timeout`, in seconds, holds for every wait.
+        """
+        self.index, self.size = index, len(listeners)
+        self._listener = listener
+        self._timeout = timeout
+        self._channels = [
+            Channel(listener, peer, f"{listeners[index]}-{label}-{number}", f"{peer}-{label}-{index}")
+            for number, peer in enumerate(listeners)
+            if number != index
+        ]
+        self._next = 0
+        self._unfinished: set[int] = set()
+        self._error: str | None = None
+
+    def next_sequence(self) -> int:
+        """Return the next sequence number; it stays unfinished until `acknowledge` is called with it."""
+        sequence = self._next
+        self._next += 1
+        self._unfinished.add(sequence)
+        return sequence
+
+    def send(self, sequence: int, value: int = 0, descriptor: int | None = None) -> None:
+        """Send a message to all others, which get a duplicate of the file `descriptor`.
+
+        Blocks, for the timeout at most, only while a peer has some 200 messages to receive. Raises as
+        `receive`, except for a peer that is gone: receiving from it raises that.
+        """
+        self._raise_if_failed()
+        packet = Channel.encode(sequence, value, self._acknowledged)
+        for channel in self._channels:
+            if not channel.send(packet, descriptor):
+                self._send_when_possible(channel, packet, descriptor)
+
+    def receive(self, sequence: int, own: Message) -> list[Message]:
+        """Block until all others have sent under `sequence`; return the messages by index, `own` included.
+
+        Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time.
+        """
+        self._receive_until(lambda channel: sequence in channel.received)
+        messages = [channel.received.pop(sequence) for channel in self._channels]
+        return [*messages[: self.index], own, *messages[self.index :]]
+
+    def acknowledge(self, *sequences: int) -> None:
+        """Declare that this rank needs nothing more of what was sent under these sequence numbers.
+
+        The next message carries the acknowledgement; where later operations are pending, so that none may
+        follow, it is sent at once.
+        """
+        self._unfinished.difference_update(sequences)
+        if self._unfinished and max(self._unfinished) > max(sequences):
+            self.send_acknowledgement()
+
+    def send_acknowledgement(self) -> None:
+        """Send this rank's acknowledgement to all others now."""
+        self.send(NO_SEQUENCE)
+
+    def is_acknowledged(self, sequence: int) -> bool:
+        """Return whether every rank is known to have acknowledged all sequence numbers up to this one."""
+        return sequence < min(self._acknowledged, *(channel.acknowledged for channel in self._channels))
+
+    def wait_acknowledged(self, sequence: int) -> None:
+        """Block until every other rank has acknowledged all numbers up to this one. Raises as `receive`."""
+        self._receive_until(lambda channel: channel.acknowledged > sequence)
+
+    def fail(self, error: Exception) -> None:
+        """Close the channels; every later operation raises a `ConnectionError` that quotes `error`."""
+        self._error = self._error or f"an operation before it failed ({error})"
+        self.close()
+
+    def close(self) -> None:
+        """Close the connections; every later operation raises."""
+        self._error = self._error or "the mesh is closed"
+        for channel in self._channels:
+            channel.close()
+
+    def __del__(self) -> None:
+        if hasattr(self, "_error"):
+            self.close()
+
+    @property
+    def _acknowledged(self) -> int:
+        return min(self._unfinished, default=self._next)
+
+    def _raise_if_failed(self) -> None:
+        if self._error is not None:
+            raise ConnectionError(self._error)
+
+    def _receive_until(self, complete: Callable[[Channel], bool]) -> None:
+        self._raise_if_failed()
+        deadline = time.monotonic() + self._timeout
+        missing = [channel for channel in self._channels if not complete(channel)]
+        while missing:
+            self._receive_pending(missing)
+            missing = [channel for channel in missing if not complete(channel)]
+            if any(channel.gone for channel in missing):
+                raise self._failed(ConnectionError("connection closed by peer"))
+            if missing:
+                self._poll(missing, deadline)
+
+    def _send_when_possible(self, channel: Channel, packet: bytes, descriptor: int | None) -> None:
+        """Send to a peer with a full buffer, and receive meanwhile: the peer may be blocked likewise."""
+        deadline = time.monotonic() + self._timeout
+        while not channel.send(packet, descriptor):
+            self._receive_pending(self._channels)
+            if channel.gone:
+                return
+            self._poll([other for other in self._channels if not other.gone], deadline, channel)
+
+    def _receive_pending(self, channels: Sequence[Channel]) -> None:
+        # Accept once for all: a later connection wakes the poll that follows.
+        if not all(channel.connected for channel in channels):
+            self._listener.accept_pending()
+        for channel in channels:
+            channel.receive_pending()
+
+    def _poll(self, channels: Sequence[Channel], deadline: float, full: Channel | None = None) -> None:
+        """Block until one of the channels has pending messages, or the `full` one has room to send."""
+        poll = select.poll()
+        for channel in channels:
+            channel.register(poll, writable=channel is full)
+        left = deadline - time.monotonic()
+        ready = poll.poll(left * 1000) if left > 0 else []
+        if not ready:
+            raise self._failed(TimeoutError("timed out"))
+        for channel in channels:
+            channel.note_hang_up(ready)
+
+    def _failed(self, error: Exception) -> Exception:
+        # Returned and not raised: the caller's frame would otherwise keep this object alive in the traceback.
+        self.fail(error)
+        return error

@@ -1,0 +1,123 @@
+"""Staging buffers: shared memory through which the ranks of a group on one host read each other's tensors.
+
+Each rank writes to its own segment only. It copies a tensor to a free block there and sends the offset; ranks
+that have received it may read the block until they acknowledge. Then the block is free again: mostly the next
+tensor of that size is staged where the last but one was, which is still in the cache.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+
+from torch import Tensor
+
+from plait.comm.transport.shared_memory.channel import Message
+from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.segments import SharedSegments
+
+CAPACITY = 2**28
+"""Bytes a rank for staged tensors; only used bytes take memory. At the limit, pending reads are finished."""
+_SMALLEST_BLOCK = 2**12
+
+Read = Callable[[Sequence[Tensor]], None]
+"""Reads the staged tensors of all ranks, in order of the index and flat."""
+
+
+class PendingRead:
+    """A staged tensor of this rank, and the `read` to call once all other ranks have staged theirs."""
+
+    def __init__(
+        self, staging: StagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
+    ) -> None:
+        self._staging = staging
+        self._sequences = sequences
+        self._offset = offset
+        self._dtype, self._nbytes = like.dtype, like.nbytes
+        self._read: Read | None = read
+
+    def wait(self, awaited: str = "") -> None:
+        """Block until the others have staged theirs, then read, once. Raises as `Channels.receive`."""
+        if self._read is None:
+            return
+        self._staging.finish_before(self._sequences[0])
+        segments = self._staging.segments.all_segments()
+        messages = self._staging.channels.receive(self._sequences[0], Message(self._offset))
+        pairs = zip(segments, messages, strict=True)
+        self._read([segment[message.value :][: self._nbytes].view(self._dtype) for segment, message in pairs])
+        self._read = None
+        self._staging.done(self._sequences)
+
+    def abandon(self) -> bool:
+        """Skip the read; return True, as nothing of this rank is read or written any more."""
+        if self._read is not None:
+            self._read = None
+            with suppress(OSError):  # after an error the channels are closed
+                self._staging.done(self._sequences)
+        return True
+
+
+class StagingBuffers:
+    """The staging buffers of a group, seen from one rank. All ranks make them and stage in one order."""
+
+    def __init__(self, channels: Channels) -> None:
+        self.channels = channels
+        self.segments = SharedSegments(channels, CAPACITY)
+        self._used = 0
+        self._free: dict[int, list[int]] = {}
+        self._lent: deque[tuple[int, int, int]] = deque()
+        """Sequence number, size and offset of the blocks that others may still read."""
+        self._pending: dict[int, PendingRead] = {}
+
+    def stage(self, tensor: Tensor, read: Read, *sequences: int) -> PendingRead:
+        """Copy `tensor` to this rank's segment and send its offset; `wait()` of the result calls `read`.
+
+        All ranks call it with the same shape and dtype, of at most `CAPACITY` bytes. `sequences` are further
+        sequence numbers that `read` uses, acknowledged with the read.
+        """
+        size = max(_SMALLEST_BLOCK, 1 << (tensor.nbytes - 1).bit_length())
+        offset = self._free_block(size)
+        copy = self.segments.own[offset:][: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor.detach())
+        sequence = self.channels.next_sequence()
+        self._lent.append((sequence, size, offset))
+        pending = PendingRead(self, (sequence, *sequences), offset, tensor, read)
+        self._pending[sequence] = pending
+        self.channels.send(sequence, offset)
+        return pending
+
+    def finish_before(self, sequence: int) -> None:
+        """Finish earlier reads: a rank without a free block waits for them before it stages this tensor."""
+        for number, pending in list(self._pending.items()):
+            if number < sequence:
+                pending.wait()
+
+    def done(self, sequences: tuple[int, ...]) -> None:
+        """Acknowledge a read of this rank."""
+        del self._pending[sequences[0]]
+        self.channels.acknowledge(*sequences)
+
+    def _free_block(self, size: int) -> int:
+        """Return the offset of a free block of `size` bytes in this rank's segment."""
+        while self._lent and self.channels.is_acknowledged(self._lent[0][0]):
+            _, free_size, offset = self._lent.popleft()
+            self._free.setdefault(free_size, []).append(offset)
+        if free := self._free.get(size):
+            return free.pop()
+        if self._used + size > CAPACITY:
+            self._clear()
+        self._used += size
+        return self._used - size
+
+    def _clear(self) -> None:
+        """Finish all pending reads, on every rank, so that every block is free."""
+        for pending in list(self._pending.values()):
+            pending.wait()
+        self.segments.wait()  # not yet done where all reads were abandoned
+        self.channels.send_acknowledgement()
+        if self._lent:
+            self.channels.wait_acknowledged(self._lent[-1][0])
+        self._lent.clear()
+        self._free.clear()
+        self._used = 0
