@@ -16,7 +16,7 @@ from plait.layers.precision import convert
 from plait.layout import shard
 from plait.models.initial import initial_value
 from plait.schedules.program import Instruction
-from plait.verification.findings import HERE, Findings, Origin, one_alternative, origin_of
+from plait.verification.findings import WHOLE_TENSOR, Findings, Origin, one_alternative, origin_of
 from plait.verification.formats import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, NumberFormats, epsilon_of
 from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
@@ -366,7 +366,7 @@ class CandidateRun:
         has_dims = recorded.dim() or (actual is not None and actual.dim())
         if name and has_dims and tuple(recorded.shape) == self.engine.layouts[name].shape:
             return self._piece(name, recorded), self._origin(name)
-        return recorded, HERE
+        return recorded, WHOLE_TENSOR
 
     def _origin(self, name: str) -> Origin:
         return origin_of(self.engine.layouts[name], self.engine.mesh.coordinate)

@@ -1,4 +1,4 @@
-"""Comparing one tensor with its reference, and collecting what differs on a rank."""
+"""Comparison of tensors with the reference on one rank, and the differences that it finds."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ from plait.verification.location import Location, StepPhase
 from plait.verification.reference_recording import Tolerance, elementwise_difference, largest_difference
 from plait.verification.sketches import InnerDifference
 
-REMEMBERED = 64
-"""Differences of one rank that are listed; of others only their number is kept."""
-SHOWN = 1 << 20
-"""Elements of a tensor that travel with the first difference, for causes that several ranks show together."""
+MAX_LISTED = 64
+"""Differences of one rank that are kept; further ones are only counted."""
+EVIDENCE_ELEMENTS = 1 << 20
+"""Elements of the first differing tensor that a rank sends, for causes that several ranks show together."""
 
-TELLING = 32
-"""Elements that a narrower dtype would not hold, of which enough say that it was on the way."""
-VAGUE = 0.5
-"""Where rounding explains more than this part of a tensor, that it is equal says little."""
+MIN_ROUNDED_ELEMENTS = 32
+"""Least number of elements, not representable in a narrower dtype, that can prove a rounding to it."""
+INCONCLUSIVE_SHARE = 0.5
+"""Share of a tensor's size; with a larger tolerance, equality is inconclusive."""
 
 
 @dataclass(frozen=True)
 class Origin:
-    """Where a rank's tensor begins in the global one."""
+    """Offset of a rank's piece in the global tensor."""
 
     offsets: tuple[int, ...] = ()
-    """Per dim; none: at 0."""
+    """Offset per dim; empty: 0."""
     flat: tuple[tuple[int, ...], int] | None = None
-    """For an interval of a box's elements: the sizes of the box that begins at `offsets`, and the first."""
+    """For an interval of the elements of a box at `offsets`: the sizes of the box, and the first element."""
     joined: tuple[int, int, int] | None = None
-    """For pieces of several blocks: the dim they are joined along, how much of it is of one block, and how
-    far the next block is in the global tensor."""
+    """For a piece of several blocks: the dim along which they are joined, the size of a block there, and the
+    distance between blocks in the global tensor."""
 
-    def places(self, indices: Tensor) -> Tensor:
-        """Indices `[n, dims]` of elements of this rank's tensor as those in the global one."""
+    def global_indices(self, indices: Tensor) -> Tensor:
+        """Return the indices in the global tensor for indices `[n, dims]` in this rank's piece."""
         if self.flat is not None:
             sizes, first = self.flat
             row = indices.new_tensor([prod(sizes[dim + 1 :]) for dim in range(indices.shape[1])])
@@ -54,7 +54,7 @@ class Origin:
 
 
 def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
-    """Where the piece at a coordinate begins."""
+    """Return the origin of the piece at a coordinate."""
     boxes, interval = layout.boxes(coordinate), layout.interval(coordinate)
     if len(boxes) > 1:
         dim = layout.blocked_dim or 0
@@ -67,82 +67,82 @@ def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
     return Origin(region.offsets, (region.sizes or (1,), interval.start))
 
 
-HERE = Origin()
-"""What a rank has whole."""
+WHOLE_TENSOR = Origin()
 
 
 Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
-"""What a tensor may be by mistake, as sentences with the value that it then has."""
+"""Returns values that a tensor may have by mistake, each after a sentence."""
 
 
 @dataclass(frozen=True)
 class Difference:
-    """A tensor that is not what the reference says, on one rank."""
+    """A tensor that differs from the reference on one rank."""
 
     location: Location
     largest: float
-    """Absolute; infinity where one of the two is no number."""
+    """Largest absolute difference; infinity where only one of the two is NaN."""
     size: float
-    """Of the reference's tensor: see `Tolerance`."""
+    """Size of the reference's tensor: see `Tolerance`."""
     allowed: float
-    """What rounding explains, absolute."""
+    """Largest absolute difference that rounding explains."""
     shape: tuple[int, ...]
-    """Of this rank's tensor."""
+    """Shape of this rank's tensor."""
     box: tuple[tuple[int, int], ...]
-    """Per dim the first and one past the last index of what differs, in the global tensor."""
+    """Bounding box of the differing elements: start and stop per dim, in the global tensor."""
     whole_box: bool
-    """Whether that is all of this rank's tensor."""
+    """Whether `box` is all of this rank's tensor."""
     share: float
-    """Of the elements, how many differ: 0 to 1."""
+    """Fraction of the elements that differ."""
     worst: tuple[int, ...]
-    """Index of the element that differs most, in the global tensor."""
+    """Index of the element with the largest difference, in the global tensor."""
     values: tuple[float, float]
-    """That element, as it is and as it should be."""
+    """Actual and expected value of that element."""
     hint: str = ""
-    """What the tensor is instead, where this rank sees it by itself."""
+    """Sentence that says what the tensor is instead, where this rank alone can tell."""
     inside: InnerDifference | None = None
-    """Of a layer's output: which module inside is the first that differs."""
+    """The first differing module inside of the layer, for a layer's output."""
 
 
 @dataclass
 class Tally:
-    """How many tensors of a phase were compared, and how close they were."""
+    """Counts of the compared tensors of a phase, and how close the equal ones are."""
 
     compared: int = 0
     different: int = 0
     used: float = 0.0
-    """The largest share of what is allowed, among those that are equal."""
+    """Largest difference of an equal tensor, relative to its tolerance."""
     relative: float = 0.0
-    """The largest difference relative to the tensor's size, among those that are equal."""
+    """Largest difference of an equal tensor, relative to its size."""
     vague: int = 0
-    """How many of those that are equal could not be judged: see `VAGUE`."""
+    """Number of equal tensors of inconclusive equality: see `INCONCLUSIVE_SHARE`."""
 
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors of a rank's first difference, flat; long ones are shortened."""
+    """The tensors of a rank's first difference, flat, cut off at `EVIDENCE_ELEMENTS`."""
 
     location: Location
     actual: Tensor
     expected: Tensor
     base: Tensor | None = None
-    """What the tensor contains besides what is compared here: what flowed into the layer (with a residual
-    connection), a gradient before the micro-batch, a parameter before the step of the optimizer."""
+    """A tensor that the compared one is added to: a layer's input (with a residual connection), the gradient
+    before the micro-batch, the parameter before the optimizer step."""
 
 
 @dataclass
 class Findings:
-    """What one rank found out."""
+    """Tallies and differences of one rank."""
 
     layers: int
+    """Number of layers of the model."""
     tallies: dict[StepPhase, Tally] = field(default_factory=dict)
     differences: list[Difference] = field(default_factory=list)
-    """The first one first."""
+    """The earliest difference is first; the others are in the order of comparison."""
     evidence: Evidence | None = None
     empty: set[Location] = field(default_factory=set)
-    """Where this rank has no element, as of a parameter that lies on others."""
-    divided: set[int] = field(default_factory=set)
-    """Of this rank's layers those with a parameter that is cut over `tp`."""
+    """Locations of tensors of which this rank has no element, as where other ranks hold a parameter."""
+    partitioned: set[int] = field(default_factory=set)
+    """This rank's layers with a parameter that is partitioned over `tp`."""
 
     def compare(
         self,
@@ -151,18 +151,17 @@ class Findings:
         expected: Tensor,
         tolerance: Tolerance,
         *,
-        origin: Origin = HERE,
+        origin: Origin = WHOLE_TENSOR,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
     ) -> bool:
-        """Whether `actual` is what the reference says. `origin`: where this rank's piece begins.
+        """Compare `actual` with `expected` up to `tolerance`; return whether they are equal.
 
-        `rounding`: the largest machine epsilon of a dtype that it may have passed through. If given, numbers
-        that a narrower dtype holds without an error are a difference, where the reference's are not of that
-        kind, however near they are. `alternatives`, `base` and `inside` tell more of the first that is
-        different: see `Difference`, `Evidence`.
+        `rounding`: the largest machine epsilon of a dtype that `actual` may have passed through. If given, a
+        tensor that was rounded to a narrower dtype is a difference, within the tolerance too. `alternatives`,
+        `base` and `inside` describe the first difference: see `Difference` and `Evidence`.
         """
         tally = self.tallies.setdefault(location.phase, Tally())
         tally.compared += 1
@@ -172,30 +171,30 @@ class Findings:
         largest = torch.inf if _misfit(actual, expected) else largest_difference(actual, expected)
         narrower = None if rounding is None else _narrower(actual, expected, rounding)
         if narrower is not None and largest <= tolerance.allowed:
-            told, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
-            alternatives = partial(one_alternative, told, actual)
+            text, tolerance = f"it was rounded to {narrower} on the way", Tolerance(tolerance.size, 0.0)
+            alternatives = partial(one_alternative, text, actual)
         if largest <= tolerance.allowed:
             tally.used = max(tally.used, largest / tolerance.allowed if largest else 0.0)
             tally.relative = max(
                 tally.relative, largest / tolerance.size if largest and tolerance.size else 0.0
             )
-            tally.vague += tolerance.allowed > VAGUE * tolerance.size
+            tally.vague += tolerance.allowed > INCONCLUSIVE_SHARE * tolerance.size
             return True
         tally.different += 1
         if self.evidence is None or location.order(self.layers) < self.evidence.location.order(self.layers):
             fits = base is not None and base.shape == actual.shape and base.dtype == actual.dtype
-            through = _shortened(base) if base is not None and fits else None
-            self.evidence = Evidence(location, _shortened(actual), _shortened(expected), through)
+            shortened = _shortened(base) if base is not None and fits else None
+            self.evidence = Evidence(location, _shortened(actual), _shortened(expected), shortened)
             hint = _hint(actual, expected, tolerance, alternatives)
             found = _describe(location, actual, expected, tolerance, origin, hint)
             self.differences.insert(0, replace(found, inside=inside()))
-        elif len(self.differences) < REMEMBERED:
+        elif len(self.differences) < MAX_LISTED:
             self.differences.append(_describe(location, actual, expected, tolerance, origin, ""))
         return False
 
 
 def _misfit(actual: Tensor, expected: Tensor) -> str:
-    """The shape or dtype that a tensor has instead of the right one; empty where both are right."""
+    """Return a sentence for a wrong shape or dtype; empty where both are right."""
     if actual.shape != expected.shape:
         return f"its shape is {list(actual.shape)} instead of {list(expected.shape)}"
     if actual.dtype != expected.dtype:
@@ -208,30 +207,29 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
-    """The dtype, of a larger machine epsilon than `rounding`, that `actual` was rounded to; None: to none.
+    """Return the dtype, of a larger machine epsilon than `rounding`, that `actual` was rounded to, or None.
 
-    Looks at those elements that the dtype does not hold in `expected`, if there are at least `TELLING`.
+    Looks at the elements of which `expected` is not representable in the dtype.
     """
     if _misfit(actual, expected) or actual.dtype not in (torch.float32, torch.float64):
         return None
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         if torch.finfo(dtype).eps > rounding:
-            looked = expected != expected.to(dtype).to(expected.dtype)
-            own = actual[looked]
-            if own.numel() >= TELLING and torch.equal(own, own.to(dtype).to(own.dtype)):
+            own = actual[expected != expected.to(dtype).to(expected.dtype)]
+            if own.numel() >= MIN_ROUNDED_ELEMENTS and torch.equal(own, own.to(dtype).to(own.dtype)):
                 return _named(dtype)
     return None
 
 
-def one_alternative(told: str, actual: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """What a tensor is by mistake, where that is known."""
-    return [(told, actual)]
+def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
+    """Return a single alternative."""
+    return [(text, value)]
 
 
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
-    """What a tensor is instead."""
-    if told := _misfit(actual, expected):
-        return told
+    """Return a sentence that says what `actual` is instead of `expected`, or nothing."""
+    if misfit := _misfit(actual, expected):
+        return misfit
     fitting = (
         text for text, value in alternatives() if largest_difference(actual, value) <= tolerance.allowed
     )
@@ -241,7 +239,7 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
 def _describe(
     location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, origin: Origin, hint: str
 ) -> Difference:
-    """Where two tensors differ, and how."""
+    """Return where and by how much two tensors differ."""
     if _misfit(actual, expected) or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
         return Difference(
@@ -255,17 +253,17 @@ def _describe(
     low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
     worst = torch.stack(torch.unravel_index(far.argmax(), far.shape))
     here, there = actual.reshape(far.shape)[tuple(worst)], expected.reshape(far.shape)[tuple(worst)]
-    outside = origin.places(wrong)
+    indices = origin.global_indices(wrong)
     return Difference(
         location=location,
         largest=float(far.max()),
         size=tolerance.size,
         allowed=tolerance.allowed,
         shape=tuple(actual.shape),
-        box=tuple((int(index.min()), int(index.max()) + 1) for index in outside.T),
+        box=tuple((int(index.min()), int(index.max()) + 1) for index in indices.T),
         whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, far.shape, strict=True)),
         share=len(wrong) / far.numel(),
-        worst=tuple(origin.places(worst[None])[0].tolist()),
+        worst=tuple(origin.global_indices(worst[None])[0].tolist()),
         values=(_number(here), _number(there)),
         hint=hint,
     )
@@ -276,4 +274,4 @@ def _number(element: Tensor) -> float:
 
 
 def _shortened(tensor: Tensor) -> Tensor:
-    return tensor.reshape(-1)[:SHOWN].to("cpu", copy=True)
+    return tensor.reshape(-1)[:EVIDENCE_ELEMENTS].to("cpu", copy=True)

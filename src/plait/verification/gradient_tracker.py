@@ -1,8 +1,8 @@
-"""What each parameter's gradient should be at any time of a step, on one rank.
+"""The expected value of each parameter's gradient at any time of a step, on one rank.
 
 Some weight gradients are added by `I` (norms, biases: with the layer's backward), others by `W` (deferred),
-a few in part by each. Which is which is seen from the numbers: after `I` a gradient holds the micro-batch's
-contribution already, or is still what it was, or is neither.
+a few in part by each. The values tell which: after `I` a gradient contains the micro-batch's contribution, or
+is unchanged, or is neither.
 """
 
 from __future__ import annotations
@@ -20,131 +20,131 @@ from plait.verification.reference_recording import (
 )
 
 GradientKey = tuple[str, int]
-"""A parameter's name, and the first of the rank's stages that add to this gradient of it."""
+"""Name of a parameter, and the first of the rank's stages that add to this gradient of it."""
 ParameterUse = tuple[int, int]
-"""Layer of the model, micro-batch of the global batch."""
+"""A layer of the model, and a micro-batch of the global batch."""
 
 
 @dataclass(frozen=True)
 class Contribution:
-    """What one use adds to a gradient, and by how much that may be missed."""
+    """The value that one use adds to a gradient, with its tolerance."""
 
     value: Tensor
     tolerance: Tolerance
-    begun: bool = False
-    """Whether `I` has added a part of it."""
+    partial: bool = False
+    """Whether `I` has added a part of the value."""
 
 
 @dataclass(frozen=True)
 class TrackedGradient:
-    """A gradient as it is and as it should be."""
+    """The actual and the expected value of a gradient."""
 
     actual: Tensor
     expected: Tensor
     tolerance: Tolerance
 
     @property
-    def holds(self) -> bool:
-        """Whether it is as it should be."""
+    def equal(self) -> bool:
+        """Whether they are equal up to the tolerance."""
         return largest_difference(self.actual, self.expected) <= self.tolerance.allowed
 
 
 @dataclass
 class GradientTracker:
-    """The gradients that a rank's parameters should have, as contributions come in."""
+    """Expected gradients of a rank's parameters, updated with each contribution."""
 
     gradients: Mapping[GradientKey, Tensor]
-    """What is added to."""
+    """The accumulated gradients of the engine."""
     epsilon: float
     settled: dict[GradientKey, tuple[Tensor, Tolerance]] = field(default_factory=dict)
-    """What is surely in it."""
+    """The expected value from contributions that are known to be added."""
     open: dict[GradientKey, dict[ParameterUse, Contribution]] = field(default_factory=dict)
-    """Uses whose `I` is done and whose `W` may be to come."""
+    """Contributions of uses whose `I` is done, and whose `W` may still follow."""
 
-    def begin(self) -> None:
-        """A step starts from zero."""
+    def begin_step(self) -> None:
+        """Reset all gradients to zero at the start of a step."""
         self.settled.clear()
         self.open.clear()
 
     def after_input(
         self,
-        which: GradientKey,
+        gradient: GradientKey,
         use: ParameterUse,
         contribution: Tensor,
         tolerance: Tolerance,
         *,
-        whole: bool,
+        until_weight: bool,
     ) -> TrackedGradient | None:
-        """After `I`: the gradient, if it holds the contribution already. `whole`: `W` was done as well."""
-        own = self.open.setdefault(which, {})
+        """Return the gradient after `I` if it has the contribution. `until_weight`: leave that to `W`."""
+        own = self.open.setdefault(gradient, {})
         own[use] = Contribution(contribution, tolerance)
-        if whole:
+        if until_weight:
             return None
-        waiting, added = self._due(which, []), self._due(which, [use])
-        if added.holds and not waiting.holds:
-            return self._settle(which, [use], added)
-        if not waiting.holds:
-            own[use] = Contribution(contribution, tolerance, begun=True)
+        unchanged, added = self._tracked(gradient, []), self._tracked(gradient, [use])
+        if added.equal and not unchanged.equal:
+            return self._settle(gradient, [use], added)
+        if not unchanged.equal:
+            own[use] = Contribution(contribution, tolerance, partial=True)
         return None
 
-    def after_weight(self, which: GradientKey, use: ParameterUse) -> TrackedGradient | None:
-        """After `W`: the gradient. None where `I` added it already, or where others are only begun."""
-        own = self.open.get(which, {})
+    def after_weight(self, gradient: GradientKey, use: ParameterUse) -> TrackedGradient | None:
+        """Return the gradient after `W`; None where `I` added it, or where others are added in part."""
+        own = self.open.get(gradient, {})
         if use not in own:
-            if any(other.begun for other in own.values()):
+            if any(other.partial for other in own.values()):
                 return None
-            due = self._due(which, [])  # I added it already, and W adds nothing again
-            return None if due.holds else due
-        uses, due = [use], self._due(which, [use])
-        if not due.holds and any(other.begun for key, other in own.items() if key != use):
-            uses, due = list(own), self._due(which, list(own))
-            if not due.holds:
+            tracked = self._tracked(gradient, [])  # I added the contribution, and W must not add it again
+            return None if tracked.equal else tracked
+        uses, tracked = [use], self._tracked(gradient, [use])
+        if not tracked.equal and any(other.partial for key, other in own.items() if key != use):
+            uses, tracked = list(own), self._tracked(gradient, list(own))
+            if not tracked.equal:
                 return None
-        return self._settle(which, uses, due)
+        return self._settle(gradient, uses, tracked)
 
-    def left(
-        self, sums: Iterable[GradientKey]
+    def open_gradients(
+        self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """When all is done: the gradients that never were what they should be, with the first open use."""
-        for which in sums:
-            if self.open.get(which):
-                due = self._due(which, self.open[which])
-                yield which, next(iter(self.open.pop(which))), due
+        """Yield, at the end of a step, each gradient with open contributions, with the first open use."""
+        for gradient in keys:
+            if self.open.get(gradient):
+                tracked = self._tracked(gradient, self.open[gradient])
+                yield gradient, next(iter(self.open.pop(gradient))), tracked
 
-    def close(self, sums: Iterable[GradientKey]) -> None:
-        """What was added to these is given away: they start from zero again. What is open is to come."""
-        for which in sums:
-            self.settled.pop(which, None)
+    def reset(self, keys: Iterable[GradientKey]) -> None:
+        """Reset gradients to zero after their reduction; open contributions stay."""
+        for gradient in keys:
+            self.settled.pop(gradient, None)
 
-    def accept(self, which: GradientKey, *, exactly: bool = False) -> None:
-        """Start from a gradient that was wrong, and was reported; or from one that is `exactly` right now."""
-        due = self._due(which, [])
-        tolerance = Tolerance(due.tolerance.size, 0.0) if exactly else due.tolerance
-        self.settled[which] = due.actual.detach().clone(), tolerance
+    def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
+        """Take the actual gradient as expected, after a reported difference; `exactly`: without tolerance."""
+        tracked = self._tracked(gradient, [])
+        tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
+        self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
-    def is_begun(self, which: GradientKey) -> bool:
-        """Whether `I` has added a part of what is still open."""
-        return any(use.begun for use in self.open.get(which, {}).values())
+    def is_partial(self, gradient: GradientKey) -> bool:
+        """Return whether `I` has added a part of an open contribution."""
+        return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
-        """By how much all gradients of a parameter together may be missed."""
+        """Return the tolerance of the sum of all gradients of a parameter."""
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
-    def _due(self, which: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
-        actual = self.gradients[which]
-        before = self.settled.get(which)
+    def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:
+        actual = self.gradients[gradient]
+        before = self.settled.get(gradient)
         total, (size, allowed) = before or (actual.new_zeros(()).expand_as(actual), NO_TOLERANCE)
         for use in uses:
-            value, tolerance = self.open[which][use].value, self.open[which][use].tolerance
+            value, tolerance = self.open[gradient][use].value, self.open[gradient][use].tolerance
             total = total + value
             size = max(size, tolerance.size, largest_magnitude(total))
             allowed += tolerance.allowed + self.epsilon * size
         return TrackedGradient(actual, total, Tolerance(size, allowed))
 
     def _settle(
-        self, which: GradientKey, uses: Iterable[ParameterUse], due: TrackedGradient
+        self, gradient: GradientKey, uses: Iterable[ParameterUse], tracked: TrackedGradient
     ) -> TrackedGradient:
-        self.settled[which] = due.expected, due.tolerance
+        self.settled[gradient] = tracked.expected, tracked.tolerance
         for use in uses:
-            del self.open[which][use]
-        return due
+            del self.open[gradient][use]
+        return tracked

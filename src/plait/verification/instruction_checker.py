@@ -80,15 +80,15 @@ class InstructionChecker:
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
                 if any(is_cut(parts.whole_layouts[name]) for name in used):
-                    findings.divided.add(self._layer(stage.number) + number)
+                    findings.partitioned.add(self._layer(stage.number) + number)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.uses[stage.number, number] = [sums[name] for name in trained if self._is_local(name)]
-        self.ledger = GradientTracker(gradients, 8 * epsilon)
+        self.tracker = GradientTracker(gradients, 8 * epsilon)
 
     def begin(self, step: int, targets: list[Value]) -> None:
         """Start a step. `targets`: of each of this rank's micro-batches, as they should be."""
         self.step, self.targets = step, targets
-        self.ledger.begin()
+        self.tracker.begin_step()
         if self.looks_inside:
             self.sketches = {
                 (stage.number, number): ModuleSketches(layer.module)
@@ -120,12 +120,12 @@ class InstructionChecker:
                 self._gradient(StepPhase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
             case ScatterGradient(unit):
                 names = parts.reducer.units[unit].parameters
-                sums = [which for which in self.ledger.gradients if which[0] in names]
+                sums = [which for which in self.tracker.gradients if which[0] in names]
                 if not self.adds_late:  # else what was added is certain, and the rest is still to come
                     self._left(sums)
-                self.ledger.close(sums)
+                self.tracker.reset(sums)
             case Finish():
-                self._left(self.ledger.gradients)
+                self._left(self.tracker.gradients)
                 while self.sketches:
                     self.sketches.popitem()[1].close()
             case _:
@@ -189,21 +189,21 @@ class InstructionChecker:
                 found = self._contribution(which[0], use)
                 if found is not None:
                     late = action.kind is Kind.B or self.adds_late
-                    due = self.ledger.after_input(which, use, *found, whole=late)
-                    if due is not None:
-                        self._weight_gradient(which, use, due)
+                    tracked = self.tracker.after_input(which, use, *found, until_weight=late)
+                    if tracked is not None:
+                        self._weight_gradient(which, use, tracked)
         if action.kind in (Kind.W, Kind.B):
             for which in self.uses[action.stage, number]:
-                due = self.ledger.after_weight(which, use)
-                if due is not None:
-                    self._weight_gradient(which, use, due)
+                tracked = self.tracker.after_weight(which, use)
+                if tracked is not None:
+                    self._weight_gradient(which, use, tracked)
 
     def _left(self, sums: Iterable[GradientKey]) -> None:
         """Of these, the weight gradients that never were certain."""
-        for which, use, due in list(self.ledger.left(sums)):
-            self._weight_gradient(which, use, due)
+        for which, use, tracked in list(self.tracker.open_gradients(sums)):
+            self._weight_gradient(which, use, tracked)
 
-    def _weight_gradient(self, which: GradientKey, use: ParameterUse, due: TrackedGradient) -> None:
+    def _weight_gradient(self, which: GradientKey, use: ParameterUse, tracked: TrackedGradient) -> None:
         name, _ = which
         location = Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name)
         origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
@@ -211,46 +211,46 @@ class InstructionChecker:
 
         def alternatives() -> Named:
             if own is not None:
-                yield "it was not added at all", due.expected - own[0]
-                yield "it was added twice", due.expected + own[0]
+                yield "it was not added at all", tracked.expected - own[0]
+                yield "it was added twice", tracked.expected + own[0]
                 for other in range(self.recording.microbatches(self.step)):
                     found = self._contribution(name, (use[0], other))
                     if other != use[1] and found is not None:
                         text = f"what was added is that of micro-batch {other}"
-                        yield text, due.expected - own[0] + found[0]
+                        yield text, tracked.expected - own[0] + found[0]
             before = self.recording.values.get(RecordScope(self.step - 1, WHOLE_STEP), {}).get(
                 RecordKey("clipped", name=name)
             )
             if before is not None:
                 text = "the gradient of the step before is still in it"
-                yield text, due.expected + self.piece(name, before)
+                yield text, tracked.expected + self.piece(name, before)
 
-        expected, rounding = due.expected, None
+        expected, rounding = tracked.expected, None
         if self.dtypes is not None:
             expected = expected.to(self.dtypes[name][1])
             rounding = epsilon_of(expected.dtype)
         equal = self.findings.compare(
             location,
-            due.actual,
+            tracked.actual,
             expected,
-            due.tolerance,
+            tracked.tolerance,
             origin=origin,
             alternatives=alternatives,
-            base=None if own is None else due.expected - own[0],
+            base=None if own is None else tracked.expected - own[0],
             rounding=rounding,
         )
         if not equal and not self.isolate:
-            self.ledger.accept(which)
+            self.tracker.accept(which)
         elif not equal:
-            due.actual.copy_(expected)
-        elif self.dtypes is not None and not self.ledger.is_begun(which):
-            due.actual.copy_(expected)
-            self.ledger.accept(which, exactly=True)
+            tracked.actual.copy_(expected)
+        elif self.dtypes is not None and not self.tracker.is_partial(which):
+            tracked.actual.copy_(expected)
+            self.tracker.accept(which, exactly=True)
 
     def left_of(self, name: str) -> float:
         """By how much this rank's own gradient of a parameter may still be missed, at the end of a step."""
         if self._is_local(name):
-            return self.ledger.allowed(name)
+            return self.tracker.allowed(name)
         return sum(
             self.recording.tolerances[scope][key].allowed
             for scope, values in self.recording.values.items()

@@ -1,4 +1,4 @@
-"""What all ranks found, as one answer: equal or not, how closely, and the first difference."""
+"""The report of a verification: equal or not, how closely, and the first difference."""
 
 from __future__ import annotations
 
@@ -15,27 +15,27 @@ from plait.verification.options import VerifyOptions
 
 WIDTH = 80
 ROWS = 6
-"""Phases that differ and are listed; of later ones only their number."""
+"""Differing phases that are listed; later ones are only counted."""
 LISTED = 5
-"""Differences that have a cause of their own (with `isolate`) and are listed one by one."""
+"""Further locations that are listed with `isolate`."""
 
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The first difference: before it, all is equal."""
+    """The earliest difference of all ranks; all that precedes it is equal."""
 
     difference: Difference
     ranks: tuple[int, ...]
-    """On which it is seen, if only in another parameter, where each holds pieces of its own."""
+    """The ranks whose first difference has this location, or that of another parameter in its place."""
     coordinates: tuple[dict[str, int], ...]
     layer: str
-    """The path of its layer."""
+    """Path of the layer."""
     cause: str
 
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """The answer of a verification. It is true where the runs are equal; `print` it."""
+    """The result of a verification. It is true where the runs are equal; `print` it."""
 
     plan: Plan
     options: VerifyOptions
@@ -48,7 +48,7 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        """Whether rounding explains every difference."""
+        """Whether rounding explains all differences."""
         return self.first is None
 
     def __bool__(self) -> bool:
@@ -56,29 +56,29 @@ class VerificationReport:
 
     @property
     def compared(self) -> int:
-        """How many tensors, over all ranks."""
+        """Number of compared tensors, over all ranks."""
         return sum(tally.compared for tally in self.tallies.values())
 
     @property
     def different(self) -> int:
-        """How many of them differ by more than rounding explains."""
+        """Number of tensors that differ by more than rounding explains."""
         return sum(tally.different for tally in self.tallies.values())
 
     @property
     def vague(self) -> int:
-        """How many of those that are equal could not be judged, because rounding explains half of them."""
+        """Number of equal tensors of inconclusive equality: rounding explains half of their size."""
         return sum(tally.vague for tally in self.tallies.values())
 
     @property
     def used(self) -> float:
-        """The largest share of what rounding explains, among those that are equal: at most 1."""
+        """Largest difference of an equal tensor, relative to its tolerance: at most 1."""
         return max((tally.used for tally in self.tallies.values()), default=0.0)
 
     def __str__(self) -> str:
-        return "\n".join([self.headline(), "", *self._circumstances(), "", *_table(self.tallies)])
+        return "\n".join([self.headline(), "", *self._details(), "", *_table(self.tallies)])
 
     def headline(self) -> str:
-        """Equal or not, and how closely, in one line."""
+        """Return one line: equal or not, and how closely."""
         if self.first is None:
             if self.options.mode == "exact":
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
@@ -97,7 +97,7 @@ class VerificationReport:
         )
 
     def what(self, location: Location) -> str:
-        """The place in words: `the forward of blocks.1.mlp`."""
+        """Return a location in words: `the forward of blocks.1.mlp`."""
         layer = self.path_of(location)
         named = (
             f"{location.name} in " if location.name and location.phase is StepPhase.WEIGHT_GRADIENT else ""
@@ -107,13 +107,13 @@ class VerificationReport:
         return f"the {location.phase} of {location.name}" if location.name else f"the {location.phase}"
 
     def path_of(self, location: Location) -> str:
-        """The path of the layer, if the place has one."""
+        """Return the path of the layer, or nothing for a location without layer."""
         if location.layer is None:
             return ""
         return self.paths[location.layer] if 0 <= location.layer < len(self.paths) else "the batch"
 
     def as_json(self) -> dict[str, Any]:
-        """Everything, for programs; see docs/reference/command-line.md."""
+        """Return everything as JSON values; see docs/reference/command-line.md."""
         return {
             "equal": self.equal,
             "mode": self.options.mode,
@@ -155,7 +155,7 @@ class VerificationReport:
             "expected": finite(difference.values[1]),
         }
 
-    def _circumstances(self) -> list[str]:
+    def _details(self) -> list[str]:
         plan, options = self.plan, self.options
         steps = "1 step" if options.steps == 1 else f"{options.steps} steps"
         clipped = f", clipped to {self.clip:.3g}" if math.isfinite(self.clip) else ""
@@ -180,16 +180,16 @@ class VerificationReport:
         return lines
 
     def _also(self) -> list[str]:
-        """The other differences, one for each phase and layer."""
+        """Return the other differences in words, one for each phase and layer."""
         kinds: dict[tuple[StepPhase, int | None], set[Location]] = {}
         for other in self.others:
             kinds.setdefault((other.location.phase, other.location.layer), set()).add(other.location)
-        told = []
-        for places in list(kinds.values())[:LISTED]:
-            first = min(places, key=lambda location: location.order(len(self.paths)))
-            more = f" and {len(places) - 1} more" if len(places) > 1 else ""
-            told.append(f"{self.what(first)}{more}")
-        return told + ([f"{len(kinds) - LISTED} more places"] if len(kinds) > LISTED else [])
+        lines = []
+        for locations in list(kinds.values())[:LISTED]:
+            first = min(locations, key=lambda location: location.order(len(self.paths)))
+            more = f" and {len(locations) - 1} more" if len(locations) > 1 else ""
+            lines.append(f"{self.what(first)}{more}")
+        return lines + ([f"{len(kinds) - LISTED} more places"] if len(kinds) > LISTED else [])
 
     def _subject(self, location: Location) -> str:
         parts = [] if location.layer is None else [f"layer {location.layer}"]
@@ -204,22 +204,22 @@ class VerificationReport:
 
 
 def finite(value: float) -> float | None:
-    """A number as JSON knows it."""
+    """Return a number as JSON can hold it: None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 
 def formats_in(plan: Plan) -> str:
-    """The precisions that a plan sets, and its loss scale: `bf16, master fp32, loss scale 1024`."""
-    told: list[str] = [plan.precision or ""]
+    """Return the precisions and the loss scale of a plan: `bf16, master fp32, loss scale 1024`."""
+    formats: list[str] = [plan.precision or ""]
     for name in ("master", "gradient", "reduce"):
         precision = getattr(plan, f"{name}_precision")
-        told += [f"{name} {precision}"] if precision else []
-    told += [f"loss scale {plan.loss_scale:g}"] if plan.loss_scale else []
-    return ", ".join(filter(None, told))
+        formats += [f"{name} {precision}"] if precision else []
+    formats += [f"loss scale {plan.loss_scale:g}"] if plan.loss_scale else []
+    return ", ".join(filter(None, formats))
 
 
 def layout_of(plan: Plan) -> str:
-    """`pp 2 · dp 1 · tp 2`, how ranks share what they hold, and what is recomputed, if anything."""
+    """Return degrees, sharding and recomputation of a plan: `pp 2 · dp 1 · tp 2 · full`."""
     layout = f"pp {plan.pp} · dp {plan.dp} · tp {plan.tp}"
     if plan.replicate > 1:
         layout += f" ({plan.replicate} x {plan.shard})"
@@ -243,12 +243,12 @@ def _ranks(first: FirstDifference) -> str:
 
 
 def _coordinate(coordinate: Mapping[str, int]) -> str:
-    """Without axes that every rank is at the start of: `pp 1 · tp 0`."""
+    """Return a coordinate in words: `pp 1 · tp 0`."""
     return " · ".join(f"{axis} {index}" for axis, index in coordinate.items())
 
 
 def _where(difference: Difference) -> str:
-    """Which part of the tensor differs, and by how much at the worst."""
+    """Return the part of the tensor that differs, and its worst element."""
     actual, expected = difference.values
     values = f"{actual:.6g} instead of {expected:.6g}"
     if not difference.shape:
@@ -262,12 +262,12 @@ def _where(difference: Difference) -> str:
 
 
 def _line(title: str, text: str) -> str:
-    """`  title    text`, in lines that a terminal holds."""
+    """Return `  title    text`, wrapped to the width of a terminal."""
     return textwrap.fill(text, WIDTH, initial_indent=f"  {title:<9}", subsequent_indent=" " * 11)
 
 
 def _table(tallies: Mapping[StepPhase, Tally]) -> list[str]:
-    """A line a phase; where something differs, those that are equal in one."""
+    """Return a line for each phase; if any differs, one line for all that are equal."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
     shown = dict(list(wrong.items())[:ROWS]) if wrong else tallies

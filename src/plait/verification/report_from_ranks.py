@@ -1,14 +1,13 @@
-"""What every rank found, put together: one report, and the first difference of all."""
+"""The report of a verification, built from the outcomes of all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from plait.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
-from plait.verification.findings import Tally
+from plait.verification.findings import Evidence, Tally
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
@@ -16,7 +15,7 @@ from plait.verification.report import FirstDifference, VerificationReport
 
 
 def build_report(outcomes: Sequence[RankOutcome], plan: Plan, options: VerifyOptions) -> VerificationReport:
-    """Put together what every rank of `plan` found."""
+    """Combine the outcomes of every rank of `plan`, rank 0 first."""
     paths = outcomes[0].paths
     tallies: dict[StepPhase, Tally] = {}
     for phase in StepPhase:
@@ -29,90 +28,74 @@ def build_report(outcomes: Sequence[RankOutcome], plan: Plan, options: VerifyOpt
                 max(tally.relative for tally in own),
                 sum(tally.vague for tally in own),
             )
-    first = _first(outcomes, plan, paths)
-    others = (
-        ()
-        if first is None
-        else tuple(
-            sorted(
-                (
-                    difference
-                    for outcome in outcomes
-                    for difference in outcome.findings.differences
-                    if difference.location != first.difference.location
-                ),
-                key=lambda difference: difference.location.order(len(paths)),
-            )
-        )
-    )
+    first = _first_difference(outcomes, plan, paths)
+    others = [
+        difference
+        for outcome in outcomes
+        for difference in outcome.findings.differences
+        if first is not None and difference.location != first.difference.location
+    ]
     return VerificationReport(
         plan=plan,
         options=options,
         clip=outcomes[0].clip,
         tallies=tallies,
         first=first,
-        others=others,
+        others=tuple(sorted(others, key=lambda difference: difference.location.order(len(paths)))),
         paths=paths,
         seconds=max(outcome.seconds for outcome in outcomes),
     )
 
 
-def _first(outcomes: Sequence[RankOutcome], plan: Plan, paths: Sequence[str]) -> FirstDifference | None:
-    wrong = [outcome for outcome in outcomes if outcome.findings.evidence is not None]
-    if not wrong:
+def _first_difference(
+    outcomes: Sequence[RankOutcome], plan: Plan, paths: Sequence[str]
+) -> FirstDifference | None:
+    evidence = {o.rank: o.findings.evidence for o in outcomes if o.findings.evidence is not None}
+    if not evidence:
         return None
-
-    def order(outcome: RankOutcome) -> tuple[Any, ...]:
-        assert outcome.findings.evidence is not None
-        return outcome.findings.evidence.location.order(len(paths)), outcome.rank
-
-    chosen = min(wrong, key=order)
-    difference = chosen.findings.differences[0]
-    evidence = {
-        outcome.rank: outcome.findings.evidence
-        for outcome in wrong
-        if outcome.findings.evidence is not None and outcome.findings.evidence.location == difference.location
-    }
-    alike = [outcome.rank for outcome in wrong if _begins_alike(outcome, difference.location)]
-    found = [outcomes[rank].findings.differences[0].inside for rank in evidence]
-    earliest = min((one for one in found if one is not None), key=lambda one: one.order, default=None)
+    chosen = min(evidence, key=lambda rank: (evidence[rank].location.order(len(paths)), rank))
+    difference = outcomes[chosen].findings.differences[0]
+    location = difference.location
+    same = {rank: own for rank, own in evidence.items() if own.location == location}
+    ranks = tuple(rank for rank, own in evidence.items() if _is_alike(own, location))
+    inside = [outcomes[rank].findings.differences[0].inside for rank in same]
+    earliest = min((one for one in inside if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
         difference=replace(difference, inside=earliest),
-        evidence=evidence,
+        evidence=same,
         coordinates=[outcome.coordinate for outcome in outcomes],
         judges=[
             outcome.rank
             for outcome in outcomes
-            if _compares(outcome, chosen, difference.location)
-            and (outcome.rank in evidence or outcome.rank not in alike)
+            if _compares(outcome, outcomes[chosen], location)
+            and (outcome.rank in same or outcome.rank not in ranks)
         ],
         plan=plan,
-        divided=_is_divided(outcomes, difference.location),
+        partitioned=_is_partitioned(outcomes, location),
     )
-    layer = difference.location.layer
+    layer = location.layer
     return FirstDifference(
         difference=difference,
-        ranks=tuple(alike),
-        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in alike),
+        ranks=ranks,
+        coordinates=tuple(dict(outcomes[rank].coordinate) for rank in ranks),
         layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
         cause=likely_cause(symptoms),
     )
 
 
-def _begins_alike(outcome: RankOutcome, location: Location) -> bool:
-    """Whether a rank's first difference is at this place, but for the parameter: it may have none of that."""
-    assert outcome.findings.evidence is not None
-    return replace(outcome.findings.evidence.location, name=location.name) == location
+def _is_alike(evidence: Evidence, location: Location) -> bool:
+    """Return whether a rank's first difference is at `location`, or at another parameter in its place."""
+    return replace(evidence.location, name=location.name) == location
 
 
-def _is_divided(outcomes: Sequence[RankOutcome], location: Location) -> bool:
-    """Whether the layer of a place, or of the model any, has a parameter that is cut over `tp`."""
-    divided = {layer for outcome in outcomes for layer in outcome.findings.divided}
-    return bool(divided) if location.layer is None else location.layer in divided
+def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool:
+    """Return whether the layer of a location, or without one any, has a parameter partitioned over `tp`."""
+    layers = {layer for outcome in outcomes for layer in outcome.findings.partitioned}
+    return bool(layers) if location.layer is None else location.layer in layers
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
-    """Whether a rank has the same stage, for a micro-batch the same data, and elements to compare."""
+    """Return whether a rank compares elements of the same stage and, for a micro-batch, of the same data."""
     if location.phase is StepPhase.BATCH:
         return outcome is chosen
     if location in outcome.findings.empty:

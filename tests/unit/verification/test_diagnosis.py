@@ -34,7 +34,7 @@ def symptoms(
     plan: Plan = ONE,
     base: Tensor | None = None,
     judges: tuple[int, ...] | None = None,
-    divided: bool = False,
+    partitioned: bool = False,
     **told: Any,
 ) -> Symptoms:
     """One tensor, or those of several ranks, in the place of `expected`."""
@@ -45,7 +45,7 @@ def symptoms(
         coordinates_of(plan),
         tuple(by_rank) if judges is None else judges,
         plan,
-        divided,
+        partitioned,
     )
 
 
@@ -79,7 +79,7 @@ def test_at_one_rank_no_rank_is_to_blame(phase: StepPhase) -> None:
 
 def test_a_region_is_suspected_only_where_the_layer_is_divided() -> None:
     location = Location(0, StepPhase.INPUT_GRADIENT, 1, 0)
-    assert "a sum over tp" in cause(NOISE, location=location, plan=TP, divided=True)
+    assert "a sum over tp" in cause(NOISE, location=location, plan=TP, partitioned=True)
     assert "sum over" not in cause(NOISE, location=location, plan=TP)
 
 
@@ -229,11 +229,11 @@ class TestFactor:
     )
     def test_is_explained_by_a_degree(self, factor: float, phase: StepPhase, told: str) -> None:
         location = Location(0, phase, 1, 0, "weight")
-        assert told in cause(factor * EXPECTED, location=location, plan=CUBE, divided=True)
+        assert told in cause(factor * EXPECTED, location=location, plan=CUBE, partitioned=True)
 
     def test_of_what_the_layer_adds(self) -> None:
         """A residual connection: what flows through is right."""
-        assert cause(NOISE + 2 * (EXPECTED - NOISE), base=NOISE, plan=TP, divided=True).startswith(
+        assert cause(NOISE + 2 * (EXPECTED - NOISE), base=NOISE, plan=TP, partitioned=True).startswith(
             "what the layer adds to it is 2 times what it should be, the size of tp: "
         )
 

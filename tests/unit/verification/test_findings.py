@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.layout import Flat, Layout, Shard, shard
-from plait.verification.findings import HERE, REMEMBERED, SHOWN, Findings, Origin, Tally, origin_of
+from plait.verification.findings import (
+    WHOLE_TENSOR,
+    MAX_LISTED,
+    EVIDENCE_ELEMENTS,
+    Findings,
+    Origin,
+    Tally,
+    origin_of,
+)
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference_recording import Tolerance
 
@@ -114,13 +122,13 @@ def test_each_element_of_a_piece_has_its_place_in_the_global_tensor(
         piece = shard(numbers, layout, coordinate)
         where = dict(zip(layout.axes, coordinate, strict=True))
         indices = torch.ones(piece.shape or (1,)).nonzero()
-        places = origin_of(layout, where).places(indices)
-        assert numbers.reshape(shape or (1,))[tuple(places.T)].tolist() == piece.reshape(-1).tolist()
+        global_indices = origin_of(layout, where).global_indices(indices)
+        assert numbers.reshape(shape or (1,))[tuple(global_indices.T)].tolist() == piece.reshape(-1).tolist()
 
 
 def test_what_is_whole_begins_at_zero() -> None:
     indices = torch.tensor([[1, 2], [3, 4]])
-    assert torch.equal(HERE.places(indices), indices)
+    assert torch.equal(WHOLE_TENSOR.global_indices(indices), indices)
 
 
 def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Findings) -> None:
@@ -243,23 +251,23 @@ def test_evidence_has_what_flowed_into_the_layer_where_it_can_be_part_of_it(find
 
 
 def test_long_evidence_is_shortened(findings: Findings) -> None:
-    findings.compare(FORWARD, torch.ones(SHOWN + 8), torch.zeros(SHOWN + 8), BOUND)
+    findings.compare(FORWARD, torch.ones(EVIDENCE_ELEMENTS + 8), torch.zeros(EVIDENCE_ELEMENTS + 8), BOUND)
     assert findings.evidence is not None
-    assert findings.evidence.actual.shape == findings.evidence.expected.shape == (SHOWN,)
+    assert findings.evidence.actual.shape == findings.evidence.expected.shape == (EVIDENCE_ELEMENTS,)
 
 
 def test_of_many_differences_the_first_is_kept_and_the_rest_counted(findings: Findings) -> None:
-    for number in range(REMEMBERED + 10, 0, -1):
+    for number in range(MAX_LISTED + 10, 0, -1):
         findings.compare(Location(0, StepPhase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
-    assert findings.tallies[StepPhase.FORWARD].different == REMEMBERED + 10
+    assert findings.tallies[StepPhase.FORWARD].different == MAX_LISTED + 10
     assert findings.differences[0].location.microbatch == 1
-    assert len(findings.differences) <= REMEMBERED + 10
+    assert len(findings.differences) <= MAX_LISTED + 10
 
 
 def test_the_number_of_listed_differences_is_limited(findings: Findings) -> None:
-    for number in range(REMEMBERED + 10):
+    for number in range(MAX_LISTED + 10):
         findings.compare(Location(0, StepPhase.FORWARD, 1, number), changed((0, 0)), EXPECTED, BOUND)
-    assert len(findings.differences) == REMEMBERED
+    assert len(findings.differences) == MAX_LISTED
 
 
 def test_what_it_is_instead(findings: Findings) -> None:

@@ -29,47 +29,47 @@ BOUND = Tolerance(2.0, 1e-14)
 
 @dataclass
 class Books:
-    """A ledger of one parameter, and the gradient that it watches."""
+    """A tracker of one parameter, and the gradient that it watches."""
 
     gradient: Tensor = field(default_factory=lambda: torch.zeros(3, 2, dtype=torch.float64))
     found: list[tuple[ParameterUse, bool]] = field(default_factory=list)
-    """The uses with which something was due, and whether it was as it should be."""
+    """The uses with which something was tracked, and whether it was as it should be."""
 
     def __post_init__(self) -> None:
-        self.ledger = GradientTracker({NAME: self.gradient}, 8 * 2.0**-52)
+        self.tracker = GradientTracker({NAME: self.gradient}, 8 * 2.0**-52)
 
     def input(self, microbatch: int, adds: float = 0.0, *, layer: int = LAYER) -> None:
         """`I`, which adds a part of the contribution."""
         use = (layer, microbatch)
         self.gradient.add_(adds * contribution(use))
-        self._see(use, self.ledger.after_input(NAME, use, contribution(use), BOUND, whole=False))
+        self._see(use, self.tracker.after_input(NAME, use, contribution(use), BOUND, until_weight=False))
 
     def weight(self, microbatch: int, adds: float = 1.0, *, layer: int = LAYER) -> None:
         """`W`, which adds a part of the contribution."""
         use = (layer, microbatch)
         self.gradient.add_(adds * contribution(use))
-        self._see(use, self.ledger.after_weight(NAME, use))
+        self._see(use, self.tracker.after_weight(NAME, use))
 
     def both(self, microbatch: int, adds: float = 1.0) -> None:
         """`B`, which adds a part of the contribution."""
         use = (LAYER, microbatch)
         self.gradient.add_(adds * contribution(use))
-        self._see(use, self.ledger.after_input(NAME, use, contribution(use), BOUND, whole=True))
-        self._see(use, self.ledger.after_weight(NAME, use))
+        self._see(use, self.tracker.after_input(NAME, use, contribution(use), BOUND, until_weight=True))
+        self._see(use, self.tracker.after_weight(NAME, use))
 
     def left(self) -> list[tuple[ParameterUse, bool]]:
-        return [(use, due.holds) for _, use, due in self.ledger.left([NAME])]
+        return [(use, tracked.equal) for _, use, tracked in self.tracker.open_gradients([NAME])]
 
     def scatter(self) -> None:
         """Give what was added away, and begin with zeros again."""
-        self.ledger.close([NAME])
+        self.tracker.reset([NAME])
         self.gradient.zero_()
 
-    def _see(self, use: ParameterUse, due: TrackedGradient | None) -> None:
-        if due is not None:
-            self.found.append((use, due.holds))
-            if not due.holds:
-                self.ledger.accept(NAME)
+    def _see(self, use: ParameterUse, tracked: TrackedGradient | None) -> None:
+        if tracked is not None:
+            self.found.append((use, tracked.equal))
+            if not tracked.equal:
+                self.tracker.accept(NAME)
 
 
 @pytest.fixture
@@ -201,7 +201,7 @@ def test_layers_that_share_a_parameter(books: Books) -> None:
 def test_a_step_begins_from_zero(books: Books) -> None:
     books.both(0)
     books.input(1)
-    books.ledger.begin()
+    books.tracker.begin_step()
     books.gradient.zero_()
     books.both(0)
     assert books.found == right(0, 0)
@@ -219,7 +219,7 @@ def test_after_a_scatter_a_gradient_is_zero_again(books: Books) -> None:
 
 def test_a_gradient_that_is_not_zero_again_is_wrong(books: Books) -> None:
     books.both(0)
-    books.ledger.close([NAME])
+    books.tracker.reset([NAME])
     books.both(1)
     assert books.found == [*right(0), ((LAYER, 1), False)]
 
@@ -243,32 +243,32 @@ def test_what_is_left_is_told_once(books: Books) -> None:
 
 def test_others_stay_when_some_are_scattered() -> None:
     one, other = (torch.zeros(3, 2, dtype=torch.float64) for _ in range(2))
-    ledger = GradientTracker({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
+    tracker = GradientTracker({("one", 0): one, ("other", 0): other}, 8 * 2.0**-52)
     for number in (0, 1):
         use = (LAYER, number)
-        for name, gradient in ledger.gradients.items():
+        for name, gradient in tracker.gradients.items():
             gradient.add_(contribution(use))
-            ledger.after_input(name, use, contribution(use), BOUND, whole=True)
-            due = ledger.after_weight(name, use)
-            assert due is not None
-            assert due.holds
-        ledger.close([("one", 0)])
+            tracker.after_input(name, use, contribution(use), BOUND, until_weight=True)
+            tracked = tracker.after_weight(name, use)
+            assert tracked is not None
+            assert tracked.equal
+        tracker.reset([("one", 0)])
         one.zero_()
 
 
 def test_only_of_what_is_asked_for_something_is_left(books: Books) -> None:
     books.input(0)
-    assert list(books.ledger.left([("weight", 1)])) == []
+    assert list(books.tracker.open_gradients([("weight", 1)])) == []
     assert books.left() == [((LAYER, 0), False)]
 
 
 def test_a_contribution_of_zero_is_right_whoever_adds_it() -> None:
     zero = torch.zeros(2, dtype=torch.float64)
-    ledger = GradientTracker({NAME: zero.clone()}, 1e-15)
-    assert ledger.after_input(NAME, (0, 0), zero, BOUND, whole=False) is None
-    due = ledger.after_weight(NAME, (0, 0))
-    assert due is not None
-    assert due.holds
+    tracker = GradientTracker({NAME: zero.clone()}, 1e-15)
+    assert tracker.after_input(NAME, (0, 0), zero, BOUND, until_weight=False) is None
+    tracked = tracker.after_weight(NAME, (0, 0))
+    assert tracked is not None
+    assert tracked.equal
 
 
 def test_what_is_allowed_grows_with_what_is_added(books: Books) -> None:
@@ -276,10 +276,10 @@ def test_what_is_allowed_grows_with_what_is_added(books: Books) -> None:
     for number in range(4):
         use = (LAYER, number)
         books.gradient.add_(contribution(use))
-        books.ledger.after_input(NAME, use, contribution(use), BOUND, whole=True)
-        due = books.ledger.after_weight(NAME, use)
-        assert due is not None
-        allowed.append(due.tolerance.allowed)
+        books.tracker.after_input(NAME, use, contribution(use), BOUND, until_weight=True)
+        tracked = books.tracker.after_weight(NAME, use)
+        assert tracked is not None
+        allowed.append(tracked.tolerance.allowed)
     assert allowed == sorted(allowed)
     assert BOUND.allowed < allowed[0] < allowed[-1] < 10 * BOUND.allowed
 

@@ -52,7 +52,7 @@ def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) 
     """Every rank has compared every phase; some have found something else than `RIGHT`."""
     made = []
     for rank, coordinate in enumerate(coordinates_of(plan)):
-        findings, own = Findings(len(PATHS), divided={2} if plan.tp > 1 else set()), wrong.get(rank, {})
+        findings, own = Findings(len(PATHS), partitioned={2} if plan.tp > 1 else set()), wrong.get(rank, {})
         for location in EVERYWHERE:
             findings.compare(location, RIGHT, RIGHT, BOUND)
         for location, actual in own.items():

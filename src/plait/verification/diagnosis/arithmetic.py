@@ -133,7 +133,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
     ):
         return {}  # nothing is summed
     inside = phase in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT)
-    degrees = {"tp": plan.tp} if symptoms.divided or not inside else {}
+    degrees = {"tp": plan.tp} if symptoms.partitioned or not inside else {}
     if not inside and phase is not StepPhase.LOSS:
         degrees |= {"dp": plan.dp, "the number of micro-batches": plan.microbatches}
     if phase not in (StepPhase.FORWARD, StepPhase.INPUT_GRADIENT, StepPhase.LOSS, StepPhase.WEIGHT_GRADIENT):

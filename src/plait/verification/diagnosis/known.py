@@ -23,7 +23,7 @@ def _forward(symptoms: Symptoms) -> str:
     known = "the layer's input is equal, and what it gives is not"
     if inside is not None:
         return f"{known}: {inside.sentence}"
-    if symptoms.divided:
+    if symptoms.partitioned:
         return (
             f"{known}: either it is cut over tp in a way that it cannot be, or it computes something else "
             "on its own"
@@ -33,7 +33,9 @@ def _forward(symptoms: Symptoms) -> str:
 
 def _loss(symptoms: Symptoms) -> str:
     pieces = (
-        ", or the loss is put together from pieces of the classes in another way" if symptoms.divided else ""
+        ", or the loss is put together from pieces of the classes in another way"
+        if symptoms.partitioned
+        else ""
     )
     return f"the output is equal: either the targets or the loss itself are others{pieces}"
 
@@ -41,7 +43,7 @@ def _loss(symptoms: Symptoms) -> str:
 def _input_gradient(symptoms: Symptoms) -> str:
     known = "the gradient of the layer's output is equal, and that of its input is not: "
     suspects = ["its backward is not that of its forward", "what it kept of its forward was changed since"]
-    if symptoms.divided:
+    if symptoms.partitioned:
         suspects.append(
             "a sum over tp, where its region begins or ends, is wrong (missing, doubled, averaged, rounded)"
         )

@@ -31,7 +31,7 @@ class Symptoms:
     judges: Sequence[int]
     """The ranks that compared a tensor at this place."""
     plan: Plan
-    divided: bool = False
+    partitioned: bool = False
     """Whether the layer has a parameter that is cut over `tp`."""
 
     @property
