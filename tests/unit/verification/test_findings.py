@@ -13,9 +13,9 @@ from torch import Tensor
 
 from plait.layout import Flat, Layout, Shard, shard
 from plait.verification.findings import (
-    WHOLE_TENSOR,
-    MAX_LISTED,
     EVIDENCE_ELEMENTS,
+    MAX_LISTED,
+    WHOLE_TENSOR,
     Findings,
     Origin,
     Tally,
