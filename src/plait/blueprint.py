@@ -29,8 +29,8 @@ from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, sharding_of
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
-from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
-from plait.sharding.owners import Owners
+from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.sharding.owners import Owners, pp_owners, replica_count
 from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.apply_rules import layouts_of, match_modules
 from plait.tensor.meta_layers import MetaLayers
@@ -52,8 +52,8 @@ class Blueprint:
     """Over how many neighbours along `tp` the gradient of each parameter is summed."""
     sequence_dims: tuple[SequenceDims, ...]
     """How the sequence flows through each layer."""
-    arrangement: Arrangement
-    """The buffers of each unit."""
+    buffer_specs: BufferSpecs
+    """The flat buffers of each unit."""
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
     """Layers per stage."""
@@ -63,7 +63,7 @@ class Blueprint:
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
         """Which piece of each parameter the optimizer of a rank updates."""
-        return piece_layouts(self.arrangement, self.whole_layouts)
+        return piece_layouts(self.buffer_specs, self.whole_layouts)
 
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
@@ -80,13 +80,18 @@ class Blueprint:
     @cached_property
     def owners(self) -> Owners:
         """The ranks of `pp` that hold each parameter."""
-        return pp_owners(self.sequence, self.lowering_spec.units, self.schedule.rank_of)
+        units = {name: self.sequence.unit_of(name) for name in self.sequence.parameters}
+        return pp_owners(units, self.lowering_spec.units, self.schedule.rank_of)
+
+    def replica_count(self, name: str) -> int:
+        """Return the number of ranks that sum the gradient of a parameter, or of its piece, all-reduced."""
+        return replica_count(name, self.owners, self.summed, self.plan)
 
     @cached_property
     def shard_plan(self) -> ShardPlan:
         """Which piece of each parameter and buffer each rank holds."""
         layers, rank_of = self.sequence.layers, self.schedule.rank_of
-        slots = (slots for kinds in self.arrangement.values() for slots in kinds.values())
+        names = (name for specs in self.buffer_specs.values() for spec in specs for name in spec.names)
         buffers = {
             name: (rank_of[stage], tuple(buffer.shape))
             for stage, numbers in enumerate(self.stage_layers)
@@ -94,7 +99,7 @@ class Blueprint:
         }
         return ShardPlan(
             plan=self.plan,
-            layouts={place.name: self.layouts[place.name] for one in slots for place in one.places},
+            layouts={name: self.layouts[name] for name in names},
             buffer_shapes={name: shape for name, (_, shape) in buffers.items()},
             aliases=aliases_of(layers),
             owners={**self.owners, **{name: (rank,) for name, (rank, _) in buffers.items()}},
@@ -108,7 +113,7 @@ class Blueprint:
     @property
     def trains_in_fp16(self) -> bool:
         """Whether gradients may overflow: something that trains is computed, or travels, in fp16."""
-        kinds = (kind for unit in self.arrangement.values() for kind in unit)
+        kinds = (spec.kind for specs in self.buffer_specs.values() for spec in specs)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
     def tensor_parallel(self, group: Group) -> TensorParallelism:
@@ -134,10 +139,6 @@ class Blueprint:
             results=results,
         )
 
-    def policy_on(self, device: torch.device) -> StoragePolicy:
-        """How a rank that computes on `device` keeps parameters and gradients."""
-        return policy_of(self.plan, device)
-
 
 def build_blueprint(
     model: nn.Module,
@@ -156,9 +157,10 @@ def build_blueprint(
     cuts = rules_of_partitioned_modules(model, rules, plan, sequence)
     whole_layouts, summed = parameter_layouts(sequence, cuts, plan)
     flow = sequence_dims(named(sequence.layers), cuts)
-    policy = policy_of(plan, torch.device("meta"))
-    arrangement = arrange(sequence.units, sequence.parameters, whole_layouts, summed, policy, plan.shard)
-    check_accumulation_dtype(plan, arrangement)
+    specs = build_buffer_specs(
+        sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.shard
+    )
+    check_accumulation_dtype(plan, specs)
     order, counts = order_of(
         plan.schedule,
         estimated_costs(sequence, plan.pp),
@@ -168,7 +170,7 @@ def build_blueprint(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, arrangement, order, counts, recompute)
+    return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, specs, order, counts, recompute)
 
 
 def estimated_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
@@ -188,13 +190,13 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
     return plan.recompute
 
 
-def check_accumulation_dtype(plan: Plan, arrangement: Arrangement) -> None:
+def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
     """PlanError where pieces of gradients would add up micro-batches in fewer digits than was asked for."""
     if sharding_of(plan).scatters != "each":
         return
-    for unit, kinds in arrangement.items():
-        for kind in kinds:
-            if kind.trains and kind.cut and kind.gradient.itemsize > kind.master.itemsize:
+    for unit, buffers in specs.items():
+        for kind in (spec.kind for spec in buffers):
+            if kind.trains and kind.sharded and kind.gradient.itemsize > kind.master.itemsize:
                 raise PlanError(
                     f"plan.gradient_precision asks for sums in {kind.gradient}, but with plan.reduce 'each' "
                     f"the pieces of {unit or 'the model'} add up in the {kind.master} of its parameters: "
@@ -251,27 +253,16 @@ def parameter_layouts(
     )
 
 
-def policy_of(plan: Plan, device: torch.device) -> StoragePolicy:
+def storage_policy(plan: Plan) -> StoragePolicy:
     """How a rank that computes on `device` keeps parameters and gradients."""
     return StoragePolicy(
-        device=device,
         compute=DTYPES[plan.precision],
         master=DTYPES[plan.master_precision],
         gradient=DTYPES[plan.gradient_precision],
         reduce=DTYPES[plan.reduce_precision],
-        cuts=plan.shards,
+        shards=plan.shards,
         keeps_parameters=not plan.shards or plan.strategy != "full",
         keeps_gradients=not plan.shards or plan.strategy == "optimizer",
         offloads_parameters=plan.offload != "none",
         offloads_gradients=plan.offload == "full",
     )
-
-
-def pp_owners(
-    sequence: LayerSequence, users: Mapping[str, tuple[LayerIndex, ...]], rank_of: Sequence[int]
-) -> Owners:
-    """The ranks of `pp` that hold each parameter."""
-    return {
-        name: tuple(sorted({rank_of[place.stage] for place in users[sequence.unit_of(name)]}))
-        for name in sequence.parameters
-    }

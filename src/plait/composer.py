@@ -37,7 +37,7 @@ from plait.rules import Rules
 from plait.schedules.lowering_spec import sharding_of
 from plait.schedules.step_programs import StepPrograms
 from plait.sharding.gatherer import Gatherer
-from plait.sharding.owners import counted_parameters, reduction_groups
+from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.losses import Loss, loss_of_pieces
@@ -157,21 +157,21 @@ def build_units(
         whole, layout = source.read(name), blueprint.whole_layouts[name]
         return shard(whole, layout, mesh.coordinate) if is_cut(layout) else whole
 
-    maker = UnitFactory(
-        policy=blueprint.policy_on(mesh.device),
+    factory = UnitFactory(
+        device=mesh.device,
         layouts=blueprint.layouts,
         coordinate=mesh.coordinate,
-        shard=mesh.group("shard"),
-        rest=reduction_groups(blueprint.owners, blueprint.summed, mesh, "replicate" if plan.shards else "dp"),
+        shard_group=mesh.group("shard"),
+        replica_groups=reduction_groups(blueprint.owners, blueprint.summed, mesh, reduction_axis(plan)),
         value_of=value_of,
     )
     units = {}
-    for unit, kinds in blueprint.arrangement.items():
+    for unit, specs in blueprint.buffer_specs.items():
         stages = blueprint.stages_with(unit, spans)
         if stages:
-            units[unit] = maker.make(unit, kinds, stages)
+            units[unit] = factory.build(unit, specs, stages)
         else:
-            for name in (slot.name for slots in kinds.values() for slot in slots.places):
+            for name in (name for spec in specs for name in spec.names):
                 source.skip(name)
     return units
 

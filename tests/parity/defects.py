@@ -59,7 +59,10 @@ def tie_not_reduced() -> Iterator[None]:
     original = Reducer.reduce
 
     def reduce(self: Reducer, name: str) -> None:
-        if all(buffer.group is None or buffer.group.name != "tie" for buffer in self.units[name].buffers):
+        if all(
+            buffer.replica_group is None or buffer.replica_group.name != "tie"
+            for buffer in self.units[name].buffers
+        ):
             original(self, name)
 
     with patch.object(Reducer, "reduce", reduce):

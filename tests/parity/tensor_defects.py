@@ -122,15 +122,15 @@ def copies_not_summed() -> Iterator[None]:
 
     def reduce_others(self: Reducer, name: str) -> None:
         kept = {
-            buffer: buffer.group
+            buffer: buffer.replica_group
             for buffer in self.units[name].buffers
-            if buffer.group is not None and buffer.group.name == "copies"
+            if buffer.replica_group is not None and buffer.replica_group.name == "copies"
         }
         for buffer in kept:
-            buffer.group = None
+            buffer.replica_group = None
         original(self, name)
         for buffer, group in kept.items():
-            buffer.group = group
+            buffer.replica_group = group
 
     with patch.object(Reducer, "reduce", reduce_others):
         yield

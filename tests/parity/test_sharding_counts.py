@@ -36,7 +36,8 @@ def batch(plan: Plan) -> Any:
 def sizes_of(engine: Engine) -> list[int]:
     """Elements of each unit, padding included, in the order of layers."""
     return [
-        sum(buffer.slots.size for buffer in unit.buffers) for unit in engine._parts.reducer.units.values()
+        sum(buffer.spec.offsets.size for buffer in unit.buffers)
+        for unit in engine._parts.reducer.units.values()
     ]
 
 

@@ -93,7 +93,7 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
             assert old is None or torch.equal(parameter.grad, old)
         for unit in engine._parts.reducer.units.values():
             for buffer in unit.buffers:
-                assert buffer.keeps_whole or not buffer.whole.untyped_storage().nbytes()
+                assert buffer.spec.whole.kept or not buffer.whole.untyped_storage().nbytes()
         tell(engine, None, 0)
     engine.forward_backward(*batch(2))
     gradients = [p.grad.clone() for p in engine.parameters() if p.grad is not None]

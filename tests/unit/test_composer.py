@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from parity.cases import ONE_STAGE
-from plait.blueprint import build_blueprint, pp_owners, unit_users
+from plait.blueprint import build_blueprint, unit_users
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.engine import Engine
@@ -19,6 +19,7 @@ from plait.errors import MeshError, ModelError, PlanError, ScheduleError
 from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.schedules.lowering_spec import LayerIndex
+from plait.sharding.owners import pp_owners
 from plait.tensor.losses import cross_entropy
 
 
@@ -79,7 +80,7 @@ def test_more_stages_than_layers_are_refused() -> None:
         cut_by(linears(3), Plan(pp=4))
 
 
-def test_units_users_and_holders_of_a_tied_model() -> None:
+def test_units_users_and_owners_of_a_tied_model() -> None:
     model = nn.Sequential(nn.Embedding(4, 4), nn.Linear(4, 4, bias=False), nn.Linear(4, 4))
     model[2].weight = model[0].weight
     sequence = sequence_of(model)
@@ -90,8 +91,9 @@ def test_units_users_and_holders_of_a_tied_model() -> None:
         "2": (LayerIndex(1, 0),),
     }
     owners = {"0.weight": (0, 1), "1.weight": (0,), "2.bias": (1,)}
-    assert pp_owners(sequence, users, rank_of=(0, 1)) == owners
-    assert pp_owners(sequence, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}
+    units = {name: sequence.unit_of(name) for name in sequence.parameters}
+    assert pp_owners(units, users, rank_of=(0, 1)) == owners
+    assert pp_owners(units, users, rank_of=(1, 0)) == {**owners, "1.weight": (1,), "2.bias": (0,)}
 
 
 def test_layers_of_each_stage() -> None:

@@ -209,7 +209,7 @@ def padding_counted() -> Iterator[None]:
         original(self, name)
         for buffer in self.units[name].trainable:
             buffer.gradient.fill_(1.0)
-            for view in buffer.gradients.values():
+            for view in buffer.stage_views[0].gradients.values():
                 view.zero_()
 
     with patch.object(Reducer, "open", open_):

@@ -18,7 +18,7 @@ from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.sharding import gatherer
 from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.gatherer import Gatherer
+from plait.sharding.gatherer import Gatherer, ParameterState
 from plait.sharding.unit import UnitFactory
 from plait.verification.location import StepPhase
 from zoo import cases
@@ -35,10 +35,10 @@ def initial_pieces_exchanged() -> Iterator[None]:
 
     def fill(self: UnitFactory, buffer: FlatBuffer) -> None:
         original(self, buffer)
-        whole = torch.zeros(buffer.slots.size, dtype=buffer.kind.dtype)
-        for slot in buffer.slots.places:
+        whole = torch.zeros(buffer.spec.offsets.size, dtype=buffer.spec.kind.dtype)
+        for slot in buffer.spec.offsets.slots:
             slot.view_of(whole).copy_(self.value_of(slot.name))
-        buffer.piece.copy_(whole.chunk(self.shard.size)[1 - self.shard.index])
+        buffer.piece.copy_(whole.chunk(self.shard_group.size)[1 - self.shard_group.index])
 
     with patch.object(UnitFactory, "_fill", fill):
         yield
@@ -85,10 +85,10 @@ def _kept(when: Callable[[], bool]) -> Iterator[None]:
     original = Gatherer.begin
 
     def begin(self: Gatherer) -> None:
-        before = set(self._current)
+        before = self.states
         original(self)
         if when():
-            self._current.update(before)
+            self.states = before
 
     with patch.object(Gatherer, "begin", begin):
         yield
@@ -119,7 +119,7 @@ def gathered_before_the_optimizer() -> Iterator[None]:
 
     def believe(self: Gatherer) -> None:
         begin(self)
-        self._current.update(early)
+        self.states.update(dict.fromkeys(early, ParameterState.WHOLE))
 
     with patch.object(Gatherer, "finish", gather_ahead), patch.object(Gatherer, "begin", believe):
         yield
@@ -163,16 +163,16 @@ def gathered_over_replicate() -> Iterator[None]:
 @contextmanager
 def piece_not_brought_back() -> Iterator[None]:
     """What the optimizer has done to a piece on the device is not copied to the CPU."""
-    original = FlatBuffer.leave_device
+    original = FlatBuffer.copy_back
     begun: set[int] = set()
 
-    def leave_device(self: FlatBuffer) -> None:
-        if id(self) in begun and self.visitor is not None:
-            self.visitor.copy_(self.piece)
+    def copy_back(self: FlatBuffer) -> None:
+        if id(self) in begun and self.device_copy is not None:
+            self.device_copy.copy_(self.piece)
         begun.add(id(self))
         original(self)
 
-    with patch.object(FlatBuffer, "leave_device", leave_device):
+    with patch.object(FlatBuffer, "copy_back", copy_back):
         yield
 
 
@@ -183,10 +183,10 @@ def piece_not_sent_to_the_device() -> Iterator[None]:
     sent: set[int] = set()
 
     def gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-        if id(buffer) not in sent or buffer.shard is None:
+        if id(buffer) not in sent or buffer.shard_group is None:
             sent.add(id(buffer))
             return original(buffer)
-        return all_gather(buffer.own, buffer.shard, out=buffer.whole, checked=False)
+        return all_gather(buffer.own, buffer.shard_group, out=buffer.whole, checked=False)
 
     with patch.object(gatherer, "_gather", gather):
         yield

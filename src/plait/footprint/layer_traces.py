@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.weight_queue import WeightGradientQueue
-from plait.blueprint import Blueprint
+from plait.blueprint import Blueprint, storage_policy
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.footprint.traces import Trace, trace_layer, trace_loss
@@ -79,14 +79,14 @@ def _skeleton(
     shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
     layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
-    policy = blueprint.policy_on(torch.device("meta"))
+    policy = storage_policy(blueprint.plan)
     for layer in layers:
         defer_weight_gradients(layer.module, queue)
     for parameter in blueprint.sequence.parameters.values():
         if parameter.requires_grad:
-            twin, dtype = empty[id(parameter)], policy.gradient_of(parameter)
-            twin.grad_dtype = dtype
-            twin.grad = torch.empty_like(twin, dtype=dtype)
+            meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
+            meta.grad_dtype = dtype
+            meta.grad = torch.empty_like(meta, dtype=dtype)
     return layers
 
 

@@ -1,4 +1,4 @@
-"""The memory of parameters, gradients and the optimizer's state, as instructions about units change it."""
+"""The memory of parameters, gradients and optimizer state, as instructions about units change it."""
 
 from __future__ import annotations
 
@@ -20,151 +20,106 @@ from plait.schedules.program import (
     ReleaseParameters,
     ScatterGradient,
 )
-from plait.sharding.buffer_specs import BufferKind
-from plait.sharding.offsets import Offsets
-from plait.sharding.storage_policy import StoragePolicy
+from plait.sharding.buffer_specs import BufferSpec, FlatSpec
 
 
 @dataclass(frozen=True)
-class BufferSizes:
-    """The bytes of each tensor of one flat buffer, 0 where there is none."""
+class RankBuffer:
+    """A flat buffer of one rank; each size is that of all its tensors of a kind, in bytes."""
 
-    kind: BufferKind
-    slots: Offsets
-    policy: StoragePolicy
+    spec: BufferSpec
+    device: torch.device
+    """The device where layers run."""
     stages: int
-    """Of the rank, that use it: each adds to a gradient of its own."""
-    sums: bool
-    """Whether gradients are summed besides, over ranks that hold the same parameters, or pieces."""
-
-    @property
-    def whole(self) -> int:
-        """What layers use."""
-        return self.slots.size * self.kind.dtype.itemsize
-
-    @property
-    def keeps_whole(self) -> bool:
-        """Whether that stays between uses."""
-        return not self.kind.cut or self.policy.keeps_parameters
-
-    @property
-    def piece(self) -> int:
-        """What the optimizer updates, where that is not a part of what layers use."""
-        within = self.keeps_whole and self.kind.master == self.kind.dtype
-        if not self._has_pieces or (within and not self.policy.offloads_parameters):
-            return 0
-        return self.slots.piece * self.kind.master.itemsize
-
-    @property
-    def visitor(self) -> int:
-        """An offloaded piece that is on the device between steps, for the optimizer."""
-        policy = self.policy
-        comes = self.kind.trains and policy.offloads_parameters and not policy.offloads_gradients
-        return self.piece if comes else 0
-
-    @property
-    def gradient(self) -> int:
-        """What layers add to, all stages together."""
-        return self.stages * self.slots.size * self.kind.gradient.itemsize if self.kind.trains else 0
-
-    @property
-    def keeps_gradient(self) -> bool:
-        """Whether that stays between uses."""
-        return not self.kind.cut or self.policy.keeps_gradients
-
-    @property
-    def piece_gradient(self) -> int:
-        """What the optimizer reads, where that is not a part of what layers add to."""
-        if not self.kind.trains or not self._has_pieces or self._reduces_in_place:
-            return 0
-        return self.slots.piece * self.kind.master.itemsize
+    """How many stages of the rank use it: each adds to a gradient of its own."""
+    replicas: int
+    """How many ranks hold the same parameters, or pieces, and sum their gradients."""
 
     @property
     def moment(self) -> int:
-        """One tensor of the optimizer's state for each piece, on the rank along `shard` that has the most."""
-        if not self.kind.trains:
+        """Size of one tensor of optimizer state per piece, on the rank of `shard` with the most elements."""
+        if not self.spec.kind.trains:
             return 0
-        bounds = [self.slots.bounds(slot) for slot in self.slots.places]
-        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(self.slots.pieces))
-        return max(elements) * self.kind.master.itemsize
+        offsets = self.spec.offsets
+        bounds = [offsets.bounds(slot) for slot in offsets.slots]
+        elements = (sum(cuts[rank + 1] - cuts[rank] for cuts in bounds) for rank in range(offsets.pieces))
+        return max(elements) * self.spec.kind.master.itemsize
 
     @property
     def converted(self) -> int:
-        """The whole gradient in the dtype in which it travels, where that is another."""
-        converts = self.kind.trains and self.kind.reduce != self.kind.gradient
-        return self.slots.size * self.kind.reduce.itemsize if converts else 0
+        """Size of a copy of the whole gradient in the dtype of the reduction, where that is another one."""
+        kind = self.spec.kind
+        converts = kind.trains and kind.reduce != kind.gradient
+        return self.spec.offsets.size * kind.reduce.itemsize if converts else 0
 
     @property
     def scattering(self) -> int:
-        """What is there besides while the gradient is summed over `shard`."""
-        if not self.kind.trains or (self._reduces_in_place and not self.converted):
+        """Size of what is allocated while the gradient is reduce-scattered."""
+        spec = self.spec
+        if not spec.kind.trains or spec.scatters_in_place:
             return 0
-        if self.slots.pieces == 1:
+        if spec.offsets.pieces == 1:
             return self.converted
-        travels = self.slots.size * self.kind.reduce.itemsize
-        landing = travels // self.slots.pieces
-        if self.policy.device.type != "cpu":
-            return landing + self.converted
-        if travels <= STAGING_LIMIT:  # the ranks of a host have shown each other what travels
-            return landing
-        return landing + self.converted + travels
+        sent = spec.offsets.size * spec.kind.reduce.itemsize
+        received = sent // spec.offsets.pieces
+        if self.device.type != "cpu":
+            return received + self.converted
+        if sent <= STAGING_LIMIT:  # the ranks of a host read it in staging buffers
+            return received
+        return received + self.converted + sent
 
     @property
     def reducing(self) -> int:
-        """What is there besides while it is summed over those that hold the same: a copy, or nothing."""
-        if not self.kind.trains or not self.sums:
+        """Size of the copy that is all-reduced, where the gradient is not all-reduced in place."""
+        summed, dtype = self.spec.summed, self.spec.kind.reduce
+        if summed is None or self.replicas == 1:
             return 0
-        elements, dtype = self.slots.size, self.kind.gradient
-        if self.kind.cut:
-            elements, dtype = self.slots.piece, self.kind.master
-        leaves = self.kind.cut and self.policy.gradient_home != self.policy.device
-        return elements * self.kind.reduce.itemsize if leaves or dtype != self.kind.reduce else 0
+        moves = summed.offloaded and self.device.type != "cpu"
+        return summed.elements * dtype.itemsize if moves or summed.dtype != dtype else 0
 
-    @property
-    def _has_pieces(self) -> bool:
-        kind = self.kind
-        return kind.cut or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
+    def allocated(self, moments: int) -> Iterator[MemoryBlock]:
+        """Yield what stays allocated; `moments` tensors of optimizer state per parameter."""
+        spec = self.spec
+        yield self._kept(spec.whole, Category.PARAMETERS)
+        yield self._kept(spec.piece, Category.PARAMETERS)
+        yield self._kept(spec.gradient, Category.GRADIENTS, self.stages)
+        yield self._kept(spec.piece_gradient, Category.GRADIENTS)
+        offloaded = spec.policy.offloads_gradients and self.device.type != "cpu"
+        yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
-    @property
-    def _reduces_in_place(self) -> bool:
-        alike = self.keeps_gradient and self.kind.gradient == self.kind.master
-        return alike and not self.policy.offloads_gradients
+    def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
+        """Return the block of a flat tensor. Where layers run on the CPU, so is what is offloaded."""
+        if flat is None or not flat.kept:
+            return MemoryBlock(0, category)
+        return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
 
 
-def buffers_of(
+def rank_buffers(
     blueprint: Blueprint, stages: Collection[int], device: torch.device
-) -> dict[str, list[BufferSizes]]:
-    """Of each unit that these stages use, on a rank that has them and computes on `device`."""
-    sequence, policy = blueprint.sequence, blueprint.policy_on(device)
-    alike = blueprint.plan.replicate if blueprint.plan.shards else blueprint.plan.dp
-    buffers: dict[str, list[BufferSizes]] = {}
-    for name in sequence.users:
-        unit = sequence.unit_of(name)
-        users = len(blueprint.stages_with(unit, stages))
-        if unit not in buffers and users:
-            tied = len(blueprint.owners[name]) > 1
+) -> dict[str, list[RankBuffer]]:
+    """Return the buffers of each unit that `stages` use, for a rank that runs them on `device`."""
+    buffers = {}
+    for unit, specs in blueprint.buffer_specs.items():
+        users = len(blueprint.stages_with(unit, stages)) if specs else 0
+        if users:
             buffers[unit] = [
-                BufferSizes(kind, slots, policy, users, sums=alike > 1 or tied or kind.summands > 1)
-                for kind, slots in blueprint.arrangement[unit].items()
+                RankBuffer(spec, device, users, blueprint.replica_count(spec.names[0])) for spec in specs
             ]
     return buffers
 
 
 class ParameterAccount:
-    """Enters in a ledger what `Gatherer` and `Reducer` do with the units of one rank."""
+    """Enters in a ledger what `Gatherer` and `Reducer` allocate and free for the units of one rank."""
 
-    def __init__(
-        self, ledger: MemoryLedger, units: Mapping[str, Sequence[BufferSizes]], moments: int
-    ) -> None:
-        """What is always there is held from now on. `moments`: tensors of state a parameter."""
+    def __init__(self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], moments: int) -> None:
+        """Enter what stays allocated. `moments`: tensors of optimizer state per parameter."""
         self._ledger = ledger
         self._units = units
         for name, buffers in units.items():
-            always = (block for sizes in buffers for block in _always(sizes, moments))
-            ledger.hold(("always", name), always)
+            ledger.hold(("always", name), (block for one in buffers for block in one.allocated(moments)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """What each instruction about units changes."""
+        """Return a function for each instruction about units."""
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),
@@ -176,16 +131,19 @@ class ParameterAccount:
         }
 
     def begin(self) -> None:
-        """A step begins: what the optimizer has updated leaves the device, where it is offloaded."""
+        """Begin a step: copies of offloaded pieces leave the device."""
         for name in self._units:
-            self._ledger.drop(("visiting", name))
+            self._ledger.drop(("device copies", name))
 
     def _gather(self, name: str) -> None:
-        sizes = (0 if one.keeps_whole else one.whole for one in self._units[name])
-        self._ledger.hold(("gathered", name), [MemoryBlock(size, Category.GATHERED) for size in sizes])
+        whole = [one.spec.whole for one in self._units[name]]
+        self._ledger.hold(
+            ("gathered", name), [MemoryBlock(one.nbytes, Category.GATHERED) for one in whole if not one.kept]
+        )
 
     def _open(self, name: str) -> None:
-        sizes = (0 if one.keeps_gradient else one.gradient for one in self._units[name])
+        pairs = [(one.stages, one.spec.gradient) for one in self._units[name]]
+        sizes = (count * flat.nbytes for count, flat in pairs if flat is not None and not flat.kept)
         self._ledger.hold(("opened", name), _gradients(sizes))
 
     def _scatter(self, name: str) -> None:
@@ -200,23 +158,13 @@ class ParameterAccount:
         self._ledger.hold(("reducing", name), _gradients(one.reducing for one in self._units[name]))
 
     def _finish(self) -> None:
-        for name, sizes in self._units.items():
+        for name, buffers in self._units.items():
             self._ledger.drop(("reducing", name))
-            visitors = [MemoryBlock(one.visitor, Category.PARAMETERS) for one in sizes]
-            self._ledger.hold(("visiting", name), visitors)
-
-
-def _always(sizes: BufferSizes, moments: int) -> Iterator[MemoryBlock]:
-    """What a buffer has all the time. Where layers run on the CPU, what is offloaded is beside the rest."""
-    policy = sizes.policy
-    elsewhere = policy.device.type != "cpu"
-    parameters_leave = elsewhere and policy.offloads_parameters
-    gradients_leave = elsewhere and policy.offloads_gradients
-    yield MemoryBlock(sizes.whole * sizes.keeps_whole, Category.PARAMETERS)
-    yield MemoryBlock(sizes.piece, Category.PARAMETERS, parameters_leave)
-    yield MemoryBlock(sizes.gradient * sizes.keeps_gradient, Category.GRADIENTS)
-    yield MemoryBlock(sizes.piece_gradient, Category.GRADIENTS, gradients_leave)
-    yield MemoryBlock(moments * sizes.moment, Category.STATE, gradients_leave)
+            copies = [one.spec.device_copy for one in buffers]
+            self._ledger.hold(
+                ("device copies", name),
+                [MemoryBlock(copy.nbytes, Category.PARAMETERS) for copy in copies if copy is not None],
+            )
 
 
 def _gradients(sizes: Iterable[int]) -> list[MemoryBlock]:

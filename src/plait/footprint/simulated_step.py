@@ -12,7 +12,7 @@ from plait.footprint.activations import ActivationAccount
 from plait.footprint.layer_traces import ModelTraces
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
 from plait.footprint.memory_report import RankMemory
-from plait.footprint.parameters import ParameterAccount, buffers_of
+from plait.footprint.parameters import ParameterAccount, rank_buffers
 from plait.footprint.receive_buffers import ReceiveBufferAccount
 from plait.layers.precision import DTYPES
 from plait.pipeline.executor import Executor
@@ -39,7 +39,7 @@ def simulate_step(
     ledger = MemoryLedger()
     spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
-    units = ParameterAccount(ledger, buffers_of(blueprint, spans, device), moments)
+    units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [_nothing(), units.handlers()]
     if traces is not None:

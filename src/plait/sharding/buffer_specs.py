@@ -1,18 +1,22 @@
-"""Which parameters of a unit lie in one flat buffer, and where: decided from shapes alone, for a whole model.
+"""Specs of the flat buffers of a model's units: decided once, from shapes and a plan alone.
 
-Every rank decides it for all units, so that it knows which piece of which parameter any other rank holds.
+Ranks allocate their buffers from these specs (`plait.sharding.unit`), and the memory prediction counts the
+same specs (`plait.footprint.parameters`). Every rank decides them for all units, so that it knows which piece
+of which parameter any other rank holds.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeAlias
 
 import torch
 from torch import nn
 
 from plait.layout import Flat, Layout
-from plait.sharding.offsets import Offsets, place
+from plait.sharding.offsets import Offsets, compute_offsets
 from plait.sharding.storage_policy import StoragePolicy
 
 
@@ -21,86 +25,166 @@ class BufferKind:
     """What the parameters of one buffer have in common."""
 
     dtype: torch.dtype
-    """What layers compute with."""
+    """Layers compute with it."""
     master: torch.dtype
-    """What the optimizer updates."""
+    """The optimizer updates it."""
     gradient: torch.dtype
-    """What gradients are added up in."""
+    """Gradients are accumulated in it."""
     reduce: torch.dtype
-    """What gradients travel in."""
+    """Gradients are reduced in it."""
     trains: bool
-    cut: bool
-    """Whether the optimizer updates a piece of it, or an offloaded copy."""
+    sharded: bool
+    """Whether the optimizer updates a piece, or an offloaded copy, of what layers use."""
     summands: int
-    """How many neighbours along `tp` hold the same, and each a summand of its gradient."""
+    """How many neighbours along `tp` hold the same parameter, and each a summand of its gradient."""
 
 
-Arrangement = Mapping[str, Mapping[BufferKind, Offsets]]
-"""The buffers of each unit."""
+@dataclass(frozen=True)
+class FlatSpec:
+    """One flat tensor of a buffer."""
+
+    elements: int
+    dtype: torch.dtype
+    kept: bool = True
+    """Whether it stays allocated between uses."""
+    offloaded: bool = False
+    """Whether it is on the CPU, wherever layers run."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes while it is allocated."""
+        return self.elements * self.dtype.itemsize
 
 
-def arrange(
+@dataclass(frozen=True)
+class BufferSpec:
+    """One flat buffer: where its parameters are, and which tensors it consists of."""
+
+    kind: BufferKind
+    offsets: Offsets
+    policy: StoragePolicy
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """The full names of its parameters."""
+        return tuple(slot.name for slot in self.offsets.slots)
+
+    @cached_property
+    def whole(self) -> FlatSpec:
+        """The parameters that layers use."""
+        kept = not self.kind.sharded or self.policy.keeps_parameters
+        return FlatSpec(self.offsets.size, self.kind.dtype, kept)
+
+    @cached_property
+    def has_pieces(self) -> bool:
+        """Whether the optimizer updates other tensors than layers use."""
+        kind = self.kind
+        return kind.sharded or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
+
+    @cached_property
+    def piece(self) -> FlatSpec | None:
+        """The parameters that the optimizer updates; None where they are views of `whole`."""
+        offloaded = self.policy.offloads_parameters
+        is_view = self.whole.kept and self.kind.master == self.kind.dtype and not offloaded
+        if is_view or not self.has_pieces:
+            return None
+        return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)
+
+    @cached_property
+    def device_copy(self) -> FlatSpec | None:
+        """The copy of an offloaded piece that the optimizer updates on the device between steps."""
+        if self.piece is None or not self.kind.trains or not self.policy.offloads_parameters:
+            return None
+        return None if self.policy.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)
+
+    @cached_property
+    def gradient(self) -> FlatSpec | None:
+        """The gradient that layers add to, one for each stage of a rank; None where nothing trains."""
+        if not self.kind.trains:
+            return None
+        kept = not self.kind.sharded or self.policy.keeps_gradients
+        return FlatSpec(self.offsets.size, self.kind.gradient, kept)
+
+    @cached_property
+    def piece_gradient(self) -> FlatSpec | None:
+        """The gradient that the optimizer reads; None where it is a view of `gradient`."""
+        if self.gradient is None or not self.has_pieces:
+            return None
+        offloaded = self.policy.offloads_gradients
+        if self.gradient.kept and self.kind.gradient == self.kind.master and not offloaded:
+            return None
+        return FlatSpec(self.offsets.piece, self.kind.master, offloaded=offloaded)
+
+    @cached_property
+    def scatters_in_place(self) -> bool:
+        """Whether the reduce-scatter of the gradient writes to a view of it."""
+        return self.piece_gradient is None and self.kind.reduce == self.kind.gradient
+
+    @cached_property
+    def summed(self) -> FlatSpec | None:
+        """The gradient that is summed over the ranks with the same parameters: a piece's if sharded."""
+        if self.gradient is None or not self.kind.sharded:
+            return self.gradient
+        return self.piece_gradient or FlatSpec(self.offsets.piece, self.kind.gradient)
+
+
+BufferSpecs: TypeAlias = Mapping[str, tuple[BufferSpec, ...]]
+"""The buffers of each unit, by its name."""
+
+
+def build_buffer_specs(
     units: Mapping[str, Sequence[str]],
     parameters: Mapping[str, nn.Parameter],
     layouts: Mapping[str, Layout],
     summed: Mapping[str, int],
     policy: StoragePolicy,
     ranks: int,
-) -> Arrangement:
-    """The buffers of `units` (names of parameters), cut between `ranks`; `layouts` are those over `tp`.
+) -> BufferSpecs:
+    """Return the buffers of `units` (names of parameters), sharded between `ranks`; `layouts` are over `tp`.
 
-    `summed` says of each parameter how many neighbours along `tp` have a summand of its gradient each. Places
-    are those of the first rank along `tp`, which has the largest pieces; so they are the same for all.
+    `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient each.
+    Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.
     """
-    return {
-        unit: {
-            kind: place({name: _largest(layouts[name]) for name in members}, ranks if kind.cut else 1)
-            for kind, members in _kinds(names, parameters, summed, policy).items()
-        }
-        for unit, names in units.items()
-    }
+    specs = {}
+    for unit, names in units.items():
+        shapes: dict[BufferKind, dict[str, torch.Size]] = {}
+        for name in names:
+            kind = _kind_of(parameters[name], summed[name], policy)
+            shapes.setdefault(kind, {})[name] = _largest_shape(layouts[name])
+        specs[unit] = tuple(
+            BufferSpec(kind, compute_offsets(members, ranks if kind.sharded else 1), policy)
+            for kind, members in shapes.items()
+        )
+    return specs
 
 
-def piece_layouts(arrangement: Arrangement, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """The layouts of what the optimizer updates, from those over `tp`."""
+def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
+    """Return the layouts of the parameters that the optimizer updates, from `layouts` over `tp`."""
     pieces = dict(layouts)
-    for kinds in arrangement.values():
-        for kind, slots in kinds.items():
-            if kind.cut:
-                for slot in slots.places:
-                    pieces[slot.name] = _cut(layouts[slot.name], Flat(slots.bounds(slot)))
+    for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
+        for slot in spec.offsets.slots:
+            pieces[slot.name] = _sharded(layouts[slot.name], Flat(spec.offsets.bounds(slot)))
     return pieces
 
 
-def _kinds(
-    names: Sequence[str],
-    parameters: Mapping[str, nn.Parameter],
-    summed: Mapping[str, int],
-    policy: StoragePolicy,
-) -> dict[BufferKind, list[str]]:
-    kinds: dict[BufferKind, list[str]] = {}
-    for name in names:
-        parameter = parameters[name]
-        kind = BufferKind(
-            dtype=policy.dtype_of(parameter),
-            master=policy.master_of(parameter),
-            gradient=policy.gradient_of(parameter),
-            reduce=policy.reduce_of(parameter),
-            trains=parameter.requires_grad,
-            # What is frozen is cut only where parameters are: there is nothing else of it.
-            cut=policy.cuts and (parameter.requires_grad or not policy.keeps_parameters),
-            summands=summed[name],
-        )
-        kinds.setdefault(kind, []).append(name)
-    return kinds
+def _kind_of(parameter: nn.Parameter, summands: int, policy: StoragePolicy) -> BufferKind:
+    return BufferKind(
+        dtype=policy.dtype_of(parameter),
+        master=policy.master_of(parameter),
+        gradient=policy.gradient_of(parameter),
+        reduce=policy.reduce_of(parameter),
+        trains=parameter.requires_grad,
+        # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
+        sharded=policy.shards and (parameter.requires_grad or not policy.keeps_parameters),
+        summands=summands,
+    )
 
 
-def _largest(layout: Layout) -> torch.Size:
+def _largest_shape(layout: Layout) -> torch.Size:
     return torch.Size(layout.local_shape([0] * len(layout.axes)))
 
 
-def _cut(layout: Layout, flat: Flat) -> Layout:
+def _sharded(layout: Layout, flat: Flat) -> Layout:
     axes = dict(zip(layout.axes, layout.degrees, strict=True))
-    return Layout(
-        layout.shape, axes, dict(zip(layout.axes, layout.placements, strict=True)) | {"shard": flat}
-    )
+    placements = dict(zip(layout.axes, layout.placements, strict=True)) | {"shard": flat}
+    return Layout(layout.shape, axes, placements)

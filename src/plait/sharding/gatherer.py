@@ -1,8 +1,9 @@
-"""Gathering parameters before layers use them, and letting go of them afterwards."""
+"""Gathering parameters before layers use them, and freeing them afterwards."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -15,20 +16,35 @@ from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storag
 from plait.sharding.unit import Unit
 
 
+class ParameterState(Enum):
+    """State of the parameters of a unit that layers use.
+
+    from         to           by
+    SHARDED      GATHERING    gather: the all-gather has started
+    GATHERING    WHOLE        wait: layers may use the parameters
+    WHOLE        SHARDED      release; begin, because the optimizer may have updated the pieces
+    any          SHARDED      clear: the step has failed
+    """
+
+    SHARDED = 1
+    GATHERING = 2
+    WHOLE = 3
+
+
 class Gatherer:
-    """Fills what layers use from what the optimizers of all ranks have updated."""
+    """Copies the pieces that the optimizers of all ranks have updated to the parameters that layers use."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
-        self._under_way: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
+        self.states = dict.fromkeys(units, ParameterState.SHARDED)
+        self._buffers = [buffer for unit in units.values() for buffer in unit.buffers]
+        self._pending: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
-        """Of a step that failed: what a backend may still be writing to."""
-        self._current: set[str] = set()
-        """Units whose kept parameters are as the pieces are."""
-        self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers())
+        """All-gathers of a failed step, to whose output a backend may still write."""
+        self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """What each instruction about units does."""
+        """Return a function for each instruction that it carries out."""
         return {
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),
@@ -37,77 +53,74 @@ class Gatherer:
         }
 
     def begin(self) -> None:
-        """Pieces may have changed since the last step."""
-        self._current.clear()
+        """Begin a step: pieces may have changed since the last one."""
+        self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
         for handle, buffer in self._stale:
             handle.wait()
             _release(buffer)
         self._stale = []
-        for buffer in self._buffers():
-            buffer.refuse_other_data()
-            buffer.lead_twins()
-            buffer.leave_device()
+        for buffer in self._buffers:
+            buffer.check_data()
+            buffer.share_data()
+            buffer.copy_back()
 
     def finish(self) -> None:
-        """After a step: what the optimizer updates lies where its gradients are, and nobody reads it."""
-        for buffer in self._buffers():
-            buffer.return_to_device()
+        """End a step: the optimizer's parameters are where their gradients are, and no copy reads them."""
+        for buffer in self._buffers:
+            buffer.copy_to_device()
         if self._read_by_device:  # the optimizer's step, on the CPU, does not wait for copies to the device
             torch.cuda.current_stream().synchronize()
 
     def gather(self, name: str) -> None:
-        """Start filling a unit's parameters, unless they are there."""
-        if name in self._current:
+        """Start the all-gathers of a unit's parameters, unless they are whole."""
+        if self.states[name] is not ParameterState.SHARDED:
             return
-        self._current.add(name)
-        self._under_way[name] = [
+        self.states[name] = ParameterState.GATHERING
+        self._pending[name] = [
             (handle.about(f"parameters of {name or 'the model'}"), buffer)
             for buffer in self.units[name].buffers
-            if buffer.has_pieces and (handle := _gather(buffer)) is not None
+            if buffer.spec.has_pieces and (handle := _gather(buffer)) is not None
         ]
 
     def wait(self, name: str) -> None:
-        """Wait until they are there."""
-        for handle, _ in self._under_way.pop(name, ()):
-            handle.wait()
+        """Wait for the all-gathers of a unit's parameters."""
+        if self.states[name] is ParameterState.GATHERING:
+            self.states[name] = ParameterState.WHOLE
+            for handle, _ in self._pending.pop(name):
+                handle.wait()
 
     def release(self, name: str) -> None:
-        """Give the memory back of what is not kept."""
-        self._current.discard(name)
+        """Free those of a unit's whole parameters that are not kept."""
+        self.states[name] = ParameterState.SHARDED
         for buffer in self.units[name].buffers:
             _release(buffer)
 
     def clear(self) -> None:
-        """After an exception in the middle of a step: nothing is gathered any more."""
-        for started in self._under_way.values():
+        """Clean up after an exception within a step."""
+        self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
+        for started in self._pending.values():
             self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]
-        self._under_way.clear()
-        self._current.clear()
+        self._pending.clear()
         still_written = [buffer for _, buffer in self._stale]
-        for buffer in self._buffers():
+        for buffer in self._buffers:
             if buffer in still_written:
-                buffer.step_aside()
+                buffer.detach()
             else:
                 _release(buffer)
         self.finish()
 
-    def _buffers(self) -> Iterator[FlatBuffer]:
-        for unit in self.units.values():
-            yield from unit.buffers
-
 
 def _release(buffer: FlatBuffer) -> None:
-    if not buffer.keeps_whole:
+    if not buffer.spec.whole.kept:
         free_storage(buffer.whole)
 
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-    """Start filling a buffer. The gather lands where the layers look, so this rank's own piece goes first."""
+    """Copy this rank's piece to its place in `whole` and start the all-gather, which is in place."""
     allocate_storage(buffer.whole)
-    own = buffer.own
-    if own.data_ptr() != buffer.piece.data_ptr():
-        own.copy_(buffer.piece, non_blocking=True)
-    if buffer.shard is None:
+    if buffer.spec.piece is not None:
+        buffer.own.copy_(buffer.piece, non_blocking=True)
+    if buffer.shard_group is None:
         return None
-    return all_gather(own, buffer.shard, out=buffer.whole, checked=False)
+    return all_gather(buffer.own, buffer.shard_group, out=buffer.whole, checked=False)

@@ -1,56 +1,77 @@
-"""Who holds a parameter: the ranks over which its gradient is summed, and the rank that it counts for.
+"""Owners of a parameter: the ranks that hold it and sum its gradient, and the rank that it counts for.
 
 A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
 piece of its own, a piece that neighbours hold too, or all of a parameter, whose gradient each of them has, or
-each a summand of. Along `dp` all hold the same.
+each a summand of. Along `dp` all hold the same, or, where it is sharded, along `replicate`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from typing import TypeAlias
 
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.layout import Flat, Layout
+from plait.plan import Plan
+from plait.schedules.lowering_spec import LayerIndex
 
-Owners = Mapping[str, tuple[int, ...]]
+Owners: TypeAlias = Mapping[str, tuple[int, ...]]
 """For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
+
+
+def pp_owners(
+    units: Mapping[str, str], users: Mapping[str, Iterable[LayerIndex]], rank_of: Sequence[int]
+) -> Owners:
+    """Return the owners of each parameter, from its unit, the unit's users and the ranks of stages."""
+    ranks = {unit: tuple(sorted({rank_of[at.stage] for at in places})) for unit, places in users.items()}
+    return {name: ranks[unit] for name, unit in units.items()}
+
+
+def reduction_axis(plan: Plan) -> str:
+    """Return the axis over which gradients are all-reduced; if sharded, after a reduce-scatter."""
+    return "replicate" if plan.shards else "dp"
+
+
+def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Plan) -> int:
+    """Return the size of a parameter's group in `reduction_groups`."""
+    alike = plan.replicate if reduction_axis(plan) == "replicate" else plan.dp
+    return len(owners[name]) * alike * summed[name]
 
 
 def reduction_groups(
     owners: Owners, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
 ) -> dict[str, Group]:
-    """For each parameter of this rank, the ranks over which its gradient is summed, once.
+    """Return for each parameter of this rank the group over which its gradient is all-reduced, once.
 
-    The ranks of `axis` (`dp`, or `replicate` for what is cut over `shard`); for a parameter tied across
-    stages also those of each rank of `pp` that holds it; and along `tp` as many neighbours as `summed` says.
+    The ranks of `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank of
+    `pp` that holds it; and along `tp` as many neighbours as `summed` says.
     """
     groups: dict[str, Group] = {}
-    made: dict[tuple[tuple[int, ...], int], Group | None] = {}
+    known: dict[tuple[tuple[int, ...], int], Group | None] = {}
     for name, stages in owners.items():
         summands = summed[name]
         tied = len(stages) > 1
         key = (stages if tied else (), summands)
         if key == ((), 1):
-            made[key] = mesh.group(axis)
-        elif key not in made:
+            known[key] = mesh.group(axis)
+        elif key not in known:
             together = [stages] if tied else [(stage,) for stage in range(mesh.size("pp"))]
-            made[key] = mesh.new_group(
-                ranks_holding(together, summands, mesh, axis), "tie" if tied else "copies"
-            )
-        group = made[key]
+            ranks = reduction_ranks(together, summands, mesh, axis)
+            known[key] = mesh.new_group(ranks, "tie" if tied else "copies")
+        group = known[key]
         if group is not None:
             groups[name] = group
     return groups
 
 
-def ranks_holding(
+def reduction_ranks(
     together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp"
 ) -> list[list[int]]:
-    """Global ranks with the same piece, or with a summand each.
+    """Return lists of global ranks with the same piece, or with a summand each.
 
-    For each set of ranks of `pp`, by `summands` neighbours along `tp`. Along `dp`, all of them or
-    (`axis` `replicate`) those with the same index along `shard`.
+    One for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
+    `replicate`, for each index along `shard`.
     """
     apart = [{}] if axis == "dp" else [{"shard": index} for index in range(mesh.size("shard"))]
     return [
@@ -67,17 +88,17 @@ def ranks_holding(
 
 
 def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
-    """The parameters that count as this rank's, so that each piece counts once over the ranks of the world.
+    """Return the parameters that count for this rank, so that each piece counts once over all ranks.
 
     Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
     """
     here, tp = mesh.index("pp"), mesh.index("tp")
 
-    def owns(name: str) -> bool:
+    def counts(name: str) -> bool:
         layout = layouts[name]
         if isinstance(layout.placements[layout.axes.index("shard")], Flat) and mesh.index("replicate"):
             return False
         first = layout.owner(mesh.coordinate)[layout.axes.index("tp")]
         return owners[name][0] == here and first == tp
 
-    return frozenset(name for name in owners if owns(name))
+    return frozenset(name for name in owners if counts(name))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from enum import Enum
 from typing import Any
 
 import torch
@@ -21,22 +22,39 @@ from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storag
 from plait.sharding.unit import Unit
 
 
+class GradientState(Enum):
+    """State of the gradients of a unit.
+
+    from          to            by
+    SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
+    ACCUMULATING  REDUCING      scatter; reduce, where the unit is not sharded
+    REDUCING      SHARD         collect: the piece of this rank holds the sum so far
+    SHARD         REDUCING      reduce, over the other ranks with the same piece
+    any           SHARD         finish; clear: the step has failed
+    """
+
+    ACCUMULATING = 1
+    REDUCING = 2
+    SHARD = 3
+
+
 class Reducer:
     """Sums the gradients of units over the ranks that hold them, buffer by buffer."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
+        self.states = dict.fromkeys(units, GradientState.SHARD)
         self.scale = 1.0
-        """What this step's gradients are multiplied by until they are final."""
+        """The factor of this step's loss, by which the reduced gradients are divided."""
         self._attached: list[tuple[FlatBuffer, Tensor | None]] = []
-        """The buffers of the step under way, with what their gradients were before it."""
+        """The buffers of the current step, with their gradients of earlier steps."""
         self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
         self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
         self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
-        """Of a step that failed: what a backend may still be reading."""
+        """Reductions of a failed step, whose input a backend may still read."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """What each instruction about units does."""
+        """Return a function for each instruction that it carries out."""
         return {
             AllocateGradient: lambda i: self.open(i.unit),
             ScatterGradient: lambda i: self.scatter(i.unit),
@@ -47,21 +65,21 @@ class Reducer:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether no piece has a gradient to which the next step adds; where none trains nobody can tell."""
+        """Whether something trains and no piece has a gradient to which the next step adds."""
         pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
         trains = any(piece.requires_grad for piece in pieces)
         return trains and all(piece.grad is None for piece in pieces)
 
     def drop(self) -> None:
-        """Throw all gradients away: optimizers leave alone what has none."""
+        """Set all `.grad` to None, so that optimizers skip the parameters."""
         for unit in self.units.values():
             for piece in unit.pieces.values():
                 piece.grad = None
 
     def begin(self, scale: float = 1.0) -> None:
-        """Before a step: gradients become views again; those of earlier steps wait until this one is done.
+        """Begin a step whose loss is multiplied by `scale`: gradients are views of zeros again.
 
-        Those of this step will be multiplied by `scale`.
+        Gradients of earlier steps are set aside and added in `finish`.
         """
         self.scale = scale
         for buffer, handle in self._stale:
@@ -70,31 +88,39 @@ class Reducer:
         self._stale = []
         for unit in self.units.values():
             for buffer in unit.buffers:
-                buffer.refuse_refreezing()
-        for unit in self.units.values():
+                buffer.check_requires_grad()
+        for name, unit in self.units.items():
             for buffer in unit.trainable:
                 self._attached.append((buffer, buffer.attach_gradients()))
+            gradients = (buffer.spec.gradient for buffer in unit.trainable)
+            if all(gradient is None or gradient.kept for gradient in gradients):
+                self.states[name] = GradientState.ACCUMULATING
 
     def open(self, name: str) -> None:
-        """Make a unit's whole gradient, of zeros."""
+        """Allocate a unit's whole gradient, of zeros."""
+        assert self.states[name] is not GradientState.REDUCING
+        self.states[name] = GradientState.ACCUMULATING
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
                 allocate_storage(gradient)
                 gradient.zero_()
 
     def scatter(self, name: str) -> None:
-        """Start the sums over `shard` of a unit's whole gradient."""
+        """Start the reduce-scatter of a unit's whole gradient over `shard`."""
+        assert self.states[name] is GradientState.ACCUMULATING
+        self.states[name] = GradientState.REDUCING
         self._scattered[name] = []
         for buffer in self.units[name].trainable:
             buffer.add_up_stages()
             self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
 
     def collect(self, name: str) -> None:
-        """Add this rank's pieces of these sums to what it has, and let go of what is not kept."""
+        """Add the scattered sums to the gradients of this rank's pieces; free what is not kept."""
+        self.states[name] = GradientState.SHARD
         for buffer, handle in self._scattered.pop(name):
             assert buffer.piece_gradient is not None
             summed = handle.wait()
-            if not buffer.reduces_in_place:
+            if buffer.spec.piece_gradient is not None:
                 home = buffer.piece_gradient.device
                 # The CPU would add what is still on its way to it.
                 buffer.piece_gradient.add_(summed.to(home, non_blocking=home.type != "cpu"))
@@ -103,20 +129,21 @@ class Reducer:
             _release(buffer)
 
     def reduce(self, name: str) -> None:
-        """Start the other sums of a unit's gradients: what is left to add is on other ranks."""
+        """Start the all-reduce of a unit's gradients, or pieces, over the ranks that hold the same."""
+        self.states[name] = GradientState.REDUCING
         for buffer in self.units[name].trainable:
-            if buffer.shard is None:  # else `scatter` has added them up
+            if buffer.shard_group is None:  # else `scatter` has added them up
                 buffer.add_up_stages()
-            if buffer.group is not None and buffer.group.size > 1:
+            if buffer.replica_group is not None and buffer.replica_group.size > 1:
                 self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
 
     def finish(self) -> None:
-        """Wait for all reductions; gradients are then final and the same on every rank that holds them.
+        """Wait for all reductions; gradients are then final, and equal on all ranks that hold them.
 
-        After a program without a backward, which did not `begin`, nothing has changed.
+        Without `begin`, as in a program without a backward, nothing changes.
         """
         for buffer, handle in self._reduced:
-            summed, target = handle.wait(), _sum_so_far(buffer)
+            summed, target = handle.wait(), _accumulated(buffer)
             if summed.data_ptr() != target.data_ptr():
                 target.copy_(summed)
         self._reduced = []
@@ -124,9 +151,10 @@ class Reducer:
             for buffer, carried in self._attached:
                 buffer.finish_gradients(carried, self.scale)
         self._attached = []
+        self.states = dict.fromkeys(self.units, GradientState.SHARD)
 
     def clear(self) -> None:
-        """After an exception in the middle of a step: the gradients are again what they were before it."""
+        """Clean up after an exception within a step: gradients are what they were before it."""
         started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
         self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
         still_read = [buffer for buffer, _ in self._stale]
@@ -137,6 +165,7 @@ class Reducer:
         self._scattered.clear()
         self._reduced = []
         self._attached = []
+        self.states = dict.fromkeys(self.units, GradientState.SHARD)
 
 
 def _gradient_of(unit: str) -> str:
@@ -144,33 +173,31 @@ def _gradient_of(unit: str) -> str:
 
 
 def _release(buffer: FlatBuffer) -> None:
-    if not buffer.keeps_gradient:
+    if buffer.spec.gradient is not None and not buffer.spec.gradient.kept:
         for gradient in buffer.whole_gradients:
             free_storage(gradient)
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the sum of a whole gradient over `shard`; in place where this rank's piece is a part of it."""
-    kind, gradient, piece = buffer.kind, buffer.gradient, buffer.piece_gradient
-    assert buffer.shard is not None
-    assert gradient is not None
-    assert piece is not None
-    if kind.reduce != kind.gradient:
-        return reduce_scatter(gradient.to(kind.reduce), buffer.shard, checked=False)
-    out = piece if buffer.reduces_in_place else None
-    return reduce_scatter(gradient, buffer.shard, out=out, checked=False)
+    """Start the reduce-scatter of a whole gradient; in place where this rank's piece is a view of it."""
+    assert buffer.shard_group is not None
+    assert buffer.gradient is not None
+    out = buffer.piece_gradient if buffer.spec.scatters_in_place else None
+    return reduce_scatter(
+        buffer.gradient.to(buffer.spec.kind.reduce), buffer.shard_group, out=out, checked=False
+    )
 
 
 def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the sum over the ranks that hold the same; in place unless it travels in another dtype."""
-    assert buffer.group is not None
+    """Start the all-reduce over the ranks that hold the same; in place unless it is in another dtype."""
+    assert buffer.replica_group is not None
     assert buffer.gradient is not None
-    travels = _sum_so_far(buffer).to(buffer.gradient.device, buffer.kind.reduce)
-    return all_reduce(travels, buffer.group, checked=False)
+    reduced = _accumulated(buffer).to(buffer.gradient.device, buffer.spec.kind.reduce)
+    return all_reduce(reduced, buffer.replica_group, checked=False)
 
 
-def _sum_so_far(buffer: FlatBuffer) -> Tensor:
-    """The gradient that is summed over the ranks that hold the same: a piece where it is cut."""
-    gradient = buffer.piece_gradient if buffer.kind.cut else buffer.gradient
+def _accumulated(buffer: FlatBuffer) -> Tensor:
+    """Return the gradient that is summed over the ranks that hold the same: a piece's where sharded."""
+    gradient = buffer.piece_gradient if buffer.spec.kind.sharded else buffer.gradient
     assert gradient is not None
     return gradient

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 import torch
 from torch import Tensor, nn
@@ -11,10 +12,11 @@ from torch import Tensor, nn
 from plait.comm.group import Group
 from plait.comm.shared_tensors import shared_zeros
 from plait.layout import Layout
-from plait.sharding.buffer_specs import BufferKind
+from plait.sharding.buffer_specs import BufferSpec, FlatSpec
 from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage
-from plait.sharding.offsets import Offsets, Slot
-from plait.sharding.storage_policy import StoragePolicy
+from plait.sharding.offsets import Slot
+
+CPU = torch.device("cpu")
 
 
 @dataclass(eq=False)
@@ -24,183 +26,165 @@ class Unit:
     name: str
     buffers: tuple[FlatBuffer, ...]
     stages: tuple[int, ...]
-    """Those of this rank that use it, in order."""
+    """The stages of this rank that use it, in order."""
 
     def parameters_of(self, stage: int) -> dict[str, nn.Parameter]:
-        """What the layers of one stage use, by full name in the model."""
-        return {
-            name: parameter
-            for buffer, twin in self._by_stage(stage)
-            for name, parameter in (twin or buffer).parameters.items()
-        }
+        """Return the parameters of one stage's layers, by full name in the model."""
+        views = self._views_of(stage)
+        return {name: parameter for view in views for name, parameter in view.parameters.items()}
 
     def gradients_of(self, stage: int) -> dict[tuple[str, int], Tensor]:
-        """What the backward of a stage adds to, by full name in the model and the first stage to do so."""
-        return {
-            (name, stage if twin else self.stages[0]): view
-            for buffer, twin in self._by_stage(stage)
-            for name, view in (twin or buffer).gradients.items()
-        }
+        """Return the gradients that the backward of a stage adds to, by full name in the model and stage."""
+        views = self._views_of(stage)
+        return {(name, stage): gradient for view in views for name, gradient in view.gradients.items()}
 
-    def _by_stage(self, stage: int) -> list[tuple[FlatBuffer, StageView | None]]:
-        """The buffers, with their twins where this stage has them."""
-        place = self.stages.index(stage)
-        own = [buffer.twins[place - 1] if place and buffer.twins else None for buffer in self.buffers]
-        return list(zip(self.buffers, own, strict=True))
+    def _views_of(self, stage: int) -> list[StageView]:
+        index = self.stages.index(stage)
+        return [buffer.stage_views[index if buffer.spec.kind.trains else 0] for buffer in self.buffers]
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What layers use, those of the first stage, by full name in the model."""
-        return {name: parameter for buffer in self.buffers for name, parameter in buffer.parameters.items()}
+        """The parameters that layers use, those of the first stage, by full name in the model."""
+        return self.parameters_of(self.stages[0])
 
-    @property
+    @cached_property
     def pieces(self) -> dict[str, nn.Parameter]:
-        """What the optimizer updates, by full name in the model."""
+        """The parameters that the optimizer updates, by full name in the model."""
         return {name: piece for buffer in self.buffers for name, piece in buffer.pieces.items()}
 
-    @property
+    @cached_property
     def trainable(self) -> tuple[FlatBuffer, ...]:
         """The buffers that have gradients."""
-        return tuple(buffer for buffer in self.buffers if buffer.gradient is not None)
+        return tuple(buffer for buffer in self.buffers if buffer.spec.kind.trains)
 
 
 @dataclass(frozen=True)
 class UnitFactory:
-    """Makes the units of one rank. All ranks of a group make theirs in one order (see `shared_zeros`)."""
+    """Allocates the units of one rank. All ranks of a group do it in the same order (see `shared_zeros`)."""
 
-    policy: StoragePolicy
+    device: torch.device
+    """The device where layers run."""
     layouts: Mapping[str, Layout]
     """Of the pieces."""
     coordinate: Mapping[str, int]
-    shard: Group
-    """Between whose ranks buffers are cut."""
-    rest: Mapping[str, Group]
-    """Per parameter the ranks over which its gradient, or its piece of one, is summed besides."""
+    shard_group: Group
+    """The ranks between which buffers are sharded."""
+    replica_groups: Mapping[str, Group]
+    """By parameter, the ranks over which its gradient, or that of its piece, is summed besides."""
     value_of: Callable[[str], Tensor]
-    """What this rank's layers hold of a parameter at first."""
+    """Returns the initial value of a parameter as this rank's layers have it."""
 
-    def make(self, name: str, kinds: Mapping[BufferKind, Offsets], stages: tuple[int, ...]) -> Unit:
-        """A unit with real parameters, filled. `stages` are those of this rank that use it, in order."""
-        buffers = (self._buffer(kind, slots, len(stages) - 1) for kind, slots in kinds.items())
-        return Unit(name, tuple(buffers), stages)
+    def build(self, name: str, specs: Sequence[BufferSpec], stages: tuple[int, ...]) -> Unit:
+        """Return a unit with initial values, for those of this rank's `stages` that use it, in order."""
+        return Unit(name, tuple(self._buffer(self._local(spec), len(stages)) for spec in specs), stages)
 
-    def _buffer(self, kind: BufferKind, slots: Offsets, twins: int) -> FlatBuffer:
-        slots = replace(slots, places=tuple(self._here(slot) for slot in slots.places))
-        policy = self.policy
-        group = self.rest.get(slots.places[0].name) if kind.trains else None
-        shard = self.shard if kind.cut else None
-        whole = torch.zeros(slots.size, dtype=kind.dtype, device=policy.device)
-        gradient = self._whole_gradient(kind, slots, shard or group) if kind.trains else None
-        parameters = _parameters(slots, whole, kind)
-        gradients = {} if gradient is None else _views(slots, gradient)
-        buffer = FlatBuffer(
-            kind=kind,
-            slots=slots,
-            shard=shard,
-            group=group,
-            whole=whole,
-            parameters=parameters,
-            piece=whole,
-            pieces=parameters,
-            places=self._places(slots),
-            gradient=gradient,
-            gradients=gradients,
-            piece_gradient=gradient,
-            piece_gradients=gradients,
-            twins=tuple(self._twin(kind, slots, whole) for _ in range(twins) if kind.trains),
-            visits=kind.trains and policy.offloads_parameters and not policy.offloads_gradients,
-            keeps_whole=not kind.cut or policy.keeps_parameters,
-            keeps_gradient=not kind.cut or policy.keeps_gradients,
+    def _local(self, spec: BufferSpec) -> BufferSpec:
+        """Return `spec` with the shapes that this rank of `tp` has."""
+        slots = (
+            replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
+            for slot in spec.offsets.slots
         )
-        self._cut(buffer)
+        return replace(spec, offsets=replace(spec.offsets, slots=tuple(slots)))
+
+    def _buffer(self, spec: BufferSpec, stages: int) -> FlatBuffer:
+        kind, offsets = spec.kind, spec.offsets
+        shard_group = self.shard_group if kind.sharded else None
+        replica_group = self.replica_groups.get(spec.names[0]) if kind.trains else None
+        whole = self._allocate(spec.whole)
+        views = [_stage_view(spec, whole, self._gradient(spec, shard_group or replica_group))]
+        if kind.trains:
+            views += (_stage_view(spec, whole, self._gradient(spec, None)) for _ in range(1, stages))
+        gradient = views[0].gradient
+        first = 0 if shard_group is None else shard_group.index * offsets.piece
+        own = slice(first, first + offsets.piece)
+        slots = self._piece_slots(spec)
+        piece, pieces = whole, views[0].parameters
+        piece_gradient, piece_gradients = gradient, views[0].gradients
+        if spec.has_pieces:
+            piece = whole[own] if spec.piece is None else self._allocate(spec.piece)
+            pieces = {
+                name: _parameter(slot.view_of(piece), trains=kind.trains) for name, slot in slots.items()
+            }
+        if spec.has_pieces and gradient is not None:
+            flat = spec.piece_gradient
+            piece_gradient = gradient[own] if flat is None else self._allocate(flat)
+            piece_gradients = {name: slot.view_of(piece_gradient) for name, slot in slots.items()}
+        buffer = FlatBuffer(
+            spec=spec,
+            shard_group=shard_group,
+            replica_group=replica_group,
+            whole=whole,
+            own=whole[own],
+            piece=piece,
+            pieces=pieces,
+            piece_slots=slots,
+            piece_gradient=piece_gradient,
+            piece_gradients=piece_gradients,
+            stage_views=tuple(views),
+        )
         self._fill(buffer)
         return buffer
 
-    def _here(self, slot: Slot) -> Slot:
-        """The place of a parameter with the shape that this rank of `tp` has of it."""
-        return replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
+    def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
+        """Return a whole gradient of zeros: in memory that the ranks of `group` share, where it is kept."""
+        if spec.gradient is None or group is None or not spec.gradient.kept:
+            return None if spec.gradient is None else self._allocate(spec.gradient)
+        return shared_zeros(spec.gradient.elements, spec.gradient.dtype, self.device, group)
 
-    def _whole_gradient(self, kind: BufferKind, slots: Offsets, group: Group | None) -> Tensor:
-        if kind.cut and not self.policy.keeps_gradients:
-            return torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
-        return shared_zeros(slots.size, kind.gradient, self.policy.device, group)
+    def _allocate(self, flat: FlatSpec) -> Tensor:
+        """Return zeros; in pinned memory where they are offloaded, so that copies do not block."""
+        device = CPU if flat.offloaded else self.device
+        pinned = device.type == "cpu" and self.device.type == "cuda"
+        return torch.zeros(flat.elements, dtype=flat.dtype, device=device, pin_memory=pinned)
 
-    def _twin(self, kind: BufferKind, slots: Offsets, whole: Tensor) -> StageView:
-        gradient = torch.zeros(slots.size, dtype=kind.gradient, device=self.policy.device)
-        return StageView(_parameters(slots, whole, kind), gradient, _views(slots, gradient))
-
-    def _cut(self, buffer: FlatBuffer) -> None:
-        """Give the optimizer tensors of its own, where they are not what layers use."""
-        kind, policy, size = buffer.kind, self.policy, buffer.slots.piece
-        same_dtypes = kind.dtype == kind.master and (kind.gradient == kind.master or not kind.trains)
-        if same_dtypes and not kind.cut:
-            return
-        is_part = buffer.keeps_whole and kind.master == kind.dtype and not policy.offloads_parameters
-        buffer.piece = buffer.own if is_part else self._zeros(size, kind.master, policy.home)
-        buffer.pieces = {
-            name: _parameter(buffer.place_in(name, buffer.piece), trains=kind.trains)
-            for name in buffer.places
-        }
-        if buffer.gradient is not None:
-            is_part = buffer.keeps_gradient and kind.gradient == kind.master and not policy.offloads_gradients
-            home = policy.gradient_home
-            buffer.piece_gradient = buffer.own_gradient if is_part else self._zeros(size, kind.master, home)
-            buffer.piece_gradients = {
-                name: buffer.place_in(name, buffer.piece_gradient) for name in buffer.places
-            }
-
-    def _zeros(self, size: int, dtype: torch.dtype, home: torch.device) -> Tensor:
-        """Zeros; on the CPU pinned, where layers run on a device that copies from there without waiting."""
-        pinned = home.type == "cpu" and self.policy.device.type == "cuda"
-        return torch.zeros(size, dtype=dtype, device=home, pin_memory=pinned)
-
-    def _places(self, slots: Offsets) -> dict[str, tuple[int, torch.Size]]:
-        """Where this rank's parts of the parameters lie in a flat piece."""
-        begin = self.shard.index * slots.piece if slots.pieces > 1 else 0
-        places = {}
-        for slot in slots.places:
-            start = min(max(slot.start + self._interval(slot).start - begin, 0), slots.piece)
-            places[slot.name] = start, torch.Size(self.layouts[slot.name].local_shape(self.coordinate))
-        return places
+    def _piece_slots(self, spec: BufferSpec) -> dict[str, Slot]:
+        """Return the elements of each parameter in this rank's flat piece."""
+        offsets = spec.offsets
+        first = self.shard_group.index * offsets.piece if offsets.pieces > 1 else 0
+        slots = {}
+        for slot in offsets.slots:
+            start = min(max(slot.start + self._interval(slot).start - first, 0), offsets.piece)
+            shape = torch.Size(self.layouts[slot.name].local_shape(self.coordinate))
+            slots[slot.name] = Slot(slot.name, shape, start)
+        return slots
 
     def _fill(self, buffer: FlatBuffer) -> None:
-        """Write the initial values to what the optimizer updates, and let go of what is not kept."""
-        apart = buffer.has_pieces and buffer.piece.data_ptr() != buffer.own.data_ptr()
+        """Write the initial values to the parameters that the optimizer updates; free what is not kept."""
+        spec = buffer.spec
         with torch.no_grad():
-            for slot in buffer.slots.places:
+            for slot in spec.offsets.slots:
                 value = self.value_of(slot.name)
-                if apart:  # gathered before the first use
-                    interval = self._interval(slot)
-                    piece = buffer.pieces[slot.name]
-                    piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
-                else:
+                if spec.piece is None:
                     buffer.parameters[slot.name].copy_(value)
+                else:  # gathered before the first use
+                    interval, piece = self._interval(slot), buffer.pieces[slot.name]
+                    piece.copy_(value.reshape(-1)[interval.start : interval.stop].view(piece.shape))
                 del value  # before the next is read
-        gone = [] if buffer.keeps_whole else [buffer.whole]
-        for flat in (*gone, *([] if buffer.keeps_gradient else buffer.whole_gradients)):
-            free_storage(flat)
-        buffer.return_to_device()
+        if not spec.whole.kept:
+            free_storage(buffer.whole)
+        if spec.gradient is not None and not spec.gradient.kept:
+            for gradient in buffer.whole_gradients:
+                free_storage(gradient)
+        buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
-        """The elements of a parameter, as this rank's layers have it, that its piece is made of."""
+        """Return the elements of this rank's piece, in the parameter as this rank's layers have it."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
 
 
-def _parameters(slots: Offsets, whole: Tensor, kind: BufferKind) -> dict[str, nn.Parameter]:
-    parameters = {name: _parameter(view, trains=kind.trains) for name, view in _views(slots, whole).items()}
-    if kind.trains:
-        for parameter in parameters.values():
-            parameter.grad_dtype = kind.gradient
-    return parameters
-
-
-def _views(slots: Offsets, flat: Tensor) -> dict[str, Tensor]:
-    return {slot.name: slot.view_of(flat) for slot in slots.places}
+def _stage_view(spec: BufferSpec, whole: Tensor, gradient: Tensor | None) -> StageView:
+    slots, trains = spec.offsets.slots, spec.kind.trains
+    parameters = {slot.name: _parameter(slot.view_of(whole), trains=trains) for slot in slots}
+    if gradient is None:
+        return StageView(parameters, None, {})
+    for parameter in parameters.values():
+        parameter.grad_dtype = spec.kind.gradient
+    return StageView(parameters, gradient, {slot.name: slot.view_of(gradient) for slot in slots})
 
 
 def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
-    """A parameter on `view`, with a version counter of its own.
+    """Return a parameter on `view`, with a version counter of its own.
 
     Through .data, so that the flat tensor can be refilled (by a collective) without autograd taking that for
     a change of a saved weight.

@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.blueprint import build_blueprint
 from plait.footprint.memory_ledger import Category, MemoryLedger, MemorySnapshot
-from plait.footprint.parameters import ParameterAccount, buffers_of
+from plait.footprint.parameters import ParameterAccount, rank_buffers
 from plait.plan import Plan
 from plait.schedules.program import (
     AllocateGradient,
@@ -38,7 +38,7 @@ class Account:
         model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH, device="meta") for _ in range(2)))
         self.ledger = MemoryLedger()
         blueprint = build_blueprint(model, Plan(dp=N, **plan))
-        self.account = ParameterAccount(self.ledger, buffers_of(blueprint, [0], device), moments)
+        self.account = ParameterAccount(self.ledger, rank_buffers(blueprint, [0], device), moments)
 
     def after(self, *instructions: type) -> MemorySnapshot:
         """What is held when these were carried out for the first layer."""
@@ -154,7 +154,10 @@ def test_each_stage_of_a_rank_adds_to_a_gradient_of_its_own() -> None:
     blueprint = build_blueprint(
         model, Plan(pp=2, microbatches=2, schedule="zb-v", layers_per_stage=(1, 1, 1, 1))
     )
-    sizes = [sum(one.gradient for one in unit) for unit in buffers_of(blueprint, [0, 3], DEVICE).values()]
+    sizes = [
+        sum(one.stages * one.spec.gradient.nbytes for one in unit)
+        for unit in rank_buffers(blueprint, [0, 3], DEVICE).values()
+    ]
     assert sizes == [2 * WIDTH * WIDTH * 4, 2 * WIDTH * 4]
 
 
@@ -163,7 +166,7 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
     for strategy, parameters in (("none", 1), ("optimizer", 1), ("full", 1 / N)):
         blueprint = build_blueprint(model, Plan(dp=N, strategy=strategy))
         ledger = MemoryLedger()
-        account = ParameterAccount(ledger, buffers_of(blueprint, [0], DEVICE), 2)
+        account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), 2)
         for kind in (AllocateGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
         assert ledger.moment(Finish()).total == parameters * P

@@ -10,14 +10,15 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from plait.blueprint import policy_of
+from plait.blueprint import storage_policy
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.comm.traffic import Traffic
 from plait.layout import Layout, Shard, shard
 from plait.plan import Plan
-from plait.sharding.buffer_specs import Arrangement, arrange, piece_layouts
+from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
 from plait.sharding.flat_buffer import FlatBuffer
+from plait.sharding.owners import reduction_axis
 from plait.sharding.unit import Unit, UnitFactory
 
 CPU = torch.device("cpu")
@@ -36,13 +37,13 @@ def group_of(index: int = 0, ranks: int = 1, name: str = "shard") -> Group:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class Case:
     """What all ranks know alike of a model, as its `Blueprint` would have it."""
 
     model: nn.Module
     plan: Plan
     whole_layouts: Mapping[str, Layout]
-    arrangement: Arrangement
+    buffer_specs: BufferSpecs
     layouts: Mapping[str, Layout]
 
     def make(
@@ -54,15 +55,15 @@ class Drawn:
         def value_of(name: str) -> Tensor:
             return shard(parameters[name], self.whole_layouts[name], at)
 
-        maker = UnitFactory(
-            policy=policy_of(self.plan, CPU),
+        factory = UnitFactory(
+            device=CPU,
             layouts=self.layouts,
             coordinate=at,
-            shard=shard_group,
-            rest=dict.fromkeys(parameters, rest),
+            shard_group=shard_group,
+            replica_groups=dict.fromkeys(parameters, rest),
             value_of=value_of,
         )
-        return {name: maker.make(name, kinds, stages) for name, kinds in self.arrangement.items()}
+        return {name: factory.build(name, specs, stages) for name, specs in self.buffer_specs.items()}
 
     def make_alone(self, index: int = 0, tp: int = 0, stages: tuple[int, ...] = (0,)) -> dict[str, Unit]:
         """Those of one rank, without the others."""
@@ -71,7 +72,7 @@ class Drawn:
 
     def make_on(self, mesh: Mesh, *, messages: bool = False) -> dict[str, Unit]:
         """Those of this rank of a mesh; with `messages` as if its ranks were on several hosts."""
-        axes = ("shard", "replicate" if self.plan.shards else "dp")
+        axes = ("shard", reduction_axis(self.plan))
         groups = [mesh.group(axis) for axis in axes]
         return self.make(mesh.coordinate, *(map(over_messages, groups) if messages else groups))
 
@@ -83,8 +84,8 @@ def over_messages(group: Group) -> Group:
     return replace(group, transport=group.transport.over_torch())
 
 
-def drawn(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Drawn:
-    """The arrangement of `model`; the parameters `cut` are shared out by rows over `tp`."""
+def case_of(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Case:
+    """The buffers of `model`; the parameters `cut` are shared out by rows over `tp`."""
     parameters = dict(model.named_parameters())
     axes = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     whole = {
@@ -95,10 +96,10 @@ def drawn(model: nn.Module, plan: Plan, cut: Iterable[str] = ()) -> Drawn:
         child: [f"{child}.{name}" for name, _ in module.named_parameters()]
         for child, module in model.named_children()
     }
-    arrangement = arrange(
-        units, parameters, whole, dict.fromkeys(parameters, 1), policy_of(plan, CPU), plan.shard
+    specs = build_buffer_specs(
+        units, parameters, whole, dict.fromkeys(parameters, 1), storage_policy(plan), plan.shard
     )
-    return Drawn(model, plan, whole, arrangement, piece_layouts(arrangement, whole))
+    return Case(model, plan, whole, specs, piece_layouts(specs, whole))
 
 
 def two_layers() -> nn.Module:
@@ -112,7 +113,7 @@ def two_layers() -> nn.Module:
 
 def unit_of(layer: nn.Module, index: int = 0, **plan: Any) -> Unit:
     """A layer as the unit of one rank along `shard`, without the others."""
-    return drawn(nn.Sequential(layer), Plan(**plan)).make_alone(index)["0"]
+    return case_of(nn.Sequential(layer), Plan(**plan)).make_alone(index)["0"]
 
 
 def only_buffer(unit: Unit) -> FlatBuffer:
@@ -125,7 +126,7 @@ def live_bytes(units: Iterable[Unit]) -> int:
     storages = {}
     for unit in units:
         for buffer in unit.buffers:
-            flats = (buffer.whole, buffer.piece, buffer.visitor, buffer.gradient, buffer.piece_gradient)
+            flats = (buffer.whole, buffer.piece, buffer.device_copy, buffer.gradient, buffer.piece_gradient)
             for flat in flats:
                 if flat is not None:
                     storages[flat.untyped_storage()._cdata] = flat.untyped_storage().nbytes()

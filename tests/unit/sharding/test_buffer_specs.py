@@ -2,16 +2,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding_cases import SHAPES, drawn, layer_with
+from sharding_cases import SHAPES, case_of, layer_with
 from torch import nn
 
 from plait.layout import Flat, Layout, Replicate, Shard
 from plait.plan import Plan
-from plait.sharding.buffer_specs import Arrangement, BufferKind, arrange
-from plait.sharding.storage_policy import CPU, StoragePolicy
+from plait.sharding.buffer_specs import BufferKind, BufferSpecs, build_buffer_specs
+from plait.sharding.storage_policy import StoragePolicy
 
 
 class Mixed(nn.Module):
@@ -26,16 +27,16 @@ class Mixed(nn.Module):
         self.other = nn.Parameter(torch.ones(6))
 
 
-def members(arrangement: Arrangement, unit: str = "0") -> list[tuple[str, ...]]:
-    return [tuple(slot.name for slot in slots.places) for slots in arrangement[unit].values()]
+def members(specs: BufferSpecs, unit: str = "0") -> list[tuple[str, ...]]:
+    return [spec.names for spec in specs[unit]]
 
 
 def kinds(plan: Plan) -> list[BufferKind]:
-    return list(drawn(nn.Sequential(Mixed()), plan).arrangement["0"])
+    return [spec.kind for spec in case_of(nn.Sequential(Mixed()), plan).buffer_specs["0"]]
 
 
 def test_dtypes_and_frozen_parameters_have_buffers_of_their_own() -> None:
-    assert members(drawn(nn.Sequential(Mixed()), Plan()).arrangement) == [
+    assert members(case_of(nn.Sequential(Mixed()), Plan()).buffer_specs) == [
         ("0.wide",),
         ("0.narrow", "0.other"),
         ("0.frozen",),
@@ -46,7 +47,7 @@ def test_dtypes_and_frozen_parameters_have_buffers_of_their_own() -> None:
 
 def test_a_precision_is_for_floating_point_numbers() -> None:
     plan = Plan(precision="bf16")
-    assert members(drawn(nn.Sequential(Mixed()), plan).arrangement) == [
+    assert members(case_of(nn.Sequential(Mixed()), plan).buffer_specs) == [
         ("0.wide", "0.narrow", "0.other"),
         ("0.frozen",),
         ("0.count",),
@@ -64,7 +65,7 @@ def test_kinds_say_what_is_kept_in_which_precision() -> None:
 
 def test_what_is_frozen_is_cut_only_where_parameters_are() -> None:
     def cut(**options: Any) -> list[bool]:
-        return [kind.cut for kind in kinds(Plan(dp=2, **options))]
+        return [kind.sharded for kind in kinds(Plan(dp=2, **options))]
 
     assert cut(strategy="none") == [False, False, False, False]
     assert cut(strategy="optimizer") == [True, True, False, False]
@@ -74,10 +75,45 @@ def test_what_is_frozen_is_cut_only_where_parameters_are() -> None:
     assert cut(strategy="full", replicate=2, offload="full") == [True, True, True, True]
 
 
+@pytest.mark.parametrize(
+    ("offload", "offloaded"),
+    [("none", (False, False)), ("parameters", (True, False)), ("full", (True, True))],
+)
+def test_offload_puts_pieces_or_their_gradients_too_on_the_cpu(
+    offload: Any, offloaded: tuple[bool, ...]
+) -> None:
+    plan = Plan(dp=2, strategy="full", offload=offload)
+    spec = case_of(nn.Sequential(nn.Linear(64, 64)), plan).buffer_specs["0"][0]
+    assert spec.piece is not None
+    assert spec.piece_gradient is not None
+    assert (spec.piece.offloaded, spec.piece_gradient.offloaded) == offloaded
+    assert (spec.device_copy is not None) == (offload == "parameters")
+
+
+@pytest.mark.parametrize(
+    ("strategy", "own", "kept"),
+    [
+        ("none", (False, False), (True, True)),
+        ("optimizer", (False, False), (True, True)),
+        ("gradients", (False, True), (True, False)),
+        ("full", (True, True), (False, False)),
+    ],
+)
+def test_pieces_are_views_of_what_a_strategy_keeps(
+    strategy: Any, own: tuple[bool, ...], kept: tuple[bool, ...]
+) -> None:
+    plan = Plan(dp=2, strategy=strategy)
+    spec = case_of(nn.Sequential(nn.Linear(64, 64)), plan).buffer_specs["0"][0]
+    assert (spec.piece is not None, spec.piece_gradient is not None) == own
+    assert spec.gradient is not None
+    assert (spec.whole.kept, spec.gradient.kept) == kept
+    assert spec.has_pieces == (strategy != "none")
+
+
 def test_units_are_apart_and_in_order() -> None:
     model = nn.Sequential(nn.Linear(3, 2), nn.Tanh(), nn.Linear(2, 1, bias=False))
-    arrangement = drawn(model, Plan(dp=2, strategy="full")).arrangement
-    assert {unit: members(arrangement, unit) for unit in arrangement} == {
+    specs = case_of(model, Plan(dp=2, strategy="full")).buffer_specs
+    assert {unit: members(specs, unit) for unit in specs} == {
         "0": [("0.weight", "0.bias")],
         "1": [],
         "2": [("2.weight",)],
@@ -88,8 +124,11 @@ def test_places_are_those_of_the_largest_piece_over_tp() -> None:
     """Of 5 rows the first of two ranks has 3; the same places serve both."""
     model = nn.Sequential(nn.Linear(4, 5))
     plan = Plan(dp=2, tp=2, strategy="full")
-    ((slots,),) = [kinds.values() for kinds in drawn(model, plan, cut=["0.weight"]).arrangement.values()]
-    assert {slot.name: tuple(slot.shape) for slot in slots.places} == {"0.weight": (3, 4), "0.bias": (5,)}
+    ((spec,),) = case_of(model, plan, cut=["0.weight"]).buffer_specs.values()
+    assert {slot.name: tuple(slot.shape) for slot in spec.offsets.slots} == {
+        "0.weight": (3, 4),
+        "0.bias": (5,),
+    }
 
 
 def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
@@ -100,17 +139,15 @@ def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
         "weight": Layout((8, 4), axes, {"tp": Shard(0, copies=2)}),
         "bias": Layout((8,), axes, {"tp": Shard(0)}),
     }
-    arrangement = arrange(
+    specs = build_buffer_specs(
         {"0": list(layouts)},
         dict(model.named_parameters()),
         layouts,
         {"weight": 2, "bias": 1},
-        StoragePolicy(CPU),
+        StoragePolicy(),
         1,
     )
-    assert {
-        names: kind.summands for kind, names in zip(arrangement["0"], members(arrangement), strict=True)
-    } == {
+    assert {spec.names: spec.kind.summands for spec in specs["0"]} == {
         ("weight",): 2,
         ("bias",): 1,
     }
@@ -118,9 +155,9 @@ def test_copies_of_a_piece_have_a_buffer_of_their_own() -> None:
 
 def test_the_optimizer_has_intervals_of_what_is_cut_and_all_of_the_rest() -> None:
     model = nn.Sequential(Mixed())
-    whole = drawn(model, Plan(dp=2))
+    whole = case_of(model, Plan(dp=2))
     assert whole.layouts == whole.whole_layouts
-    pieces = drawn(model, Plan(dp=2, strategy="optimizer"))
+    pieces = case_of(model, Plan(dp=2, strategy="optimizer"))
     changed = {name for name in pieces.layouts if pieces.layouts[name] != pieces.whole_layouts[name]}
     assert changed == {"0.wide", "0.narrow", "0.other"}
     assert pieces.layouts["0.other"].placements == (Replicate(), Flat((0, 0, 6)), Replicate())
@@ -133,9 +170,9 @@ def test_intervals_are_what_the_pieces_of_the_buffer_hold(
     model = layer_with(shapes)
     cut = [name for name, parameter in model.named_parameters() if parameter.dim()]
     plan = Plan(dp=ranks, tp=tp, strategy="full", offload="full")
-    made = drawn(model, plan, cut)
-    (slots,) = made.arrangement["0"].values()
-    for slot in slots.places:
+    made = case_of(model, plan, cut)
+    (spec,) = made.buffer_specs["0"]
+    for slot in spec.offsets.slots:
         layout = made.layouts[slot.name]
         for where in range(tp):
             intervals = [layout.interval((0, rank, where)) for rank in range(ranks)]
@@ -144,4 +181,4 @@ def test_intervals_are_what_the_pieces_of_the_buffer_hold(
             ]
             elements = torch.Size(layout.region((0, 0, where)).sizes).numel()
             holder = [rank for rank, interval in enumerate(intervals) for _ in interval]
-            assert holder == [(slot.start + element) // slots.piece for element in range(elements)]
+            assert holder == [(slot.start + element) // spec.offsets.piece for element in range(elements)]

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_cases import drawn, only_buffer, unit_of
+from sharding_cases import case_of, only_buffer, unit_of
 from torch import Tensor, nn
 from torch.nn import functional
 
@@ -37,7 +37,7 @@ def test_memory_may_be_given_back_between_forward_and_backward() -> None:
     unit = unit_of(layer, dp=2, strategy="full")
     buffer, weight = only_buffer(unit), unit.parameters["0.weight"]
     assert buffer.whole.untyped_storage().nbytes() == 0
-    slot = next(slot for slot in buffer.slots.places if slot.name == "0.weight")
+    slot = next(slot for slot in buffer.spec.offsets.slots if slot.name == "0.weight")
 
     def fill() -> None:
         allocate_storage(buffer.whole)
@@ -65,7 +65,7 @@ def step(unit: Unit) -> Tensor:
 def assert_attached(unit: Unit) -> None:
     buffer = only_buffer(unit)
     assert buffer.gradient is not None
-    for slot in buffer.slots.places:
+    for slot in buffer.spec.offsets.slots:
         grad = unit.parameters[slot.name].grad
         assert grad.untyped_storage()._cdata == buffer.gradient.untyped_storage()._cdata
         assert (grad.storage_offset(), grad.shape) == (slot.start, slot.shape)
@@ -92,7 +92,7 @@ def test_gradients_of_an_earlier_step_are_carried_as_a_copy() -> None:
     step(unit)
     carried = step(unit)
     assert carried is not buffer.gradient
-    for slot in buffer.slots.places:
+    for slot in buffer.spec.offsets.slots:
         assert (slot.view_of(carried) == 1).all()
         assert (unit.parameters[slot.name].grad == 1).all(), "this step's own"
 
@@ -175,7 +175,7 @@ def test_a_step_that_failed_leaves_gradients_as_they_were(strategy: Any) -> None
 def test_optimizers_work_on_the_views(strategy: Any, set_to_none: bool) -> None:
     torch.manual_seed(0)
     native = nn.Linear(64, 64, dtype=torch.float64)
-    made = drawn(nn.Sequential(native), Plan(dp=2, strategy=strategy))
+    made = case_of(nn.Sequential(native), Plan(dp=2, strategy=strategy))
     units = [made.make_alone(index)["0"] for index in range(2)]
     ours = [torch.optim.AdamW(unit.pieces.values(), lr=0.1, fused=True) for unit in units]
     theirs = torch.optim.AdamW(native.parameters(), lr=0.1)
@@ -206,18 +206,18 @@ def test_offloaded_pieces_come_to_the_device_between_steps() -> None:
         last = first + flat.nbytes
         return all(first <= piece.data_ptr() < last for piece in unit.pieces.values() if piece.numel())
 
-    assert buffer.visitor is not None
-    assert lies_in(buffer.visitor)
+    assert buffer.device_copy is not None
+    assert lies_in(buffer.device_copy)
     with torch.no_grad():
         for piece in unit.pieces.values():
             piece.add_(1)
     pieces = {name: piece.detach().clone() for name, piece in unit.pieces.items()}
     identities = {name: id(piece) for name, piece in unit.pieces.items()}
-    buffer.leave_device()
-    assert buffer.visitor is None
+    buffer.copy_back()
+    assert buffer.device_copy is None
     assert lies_in(buffer.piece)
-    buffer.return_to_device()
-    assert lies_in(buffer.visitor)
+    buffer.copy_to_device()
+    assert lies_in(buffer.device_copy)
     assert all(torch.equal(piece, pieces[name]) for name, piece in unit.pieces.items())
     assert identities == {name: id(piece) for name, piece in unit.pieces.items()}, "what optimizers know"
 
@@ -226,9 +226,9 @@ def test_offloaded_pieces_come_to_the_device_between_steps() -> None:
 def test_other_pieces_stay_where_they_are(offload: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), dp=2, strategy="full", offload=offload))
     before = {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
-    buffer.leave_device()
-    buffer.return_to_device()
-    assert buffer.visitor is None
+    buffer.copy_back()
+    buffer.copy_to_device()
+    assert buffer.device_copy is None
     assert before == {name: piece.data_ptr() for name, piece in buffer.pieces.items()}
 
 
@@ -253,7 +253,7 @@ def test_the_gradients_that_are_wanted() -> None:
 @pytest.mark.parametrize("strategy", ["none", "full"])
 def test_a_parameter_that_was_frozen_since_is_refused(strategy: Any) -> None:
     unit = unit_of(nn.Linear(3, 2), dp=2, strategy=strategy)
-    only_buffer(unit).refuse_refreezing()
+    only_buffer(unit).check_requires_grad()
     unit.pieces["0.bias"].requires_grad_(False)
     with pytest.raises(PlanError, match=r"requires_grad of 0\.bias has changed to False since parallelize"):
-        only_buffer(unit).refuse_refreezing()
+        only_buffer(unit).check_requires_grad()

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_cases import drawn, live_bytes, two_layers, unit_of
+from sharding_cases import case_of, live_bytes, two_layers, unit_of
 from torch import Tensor, nn
 
 from plait.comm.collectives import barrier
@@ -50,7 +50,7 @@ def update(units: dict[str, Unit], rank: int) -> None:
 def two_rounds(plan: Plan, messages: bool) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     """After each of two updates: this rank's pieces, and what its layers then use."""
     mesh = Mesh(plan)
-    units = drawn(two_layers(), plan).make_on(mesh, messages=messages)
+    units = case_of(two_layers(), plan).make_on(mesh, messages=messages)
     gatherer, rounds = Gatherer(units), []
     for _ in range(2):
         update(units, mesh.rank)
@@ -81,7 +81,7 @@ def test_layers_use_what_the_optimizers_of_all_ranks_have_made(
     rank_pool: Any, plan: dict[str, Any], messages: bool
 ) -> None:
     chosen = Plan(dp=3, **plan)
-    model, layouts = two_layers(), drawn(two_layers(), chosen).layouts
+    model, layouts = two_layers(), case_of(two_layers(), chosen).layouts
     of_ranks = rank_pool.run(two_rounds, chosen, messages, ranks=3)
     for rounds in zip(*of_ranks, strict=True):
         for name, start in model.named_parameters():
@@ -93,7 +93,7 @@ def test_layers_use_what_the_optimizers_of_all_ranks_have_made(
 def counts(plan: Plan) -> list[dict[str, Count]]:
     """The traffic of a gather, of another in the same step, and of one in the next."""
     mesh = Mesh(plan)
-    gatherer, found = Gatherer(drawn(two_layers(), plan).make_on(mesh)), []
+    gatherer, found = Gatherer(case_of(two_layers(), plan).make_on(mesh)), []
     for begins in (True, False, True):
         if begins:
             gatherer.begin()
@@ -108,8 +108,8 @@ def test_a_unit_is_gathered_once_until_it_is_released_or_may_have_changed(
     rank_pool: Any, strategy: Any
 ) -> None:
     plan = Plan(dp=2, strategy=strategy)
-    slots = [slots for kinds in drawn(two_layers(), plan).arrangement.values() for slots in kinds.values()]
-    once = {"all_gather": Count(2, sum(4 * one.piece for one in slots))}
+    offsets = [spec.offsets for specs in case_of(two_layers(), plan).buffer_specs.values() for spec in specs]
+    once = {"all_gather": Count(2, sum(4 * one.piece for one in offsets))}
     assert rank_pool.run(counts, plan, ranks=2) == [[once, {}, once]] * 2
 
 
@@ -160,15 +160,15 @@ def test_where_layers_use_what_the_optimizer_updates_nothing_is_gathered() -> No
 def test_offloaded_pieces_are_away_while_a_step_runs() -> None:
     unit = unit_of(nn.Linear(64, 64), strategy="full", offload="parameters")
     (buffer,), gatherer = unit.buffers, Gatherer({"0": unit})
-    assert buffer.visitor is not None
+    assert buffer.device_copy is not None
     with torch.no_grad():
         unit.pieces["0.weight"].fill_(3)
     gatherer.begin()
-    assert buffer.visitor is None
+    assert buffer.device_copy is None
     gather_all(gatherer)
     assert set(unit.parameters["0.weight"].flatten().tolist()) == {3.0}
     gatherer.handlers()[Finish](Finish())
-    assert buffer.visitor is not None
+    assert buffer.device_copy is not None
 
 
 def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
@@ -177,7 +177,7 @@ def after_a_failure(plan: Plan, messages: bool) -> tuple[int, int, bool]:
     What others have started goes on until the last rank comes, when they have updated their pieces.
     """
     mesh = Mesh(plan)
-    units = drawn(two_layers(), plan).make_on(mesh, messages=messages)
+    units = case_of(two_layers(), plan).make_on(mesh, messages=messages)
     gatherer, is_last = Gatherer(units), mesh.rank + 1 == mesh.world
     between = live_bytes(units.values())
     if is_last:

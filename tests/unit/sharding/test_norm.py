@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_cases import drawn, group_of, two_layers, unit_of
+from sharding_cases import case_of, group_of, two_layers, unit_of
 from torch import nn
 
 from plait.comm.mesh import Mesh
@@ -114,7 +114,7 @@ def test_the_norm_of_a_large_layer_keeps_its_digits(order: float, error: float) 
 def over_pieces(plan: Plan) -> list[tuple[float, float]]:
     """For each order the norm of gradients that are like the parameters, and the norm after clipping to 1."""
     mesh = Mesh(plan)
-    units, world = drawn(two_layers(), plan).make_on(mesh).values(), mesh.group("world")
+    units, world = case_of(two_layers(), plan).make_on(mesh).values(), mesh.group("world")
     pieces = {name: piece for unit in units for name, piece in unit.pieces.items()}
     counted = [] if mesh.index("replicate") else list(pieces)
     found = []

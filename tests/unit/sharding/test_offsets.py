@@ -9,101 +9,103 @@ from hypothesis import given
 from hypothesis import strategies as st
 from sharding_cases import SHAPES
 
-from plait.sharding.offsets import ALIGNMENT, MOST_PADDING, Offsets, place
+from plait.sharding.offsets import ALIGNMENT, MOST_PADDING, Offsets, compute_offsets
 
 PIECES = st.integers(1, 7)
 
 
 def placed(shapes: list[tuple[int, ...]], pieces: int) -> Offsets:
-    return place({str(number): torch.Size(shape) for number, shape in enumerate(shapes)}, pieces)
+    return compute_offsets({str(number): torch.Size(shape) for number, shape in enumerate(shapes)}, pieces)
 
 
 def row_of(shape: tuple[int, ...]) -> int:
     return max(1, prod(shape[1:]))
 
 
-def cuts_between_rows(slots: Offsets) -> bool:
-    return all(bound % row_of(slot.shape) == 0 for slot in slots.places for bound in slots.bounds(slot)[1:-1])
+def cuts_between_rows(offsets: Offsets) -> bool:
+    return all(
+        bound % row_of(slot.shape) == 0 for slot in offsets.slots for bound in offsets.bounds(slot)[1:-1]
+    )
 
 
-def padding(slots: Offsets) -> int:
-    return slots.size - sum(slot.shape.numel() for slot in slots.places)
+def padding(offsets: Offsets) -> int:
+    return offsets.size - sum(slot.shape.numel() for slot in offsets.slots)
 
 
-def starts(slots: Offsets) -> dict[str, int]:
-    return {slot.name: slot.start for slot in slots.places}
+def starts(offsets: Offsets) -> dict[str, int]:
+    return {slot.name: slot.start for slot in offsets.slots}
 
 
 def test_cuts_fall_between_rows_where_that_costs_nothing() -> None:
-    slots = placed([(64, 64), (128, 64)], pieces=4)
-    assert (slots.size, slots.piece, starts(slots)) == (12_288, 3072, {"0": 0, "1": 4096})
-    first, second = slots.places
-    assert slots.bounds(first) == (0, 3072, 4096, 4096, 4096)
-    assert slots.bounds(second) == (0, 0, 2048, 5120, 8192)
+    offsets = placed([(64, 64), (128, 64)], pieces=4)
+    assert (offsets.size, offsets.piece, starts(offsets)) == (12_288, 3072, {"0": 0, "1": 4096})
+    first, second = offsets.slots
+    assert offsets.bounds(first) == (0, 3072, 4096, 4096, 4096)
+    assert offsets.bounds(second) == (0, 0, 2048, 5120, 8192)
 
 
 def test_long_rows_come_first() -> None:
     """A parameter that starts at multiples of its row, behind rows that it divides, leaves no gap."""
-    slots = placed([(640,), (10, 64), (10, 128)], pieces=2)
-    assert starts(slots) == {"2": 0, "1": 1280, "0": 1920}
-    assert (slots.size, padding(slots)) == (2560, 0)
+    offsets = placed([(640,), (10, 64), (10, 128)], pieces=2)
+    assert starts(offsets) == {"2": 0, "1": 1280, "0": 1920}
+    assert (offsets.size, padding(offsets)) == (2560, 0)
 
 
 def test_padding_stands_before_what_would_begin_inside_a_row() -> None:
-    slots = placed([(1000, 48), (1000, 32)], pieces=2)
-    assert starts(slots) == {"0": 0, "1": 48_000}
-    slots = placed([(1001, 48), (1000, 32)], pieces=2)
-    assert starts(slots) == {"0": 0, "1": 48_064}  # 1001 · 48 = 48 048 is no multiple of 32
-    assert cuts_between_rows(slots)
+    offsets = placed([(1000, 48), (1000, 32)], pieces=2)
+    assert starts(offsets) == {"0": 0, "1": 48_000}
+    offsets = placed([(1001, 48), (1000, 32)], pieces=2)
+    assert starts(offsets) == {"0": 0, "1": 48_064}  # 1001 · 48 = 48 048 is no multiple of 32
+    assert cuts_between_rows(offsets)
 
 
 def test_where_rows_would_cost_too_much_cuts_fall_at_multiples_of_16() -> None:
-    slots = placed([(4, 16), (8, 32), (16,)], pieces=2)
-    assert (slots.size, starts(slots)) == (352, {"0": 0, "1": 64, "2": 320})
-    assert [slots.bounds(slot) for slot in slots.places] == [(0, 64, 64), (0, 112, 256), (0, 0, 16)]
+    offsets = placed([(4, 16), (8, 32), (16,)], pieces=2)
+    assert (offsets.size, starts(offsets)) == (352, {"0": 0, "1": 64, "2": 320})
+    assert [offsets.bounds(slot) for slot in offsets.slots] == [(0, 64, 64), (0, 112, 256), (0, 0, 16)]
 
 
 def test_for_one_rank_parameters_stand_in_their_order() -> None:
-    slots = placed([(), (1,), (17,), (2, 3), ()], pieces=1)
-    assert starts(slots) == {"0": 0, "1": 16, "2": 32, "3": 64, "4": 80}
-    assert slots.size == 96
-    assert [slots.bounds(slot) for slot in slots.places] == [(0, 1), (0, 1), (0, 17), (0, 6), (0, 1)]
+    offsets = placed([(), (1,), (17,), (2, 3), ()], pieces=1)
+    assert starts(offsets) == {"0": 0, "1": 16, "2": 32, "3": 64, "4": 80}
+    assert offsets.size == 96
+    assert [offsets.bounds(slot) for slot in offsets.slots] == [(0, 1), (0, 1), (0, 17), (0, 6), (0, 1)]
 
 
 def test_more_ranks_than_elements() -> None:
-    slots = placed([(3,)], pieces=4)
-    assert (slots.piece, slots.bounds(slots.places[0])) == (16, (0, 3, 3, 3, 3))
+    offsets = placed([(3,)], pieces=4)
+    assert (offsets.piece, offsets.bounds(offsets.slots[0])) == (16, (0, 3, 3, 3, 3))
 
 
 @given(SHAPES, PIECES)
 def test_places_are_aligned_and_apart(shapes: list[tuple[int, ...]], pieces: int) -> None:
-    slots = placed(shapes, pieces)
-    assert sorted(slot.name for slot in slots.places) == sorted(map(str, range(len(shapes))))
-    assert all(slot.shape == shapes[int(slot.name)] for slot in slots.places)
-    assert all(slot.start % ALIGNMENT == 0 for slot in slots.places)
-    in_order = sorted(slots.places, key=lambda slot: (slot.start, slot.stop))
+    offsets = placed(shapes, pieces)
+    assert sorted(slot.name for slot in offsets.slots) == sorted(map(str, range(len(shapes))))
+    assert all(slot.shape == shapes[int(slot.name)] for slot in offsets.slots)
+    assert all(slot.start % ALIGNMENT == 0 for slot in offsets.slots)
+    in_order = sorted(offsets.slots, key=lambda slot: (slot.start, slot.stop))
     assert all(before.stop <= after.start for before, after in pairwise(in_order))
-    assert in_order[-1].stop <= slots.size
+    assert in_order[-1].stop <= offsets.size
 
 
 @given(SHAPES, PIECES)
 def test_pieces_have_one_size(shapes: list[tuple[int, ...]], pieces: int) -> None:
-    slots = placed(shapes, pieces)
-    assert slots.pieces == pieces
-    assert slots.size == pieces * slots.piece
-    assert slots.piece % ALIGNMENT == 0
+    offsets = placed(shapes, pieces)
+    assert offsets.pieces == pieces
+    assert offsets.size == pieces * offsets.piece
+    assert offsets.piece % ALIGNMENT == 0
 
 
 @given(SHAPES, PIECES)
 def test_bounds_tile_each_parameter_as_the_pieces_cut_the_buffer(
     shapes: list[tuple[int, ...]], pieces: int
 ) -> None:
-    slots = placed(shapes, pieces)
-    for slot in slots.places:
-        bounds = slots.bounds(slot)
+    offsets = placed(shapes, pieces)
+    for slot in offsets.slots:
+        bounds = offsets.bounds(slot)
         assert (len(bounds), bounds[0], bounds[-1]) == (pieces + 1, 0, slot.shape.numel())
         holder = [rank for rank, (low, high) in enumerate(pairwise(bounds)) for _ in range(low, high)]
-        assert holder == [(slot.start + element) // slots.piece for element in range(slot.shape.numel())]
+        assert holder == [(slot.start + element) // offsets.piece for element in range(slot.shape.numel())]
 
 
 @given(
@@ -113,9 +115,9 @@ def test_bounds_tile_each_parameter_as_the_pieces_cut_the_buffer(
     st.integers(2, 6),
 )
 def test_padding_is_small_or_of_multiples_of_16(shapes: list[tuple[int, int]], pieces: int) -> None:
-    slots = placed(shapes, pieces)
-    by_rows = padding(slots) <= MOST_PADDING * sum(map(prod, shapes)) and cuts_between_rows(slots)
-    assert by_rows or padding(slots) < ALIGNMENT * (len(shapes) + pieces)
+    offsets = placed(shapes, pieces)
+    by_rows = padding(offsets) <= MOST_PADDING * sum(map(prod, shapes)) and cuts_between_rows(offsets)
+    assert by_rows or padding(offsets) < ALIGNMENT * (len(shapes) + pieces)
 
 
 @pytest.mark.parametrize("pieces", [2, 3, 4, 6, 8])
@@ -124,6 +126,6 @@ def test_the_layers_of_real_models_are_cut_between_rows(hidden: int, pieces: int
     attention = [(3 * hidden, hidden), (3 * hidden,), (hidden, hidden), (hidden,), (hidden,)]
     inner = [(4 * hidden, hidden), (4 * hidden,), (hidden, 4 * hidden), (hidden,), (hidden,)]
     for shapes in (attention, inner, [(50_257, hidden)]):
-        slots = placed(shapes, pieces)
-        assert cuts_between_rows(slots)
-        assert padding(slots) <= MOST_PADDING * sum(map(prod, shapes))
+        offsets = placed(shapes, pieces)
+        assert cuts_between_rows(offsets)
+        assert padding(offsets) <= MOST_PADDING * sum(map(prod, shapes))

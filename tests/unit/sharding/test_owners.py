@@ -16,7 +16,7 @@ from plait.layout import Flat, Layout, Shard
 from plait.models.gpt2 import gpt2
 from plait.models.llama import llama
 from plait.plan import Plan
-from plait.sharding.owners import counted_parameters, ranks_holding, reduction_groups
+from plait.sharding.owners import counted_parameters, reduction_groups, reduction_ranks
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WHOLE, CUT, COPIED = (Layout((4,), AXES, at) for at in ({}, {"tp": Shard(0)}, {"tp": Shard(0, copies=2)}))
@@ -46,9 +46,9 @@ def over_cube(rank_pool: Any, body: Any) -> list[Any]:
 def test_ranks_that_hold_the_same_piece(rank_pool):
     def body(mesh: Mesh) -> Any:
         return (
-            ranks_holding([(0,), (1,)], 2, mesh),
-            ranks_holding([(0, 1)], 1, mesh),
-            ranks_holding([(0, 1)], 2, mesh),
+            reduction_ranks([(0,), (1,)], 2, mesh),
+            reduction_ranks([(0, 1)], 1, mesh),
+            reduction_ranks([(0, 1)], 2, mesh),
         )
 
     for stages, tied, both in over_cube(rank_pool, body):
@@ -117,7 +117,7 @@ def over_hybrid(rank_pool: Any, body: Any) -> list[Any]:
 
 def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(rank_pool):
     def body(mesh: Mesh) -> Any:
-        return ranks_holding([(0,), (1,)], 1, mesh, "replicate"), ranks_holding(
+        return reduction_ranks([(0,), (1,)], 1, mesh, "replicate"), reduction_ranks(
             [(0, 1)], 1, mesh, "replicate"
         )
 

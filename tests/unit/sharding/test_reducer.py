@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 import torch
-from sharding_cases import drawn, live_bytes, only_buffer, two_layers, unit_of
+from sharding_cases import case_of, live_bytes, only_buffer, two_layers, unit_of
 from torch import Tensor, nn
 
 from plait.comm.mesh import Mesh
@@ -130,7 +130,7 @@ ORDERS = ([0, 3, 3, 0], [3, 0, 0, 3])
 @pytest.mark.parametrize("order", ORDERS, ids=str)
 def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
     """In float32 2²⁴ + 1 is 2²⁴: in one sum both 1 would be lost, or one of them."""
-    units = drawn(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3))
+    units = case_of(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3))
     (unit,), reducer = units.values(), Reducer(units)
     assert set(unit.parameters_of(0).values()).isdisjoint(unit.parameters_of(3).values())
     reducer.begin()
@@ -147,7 +147,7 @@ def test_stages_of_a_rank_are_added_up_apart(order: list[int]) -> None:
 
 
 def test_all_stages_use_what_was_put_in_a_parameters_place() -> None:
-    (unit,) = drawn(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3)).values()
+    (unit,) = case_of(nn.Sequential(nn.Linear(2, 1)), Plan()).make_alone(stages=(0, 3)).values()
     for parameter in unit.pieces.values():
         parameter.data = parameter.data + 1
     Gatherer({"0": unit}).begin()
@@ -156,7 +156,7 @@ def test_all_stages_use_what_was_put_in_a_parameters_place() -> None:
 
 
 def reducer_on(mesh: Mesh, plan: Plan, *, messages: bool = False) -> Reducer:
-    return Reducer(drawn(two_layers(), plan).make_on(mesh, messages=messages))
+    return Reducer(case_of(two_layers(), plan).make_on(mesh, messages=messages))
 
 
 def two_steps(plan: Plan, messages: bool) -> dict[str, Tensor | None]:
@@ -170,7 +170,7 @@ def two_steps(plan: Plan, messages: bool) -> dict[str, Tensor | None]:
 
 def assert_summed(of_ranks: list[dict[str, Tensor | None]], plan: Plan, value: float) -> None:
     """The pieces make the model's gradients, `value` times the pattern in each."""
-    layouts = drawn(two_layers(), plan).layouts
+    layouts = case_of(two_layers(), plan).layouts
     for name, parameter in two_layers().named_parameters():
         whole = assemble([gradients[name] for gradients in of_ranks], layouts[name])
         assert torch.equal(whole.float(), value * pattern(parameter.shape))
@@ -202,7 +202,7 @@ def test_gradients_may_travel_in_another_precision(
 def apart_by_digits(plan: Plan) -> set[float]:
     """After micro-batches that add 128 and a half on each of two ranks; bfloat16 has 8 digits."""
     mesh = Mesh(plan)
-    unit = drawn(nn.Sequential(nn.Linear(64, 63, bias=False)), plan).make_on(mesh)["0"]
+    unit = case_of(nn.Sequential(nn.Linear(64, 63, bias=False)), plan).make_on(mesh)["0"]
     reducer = Reducer({"0": unit})
     run_step(reducer, plan, [128.0, 0.5])
     return set(unit.pieces["0.weight"].grad.flatten().tolist())
@@ -232,8 +232,8 @@ def test_what_is_sent(rank_pool: Any) -> None:
     """Over `shard` whole gradients, once or each micro-batch; over `replicate` pieces; else all over `dp`."""
 
     def size(plan: Plan) -> int:
-        kinds = drawn(two_layers(), plan).arrangement.values()
-        return sum(4 * slots.size for one in kinds for slots in one.values())
+        units = case_of(two_layers(), plan).buffer_specs.values()
+        return sum(4 * spec.offsets.size for specs in units for spec in specs)
 
     whole = size(Plan(dp=2, strategy="full"))
     for strategy, times in (("optimizer", 1), ("full", 2)):
@@ -252,7 +252,7 @@ def large_layer() -> nn.Module:
 
 def bytes_of_a_step(plan: Plan) -> list[int]:
     """Of gradients and parameters: between steps, with an open gradient, and when it was scattered."""
-    unit = drawn(large_layer(), plan).make_on(Mesh(plan))["0"]
+    unit = case_of(large_layer(), plan).make_on(Mesh(plan))["0"]
     reducer, found = Reducer({"0": unit}), [live_bytes([unit])]
     reducer.begin()
     reducer.open("0")
@@ -265,10 +265,10 @@ def bytes_of_a_step(plan: Plan) -> list[int]:
 @pytest.mark.parametrize("strategy", ["gradients", "full"])
 def test_a_whole_gradient_is_there_while_it_is_open(rank_pool: Any, strategy: Any) -> None:
     plan = Plan(dp=2, strategy=strategy)
-    (slots,) = drawn(large_layer(), plan).arrangement["0"].values()
+    (spec,) = case_of(large_layer(), plan).buffer_specs["0"]
     for before, opened, after in rank_pool.run(bytes_of_a_step, plan, ranks=2):
         assert before == after
-        assert opened == before + 4 * slots.size
+        assert opened == before + 4 * spec.offsets.size
 
 
 def after_a_failure(plan: Plan, messages: bool) -> tuple[bool, Any]:

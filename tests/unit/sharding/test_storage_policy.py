@@ -6,7 +6,6 @@ from torch import nn
 
 from plait.sharding.storage_policy import StoragePolicy
 
-CPU, META = torch.device("cpu"), torch.device("meta")  # any device that is not the CPU
 WIDE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
 
 
@@ -36,31 +35,15 @@ def dtypes_of(policy: StoragePolicy, one: nn.Parameter) -> tuple[torch.dtype, ..
 def test_each_dtype_is_like_the_one_before(
     told: dict[str, torch.dtype], dtypes: tuple[torch.dtype, ...]
 ) -> None:
-    assert dtypes_of(StoragePolicy(CPU, **told), parameter(WIDE)) == dtypes
+    assert dtypes_of(StoragePolicy(**told), parameter(WIDE)) == dtypes
 
 
 def test_whole_numbers_stay_what_they_are() -> None:
-    policy = StoragePolicy(CPU, compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
+    policy = StoragePolicy(compute=HALF, master=SINGLE, gradient=SINGLE, reduce=HALF)
     assert dtypes_of(policy, parameter(torch.int64, trains=False)) == (torch.int64,) * 4
 
 
 def test_what_is_frozen_has_no_master() -> None:
-    policy = StoragePolicy(CPU, compute=HALF, master=SINGLE)
+    policy = StoragePolicy(compute=HALF, master=SINGLE)
     frozen = parameter(WIDE, trains=False)
     assert (policy.dtype_of(frozen), policy.master_of(frozen)) == (HALF, HALF)
-
-
-@pytest.mark.parametrize(
-    ("offloads", "homes"),
-    [
-        ({}, (META, META)),
-        ({"offloads_parameters": True}, (CPU, META)),
-        ({"offloads_parameters": True, "offloads_gradients": True}, (CPU, CPU)),
-    ],
-    ids=str,
-)
-def test_where_pieces_and_their_gradients_lie(
-    offloads: dict[str, bool], homes: tuple[torch.device, ...]
-) -> None:
-    policy = StoragePolicy(META, **offloads)
-    assert (policy.home, policy.gradient_home) == homes

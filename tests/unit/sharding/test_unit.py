@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from sharding_cases import SHAPES, drawn, layer_with, live_bytes, only_buffer, unit_of
+from sharding_cases import SHAPES, case_of, layer_with, live_bytes, only_buffer, unit_of
 from torch import nn
 from torch.nn import functional
 
@@ -22,13 +22,13 @@ MIXED = {"precision": "bf16", "master_precision": "fp32"}
 @given(SHAPES)
 def test_every_parameter_is_a_view_at_an_aligned_place(shapes: list[tuple[int, ...]]) -> None:
     model = layer_with(shapes)
-    unit = drawn(model, Plan()).make_alone()["0"]
+    unit = case_of(model, Plan()).make_alone()["0"]
     buffer = only_buffer(unit)
     assert buffer.gradient is not None
     assert buffer.whole.numel() % ALIGNMENT == 0
     assert buffer.gradient.shape == buffer.whole.shape
     covered = torch.zeros_like(buffer.whole)
-    for slot, (name, wanted) in zip(buffer.slots.places, model.named_parameters(), strict=True):
+    for slot, (name, wanted) in zip(buffer.spec.offsets.slots, model.named_parameters(), strict=True):
         assert (slot.name, slot.shape, slot.start % ALIGNMENT) == (name, wanted.shape, 0)
         assert torch.equal(unit.parameters[name], wanted)
         covered[slot.start : slot.stop] += 1
@@ -44,7 +44,7 @@ def test_the_pieces_of_all_ranks_make_the_model(
 ) -> None:
     model = layer_with(shapes)
     cut = [name for name, parameter in model.named_parameters() if parameter.dim()]
-    made = drawn(model, Plan(dp=ranks, tp=tp, strategy=strategy), cut)
+    made = case_of(model, Plan(dp=ranks, tp=tp, strategy=strategy), cut)
     units = {(0, *at): made.make_alone(*at)["0"] for at in product(range(ranks), range(tp))}
     for name, parameter in model.named_parameters():
         pieces = {at: unit.pieces[name] for at, unit in units.items()}
@@ -84,7 +84,7 @@ def test_a_piece_is_a_part_of_what_is_kept_whole(strategy: Any) -> None:
     buffer = only_buffer(unit_of(nn.Linear(64, 64), index=2, dp=4, strategy=strategy))
     assert buffer.gradient is not None
     assert buffer.piece_gradient is not None
-    assert buffer.has_pieces == (strategy != "none")
+    assert buffer.spec.has_pieces == (strategy != "none")
     if strategy == "none":
         assert buffer.pieces is buffer.parameters
         assert buffer.piece_gradient is buffer.gradient
@@ -92,8 +92,8 @@ def test_a_piece_is_a_part_of_what_is_kept_whole(strategy: Any) -> None:
     assert buffer.piece.numel() == buffer.piece_gradient.numel() == 65 * 64 / 4
     within = buffer.piece.untyped_storage()._cdata == buffer.whole.untyped_storage()._cdata
     assert within == (strategy != "full")
-    assert buffer.piece.storage_offset() == (2 * buffer.slots.piece if within else 0)
-    assert buffer.reduces_in_place == (strategy == "optimizer")
+    assert buffer.piece.storage_offset() == (2 * buffer.spec.offsets.piece if within else 0)
+    assert buffer.spec.scatters_in_place == (strategy == "optimizer")
     assert bool(buffer.whole.untyped_storage().nbytes()) == (strategy != "full")
     assert bool(buffer.gradient.untyped_storage().nbytes()) == (strategy == "optimizer")
 
@@ -130,7 +130,7 @@ def test_what_is_frozen_has_no_gradient() -> None:
     weight, bias = unit.buffers
     assert unit.trainable == (weight,)
     assert unit.gradients_of(0).keys() == {("0.weight", 0)}
-    assert (bias.gradient, bias.piece_gradient, bias.group) == (None, None, None)
+    assert (bias.gradient, bias.piece_gradient, bias.replica_group) == (None, None, None)
     assert bias.attach_gradients() is None
     assert bias.current_gradients(unit.pieces) == []
     assert {name: one.requires_grad for name, one in (unit.pieces | unit.parameters).items()} == {
