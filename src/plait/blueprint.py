@@ -254,7 +254,7 @@ def parameter_layouts(
 
 
 def storage_policy(plan: Plan) -> StoragePolicy:
-    """How a rank that computes on `device` keeps parameters and gradients."""
+    """Return how the ranks of a plan store parameters and gradients."""
     return StoragePolicy(
         compute=DTYPES[plan.precision],
         master=DTYPES[plan.master_precision],
