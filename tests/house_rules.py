@@ -56,7 +56,7 @@ PRIVATE_USES = {
         "_version",
     ): "whether a layer wrote to its input: likewise",
     (
-        "pipeline/profiling.py",
+        "pipeline/executor.py",
         "profiling",
         "_profiler_enabled",
     ): "no public way to ask for an active profiler",
@@ -65,8 +65,16 @@ PRIVATE_USES = {
         "_flatten",
         "_modules",
     ): "named_children leaves out what stands twice",
-    ("pipeline/products.py", "_written", "_schema"): "what an operation writes to: no public way to ask",
-    ("pipeline/products.py", "*", "torch.utils._python_dispatch.TorchDispatchMode"): "sees each operation",
+    (
+        "pipeline/cached_operations.py",
+        "_written",
+        "_schema",
+    ): "what an operation writes to: no public way to ask",
+    (
+        "pipeline/cached_operations.py",
+        "*",
+        "torch.utils._python_dispatch.TorchDispatchMode",
+    ): "sees each operation",
     (
         "footprint/fused_attention.py",
         "_kernel",

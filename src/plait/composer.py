@@ -19,7 +19,7 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
-from plait.engine import Engine, Parts
+from plait.engine import Engine, Runtime
 from plait.errors import ModelError, listed
 from plait.layers.compiled import refuse_compiled_loss
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
@@ -29,16 +29,13 @@ from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Source, Values, places_of
 from plait.pipeline.exchange import Exchange
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
+from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
-from plait.pipeline.worker import Worker
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lowering_spec import sharding_of
-from plait.schedules.step_programs import StepPrograms
-from plait.sharding.gatherer import Gatherer
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
-from plait.sharding.reducer import Reducer
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.partition import is_cut
@@ -75,37 +72,27 @@ def parallelize(
     mesh.check_plan(plan)
     loss = accepted_loss(loss)
     blueprint = build_blueprint(model, plan, rules)
-    sequence = blueprint.sequence
     source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
-    steps = StepPrograms(blueprint.schedule, blueprint.lowering_spec, mesh.index("pp"))
-    dropout = DropoutGenerator(seed)
-    spans = {stage: blueprint.stage_layers[stage] for stage in steps.schedule.stages_of(mesh.index("pp"))}
-    units = build_units(blueprint, spans, mesh, source)
+    local = blueprint.schedule.stages_of(mesh.index("pp"))
+    spans = {stage: blueprint.stage_layers[stage] for stage in local}
+    units, dropout = build_units(blueprint, spans, mesh, source), DropoutGenerator(seed)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
-    vocabulary = tensor_parallel.vocabulary_of(sequence.layers[-1])
-    worker = Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), loss_end(loss, vocabulary))
-    parts = Parts(
-        plan=plan,
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    exchange = Exchange(*mesh.pipeline_groups, mesh.device)
+    runtime = Runtime(
+        blueprint=blueprint,
         mesh=mesh,
         loss=loss,
-        counts=blueprint.layers_per_stage,
-        layouts=blueprint.layouts,
-        whole_layouts=blueprint.whole_layouts,
-        summed=blueprint.summed,
-        sequence_dims=blueprint.sequence_dims,
-        meta_layers=blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results),
-        steps=steps,
-        worker=worker,
-        gatherer=Gatherer(units),
-        reducer=Reducer(units),
+        pipeline=PipelineRank(stages, exchange, loss_stage(loss, vocabulary), blueprint.layers_per_stage),
+        units=units,
         dropout=dropout,
         counted=counted_parameters(blueprint.owners, blueprint.layouts, mesh),
         vocabulary=vocabulary,
-        in_half=blueprint.trains_in_fp16,
+        meta_layers=blueprint.meta_layers(tensor_parallel, mesh.coordinate, mesh.shared_results),
         context=getattr(model, "context", None),
     )
-    return Engine(parts)
+    return Engine(runtime)
 
 
 def accepted_loss(given: GivenLoss) -> Loss:
@@ -140,11 +127,11 @@ def agreed_source(
     return own
 
 
-def loss_end(loss: Loss, vocabulary: Vocabulary | None) -> LossEnd:
+def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
     """The end of the last stage, for whole logits or for this rank's piece of them."""
     if vocabulary is None:
-        return LossEnd(loss)
-    return LossEnd(loss_of_pieces(loss, vocabulary), spends=True)
+        return LossStage(loss)
+    return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
 
 
 def build_units(

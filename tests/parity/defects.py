@@ -17,7 +17,7 @@ from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
 from plait.engine import runner
 from plait.pipeline.exchange import Exchange
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Stage
 from plait.sharding import norm, reducer
 from plait.sharding.reducer import Reducer
@@ -149,12 +149,12 @@ def norm_of_own_stage_only() -> Iterator[None]:
 @contextmanager
 def targets_of_another_microbatch() -> Iterator[None]:
     """The loss compares each output with the first micro-batch's targets."""
-    original = LossEnd.begin
+    original = LossStage.begin
 
-    def begin(self: LossEnd, targets: Any, scale: Tensor | None) -> None:
+    def begin(self: LossStage, targets: Any, scale: Tensor | None) -> None:
         original(self, [targets[0] for _ in targets], scale)
 
-    with patch.object(LossEnd, "begin", begin):
+    with patch.object(LossStage, "begin", begin):
         yield
 
 

@@ -68,7 +68,7 @@ def batch(step: int) -> tuple[Tensor, Tensor]:
 
 
 def tell(engine: Engine, breaks: tuple[str, int] | None, layer: int) -> None:
-    for stage in engine._worker.stages.values():
+    for stage in engine._pipeline.stages.values():
         for number, one in enumerate(stage.layers):
             assert isinstance(one.module, Fragile)
             one.module.calls, one.module.breaks = 0, breaks if number == layer else None
@@ -91,7 +91,7 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
         for parameter, old in zip(engine.parameters(), before, strict=True):
             assert (parameter.grad is None) == (old is None)
             assert old is None or torch.equal(parameter.grad, old)
-        for unit in engine._parts.reducer.units.values():
+        for unit in engine._runtime.units.values():
             for buffer in unit.buffers:
                 assert buffer.spec.whole.kept or not buffer.whole.untyped_storage().nbytes()
         tell(engine, None, 0)

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.models.gpt2 import MLP, Head
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
 from plait.plan import Plan
 from plait.tensor import embedding
 from zoo import cases, computing
@@ -222,9 +222,9 @@ def embedding_without_mask() -> Any:
 
 def loss_weighted_by_hand() -> Any:
     """Each rank multiplies its loss gradient by the number of ranks."""
-    original = LossEnd.begin
+    original = LossStage.begin
     return patch.object(
-        LossEnd, "begin", lambda self, targets, scale: original(self, targets, scale and scale * 5)
+        LossStage, "begin", lambda self, targets, scale: original(self, targets, scale and scale * 5)
     )
 
 

@@ -15,8 +15,8 @@ from parity.tensor_defects import maximum_of_own_logits, targets_off_by_the_rema
 from plait import composer
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle
-from plait.engine import Parts, runner
-from plait.pipeline.loss_end import LossEnd
+from plait.engine import Runtime, runner
+from plait.pipeline.loss_stage import LossStage
 from plait.tensor import cross_entropy
 from plait.tensor.losses import CrossEntropy
 from plait.verification.location import StepPhase
@@ -28,12 +28,12 @@ from zoo.row import Named, Row
 @contextmanager
 def _beginning(change: Any) -> Iterator[None]:
     """Each step's loss begins with what `change` makes of its targets and its scale."""
-    original = LossEnd.begin
+    original = LossStage.begin
 
-    def begin(self: LossEnd, targets: Any, scale: Tensor | None) -> None:
+    def begin(self: LossStage, targets: Any, scale: Tensor | None) -> None:
         original(self, *change(targets, scale))
 
-    with patch.object(LossEnd, "begin", begin):
+    with patch.object(LossStage, "begin", begin):
         yield
 
 
@@ -74,7 +74,7 @@ class _AllTargets(CrossEntropy):
 
 def ignored_targets_in_the_weight() -> Any:
     """The engine divides by the number of all targets, counted or not."""
-    return patch.object(composer, "Parts", lambda **given: Parts(**given | {"loss": _AllTargets()}))
+    return patch.object(composer, "Runtime", lambda **given: Runtime(**given | {"loss": _AllTargets()}))
 
 
 @contextmanager
@@ -105,15 +105,15 @@ def target_subtracted_on_every_rank() -> Any:
 @contextmanager
 def seed_of_another_microbatch() -> Iterator[None]:
     """Each backward starts from the gradient of the first."""
-    original = LossEnd.seed
+    original = LossStage.seed
     first: list[Any] = []
 
-    def seed(self: LossEnd, microbatch: int) -> Any:
+    def seed(self: LossStage, microbatch: int) -> Any:
         gradients = original(self, microbatch)
         first.append([gradient.clone() for gradient in gradients])
         return [gradient.clone() for gradient in first[0]]
 
-    with patch.object(LossEnd, "seed", seed):
+    with patch.object(LossStage, "seed", seed):
         yield
 
 

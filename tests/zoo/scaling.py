@@ -12,8 +12,8 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.pipeline import loss_scale
-from plait.pipeline.loss_end import LossEnd
 from plait.pipeline.loss_scale import LossScale
+from plait.pipeline.loss_stage import LossStage
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
 from plait.verification.location import StepPhase
@@ -60,20 +60,20 @@ def unscaled_by_another_scale_on_one_rank() -> Any:
 
 def loss_scaled_twice() -> Any:
     """The loss is multiplied by the square of its scale."""
-    original = LossEnd.begin
+    original = LossStage.begin
 
-    def begin(self: LossEnd, targets: Any, scale: Tensor | None) -> None:
+    def begin(self: LossStage, targets: Any, scale: Tensor | None) -> None:
         original(self, targets, None if scale is None else scale * 1024)
 
-    return patch.object(LossEnd, "begin", begin)
+    return patch.object(LossStage, "begin", begin)
 
 
 @contextmanager
 def last_microbatch_not_scaled() -> Iterator[None]:
     """The scale is lost for micro-batch 1."""
-    original = LossEnd.seed
+    original = LossStage.seed
 
-    def seed(self: LossEnd, microbatch: int) -> Any:
+    def seed(self: LossStage, microbatch: int) -> Any:
         scale = self._scale
         self._scale = scale / 1024 if microbatch == 1 else scale
         try:
@@ -81,7 +81,7 @@ def last_microbatch_not_scaled() -> Iterator[None]:
         finally:
             self._scale = scale
 
-    with patch.object(LossEnd, "seed", seed):
+    with patch.object(LossStage, "seed", seed):
         yield
 
 

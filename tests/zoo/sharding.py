@@ -206,7 +206,7 @@ def wholes_are_stepped() -> Any:
     """The optimizer has what layers use, whose gradients are not there any more."""
 
     def wholes(engine: Engine, pieces: list[Any]) -> list[dict[str, Any]]:
-        units = engine._parts.reducer.units.values()
+        units = engine._runtime.units.values()
         every = [parameter for unit in units for parameter in unit.parameters.values()]
         return [{"params": every, "weight_decay": 0.1}]
 

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from plait.engine import Engine
 from plait.engine.runner import Runner
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Stage
 from plait.tensor.losses import CrossEntropy
 from zoo.computing import (
@@ -100,17 +100,17 @@ def targets_left_out() -> Any:
 
 def _losing(change: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Any:
     """The engine's loss becomes what `change` makes of it, the output and the targets."""
-    original = LossEnd.begin
+    original = LossStage.begin
 
     class Changed(CrossEntropy):
         def total(self, output: Any, targets: Any) -> Tensor:
             return change(super().total(output, targets), output, targets)
 
-    def begin(self: LossEnd, targets: Any, scale: Any) -> None:
+    def begin(self: LossStage, targets: Any, scale: Any) -> None:
         self.loss = Changed()
         original(self, targets, scale)
 
-    return patch.object(LossEnd, "begin", begin)
+    return patch.object(LossStage, "begin", begin)
 
 
 def loss_is_a_mean() -> Any:

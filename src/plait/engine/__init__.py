@@ -1,7 +1,7 @@
-"""The engine: what `parallelize` gives, and the runner that carries out its programs."""
+"""The engine that `parallelize` returns, and the runner of its programs."""
 
 from plait.engine.engine import Engine
-from plait.engine.parts import Observer, Parts
 from plait.engine.recording import Recording
+from plait.engine.runtime import InstructionObserver, Runtime
 
-__all__ = ["Engine", "Observer", "Parts", "Recording"]
+__all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]

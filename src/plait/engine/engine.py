@@ -1,4 +1,4 @@
-"""The engine: one step, as a user calls it. Each call is a program that the runner carries out."""
+"""The engine: a parallel model as users call it. Each of its steps is a program that the runner runs."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from plait.comm.traffic import Counts
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
 from plait.engine.output import generated, model_output
-from plait.engine.parts import Observer, Parts
 from plait.engine.recording import Recording
 from plait.engine.reordering import (
     agreed_order,
@@ -23,6 +22,7 @@ from plait.engine.reordering import (
     shortest_order,
 )
 from plait.engine.runner import Runner
+from plait.engine.runtime import InstructionObserver, Runtime
 from plait.errors import NonFiniteError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_order
@@ -40,50 +40,55 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A model woven over a mesh. Made by `parallelize`; every method is called by every rank of the mesh."""
+    """A model parallelized over a mesh. Made by `parallelize`; every rank of the mesh calls every method."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.plan = parts.plan
-        self.mesh = parts.mesh
-        self._parts = parts
-        self._worker = parts.worker
-        self._runner = Runner(parts)
-        self._guard = OptimizerGuard(self.parameters(), Partitioning.of(parts.plan))
-        self._traffic_before = parts.mesh.traffic.snapshot()
+    def __init__(self, runtime: Runtime) -> None:
+        self.plan = runtime.blueprint.plan
+        self.mesh = runtime.mesh
+        self._runtime = runtime
+        self._pipeline = runtime.pipeline
+        self._runner = Runner(runtime)
+        self._guard = OptimizerGuard(self.parameters(), Partitioning.of(self.plan))
+        self._traffic_before = self.mesh.traffic.snapshot()
 
     def forward_backward(self, inputs: Value, targets: Value, *, input_gradients: bool = False) -> Tensor:
-        """One step's forward and backward; gradients are then final, and equal on all ranks that hold them.
+        """Run a step's forward and backward; gradients are then final, and equal on all ranks that hold them.
 
         `inputs` and `targets` are this data-parallel rank's share of the global batch (ranks that differ in
         pp or tp pass the same): tensors, tuples or dictionaries whose dim 0 is the batch, cut into
         `plan.microbatches` micro-batches; or both as `Microbatches`, cut already and each of its own
-        shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to those
-        that are there; `zero_grad` starts anew. An exception leaves them as they were.
+        shapes. Returns the mean loss over the global batch, 0-d, equal on every rank. Gradients add to the
+        existing ones; `zero_grad` clears them. An exception leaves them as they were.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary
         tensors over `pp`, what regions and the loss sum over `tp`, the loss's weight over `dp`, with dropout
         the number of rows, too, one reduction per unit, the loss over `world`.
         """
+        runner = self._runner
         self._traffic_before = self.mesh.traffic.snapshot()
-        self._runner.scale.begin(anew=self._parts.reducer.starts_anew)
-        for stage in self._worker.stages.values():
+        runner.scale.begin(anew=runner.reducer.starts_anew)
+        for stage in self._pipeline.stages.values():
             stage.input_gradients = input_gradients
         with torch.enable_grad():
-            loss = self._runner.run_with_loss(
-                self._runner.steps.train, inputs, targets, input_gradients=input_gradients
+            batch = runner.loss_batch(inputs, targets)
+            scale = runner.scale.value / batch.divisor
+            runner.run(
+                runner.steps.train, batch.inputs, batch.targets, scale, input_gradients=input_gradients
             )
-        self._runner.scale.end()
+            loss = runner.mean_loss(batch)
+        runner.scale.end()
         self.passes += 1
         return loss
 
     def evaluate(self, inputs: Value, targets: Value) -> Tensor:
-        """The mean loss over the global batch, without gradients and with layers in evaluation mode.
+        """Return the mean loss over the global batch, without gradients and with layers in evaluation mode.
 
         Takes and returns what `forward_backward` does.
         """
-        with torch.no_grad(), evaluating(self._runner.modules):
-            return self._runner.run_with_loss(
-                self._runner.steps.evaluate, inputs, targets, input_gradients=False
-            )
+        runner = self._runner
+        with torch.no_grad(), evaluating(runner.modules):
+            batch = runner.loss_batch(inputs, targets)
+            runner.run(runner.steps.evaluate, batch.inputs, batch.targets)
+            return runner.mean_loss(batch)
 
     def output(self, inputs: Value, *, whole: bool = True, everywhere: bool = True) -> Value | None:
         """Return the last stage's output for this data-parallel rank's `inputs`, without gradients.
@@ -128,12 +133,12 @@ class Engine:
         where gradients are cut.
         """
         norm = self._start_norm(norm_type)()
-        scale_to(self._parts.reducer.units.values(), norm, max_norm)
+        scale_to(self._runtime.units.values(), norm, max_norm)
         if self._runner.scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
             self._runner.scale.update(finite=finite)
             if not finite and self._runner.scale.guards:
-                self._parts.reducer.drop()
+                self._runner.reducer.drop()
             if not finite and error_if_nonfinite:
                 raise NonFiniteError(
                     f"the gradient norm is {norm.item()} over all ranks: lower the learning rate, raise the "
@@ -159,7 +164,7 @@ class Engine:
 
         Their gradients belong to the step: hooks on parameters see some of them too early, or not at all.
         """
-        for unit in self._parts.reducer.units.values():
+        for unit in self._runtime.units.values():
             yield from unit.pieces.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
@@ -169,7 +174,7 @@ class Engine:
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """This rank's buffers that belong to the model's `state_dict`, whole, under their names there."""
-        for stage in self._worker.stages.values():
+        for stage in self._pipeline.stages.values():
             yield from saved_buffers(stage.layers)
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
@@ -180,7 +185,7 @@ class Engine:
         Communication: for each tensor an all-gather over `shard` and `tp`, where it is cut, and a broadcast
         over `pp`; once the names of a stage's tensors over `pp`.
         """
-        return state_dict(self._parts, everywhere=everywhere)
+        return state_dict(self._runtime, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
         """Copy whole tensors, by the names of `model.state_dict()`, into the pieces of all ranks.
@@ -190,7 +195,7 @@ class Engine:
         before anything is changed, for names or shapes that do not fit. Communication: a hash (256 bytes)
         over `world`; with `broadcast` every tensor over `world`, one by one.
         """
-        load_state_dict(self._parts, state, from_rank_zero=broadcast)
+        load_state_dict(self._runtime, state, from_rank_zero=broadcast)
 
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole gradient of each parameter that has one, by name, on every rank's device.
@@ -198,7 +203,7 @@ class Engine:
         Between `forward_backward` and `zero_grad`, one after another: all ranks go through all of them.
         Memory and communication: as `state_dict(everywhere=True)`.
         """
-        return named_gradients(self._parts)
+        return named_gradients(self._runtime)
 
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
         """This rank's parameters as torch's own tools see them, without gradients, one after another.
@@ -255,35 +260,32 @@ class Engine:
 
         Only the ranks of the first stage have it; the others get None.
         """
-        pieces, batch = self._worker.input_gradients, self._worker.batch
+        pieces, batch = self._pipeline.input_gradients, self._pipeline.batch
         if not pieces:
             return None
-        if self._runner.given_cut:
+        if self._runner.inputs_are_cut:
             return Microbatches(with_tensors(batch[number], pieces[number]) for number in sorted(pieces))
         columns = [[pieces[m][i] for m in sorted(pieces)] for i in range(len(pieces[0]))]
         whole = (None if column[0] is None else torch.cat(column) for column in columns)  # type: ignore[arg-type]
         return with_tensors(batch[0], whole)
 
-    def observe(self, observer: Observer | None) -> None:
-        """Let `observer` see what each instruction of this rank's next steps gives; None: nobody any more."""
-        parts = self._parts
-        self._runner.executor.observer = (
-            None if observer is None else lambda instruction: observer(instruction, parts)
-        )
+    def observe(self, observer: InstructionObserver | None) -> None:
+        """Call `observer(instruction, runtime)` after each instruction of later steps; None: stop."""
+        self._runner.observe(observer)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
         """Record what this rank does, and when, in the training steps inside; the last one counts.
 
-        What is given has the timeline and the measured costs, then and afterwards. All ranks enter it.
+        Yields a recording of the timeline and the measured costs, valid also afterwards. All ranks enter it.
         Recording takes a few microseconds an action; on a GPU it waits for the device before a step.
         """
-        executor, recording = self._runner.executor, Recording(self.mesh, lambda: self.schedule)
-        before, executor.watch = executor.watch, recording.recorder.watch
+        recording = Recording(self.mesh, lambda: self.schedule)
+        before, self._runner.recorder = self._runner.recorder, recording.recorder
         try:
             yield recording
         finally:
-            executor.watch = before
+            self._runner.recorder = before
 
     @property
     def schedule(self) -> Schedule:
@@ -299,7 +301,7 @@ class Engine:
         """
         require_same_work(order, self.schedule)
         self._runner.agree(f"follow {fingerprint_of_order(order)}", "model")
-        self._runner.steps = replace(self._parts.steps, schedule=order)
+        self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
         """Follow the shortest order that rank 0 finds for what actions cost, as a `recording` measures it.
@@ -314,19 +316,19 @@ class Engine:
         return self.schedule
 
     def _start_norm(self, norm_type: float) -> Callable[[], Tensor]:
-        units, counted = self._parts.reducer.units.values(), self._parts.counted
+        units, counted = self._runtime.units.values(), self._runtime.counted
         group = self.mesh.group("world" if self.plan.shards else "model")
         return start_norm(units, counted, group, self.mesh.device, norm_type)
 
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all such buffers of the model, by name."""
-        return {name: tuple(one.shape) for name, one in saved_buffers(self._parts.meta_layers.layers)}
+        return {name: tuple(one.shape) for name, one in saved_buffers(self._runtime.meta_layers.layers)}
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """For each further name that the model's `state_dict` has for a parameter, that which it has here."""
-        return aliases_of(self._parts.meta_layers.layers)
+        return aliases_of(self._runtime.meta_layers.layers)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
@@ -334,7 +336,7 @@ class Engine:
         return self._held().tied
 
     def _held(self) -> LocalReplicas:
-        return local_replicas(self._parts.reducer.units.values(), self.layouts, self._parts.steps, self.mesh)
+        return local_replicas(self._runtime.units.values(), self.layouts, self._runner.steps, self.mesh)
 
     @property
     def run_state(self) -> dict[str, Any]:
@@ -363,11 +365,11 @@ class Engine:
 
         Set it, on all ranks, to go on as another run would.
         """
-        return self._parts.dropout.step
+        return self._runtime.dropout.step
 
     @passes.setter
     def passes(self, count: int) -> None:
-        self._parts.dropout.step = count
+        self._runtime.dropout.step = count
 
     @property
     def loss_scale(self) -> float:
@@ -382,7 +384,7 @@ class Engine:
     @property
     def layouts(self) -> Mapping[str, Layout]:
         """For every parameter of the model, by name: which piece of it each rank of its stage updates."""
-        return self._parts.layouts
+        return self._runtime.blueprint.layouts
 
     def traffic(self) -> Counts:
         """This rank's bytes and calls since the last `forward_backward` began: `{axis: {kind: Count}}`."""

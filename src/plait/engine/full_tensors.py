@@ -18,7 +18,7 @@ from plait.autograd.redistribution import full_tensor
 from plait.comm.collectives import broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.comm.text import all_gather_text
-from plait.engine.parts import Parts
+from plait.engine.runtime import Runtime
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
 from plait.layers.layer_sequence import saved_buffers
@@ -26,42 +26,44 @@ from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Place, Source, Values, places_of
 from plait.rules import join
+from plait.tensor.tensor_parallelism import named
 
 
-def state_dict(parts: Parts, *, everywhere: bool) -> dict[str, Tensor]:
+def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
     """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
-    held = {**_pieces(parts), **dict(_buffers(parts))}
-    keeps = everywhere or parts.mesh.rank == 0
+    held = {**_pieces(runtime), **dict(_buffers(runtime))}
+    keeps = everywhere or runtime.mesh.rank == 0
     found = {
         name: tensor.to("cpu", copy=True)
-        for name, tensor in _full(parts, held, "a state dict", everywhere=everywhere)
+        for name, tensor in _full(runtime, held, "a state dict", everywhere=everywhere)
         if tensor is not None and keeps
     }
-    first = {alias: name for name, place in _places(parts).items() for alias in place.saved_as}
-    names = [
-        join(layer.path, name) for layer in parts.meta_layers.layers for name in layer.module.state_dict()
-    ]
+    first = {alias: name for name, place in _places(runtime).items() for alias in place.saved_as}
+    layers = runtime.meta_layers.layers
+    names = [join(layer.path, name) for layer in layers for name in layer.module.state_dict()]
     return {name: found[first[name]] for name in names if first.get(name) in found}
 
 
-def named_gradients(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole gradient of each parameter on every rank; see `Engine.named_gradients`."""
-    held = {name: piece.grad for name, piece in _pieces(parts).items() if piece.grad is not None}
-    for name, gradient in _full(parts, held, "gradients", everywhere=True):
+    held = {name: piece.grad for name, piece in _pieces(runtime).items() if piece.grad is not None}
+    for name, gradient in _full(runtime, held, "gradients", everywhere=True):
         assert gradient is not None
         yield name, gradient
 
 
 @torch.no_grad()
-def load_state_dict(parts: Parts, given: Mapping[str, Any] | None, *, from_rank_zero: bool) -> None:
+def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_rank_zero: bool) -> None:
     """Copy whole tensors into this rank's pieces and buffers; see `Engine.load_state_dict`."""
-    places = _places(parts)
-    source = _agreed(parts, Values(places, 0, given or {}), from_rank_zero=from_rank_zero)
-    pieces, buffers = _pieces(parts), dict(_buffers(parts))
+    places = _places(runtime)
+    source = _agreed(runtime, Values(places, 0, given or {}), from_rank_zero=from_rank_zero)
+    pieces, buffers = _pieces(runtime), dict(_buffers(runtime))
     for name, place in places.items():
         here = [buffers[alias] for alias in place.saved_as if alias in buffers]
         if name in pieces:
-            pieces[name].copy_(shard(source.read(name), parts.layouts[name], parts.mesh.coordinate))
+            pieces[name].copy_(
+                shard(source.read(name), runtime.blueprint.layouts[name], runtime.mesh.coordinate)
+            )
         elif here:
             whole = source.read(name)
             for buffer in here:
@@ -70,12 +72,12 @@ def load_state_dict(parts: Parts, given: Mapping[str, Any] | None, *, from_rank_
             source.skip(name)
 
 
-def _agreed(parts: Parts, values: Values, *, from_rank_zero: bool) -> Source:
+def _agreed(runtime: Runtime, values: Values, *, from_rank_zero: bool) -> Source:
     """What tensors are read from, once all ranks have looked through what they were given.
 
     ModelError on every rank where one was given what does not fit; CommunicationError where they differ.
     """
-    mesh, world = parts.mesh, parts.mesh.group("world")
+    mesh, world = runtime.mesh, runtime.mesh.group("world")
     flaw, digest = "", ""
     if mesh.rank == 0 or not from_rank_zero:
         try:
@@ -92,13 +94,13 @@ def _agreed(parts: Parts, values: Values, *, from_rank_zero: bool) -> Source:
 
 
 def _full(
-    parts: Parts, held: Mapping[str, Tensor], what: str, *, everywhere: bool
+    runtime: Runtime, held: Mapping[str, Tensor], what: str, *, everywhere: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
     """Yield each name that some rank holds, in the model's order, with the whole tensor where it is wanted.
 
     That is on every rank, or on those of the pipeline of rank 0. `held`: this rank's pieces.
     """
-    mesh = parts.mesh
+    mesh = runtime.mesh
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
     text = json.dumps(mine)
     for axis in ("dp", "tp"):  # all of a stage go through the same names
@@ -106,14 +108,14 @@ def _full(
     group = mesh.group("pp")
     told = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
     receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp", "tp"))
-    for name, place in _places(parts).items():
+    for name, place in _places(runtime).items():
         holders = [rank for rank, names in enumerate(told) if name in names]
         if not holders:
             continue
         whole = None
         if name in held:
             whole = held[name].detach().to(mesh.device)
-            whole = whole if place.is_buffer else full_tensor(whole, parts.layouts[name], mesh)
+            whole = whole if place.is_buffer else full_tensor(whole, runtime.blueprint.layouts[name], mesh)
         if receives and (everywhere or holders[0] != 0):
             if whole is None:
                 dtype = getattr(torch, told[holders[0]][name])
@@ -122,24 +124,24 @@ def _full(
         yield name, whole if receives else None
 
 
-def _places(parts: Parts) -> dict[str, Place]:
+def _places(runtime: Runtime) -> dict[str, Place]:
     """By first name, where each parameter and saved buffer of the model stands, with its whole shape."""
     found = {}
-    for name, place in places_of([(layer.path, layer.module) for layer in parts.meta_layers.layers]).items():
+    for name, place in places_of(named(runtime.meta_layers.layers)).items():
         if place.saved_as:
-            shape = place.tensor.shape if place.is_buffer else parts.layouts[name].shape
+            shape = place.tensor.shape if place.is_buffer else runtime.blueprint.layouts[name].shape
             empty = torch.empty(shape, dtype=place.tensor.dtype, device="meta")
             found[name] = replace(place, tensor=empty)
     return found
 
 
-def _pieces(parts: Parts) -> dict[str, Tensor]:
+def _pieces(runtime: Runtime) -> dict[str, Tensor]:
     """What the optimizer of this rank updates."""
-    units = parts.reducer.units.values()
+    units = runtime.units.values()
     return {name: piece for unit in units for name, piece in unit.pieces.items()}
 
 
-def _buffers(parts: Parts) -> Iterator[tuple[str, Tensor]]:
+def _buffers(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """This rank's buffers that are saved."""
-    for stage in parts.worker.stages.values():
+    for stage in runtime.pipeline.stages.values():
         yield from saved_buffers(stage.layers)

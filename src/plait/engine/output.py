@@ -32,11 +32,11 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
     runner.agree(looks, "pp")
     runner.agree(f"{looks}, tokens {fingerprint_of_tokens(batch)}", "tp")
     with torch.no_grad(), evaluating(runner.modules):
-        runner.run(runner.steps.output, batch, [], None, input_gradients=False)
+        runner.run(runner.steps.output, batch)
         given_cut = isinstance(inputs, Microbatches)
         if not given_cut:
             _require_rows(runner, batch)
-        outputs = runner.worker.loss_end.take_outputs()
+        outputs = runner.pipeline.loss_stage.take_outputs()
         if everywhere:
             outputs = list(_broadcast(runner, outputs))
         if whole:
@@ -48,7 +48,7 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
 
 def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
     """DataError, on every rank, where outputs of several micro-batches cannot be joined along dim 0."""
-    for part, info in zip(batch, runner.worker.output_infos, strict=True):
+    for part, info in zip(batch, runner.pipeline.output_infos, strict=True):
         rows = next(tensors_of(part)).shape[0]
         strange = [list(one.shape) for one in info.tensors if one.shape[:1] != (rows,)]
         if strange and len(batch) > 1:
@@ -63,7 +63,7 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
     """The last stage's `outputs` on every rank of `pp`; the other ranks hand in none."""
     group, source = runner.mesh.group("pp"), runner.steps.last_rank
     given = iter(outputs)
-    for info in runner.worker.output_infos:
+    for info in runner.pipeline.output_infos:
         value = (
             next(given)
             if runner.is_last
@@ -76,7 +76,7 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
 
 def _gathered(runner: Runner, output: Value) -> Value:
     """Logits of all classes, from this rank's where they are cut over `tp`; any other output as it is."""
-    vocabulary = runner.parts.vocabulary
+    vocabulary = runner.runtime.vocabulary
     if vocabulary is None:
         return output
     return gather(vocabulary.require_piece(output), vocabulary.group, -1, vocabulary.classes)
@@ -101,16 +101,16 @@ def generated(
     sequence, program = prompt.to(runner.mesh.device), runner.steps.output_of_one
     with torch.no_grad(), evaluating(runner.modules):
         for number in range(tokens):
-            seen, length = padded(sequence, runner.parts.context)
-            runner.run(program, [seen], [], None, input_gradients=False, anew=number == 0)
+            seen, length = padded(sequence, runner.runtime.context)
+            runner.run(program, [seen], parameters_changed=number == 0)
             token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=runner.mesh.device)
-            for logits in runner.worker.loss_end.take_outputs():  # one, on the last stage's ranks
+            for logits in runner.pipeline.loss_stage.take_outputs():  # one, on the last stage's ranks
                 token = next_token(
                     logits[:, length - 1],
                     temperature=temperature,
                     top_k=top_k,
                     generator=generator,
-                    vocabulary=runner.parts.vocabulary,
+                    vocabulary=runner.runtime.vocabulary,
                 )
             broadcast(token, runner.mesh.group("pp"), runner.steps.last_rank, checked=False).wait()
             sequence = torch.cat([sequence, token[:, None]], dim=1)

@@ -1,82 +1,78 @@
-"""The recorder of one rank: notes when each action of a training step starts and ends, while it runs."""
+"""The recorder of one rank: notes when each action of a training step starts and ends."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from plait.engine.clock import Clock
-from plait.pipeline.executor import Around
-from plait.schedules.action import Action, Kind
-from plait.schedules.program import Program, RunLayer
+from plait.pipeline.executor import AroundSegment
+from plait.schedules.action import Action
 from plait.schedules.segments import Segment
 from plait.schedules.simulation.measured import MeasuredAction
 
 
-class Note(NamedTuple):
-    """A part that was run, and the clock's stamps before and after it."""
+class SegmentTimes(NamedTuple):
+    """A segment that has run, and the clock's stamps before and after it."""
 
-    part: Segment
+    segment: Segment
     start: Any
     end: Any
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class RecordedStep:
     """A training step that was recorded on this rank."""
 
     clock: Clock
-    notes: Sequence[Note]
+    notes: Sequence[SegmentTimes]
 
     def row(self) -> tuple[MeasuredAction, ...]:
-        """Its actions, in the order in which they were done. On a GPU it waits for the device."""
-        parts, starts, ends = zip(*self.notes, strict=True)
-        return joined(parts, self.clock.read(starts), self.clock.read(ends))
+        """Return the actions in the order in which they ran. On a GPU it waits for the device."""
+        segments, starts, ends = zip(*self.notes, strict=True)
+        return joined(segments, self.clock.read(starts), self.clock.read(ends))
 
 
 class Recorder:
-    """Watches an executor (see `Executor.watch`)."""
+    """Notes the clock before and after each segment of the training steps that an executor runs."""
 
     def __init__(self, start_clock: Callable[[], Clock]) -> None:
         """`start_clock` is called as each step begins."""
         self._start_clock = start_clock
-        self.step: Step | None = None
+        self.step: RecordedStep | None = None
         """The last training step that ended."""
 
     @contextmanager
-    def watch(self, program: Program) -> Iterator[Around]:
-        """Record `program`, if it trains. One that fails leaves what was recorded before."""
-        if not _trains(program):
-            yield _unnoticed
-            return
-        clock, notes = self._start_clock(), list[Note]()
+    def recording_step(self) -> Iterator[AroundSegment]:
+        """Yield what makes the contexts in which the segments of a step run. A step that fails is dropped."""
+        clock, notes = self._start_clock(), list[SegmentTimes]()
 
         @contextmanager
-        def around(part: Segment) -> Iterator[None]:
+        def recorded(segment: Segment) -> Iterator[None]:
             start = clock.stamp()
             yield
-            notes.append(Note(part, start, clock.stamp()))
+            notes.append(SegmentTimes(segment, start, clock.stamp()))
 
-        yield lambda part: around(part) if part.computes or part.awaits else _unnoticed(part)
-        self.step = Step(clock, notes)
+        yield lambda segment: recorded(segment) if segment.computes or segment.awaits else nullcontext()
+        self.step = RecordedStep(clock, notes)
 
 
 def joined(
-    parts: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
+    segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[MeasuredAction, ...]:
-    """The actions that `parts` are pieces of, each from the start of its first piece to the end of its last.
+    """Return the actions of `segments`, each from the start of its first to the end of its last.
 
-    What lies between pieces of an action counts as its own: parameters that it waits for, for example. The
-    gradient that a backward starts from is a piece of an `I`, also if the backward goes on as a `B`.
+    What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
+    gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
     """
     row: list[MeasuredAction] = []
     asked: dict[Action, int] = {}
-    for part, start, end in zip(parts, starts, ends, strict=True):
-        action = part.computes
-        if part.awaits is not None:
-            asked[part.awaits] = start
+    for segment, start, end in zip(segments, starts, ends, strict=True):
+        action = segment.computes
+        if segment.awaits is not None:
+            asked[segment.awaits] = start
         elif action is None:
             continue
         elif row and row[-1].action in (action, action.message_key):
@@ -84,11 +80,3 @@ def joined(
         else:
             row.append(MeasuredAction(action, start, end, asked.pop(action.message_key, None)))
     return tuple(row)
-
-
-def _trains(program: Program) -> bool:
-    return any(isinstance(one, RunLayer) and one.action.kind is not Kind.F for one in program)
-
-
-def _unnoticed(part: Segment) -> AbstractContextManager[object]:
-    return nullcontext()

@@ -1,10 +1,11 @@
-"""The runner of one rank: carries out a program on a batch, once all ranks mean the same."""
+"""The runner of one rank: checks that all ranks are about to run the same step, and runs its program."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -12,7 +13,8 @@ from torch import Tensor, nn
 from plait.autograd.dropout import names_of
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
-from plait.engine.parts import Parts
+from plait.engine.recorder import Recorder
+from plait.engine.runtime import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
 from plait.layers.fingerprint import fingerprint_of_tokens
 from plait.layers.nested import Microbatches, Value, cut, signature, signatures, tensors_of
@@ -20,29 +22,55 @@ from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
-from plait.schedules.program import Program
+from plait.schedules.program import Instruction, Program
+from plait.schedules.step_programs import StepPrograms
+from plait.sharding.gatherer import Gatherer
+from plait.sharding.reducer import Reducer
 from plait.tensor.torch_losses import divisor
 
 REMEMBERED_SHAPES = 256
 """Micro-batch shapes whose boundaries are remembered, beside those of the step."""
 
 
-class Runner:
-    """What an engine's methods have in common."""
+@dataclass(frozen=True)
+class LossBatch:
+    """The micro-batches of a step with a loss."""
 
-    def __init__(self, parts: Parts) -> None:
-        self.parts = parts
-        self.plan, self.mesh, self.worker = parts.plan, parts.mesh, parts.worker
-        self.steps = parts.steps
-        """The programs; another order of the same actions may take their place."""
-        self.executor = Executor(parts.worker.handlers(), parts.gatherer.handlers(), parts.reducer.handlers())
-        self.scale = loss_scale(parts.plan.loss_scale, in_half=parts.in_half)
-        self.given_cut = False
-        """Whether the latest batch came as `Microbatches`."""
-        self._drops = any(names_of(layer.module) for layer in parts.meta_layers.layers)
+    inputs: Sequence[Value]
+    targets: Sequence[Value]
+    weights: Tensor
+    """The loss's weight of each micro-batch, `[microbatches]`."""
+    divisor: Tensor
+    """What the summed loss of the global batch is divided by, 0-d."""
+
+
+class Runner:
+    """Runs the programs of an engine's steps; `Engine` is the interface that users call."""
+
+    def __init__(self, runtime: Runtime) -> None:
+        blueprint = runtime.blueprint
+        self.runtime = runtime
+        self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
+        self.steps = StepPrograms(blueprint.schedule, blueprint.lowering_spec, self.mesh.index("pp"))
+        """The programs; those of another order of the same actions may take their place."""
+        self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units)
+        self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
+        self.recorder: Recorder | None = None
+        """Records the training steps, if set."""
+        self.inputs_are_cut = False
+        """Whether the inputs of the latest step were `Microbatches`."""
+        self._drops = any(names_of(layer.module) for layer in runtime.meta_layers.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
-        self._weights: list[Tensor] = []
+        self._latest: LossBatch | None = None
         self._totals: list[Tensor] = []
+        self.observe(None)
+
+    def observe(self, observer: InstructionObserver | None) -> None:
+        """Call `observer` after each instruction of the next steps; None: nothing."""
+        handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
+        if observer is not None:
+            handlers.append(dict.fromkeys(get_args(Instruction), lambda one: observer(one, self.runtime)))
+        self._executor = Executor(*handlers, bind_layer=self.pipeline.bind_layer)
 
     @property
     def is_last(self) -> bool:
@@ -51,31 +79,40 @@ class Runner:
 
     @property
     def modules(self) -> list[nn.Module]:
-        """The layers of this rank."""
-        return [layer.module for stage in self.worker.stages.values() for layer in stage.layers]
+        """This rank's layers."""
+        return [layer.module for stage in self.pipeline.stages.values() for layer in stage.layers]
 
-    def run_with_loss(
-        self, program: Program, inputs: Value, targets: Value, *, input_gradients: bool
-    ) -> Tensor:
-        """Cut the batch, carry out a program that ends in the loss; its mean over the global batch, 0-d."""
-        self.given_cut = isinstance(inputs, Microbatches)
+    def loss_batch(self, inputs: Value, targets: Value) -> LossBatch:
+        """Split the batch into micro-batches, and sum the loss's weight over the global batch.
+
+        Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
+        """
+        self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = cut(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.agree(looks, "pp")
         self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
         if self._drops and torch.is_grad_enabled():
-            self.parts.dropout.rows = self._rows(batch)
-        weights = [self.parts.loss.weight(part) for part in parts]
-        self._weights = [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in weights]
-        weight = torch.stack(self._weights).sum()
-        weight = all_reduce(weight, self.mesh.group("dp"), checked=False).about("the loss's weight").wait()
-        weight = divisor(self.parts.loss, weight)
-        self.run(program, batch, parts, self.scale.value / weight, input_gradients=input_gradients)
+            self.runtime.dropout.rows = self._rows(batch)
+        each = [self.runtime.loss.weight(part) for part in parts]
+        weights = torch.stack(
+            [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in each]
+        )
+        total = all_reduce(weights.sum(), self.mesh.group("dp"), checked=False)
+        weight = divisor(self.runtime.loss, total.about("the loss's weight").wait())
+        return LossBatch(batch, parts, weights, weight)
+
+    def mean_loss(self, batch: LossBatch) -> Tensor:
+        """Return the mean loss over the global batch of the step that has just run, 0-d, on every rank.
+
+        Communication: one all-reduce of 8 bytes over `world`.
+        """
         mean = torch.zeros((), dtype=torch.float64, device=self.mesh.device)
         if self.is_last:
-            self._totals = self.worker.loss_end.totals
+            self._totals = self.pipeline.loss_stage.totals
         if self.is_last and self.mesh.index("tp") == 0:
-            mean = torch.stack(self._totals).double().sum() / weight
+            mean = torch.stack(self._totals).double().sum() / batch.divisor
+        self._latest = batch
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
@@ -96,16 +133,15 @@ class Runner:
 
     def microbatch_losses(self) -> Tensor:
         """The mean loss of each of the last micro-batches, `[microbatches]`. Communication: one broadcast."""
-        if not self._weights:
+        if self._latest is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
-        losses = torch.zeros(len(self._weights), dtype=torch.float64, device=self.mesh.device)
+        losses = torch.zeros_like(self._latest.weights)
         if self.is_last:
-            weights = divisor(self.parts.loss, torch.stack(self._weights))
-            losses = torch.stack(self._totals).double() / weights
+            losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._latest.weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
     def agree(self, doing: str, axis: str) -> None:
-        """Before it: the ranks along `axis` must be about to do the same.
+        """Check that all ranks along `axis` are about to do the same: `doing` is what they would do.
 
         Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
         """
@@ -114,48 +150,55 @@ class Runner:
             require_same_text(doing, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:
-        """In the plan's precision, if floating-point; on the device where the first stage reads it."""
+        """Convert a floating-point input to the plan's precision; on the first stage move it to device."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.first_rank
         return tensor.to(self.mesh.device if first else tensor.device, dtype)
 
     def _as_target(self, tensor: Tensor) -> Tensor:
-        """On the device where the last stage reads it."""
+        """Move targets to the device, on the last stage."""
         return tensor.to(self.mesh.device) if self.is_last else tensor
 
     def run(
         self,
         program: Program,
         batch: Sequence[Value],
-        targets: Sequence[Value],
-        scale: Tensor | None,
+        targets: Sequence[Value] = (),
+        scale: Tensor | None = None,
         *,
-        input_gradients: bool,
-        anew: bool = True,
+        input_gradients: bool = False,
+        parameters_changed: bool = True,
     ) -> None:
-        """Carry out a program. `anew`: the optimizer may have been at work since the last one."""
+        """Carry out a program. `scale` is what the summed loss is multiplied by for the backward.
+
+        `parameters_changed`: an optimizer may have stepped since the last program.
+        """
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
         if torch.is_inference_mode_enabled():
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
-        self.worker.begin(batch, self._layer_infos(batch, input_gradients), self.parts.counts)
-        self.worker.loss_end.begin(targets, scale)
+        self.pipeline.begin(batch, self._layer_infos(batch, input_gradients))
+        self.pipeline.loss_stage.begin(targets, scale)
         trains = torch.is_grad_enabled()
         try:
             if trains:
-                self.parts.reducer.begin(self.scale.value)
-            if anew:
-                self.parts.gatherer.begin()
-            self.executor.run(program)
+                self.reducer.begin(self.scale.value)
+            if parameters_changed:
+                self.gatherer.begin()
+            if trains and self.recorder is not None:
+                with self.recorder.recording_step() as around:
+                    self._executor.run(program, around)
+            else:
+                self._executor.run(program)
         except BaseException:
-            self.worker.clear()
-            self.parts.gatherer.clear()
+            self.pipeline.clear()
+            self.gatherer.clear()
             if trains:
-                self.parts.reducer.clear()
+                self.reducer.clear()
             raise
 
     def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
-        """Of each micro-batch, those of all layers. Those of shapes that were met before are remembered."""
+        """Return for each micro-batch those of all layers; remembered for shapes of earlier micro-batches."""
         trains = torch.is_grad_enabled()
         keys = [(signature(one), input_gradients, trains) for one in batch]
         for key, one in zip(keys, batch, strict=True):
@@ -163,13 +206,12 @@ class Runner:
             self._infos[key] = self._infer(one, input_gradients) if known is None else known
         infos = [self._infos[key] for key in keys]
         while len(self._infos) > REMEMBERED_SHAPES + len(set(keys)):
-            del self._infos[next(iter(self._infos))]  # the latest used stand last
+            del self._infos[next(iter(self._infos))]  # the least recently used
         return infos
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
-        layers = self.parts.meta_layers
+        layers, looks = self.runtime.meta_layers, signature(microbatch)
         infos = layers.infer(microbatch, input_gradients=input_gradients)
-        looks = signature(microbatch)
         if layers.are_proved and all(known != looks for known, *_ in self._infos):
             layers.prove(microbatch)
         return infos

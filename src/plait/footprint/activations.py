@@ -28,7 +28,7 @@ Names = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Enters in a ledger what `Worker`, `Stage` and `LossEnd` do with the tensors of each micro-batch."""
+    """Enters in a ledger what a `PipelineRank` and its stages do with the tensors of each micro-batch."""
 
     def __init__(
         self,

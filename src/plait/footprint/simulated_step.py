@@ -45,8 +45,7 @@ def simulate_step(
     if traces is not None:
         inputs = _hold_batch(ledger, blueprint, spans, traces, device)
         handlers.append(_flow(ledger, blueprint, spans, traces, inputs).handlers())
-    executor = Executor(*handlers)
-    executor.run(program)
+    Executor(*handlers).run(program)
     ledger.begin()
     units.begin()
 
@@ -55,8 +54,7 @@ def simulate_step(
         if watcher is not None:
             watcher(rank, ledger.moment(instruction))
 
-    executor.observer = observe
-    executor.run(program)
+    Executor(*handlers, dict.fromkeys(get_args(Instruction), observe)).run(program)
     assert ledger.peak is not None
     for batch in ("inputs", "targets"):
         ledger.drop(batch)

@@ -21,7 +21,7 @@ from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, cut, leaf_of, map_tensors, signature, tensors_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.shape_inference import LayerInfo
-from plait.pipeline.loss_end import LossEnd, LossLike
+from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
 from plait.plan import Plan
 from plait.rules import Rules
@@ -133,7 +133,7 @@ def _run(
         stage.forward(0, 0)
         output = stage.take_output(0)
         if ending is not None:
-            end = LossEnd(ending)
+            end = LossStage(ending)
             end.begin([targets], torch.ones((), dtype=torch.float64, device=next(tensors_of(output)).device))
             end.compute(0, map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output))
         forward = clock()

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from plait.footprint.storage_tracker import StorageTracker
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
-from plait.pipeline.loss_end import LossEnd, LossLike
+from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
 
 Numbers = tuple[int | None, ...]
@@ -119,7 +119,7 @@ def _unknown(forward: PhaseTrace, given: Value) -> PhaseTrace:
 
 def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
     watch = StorageTracker()
-    end = LossEnd(_Followed(loss, watch))
+    end = LossStage(_Followed(loss, watch))
     with watch.watching():
         output = map_tensors(_like, given)
         inputs = _numbers(watch, tensors_of(output))

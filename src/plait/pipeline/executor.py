@@ -1,120 +1,135 @@
 """The executor: runs programs, and nothing else. Every step of every schedule goes through `run`.
 
-It goes through a program part by part (see `plait.schedules.segments`). Each part is run by a function
-that bears its name, so that whatever looks at a stack reads what a rank is about: a traceback, `py-spy`,
-`faulthandler`, and Flight Recorder, which keeps the stack of each collective and message. Where a profiler of
-torch is on, each action is a range of that name, and so is each other part.
+A program runs segment by segment (see `plait.schedules.segments`), each in a function of the segment's name,
+so that stacks show what a rank is doing: in tracebacks, `py-spy`, `faulthandler`, and Flight Recorder, which
+keeps the stack of each collective and message. While a profiler of torch records, each action is a range of
+that name, and so is each other segment.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from itertools import groupby
 from types import FunctionType
 from typing import Any, NamedTuple, TypeAlias, cast
 
 import torch
 
-from plait.pipeline.profiling import profiling
-from plait.schedules.program import Instruction, Program
+from plait.errors import CommunicationError
+from plait.schedules.program import ComputeLoss, Instruction, Program, RunLayer, SeedGradient
 from plait.schedules.segments import Segment, segments_of
 
-Handler = Callable[[Any], None]
-Handlers = Mapping[type, Handler]
-"""What to do for each type of instruction."""
-Observer = Callable[[Instruction], None]
-"""Told of each instruction after it was carried out."""
-Around: TypeAlias = Callable[[Segment], AbstractContextManager[object]]
-"""What is entered before a part of a program and left after it."""
-Watch: TypeAlias = Callable[[Program], AbstractContextManager[Around]]
-"""What is entered before a program, and says what is entered around its parts."""
+Handlers = Mapping[type, Callable[[Any], None]]
+"""For each type of instruction the function that carries one out."""
+BindLayer = Callable[[RunLayer], Callable[[], None]]
+"""Returns the call that runs a layer."""
+AroundSegment = Callable[[Segment], AbstractContextManager[object]]
+"""Returns the context in which a segment of a program runs."""
 
-_Calls: TypeAlias = Sequence[tuple[Handler, Instruction]]
+_Calls: TypeAlias = Sequence[tuple[Callable[[], None], Instruction]]
+"""Each with the instruction that it carries out."""
 
 REMEMBERED_PROGRAMS = 8
 """Programs whose calls are remembered."""
 
 
-class _Bound(NamedTuple):
-    """A part of a program, and who does what in it."""
+class _BoundSegment(NamedTuple):
+    """A segment of a program, and the calls that carry it out."""
 
-    part: Segment
-    carry_out: Callable[[_Calls], None]
+    segment: Segment
+    run: Callable[[_Calls], None]
     calls: _Calls
 
 
 class Executor:
-    """One loop. What the instructions mean is supplied from outside."""
+    """One loop. What the instructions do is supplied by handlers."""
 
-    def __init__(self, *handlers: Handlers) -> None:
-        """`handlers` of several suppliers; what two of them handle is done by both, in order."""
-        merged: dict[type, list[Handler]] = {}
+    def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
+        """An instruction that several suppliers handle is handled by each of them, in order.
+
+        `bind_layer` looks up what runs a layer, once per program; handlers of `RunLayer` follow it.
+        """
+        merged: dict[type, list[Callable[[Any], None]]] = {}
         for supplier in handlers:
             for kind, handler in supplier.items():
                 merged.setdefault(kind, []).append(handler)
         self._handlers = merged
-        self.observer: Observer | None = None
-        self.watch: Watch | None = None
-        self._known: list[tuple[Program, list[_Bound]]] = []
+        self._bind_layer = bind_layer
+        self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
-    def run(self, program: Program) -> None:
-        """Carry out `program`, first instruction to last. An exception says where it happened."""
-        bound = self._remembered(program) if self.observer is None else self._bind(program, [self.observer])
-        ranges = profiling()
-        if self.watch is None and not ranges:
-            for _, carry_out, calls in bound:
-                carry_out(calls)
+    def run(self, program: Program, around: AroundSegment | None = None) -> None:
+        """Carry out `program`, first instruction to last. An exception names the instruction in a note."""
+        bound, ranges = self._bound(program), profiling()
+        if around is None and not ranges:
+            for _, run, calls in bound:
+                run(calls)
             return
-        with nullcontext(_nothing) if self.watch is None else self.watch(program) as around:
-            for action, pieces in groupby(bound, lambda one: one.part.within):
-                with _range(str(action), shown=ranges and action is not None):
-                    for part, carry_out, calls in pieces:
-                        with _range(part.name, shown=ranges and part.name != str(action)), around(part):
-                            carry_out(calls)
+        for action, pieces in groupby(bound, lambda one: one.segment.within):
+            with _range(str(action), shown=ranges and action is not None):
+                for segment, run, calls in pieces:
+                    shown = ranges and segment.name != str(action)
+                    with _range(segment.name, shown=shown), around(segment) if around else nullcontext():
+                        run(calls)
 
-    def _remembered(self, program: Program) -> list[_Bound]:
+    def _bound(self, program: Program) -> list[_BoundSegment]:
+        """Return the segments of `program` with their calls; remembered for programs that ran lately."""
         for known, bound in self._known:
             if known is program:
                 return bound
-        bound = self._bind(program, [])
+        bound = [
+            _BoundSegment(
+                segment,
+                _named(segment.name),
+                [call for instruction in segment.instructions for call in self._calls(instruction)],
+            )
+            for segment in segments_of(program)
+        ]
         self._known = [*self._known[1 - REMEMBERED_PROGRAMS :], (program, bound)]
         return bound
 
-    def _bind(self, program: Program, last: Sequence[Handler]) -> list[_Bound]:
-        """The parts of `program`; `last` are told of each instruction when all others have done it."""
-        return [
-            _Bound(
-                part,
-                _named(part.name),
-                [
-                    (handler, instruction)
-                    for instruction in part.instructions
-                    for handler in (*self._handlers[type(instruction)], *last)
-                ],
-            )
-            for part in segments_of(program)
-        ]
+    def _calls(self, instruction: Instruction) -> _Calls:
+        if isinstance(instruction, RunLayer) and self._bind_layer is not None:
+            handlers = self._handlers.get(RunLayer, [])
+            calls = [self._bind_layer(instruction)]
+        else:
+            handlers, calls = self._handlers[type(instruction)], []
+        calls += (partial(handler, instruction) for handler in handlers)
+        return [(call, instruction) for call in calls]
+
+
+def profiling() -> bool:
+    """Whether one of torch's profilers records on this thread.
+
+    torch has no public way to ask; a range takes ten microseconds whether or not a profiler records.
+    """
+    return torch.autograd._profiler_enabled()  # type: ignore[attr-defined]
 
 
 def _range(name: str, *, shown: bool) -> AbstractContextManager[object]:
     return torch.profiler.record_function(name) if shown else nullcontext()
 
 
-def _nothing(part: Segment) -> AbstractContextManager[object]:
-    return nullcontext()
-
-
-def _carry_out(calls: _Calls) -> None:
-    for handler, instruction in calls:
+def _run(calls: _Calls) -> None:
+    for call, instruction in calls:
         try:
-            handler(instruction)
+            call()
         except Exception as error:
-            error.add_note(f"while running {instruction}")
+            _explain(error, instruction)
             raise
 
 
+def _explain(error: Exception, instruction: Instruction) -> None:
+    """Name the instruction in a note, and the action in the message of what failed between ranks in it."""
+    if isinstance(error, CommunicationError) and isinstance(
+        instruction, RunLayer | ComputeLoss | SeedGradient
+    ):
+        error.args = (f"in {instruction.action}: {error}",)
+    error.add_note(f"while running {instruction}")
+
+
 def _named(name: str) -> Callable[[_Calls], None]:
-    """`_carry_out` under another name in stacks."""
-    code = _carry_out.__code__.replace(co_name=name, co_qualname=name)
+    """Return `_run` under another name in stacks."""
+    code = _run.__code__.replace(co_name=name, co_qualname=name)
     return cast(Callable[[_Calls], None], FunctionType(code, globals(), name))

@@ -57,8 +57,8 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
-def loss_scale(told: float | None, *, in_half: bool) -> LossScale:
+def loss_scale(told: float | None, *, in_fp16: bool) -> LossScale:
     """The first scale: as told; else dynamic where gradients may overflow, and none otherwise."""
     if told is not None:
         return LossScale(told)
-    return LossScale(FIRST, dynamic=True) if in_half else LossScale()
+    return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

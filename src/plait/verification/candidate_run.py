@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.engine import Engine, Parts
+from plait.engine import Engine, Runtime
 from plait.layers.layer_sequence import LayerSequence
 from plait.layers.nested import Value, split
 from plait.layers.precision import convert
@@ -265,11 +265,11 @@ class CandidateRun:
                 if isinstance(state, Tensor):
                     yield f"{name}/{entry}", state
 
-    def _observe(self, step: int, targets: Value) -> Callable[[Instruction, Parts], None]:
-        def observe(instruction: Instruction, parts: Parts) -> None:
+    def _observe(self, step: int, targets: Value) -> Callable[[Instruction, Runtime], None]:
+        def observe(instruction: Instruction, runtime: Runtime) -> None:
             if self.observer is None:
                 self.observer = InstructionChecker(
-                    parts,
+                    runtime,
                     self.recording,
                     self.findings,
                     epsilon=self.epsilon,
@@ -277,8 +277,8 @@ class CandidateRun:
                     dtypes=self._dtypes() if self.resynchronizes else None,
                 )
             if self.observer.step != step:
-                self.observer.begin(step, split(targets, parts.plan.microbatches, "targets"))
-            self.observer(instruction, parts)
+                self.observer.begin(step, split(targets, runtime.blueprint.plan.microbatches, "targets"))
+            self.observer(instruction, runtime)
 
         return observe
 

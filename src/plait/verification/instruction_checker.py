@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 import torch
 from torch import Tensor
 
-from plait.engine import Parts
+from plait.engine import Runtime
 from plait.layers.nested import Value, tensors_of
 from plait.layout import divide, shard
 from plait.schedules.action import Action, Kind
@@ -43,7 +43,7 @@ class InstructionChecker:
 
     def __init__(
         self,
-        parts: Parts,
+        runtime: Runtime,
         recording: ReferenceRecording,
         findings: Findings,
         *,
@@ -56,7 +56,7 @@ class InstructionChecker:
         With `dtypes`, of each parameter as layers use it and of its gradient, the run goes on with the
         reference's gradients and parameters where they are equal (see `VerifyOptions.resynchronizes`).
         """
-        self.parts = parts
+        self.runtime = runtime
         self.dtypes = dtypes
         self.recording = recording
         self.findings = findings
@@ -67,19 +67,19 @@ class InstructionChecker:
         """Of this rank's micro-batches, as they should be."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
-        self.adds_late = any(stage.adds_late for stage in parts.worker.stages.values())
+        self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
         gradients: dict[GradientKey, Tensor] = {}
         self.uses: dict[tuple[int, int], list[GradientKey]] = {}
         """By stage and layer, what its backward adds to."""
-        for stage in parts.worker.stages.values():
-            units = [unit for unit in parts.reducer.units.values() if stage.number in unit.stages]
+        for stage in runtime.pipeline.stages.values():
+            units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
             sums = {which[0]: which for unit in units for which in unit.gradients_of(stage.number)}
             names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
             for unit in units:
                 gradients |= unit.gradients_of(stage.number)
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
-                if any(is_cut(parts.whole_layouts[name]) for name in used):
+                if any(is_cut(runtime.blueprint.whole_layouts[name]) for name in used):
                     findings.partitioned.add(self._layer(stage.number) + number)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.uses[stage.number, number] = [sums[name] for name in trained if self._is_local(name)]
@@ -92,11 +92,11 @@ class InstructionChecker:
         if self.looks_inside:
             self.sketches = {
                 (stage.number, number): ModuleSketches(layer.module)
-                for stage in self.parts.worker.stages.values()
+                for stage in self.runtime.pipeline.stages.values()
                 for number, layer in enumerate(stage.layers)
             }
 
-    def __call__(self, instruction: Instruction, parts: Parts) -> None:
+    def __call__(self, instruction: Instruction, runtime: Runtime) -> None:
         """After an instruction: compare what it gave."""
         match instruction:
             case TakeBatch(action):
@@ -114,12 +114,12 @@ class InstructionChecker:
                 self._backward(action, layer)
                 self._forget_sketches()  # of what was recomputed
             case ComputeLoss(action):
-                total = parts.worker.loss_end.total(action.microbatch)
+                total = runtime.pipeline.loss_stage.total(action.microbatch)
                 self._compare(StepPhase.LOSS, action, None, RecordKey("total"), total)
             case SeedGradient(action):
-                self._gradient(StepPhase.LOSS_GRADIENT, action, sum(parts.counts) - 1)
+                self._gradient(StepPhase.LOSS_GRADIENT, action, sum(runtime.blueprint.layers_per_stage) - 1)
             case ScatterGradient(unit):
-                names = parts.reducer.units[unit].parameters
+                names = runtime.units[unit].parameters
                 sums = [which for which in self.tracker.gradients if which[0] in names]
                 if not self.adds_late:  # else what was added is certain, and the rest is still to come
                     self._left(sums)
@@ -133,9 +133,9 @@ class InstructionChecker:
 
     def _parameters(self, unit: str) -> None:
         """Compare what was gathered with what the step before left."""
-        users = self.parts.steps.spec.units[unit]
+        users = self.runtime.blueprint.lowering_spec.units[unit]
         layer = min(self._layer(user.stage) + user.layer for user in users)
-        for name, parameter in self.parts.reducer.units[unit].parameters.items():
+        for name, parameter in self.runtime.units[unit].parameters.items():
             self._parameter(name, parameter, layer)
 
     def _parameter(self, name: str, parameter: Tensor, layer: int) -> None:
@@ -157,14 +157,14 @@ class InstructionChecker:
             parameter,
             expected,
             tolerance,
-            origin=origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate),
+            origin=origin_of(self.runtime.blueprint.whole_layouts[name], self.runtime.mesh.coordinate),
             alternatives=alternatives,
         )
         if not equal and self.isolate:
             parameter.data.copy_(expected)
 
     def _value(self, phase: StepPhase, action: Action, layer: int) -> None:
-        value = self.parts.worker.stages[action.stage].values[action.microbatch]
+        value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
             self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
 
@@ -172,7 +172,9 @@ class InstructionChecker:
         """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
         recorded = self.recording.values[RecordScope(self.step, self._global(action))]
         location = source if layer is None else layer
-        for number, tensor in enumerate(self.parts.worker.stages[action.stage].gradients[action.microbatch]):
+        for number, tensor in enumerate(
+            self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
+        ):
             key = RecordKey("gradient", source, str(number))
             if tensor is None and key in recorded:
                 # No gradient flows where the reference has one.
@@ -206,7 +208,7 @@ class InstructionChecker:
     def _weight_gradient(self, which: GradientKey, use: ParameterUse, tracked: TrackedGradient) -> None:
         name, _ = which
         location = Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name)
-        origin = origin_of(self.parts.whole_layouts[name], self.parts.mesh.coordinate)
+        origin = origin_of(self.runtime.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
         own = self._contribution(name, use)
 
         def alternatives() -> Named:
@@ -269,11 +271,11 @@ class InstructionChecker:
 
     def piece(self, name: str, whole: Tensor) -> Tensor:
         """This rank's piece of a tensor that is laid out as the parameter is."""
-        return shard(whole, self.parts.whole_layouts[name], self.parts.mesh.coordinate)
+        return shard(whole, self.runtime.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _is_local(self, name: str) -> bool:
         """Whether the gradient that a layer adds is right by itself, before a sum with other ranks of tp."""
-        return self.parts.summed[name] == 1
+        return self.runtime.blueprint.summed[name] == 1
 
     def _compare(
         self, phase: StepPhase, action: Action, layer: int | None, key: RecordKey, actual: Tensor
@@ -293,7 +295,7 @@ class InstructionChecker:
             if before is not None and whole is not None and before.shape == whole.shape:
                 yield "it is that of the step before", self._of_this_rank(before, actual, key)[0]
             if phase is StepPhase.FORWARD and whole is not None and self._cut_dim(key) is None:
-                tp = self.parts.mesh.size("tp")
+                tp = self.runtime.mesh.size("tp")
                 yield from with_other_parameters(expected, self._parameters_of(key.layer, scope), tp)
             if phase is StepPhase.LOSS and whole is not None:
                 yield from self._other_losses(action.microbatch, scope, whole)
@@ -325,10 +327,10 @@ class InstructionChecker:
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> Named:
         """The loss that other targets would have; nothing where the output is more than one tensor."""
-        last = sum(self.parts.counts) - 1
+        last = sum(self.runtime.blueprint.layers_per_stage) - 1
         output = self.recording.values[scope].get(RecordKey("output", last, "0"))
         if output is not None and RecordKey("output", last, "1") not in self.recording.values[scope]:
-            yield from with_another_loss(self.parts.loss, output, self.targets, microbatch, total)
+            yield from with_another_loss(self.runtime.loss, output, self.targets, microbatch, total)
 
     def _inside(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
         """Which module inside of a layer is the first whose numbers differ: see `first_inner_difference`."""
@@ -358,7 +360,7 @@ class InstructionChecker:
         if dim is None:
             return whole, nowhere
         # Not the engine's own range: that may be what is wrong.
-        mesh = self.parts.mesh
+        mesh = self.runtime.mesh
         own = divide(whole.shape[dim], mesh.size("tp"))[mesh.index("tp")]
         begin = [0] * whole.dim()
         begin[dim] = own.start
@@ -368,19 +370,22 @@ class InstructionChecker:
         """Along which dim the ranks of `tp` have pieces of a recorded tensor."""
         if key.kind == "total":
             return None
-        if self.parts.vocabulary is not None and key.layer == sum(self.parts.counts) - 1:
+        if (
+            self.runtime.vocabulary is not None
+            and key.layer == sum(self.runtime.blueprint.layers_per_stage) - 1
+        ):
             return -1
         if key.layer < 0 or key.name != "0":
             return None
-        return self.parts.sequence_dims[key.layer].next
+        return self.runtime.blueprint.sequence_dims[key.layer].next
 
     def _layer(self, stage: int) -> int:
         """The number of the first layer of a stage in the model."""
-        return sum(self.parts.counts[:stage])
+        return sum(self.runtime.blueprint.layers_per_stage[:stage])
 
     def _global(self, action: Action) -> int:
         """The number of a micro-batch in the global batch."""
-        return self.parts.mesh.index("dp") * self.parts.plan.microbatches + action.microbatch
+        return self.runtime.mesh.index("dp") * self.runtime.blueprint.plan.microbatches + action.microbatch
 
 
 def _overlaps(tensor: Tensor) -> bool:

@@ -7,9 +7,9 @@ from plait.pipeline.loss_scale import FIRST, GROWS_AFTER, LossScale, loss_scale
 
 
 def test_who_has_one() -> None:
-    assert loss_scale(None, in_half=True) == LossScale(FIRST, dynamic=True)
-    assert loss_scale(128.0, in_half=True) == LossScale(128.0)
-    assert loss_scale(None, in_half=False) == LossScale(1.0)
+    assert loss_scale(None, in_fp16=True) == LossScale(FIRST, dynamic=True)
+    assert loss_scale(128.0, in_fp16=True) == LossScale(128.0)
+    assert loss_scale(None, in_fp16=False) == LossScale(1.0)
 
 
 def test_it_is_halved_at_once_and_doubled_after_many_good_steps() -> None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import sys
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import pytest
 import torch
 
-from plait.pipeline.executor import REMEMBERED_PROGRAMS, Around, Executor
-from plait.pipeline.profiling import profiling
+from plait.pipeline.executor import REMEMBERED_PROGRAMS, Executor, profiling
 from plait.schedules.action import Action
 from plait.schedules.program import Finish, Program, ReduceGradient, RunLayer, Send
 from plait.schedules.segments import Segment, segments_of
@@ -39,13 +38,8 @@ def test_the_stack_names_what_is_carried_out() -> None:
     def handler(instruction: object) -> None:
         seen.append(caller())
 
-    executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], handler))
-    executor.run(PROGRAM)
-    expected = [(name, name) for name in ["1F3", *NAMES]]
-    assert seen == expected
-    executor.observer = lambda instruction: None
-    executor.run(PROGRAM)
-    assert seen == expected * 2
+    Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], handler)).run(PROGRAM)
+    assert seen == [(name, name) for name in ["1F3", *NAMES]]
 
 
 def test_a_traceback_names_the_action() -> None:
@@ -57,17 +51,18 @@ def test_a_traceback_names_the_action() -> None:
     assert "in 1F3\n" in "".join(traceback.format_exception(caught.value))
 
 
-def test_the_observer_comes_after_all_who_handle_an_instruction() -> None:
+def test_a_layer_is_bound_once_and_handlers_follow_it() -> None:
     seen: list[str] = []
-    one = {Finish: lambda i: seen.append("one")}
-    other = {Finish: lambda i: seen.append("other")}
-    executor = Executor(one, other)
-    executor.run(PROGRAM[-1:])
-    executor.observer = lambda instruction: seen.append("observer")
-    executor.run(PROGRAM[-1:])
-    executor.observer = None
-    executor.run(PROGRAM[-1:])
-    assert seen == ["one", "other", "one", "other", "observer", "one", "other"]
+
+    def bind(instruction: RunLayer) -> Callable[[], None]:
+        seen.append("bound")
+        return lambda: seen.append(f"layer {instruction.layer}")
+
+    executor = Executor({RunLayer: lambda i: seen.append("handler")}, bind_layer=bind)
+    executor.run(PROGRAM[:1])
+    executor.run(program := PROGRAM[:1])
+    executor.run(program)
+    assert seen == ["bound", "layer 0", "handler"] * 2 + ["layer 0", "handler"]
 
 
 def test_programs_are_not_mixed_up_and_not_remembered_for_ever() -> None:
@@ -80,29 +75,21 @@ def test_programs_are_not_mixed_up_and_not_remembered_for_ever() -> None:
     assert len(executor._known) == REMEMBERED_PROGRAMS
 
 
-def test_a_watch_is_entered_around_each_part() -> None:
+def test_a_context_is_entered_around_each_part() -> None:
     seen: list[str] = []
 
     @contextmanager
-    def watch(program: Program) -> Iterator[Around]:
-        @contextmanager
-        def around(part: Segment) -> Iterator[None]:
-            seen.append(f"before {part.name}")
-            yield
-            seen.append(f"after {part.name}")
-
-        assert program is PROGRAM
-        yield around
-        seen.append("end")
+    def around(part: Segment) -> Iterator[None]:
+        seen.append(f"before {part.name}")
+        yield
+        seen.append(f"after {part.name}")
 
     executor = Executor(dict.fromkeys([RunLayer, Send, ReduceGradient, Finish], lambda i: seen.append("run")))
-    executor.watch = watch
-    executor.run(PROGRAM)
+    executor.run(PROGRAM, around)
     assert seen[:4] == ["before 1F3", "run", "run", "after 1F3"]
     assert [line for line in seen if "before" in line] == [
         f"before {part.name}" for part in segments_of(PROGRAM)
     ]
-    assert seen[-1] == "end"
 
 
 def test_parts_are_ranges_while_a_profiler_is_on() -> None:

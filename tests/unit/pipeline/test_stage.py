@@ -18,6 +18,7 @@ from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.nested import Value, leaf_of
 from plait.layers.shape_inference import infer
 from plait.pipeline.stage import Stage
+from plait.plan import Recompute
 
 
 class Call(nn.Module):
@@ -69,7 +70,7 @@ class Doubled(torch.autograd.Function):
         return gradient * 2, None
 
 
-def stage_of(*layers: nn.Module, batch: Value, number: int = 0) -> Stage:
+def stage_of(*layers: nn.Module, batch: Value, number: int = 0, recompute: Recompute = "none") -> Stage:
     """A stage of its own model, deferred, with zero gradients."""
     model = nn.Sequential(*layers)
     sequence = sequence_of(model)
@@ -82,7 +83,7 @@ def stage_of(*layers: nn.Module, batch: Value, number: int = 0) -> Stage:
         defer_weight_gradients(layer.module, queue)
     for parameter in model.parameters():
         parameter.grad = torch.zeros_like(parameter) if parameter.requires_grad else None
-    return Stage(number, sequence.layers, queue, [infos] * 8)
+    return Stage(number, sequence.layers, queue, [infos] * 8, recompute=[recompute] * len(sequence.layers))
 
 
 def forward(stage: Stage, batch: Tensor, microbatch: int = 0) -> Value:
@@ -281,3 +282,36 @@ def test_a_gradient_of_another_shape_is_refused() -> None:
         ModelError, match=r"a gradient of shape \[2\] came back for an output of (shape )?\[1, 2\]"
     ):
         backward(stage, torch.ones(2))
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_without_gradients_a_layer_runs_once(mode: Recompute) -> None:
+    batch, runs = torch.zeros(2, 4), []
+    stage = stage_of(Call(lambda value: runs.append(value) or value + 1), batch=batch, recompute=mode)
+    runs.clear()
+    with torch.no_grad():
+        assert not forward(stage, batch).requires_grad
+    assert len(runs) == 1
+
+
+class OwnBackward(nn.Module):
+    """A layer that takes a gradient in its forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        with torch.enable_grad():
+            inner = value.detach().requires_grad_()
+            (slope,) = torch.autograd.grad(self.linear(inner).sum(), inner)
+        return value * slope
+
+
+@pytest.mark.parametrize("mode", ["none", "selective", "full"])
+def test_a_layers_own_backward_adds_no_weight_gradient(mode: Recompute) -> None:
+    batch = torch.ones(2, 4)
+    stage = stage_of(OwnBackward(), batch=batch, recompute=mode)
+    there_and_back(stage, batch, 0)
+    (layer,) = stage.layers
+    assert all(p.grad is not None and not p.grad.any() for p in layer.module.parameters())

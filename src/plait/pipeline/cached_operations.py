@@ -1,9 +1,10 @@
-"""Keeping the products of a layer's first run (of matrices, and attention), for its second run.
+"""The cached operations of recomputation: results of a layer's first run that its second run takes over.
 
-PyTorch's own selective checkpoints keep the last product, too, which no backward asks for, and give back what
-somebody has meanwhile written to; a product that is written to is not kept here.
+These are matrix products, convolutions and attention. PyTorch's own selective checkpoints also keep the last
+result, which no backward needs, and return results that were written to after the operation; here a result
+that is written to is not kept.
 
-The base class that sees each operation is private by its path, but documented ("Extending PyTorch").
+`TorchDispatchMode` is private by its path, but documented ("Extending PyTorch").
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from plait.layers.nested import map_tensors, tensors_of
 
-_PRODUCTS = frozenset(
+_CACHED = frozenset(
     {
         "addmm",
         "baddbmm",
@@ -31,110 +32,110 @@ _PRODUCTS = frozenset(
         "_scaled_dot_product_fused_attention_overrideable",
     }
 )
-"""Of aten."""
+"""Names of aten operations."""
 
 
 @dataclass
-class Kept:
-    """The products of one run, in their order; None where one has to be done again."""
+class OperationCache:
+    """The results of one run's operations, in their order; None for one that is to be computed again."""
 
     most: int | None
-    """How many are worth keeping; None: all."""
+    """How many results to keep; None: all."""
     results: list[Any] = field(default_factory=list)
-    runs: bool = False
-    """Whether the first run goes on."""
+    recording: bool = False
+    """Whether the first run is under way."""
 
-    def keep(self, result: Any) -> None:
-        """The next product. Without its graph, which would keep what is to go."""
+    def add(self, result: Any) -> None:
+        """Append the next result, without its graph, which would keep the activations alive."""
         wanted = self.most is None or len(self.results) < self.most
         self.results.append(map_tensors(Tensor.detach, result) if wanted else None)
 
-    def forget(self, written: Tensor) -> None:
-        """Somebody writes to this memory."""
+    def drop(self, written: Tensor) -> None:
+        """Drop the results that share memory with a tensor that is written to."""
         storage = written.untyped_storage()
         for number, result in enumerate(self.results):
             if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
                 self.results[number] = None
 
     def take(self, number: int) -> Any:
-        """A product, once; None where it has to be done again."""
+        """Remove and return a result; None where the operation is to be computed again."""
         if number >= len(self.results):
             return None
         result, self.results[number] = self.results[number], None
         return result
 
-    def abandon(self) -> None:
-        """Keep nothing: the layer runs a second time within its first run, so products cannot be counted."""
+    def disable(self) -> None:
+        """Keep nothing: the layer runs again within its first run, so operations cannot be numbered."""
         self.results.clear()
         self.most = 0
 
 
-class Keeping(TorchDispatchMode):
-    """While it is entered, products go to `kept`."""
+class RecordOperations(TorchDispatchMode):
+    """The context of a layer's first run: results go to `cache`."""
 
-    def __init__(self, kept: Kept) -> None:
+    def __init__(self, cache: OperationCache) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._cache = cache
 
     def __enter__(self) -> Self:
-        """The first run begins."""
-        self._kept.runs = True
+        """Start to record."""
+        self._cache.recording = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """It is over."""
+        """Stop recording."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._kept.runs = False
+        self._cache.recording = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func`; keep what it gives, or forget what it changes."""
+        """Run `func`; add its result to the cache, and drop the results that it writes to."""
         for tensor in _written(func, args, kwargs or {}):
-            self._kept.forget(tensor)
+            self._cache.drop(tensor)
         result = func(*args, **(kwargs or {}))
-        if _is_product(func):
-            self._kept.keep(result)
+        if _is_cached(func):
+            self._cache.add(result)
         return result
 
 
-class Replaying(TorchDispatchMode):
-    """While it is entered, products come from `kept`; at the end `note` is told how many were asked for."""
+class ReplayOperations(TorchDispatchMode):
+    """The context of a layer's second run: results come from `cache`; at its end `note` gets their number."""
 
-    def __init__(self, kept: Kept, note: Callable[[int], None]) -> None:
+    def __init__(self, cache: OperationCache, note: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._kept = kept
+        self._cache = cache
         self._note = note
         self._asked = 0
 
     def __enter__(self) -> Self:
-        """A second run begins."""
+        """Start to replay."""
         self._asked = 0
-        if self._kept.runs:
-            self._kept.abandon()
+        if self._cache.recording:
+            self._cache.disable()
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        """It is over."""
+        """Stop replaying."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._note(self._asked)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func`, or give what it gave the first time."""
+        """Return the cached result of `func`, or run it."""
         found = None
-        if _is_product(func):
-            found = self._kept.take(self._asked)
+        if _is_cached(func):
+            found = self._cache.take(self._asked)
             self._asked += 1
         return func(*args, **(kwargs or {})) if found is None else found
 
 
-def _is_product(operation: Any) -> bool:
-    return operation.namespace == "aten" and operation.overloadpacket.__name__ in _PRODUCTS
+def _is_cached(operation: Any) -> bool:
+    return operation.namespace == "aten" and operation.overloadpacket.__name__ in _CACHED
 
 
 def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
-    """The tensors that an operation writes to."""
-    if operation.namespace == "c10d":  # collectives write to what they are given, and do not say so
+    """Yield the tensors that an operation writes to."""
+    if operation.namespace == "c10d":  # collectives write to their arguments; their schema does not say so
         yield from tensors_of(args)
     schema = operation._schema
     if schema.is_mutable:

@@ -1,4 +1,4 @@
-"""Programs of one rank, run by the executor and a worker: every order of actions gives the same bits."""
+"""Programs of one rank, run by the executor: every order of actions gives the same bits."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.shape_inference import infer
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.executor import Executor
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
+from plait.pipeline.pipeline_rank import PipelineRank
 from plait.pipeline.stage import Stage
-from plait.pipeline.worker import Worker
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.lower import lower
@@ -42,13 +42,15 @@ def model() -> nn.Sequential:
     return nn.Sequential(nn.Embedding(5, 4), nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 5)).double()
 
 
-def worker_of(layers: nn.Sequential) -> Worker:
+def pipeline_of(layers: nn.Sequential) -> PipelineRank:
     queue = WeightGradientQueue()
     defer_weight_gradients(layers, queue)
     sequence = sequence_of(layers).layers
     stages = {0: Stage(0, sequence[:2], queue), 1: Stage(1, sequence[2:], queue)}
     mesh = Mesh()
-    return Worker(stages, Exchange(*mesh.pipeline_groups, mesh.device), LossEnd(cross_entropy))
+    return PipelineRank(
+        stages, Exchange(*mesh.pipeline_groups, mesh.device), LossStage(cross_entropy), COUNTS
+    )
 
 
 def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
@@ -56,19 +58,21 @@ def gradients_by(order: str) -> tuple[Tensor, list[Tensor]]:
     skeleton = copy.deepcopy(layers).to("meta")
     for parameter in layers.parameters():
         parameter.grad = torch.zeros_like(parameter)
-    worker = worker_of(layers)
+    pipeline = pipeline_of(layers)
     made = Schedule("by hand", 2, (0, 0), (tuple(map(Action.parse, order.split())),))
     check(made)
     batch, targets = list(INPUTS.split(1)), list(TARGETS.split(1))
     infos = infer(private_copy(sequence_of(skeleton).layers, {}), batch[0], input_gradients=False)
-    worker.begin(batch, [infos] * 2, COUNTS)
-    worker.loss_end.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
-    Executor(worker.handlers()).run(lower(made, LoweringSpec(COUNTS, {}))[0])
-    for stage in worker.stages.values():
+    pipeline.begin(batch, [infos] * 2)
+    pipeline.loss_stage.begin(targets, torch.tensor(1 / 5, dtype=torch.float64))
+    Executor(pipeline.handlers(), bind_layer=pipeline.bind_layer).run(
+        lower(made, LoweringSpec(COUNTS, {}))[0]
+    )
+    for stage in pipeline.stages.values():
         assert not any((stage.values, stage.gradients, stage.runs, stage.queue.pending)), (
             "nothing is left over"
         )
-    return torch.stack(worker.loss_end.totals).sum() / 5, [
+    return torch.stack(pipeline.loss_stage.totals).sum() / 5, [
         parameter.grad for parameter in layers.parameters()
     ]
 

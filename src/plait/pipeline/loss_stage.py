@@ -20,13 +20,13 @@ class LossLike(Protocol):
         """The summed loss of one micro-batch, 0-d."""
 
 
-class LossEnd:
+class LossStage:
     """Computes each micro-batch's loss and, for training, the gradient of the global mean."""
 
-    def __init__(self, loss: LossLike, *, spends: bool = False) -> None:
-        """`spends`: the loss may write to the memory of the output."""
+    def __init__(self, loss: LossLike, *, writes_output: bool = False) -> None:
+        """`writes_output`: the loss may write to the memory of the output."""
         self.loss = loss
-        self.spends = spends
+        self.writes_output = writes_output
         self._totals: dict[int, Tensor] = {}
         self._outputs: dict[int, Value] = {}
         self._targets: Sequence[Value] = ()

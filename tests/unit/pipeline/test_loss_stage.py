@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from plait.errors import ModelError
-from plait.pipeline.loss_end import LossEnd
+from plait.pipeline.loss_stage import LossStage
 
 
 class SquaredError:
@@ -20,7 +20,7 @@ def leaf(*values: float) -> Tensor:
 
 
 def test_the_seed_is_the_gradient_of_the_scaled_sum() -> None:
-    end = LossEnd(SquaredError())
+    end = LossStage(SquaredError())
     end.begin([torch.zeros(2), torch.zeros(2)], torch.tensor(0.5, dtype=torch.float64))
     end.compute(0, (leaf(1, 2), leaf(9, 9)))
     end.compute(1, (leaf(3, 4), leaf(9, 9)))
@@ -33,7 +33,7 @@ def test_the_seed_is_the_gradient_of_the_scaled_sum() -> None:
 
 
 def test_without_gradients_nothing_is_held() -> None:
-    end = LossEnd(SquaredError())
+    end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], None)
     with torch.no_grad():
         end.compute(0, (leaf(2),))
@@ -42,14 +42,14 @@ def test_without_gradients_nothing_is_held() -> None:
 
 
 def test_a_loss_that_no_weight_feeds_has_no_gradient() -> None:
-    end = LossEnd(SquaredError())
+    end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], torch.tensor(1.0))
     end.compute(0, (torch.ones(1),))
     assert end.seed(0) == [None]
 
 
 def test_a_new_step_forgets_the_last_one() -> None:
-    end = LossEnd(SquaredError())
+    end = LossStage(SquaredError())
     end.begin([torch.zeros(1)], torch.tensor(1.0))
     end.compute(0, (leaf(2),))
     end.keep(0, "output")
@@ -66,7 +66,7 @@ def test_a_total_that_is_no_scalar_is_refused(total: object, told: str) -> None:
         def total(self, output: Any, targets: Any) -> Any:
             return total
 
-    end = LossEnd(Wrong())
+    end = LossStage(Wrong())
     end.begin([None], None)
     with pytest.raises(ModelError, match=rf"loss\.total gave {told}: give the summed loss as a 0-d tensor"):
         end.compute(0, torch.zeros(3))

@@ -1,0 +1,42 @@
+"""What `parallelize` builds from a blueprint on one rank, for the engine to run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass
+
+from plait.autograd.dropout import DropoutGenerator
+from plait.blueprint import Blueprint
+from plait.comm.mesh import Mesh
+from plait.pipeline.pipeline_rank import PipelineRank
+from plait.schedules.program import Instruction
+from plait.sharding.unit import Unit
+from plait.tensor.losses import Loss
+from plait.tensor.meta_layers import MetaLayers
+from plait.tensor.vocabulary import Vocabulary
+
+
+@dataclass(frozen=True)
+class Runtime:
+    """A blueprint, and this rank's layers, parameters and groups of ranks."""
+
+    blueprint: Blueprint
+    mesh: Mesh
+    loss: Loss
+    pipeline: PipelineRank
+    units: Mapping[str, Unit]
+    """Of this rank's layers, by name."""
+    dropout: DropoutGenerator
+    """The random numbers of this rank's dropouts."""
+    counted: Collection[str]
+    """The parameters whose gradients this rank adds to a norm over the model: each counts once."""
+    vocabulary: Vocabulary | None
+    """How the model's logits are partitioned over `tp`; None where they are whole."""
+    meta_layers: MetaLayers
+    """All layers of the model, on the meta device."""
+    context: int | None
+    """The longest sequence that the model takes; None where it has no attribute `context`."""
+
+
+InstructionObserver = Callable[[Instruction, Runtime], None]
+"""Called after each instruction of a step; the runtime holds what it computed."""
