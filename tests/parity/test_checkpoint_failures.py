@@ -23,9 +23,9 @@ def save_twice(path: str, full: int, room: int, staged: bool) -> str:
     """What is said where one rank's disk is full; then with all disks as they should be."""
     with run_of(PLAN) as run:
         disk = Full(room) if run.engine.mesh.rank == full else Disk()
-        staging = saving.Staging() if staged else None
+        staging = saving.StagingBuffer() if staged else None
         with pytest.raises(CheckpointError) as told:
-            saving.start(run.engine, run.optimizer, Path(path), {}, staging, disk=disk).wait()
+            saving.start_save(run.engine, run.optimizer, Path(path), {}, staging, disk=disk).wait()
         assert not list(Path(path).parent.iterdir())
         run.train(range(1))
         plait.save(run.engine, run.optimizer, path)
@@ -49,7 +49,7 @@ def test_all_hear_of_a_full_disk(
 def save_apart(folder: str) -> str:
     """Each rank in a folder of its own."""
     with run_of(PLAN) as run, pytest.MonkeyPatch.context() as patched:
-        patched.setattr(saving, "_MAY_TAKE", 0.1)
+        patched.setattr(saving, "_FOLDER_TIMEOUT", 0.1)
         own = Path(folder, str(run.engine.mesh.rank))
         with pytest.raises(CheckpointError) as told:
             plait.save(run.engine, run.optimizer, own / "one")

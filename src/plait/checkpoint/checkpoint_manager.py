@@ -1,4 +1,4 @@
-"""The checkpoints of a run: one after another in a folder, written in the background, old ones removed."""
+"""`CheckpointManager`: saves the checkpoints of a run in the background, and removes old ones."""
 
 from __future__ import annotations
 
@@ -13,14 +13,14 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import checkpoint_name, clean_up, prune, rename_later
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave
-from plait.checkpoint.saving import start
-from plait.checkpoint.staging import Staging
+from plait.checkpoint.saving import start_save
+from plait.checkpoint.staging import StagingBuffer
 
 
 class CheckpointManager:
-    """Saves a run every now and then; at most one checkpoint is being written at a time.
+    """Saves a run repeatedly into one folder; writes at most one checkpoint at a time.
 
-    All ranks make one, and call its methods alike. A failure leaves the older checkpoints as they are.
+    Every rank makes one, and all ranks call its methods together. A failure leaves older checkpoints intact.
     """
 
     def __init__(
@@ -29,33 +29,33 @@ class CheckpointManager:
         *,
         keep_last: int = 0,
         keep_every: int = 0,
-        behind: int | None = None,
+        start_step: int | None = None,
         disk: Disk | None = None,
     ) -> None:
-        """Keep the newest `keep_last` (0: all), and those whose number of steps `keep_every` divides.
+        """Keep the newest `keep_last` checkpoints (0: all), and those whose step `keep_every` divides.
 
-        Before the first is written rank 0 removes what was left half done. `behind`: how many steps the run
-        had behind it when it began; checkpoints of more steps are then not of this run, and get other names
-        when its first is complete. None: they are.
+        Before the first save, rank 0 removes interrupted checkpoints. `start_step`: the step at which the run
+        started or resumed; checkpoints of later steps belong to another run, and are renamed when the first
+        one of this run is complete. None: no checkpoint is renamed.
         """
         self._folder = folder
-        self._behind = behind
-        self._begun = False
+        self._start_step = start_step
+        self._is_clean = False
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._disk = disk or Disk()
-        self._staging = Staging()
-        self._under_way: PendingSave | None = None
+        self._staging = StagingBuffer()
+        self._pending: PendingSave | None = None
         self.complete = True
-        """Whether the last one that was waited for is there, even if older ones could not be removed."""
+        """Whether the last finished save is complete, even if older checkpoints could not be removed."""
 
     @property
-    def flaw(self) -> str:
-        """On rank 0: why what is under way has failed, as soon as that is known; else empty."""
-        return "" if self._under_way is None else self._under_way.flaw
+    def error(self) -> str:
+        """On rank 0: why the pending save has failed, as soon as that is known; else empty."""
+        return "" if self._pending is None else self._pending.error
 
     @property
     def staged_bytes(self) -> int:
-        """How much memory the copies take that are made for writing in the background."""
+        """Size of the CPU copies for writing in the background."""
         return self._staging.bytes
 
     def save(
@@ -65,40 +65,39 @@ class CheckpointManager:
         step: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Save the run after `step` steps; returns when there are copies, and the next step may begin.
+        """Save the run after `step` steps; return when the copies exist and training may continue.
 
-        Waits for the one before to be complete, see `finish`. Raises `CheckpointError` on all ranks.
+        First waits for the previous save, see `finish`. Raises `CheckpointError` on all ranks.
         """
         self.finish()
         self.complete = False
-        path = self._folder / checkpoint_name(step)
-        self._under_way = start(
+        self._pending = start_save(
             engine,
             optimizer,
-            path,
+            self._folder / checkpoint_name(step),
             state,
             self._staging,
             disk=self._disk,
-            first=self._tidy,
-            before=self._set_aside,
-            after=partial(prune, self._folder, step, **self._keep, disk=self._disk),
+            on_start=self._clean_up,
+            before_commit=self._rename_later,
+            after_commit=partial(prune, self._folder, step, **self._keep, disk=self._disk),
         )
 
     def finish(self) -> None:
-        """Return when nothing is under way. Raises `CheckpointError`, on all ranks, where it failed."""
-        under_way, self._under_way = self._under_way, None
-        if under_way is not None:
+        """Wait for the pending save. Raises `CheckpointError` on all ranks if it failed."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
             try:
-                under_way.wait()
+                pending.wait()
             finally:
-                self.complete = under_way.complete
+                self.complete = pending.complete
 
-    def _tidy(self) -> None:
-        if not self._begun:
+    def _clean_up(self) -> None:
+        if not self._is_clean:
             clean_up(self._folder, self._disk)
-        self._begun = True
+        self._is_clean = True
 
-    def _set_aside(self) -> None:
-        if self._behind is not None:
-            rename_later(self._folder, self._behind, self._disk)
-        self._behind = None
+    def _rename_later(self) -> None:
+        if self._start_step is not None:
+            rename_later(self._folder, self._start_step, self._disk)
+        self._start_step = None

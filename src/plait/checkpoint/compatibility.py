@@ -1,25 +1,34 @@
-"""Whether a checkpoint is of the model and optimizer at hand, and what of it holds under their plan."""
+"""Checks that a checkpoint fits the model, the optimizer and the plan that load it."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import json
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
 from plait.checkpoint.manifest import Manifest
-from plait.checkpoint.optimizer_groups import require_same_parameters, require_states_fit
-from plait.checkpoint.optimizer_state import require_same_class
+from plait.checkpoint.optimizer_state import NOT_RESTORED, NOT_SAVED, is_number, require_own_parameters
 from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 from plait.layout import Layout
 from plait.plan import Plan
 
+_OF_SCHEDULERS = frozenset({"initial_lr"})
+"""Options that learning-rate schedulers add to groups."""
+Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
+"""Shapes of saved optimizer state, by parameter and key."""
+Sources = Sequence[tuple[dict[str, Any], dict[str, str]]]
+"""Of each group of this rank's optimizer: its options, and the saved groups of its parameters, by number (as
+text, for JSON), each with the name of one of these parameters."""
+
 
 def require_compatible(
     manifest: Manifest, engine: Checkpointable, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
+    """Raise CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
     require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
     if optimizer is not None and manifest.optimizer is None:
         raise CheckpointError(
@@ -27,17 +36,13 @@ def require_compatible(
         )
     if optimizer is not None and manifest.optimizer is not None:
         require_same_class(optimizer, manifest.optimizer)
-        pieces, shapes = dict(engine.named_parameters()), _shapes_of_states(manifest)
-        require_same_parameters(optimizer, pieces, manifest.optimizer, shapes)
-        require_states_fit(pieces, engine.layouts, shapes)
-
-
-def _shapes_of_states(manifest: Manifest) -> dict[str, dict[str, tuple[int, ...]]]:
-    """The shapes of what the saved optimizer kept, by parameter and key."""
-    return {
-        name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
-        for name, keys in state_keys(manifest.tensors).items()
-    }
+        pieces = dict(engine.named_parameters())
+        shapes = {
+            name: {key: manifest.tensors[state_key(name, key)].shape for key in keys}
+            for name, keys in state_keys(manifest.tensors).items()
+        }
+        _require_same_parameters(optimizer, pieces, manifest.optimizer, shapes)
+        _require_states_shardable(pieces, engine.layouts, shapes)
 
 
 def require_model(
@@ -46,31 +51,146 @@ def require_model(
     buffer_shapes: Mapping[str, tuple[int, ...]],
     aliases: Iterable[str],
 ) -> None:
-    """CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
+    """Raise CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
     wanted = {parameter_key(name): layout.shape for name, layout in layouts.items()}
     wanted |= {parameter_key(name): shape for name, shape in buffer_shapes.items()}
-    there = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
-    # What is tied torch writes under all names; plait does not, so here it was not tied.
-    again = set() if manifest.run else set(map(parameter_key, aliases))
+    saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
+    # An imported checkpoint has tied parameters under all names, as torch saves them; one of plait does not.
+    ignored = set() if manifest.run else set(map(parameter_key, aliases))
     kinds = {
-        "missing": [name for name in wanted if name not in there],
-        "unexpected": [name for name in there if name not in wanted and name not in again],
+        "missing": [name for name in wanted if name not in saved],
+        "unexpected": [name for name in saved if name not in wanted and name not in ignored],
         "of another shape": [
-            f"{name} ({list(there[name])} and not {list(shape)})"
+            f"{name} ({list(saved[name])} and not {list(shape)})"
             for name, shape in wanted.items()
-            if there.get(name, shape) != shape
+            if saved.get(name, shape) != shape
         ],
     }
-    flaws = [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
-    if flaws:
+    errors = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
+    if errors:
         raise CheckpointError(
-            f"the checkpoint is of another model ({'; '.join(flaws).replace('model.', '')}): build the model "
-            "that was saved, or give another checkpoint."
+            f"the checkpoint is of another model ({errors.replace('model.', '')}): build the model that was "
+            "saved, or give another checkpoint."
         )
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """What of `manifest.run` holds under `plan`: the order of actions only if it would be asked for alike."""
-    wished = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
-    same = all(manifest.plan.get(name, value) == value for name, value in wished.items())
+    """Return `manifest.run`, without the order of actions if `plan` asks for another schedule."""
+    wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
+    same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in manifest.run.items() if same or key != "order"}
+
+
+def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where the saved optimizer is of another class.
+
+    Imported checkpoints have the class "": then the names of options are compared, if there are any.
+    """
+    kind = type(optimizer).__name__
+    if not saved["class"]:
+        options = {key for group in saved["groups"] for key in group} - NOT_RESTORED - _OF_SCHEDULERS
+        wanted = optimizer.defaults.keys() - NOT_RESTORED
+        if options - wanted and wanted - options:  # versions of torch differ in one direction only
+            raise CheckpointError(
+                f"the checkpoint holds the state of an optimizer with {', '.join(sorted(options))}, which "
+                f"{kind} is not: give one of the class that was saved, or None for one that starts anew."
+            )
+    elif kind != saved["class"]:
+        raise CheckpointError(
+            f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
+            "the same class, or None for an optimizer that starts anew."
+        )
+
+
+def _require_same_parameters(
+    optimizer: torch.optim.Optimizer,
+    pieces: Mapping[str, nn.Parameter],
+    saved: Mapping[str, Any],
+    with_state: Iterable[str],
+) -> None:
+    """Raise CheckpointError unless the optimizer has the trainable parameters that the saved one had."""
+    require_own_parameters(optimizer, {id(piece): name for name, piece in pieces.items()})
+    given = {id(one) for group in optimizer.param_groups for one in group["params"]}
+    trainable = {name: id(piece) in given for name, piece in pieces.items() if piece.requires_grad}
+    had = {*saved["group_of"], *saved["plain"], *with_state}
+    left_out = [name for name, is_given in trainable.items() if name in had and not is_given]
+    if left_out:
+        raise CheckpointError(
+            f"the checkpoint's optimizer had {listed(left_out)}, and the optimizer has not: give one of the "
+            "same parameters, or None for an optimizer that starts anew."
+        )
+    added = [name for name, is_given in trainable.items() if is_given and name not in had]
+    if added and saved["group_of"]:
+        raise CheckpointError(
+            f"the optimizer has {listed(added)}, and the checkpoint's had not: give one of the same "
+            "parameters, or None for an optimizer that starts anew."
+        )
+
+
+def _require_states_shardable(
+    pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
+) -> None:
+    """Raise CheckpointError where saved state cannot be sharded as its parameter is here."""
+    for name, piece in pieces.items():
+        full = layouts[name].shape
+        for key, shape in shapes.get(name, {}).items():
+            if not is_number(key, shape, full) and shape != full != tuple(piece.shape):
+                raise CheckpointError(
+                    f"the optimizer kept {key} of {name} as {list(shape)}, which cannot be sharded as the "
+                    "parameter is here: load it where parameters are whole (strategy none, tp 1)."
+                )
+
+
+def group_sources(
+    optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
+) -> Sources:
+    """Return the saved groups of the parameters in each group; `names`: of this rank's parameters, by id."""
+    found = []
+    for group in optimizer.param_groups:
+        sources: dict[str, str] = {}
+        for name in (names[id(one)] for one in group["params"]):
+            if name in saved["group_of"]:
+                sources.setdefault(str(saved["group_of"][name]), name)
+        options = {key: value for key, value in group.items() if key not in NOT_SAVED | NOT_RESTORED}
+        found.append((json.loads(json.dumps(options, default=_as_json)), sources))
+    return found
+
+
+def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> None:
+    """Raise CheckpointError where parameters of one saved group now have different options, or vice versa.
+
+    `ranks`: the `group_sources` of each rank.
+    """
+    options_now: dict[str, tuple[dict[str, Any], str]] = {}
+    for groups in ranks:
+        for number, (options, sources) in enumerate(groups):
+            first = next(iter(sources), "")
+            for other in sources:
+                apart = _difference(saved["groups"][int(first)], saved["groups"][int(other)])
+                if apart:
+                    raise CheckpointError(
+                        f"group {number} of the optimizer has {sources[first]} and {sources[other]}, which "
+                        f"were in different groups when the checkpoint was written ({apart}): group "
+                        "parameters as then."
+                    )
+            for source, name in sources.items():
+                known, example = options_now.setdefault(source, (options, name))
+                apart = _difference(known, options)
+                if apart:
+                    raise CheckpointError(
+                        f"the optimizer has {example} and {name} in different groups ({apart}), which were "
+                        "in one when the checkpoint was written: group parameters as then, or give both "
+                        "groups the same options."
+                    )
+
+
+def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
+    """Return the first option with different values in two groups, and the values; "" if there is none."""
+    for key in one:
+        if key in other and key not in NOT_RESTORED and one[key] != other[key]:
+            return f"{key} {one[key]} and {other[key]}"
+    return ""
+
+
+def _as_json(value: object) -> object:
+    return value.item() if isinstance(value, torch.Tensor) and value.numel() == 1 else repr(value)

@@ -1,4 +1,4 @@
-"""What checkpoints do to a disk, one system call a method: so that tests can let each of them fail."""
+"""The file system calls of checkpoints, one per method, so that tests can make each of them fail."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ class Disk:
     """The file system. Every method raises OSError."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it; it must not be there."""
+        """Make a new folder and its parents."""
         path.mkdir(parents=True)
 
     def create(self, path: Path) -> BinaryIO:
-        """Open a new file for writing, without a buffer."""
+        """Open a new file for unbuffered writing."""
         return path.open("xb", buffering=0)
 
     def write(self, file: BinaryIO, data: memoryview) -> None:
@@ -26,11 +26,11 @@ class Disk:
             data = data[file.write(data) :]
 
     def sync(self, file: BinaryIO) -> None:
-        """Return when what was written will outlive a loss of power."""
+        """Block until all written bytes are on the disk."""
         os.fsync(file.fileno())
 
     def sync_folder(self, path: Path) -> None:
-        """The same for the names in a folder, on file systems that know of it."""
+        """Block until the entries of a folder are on the disk, where the file system supports it."""
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
@@ -41,16 +41,16 @@ class Disk:
             os.close(handle)
 
     def rename(self, path: Path, to: Path) -> None:
-        """Give a file or a folder another name, at once; a file of that name is replaced."""
+        """Rename a file or folder atomically; replaces a file of that name."""
         path.rename(to) if path.is_dir() else path.replace(to)
 
     def remove(self, path: Path) -> None:
-        """Remove a file, or a folder with all that is in it; of a link the link alone."""
+        """Remove a file, a link, or a folder with its contents."""
         shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink()
 
 
 def write_text(disk: Disk, path: Path, text: str) -> None:
-    """Write a small file that is there wholly or not at all."""
+    """Write a small file atomically."""
     unfinished = path.with_name(f"{path.name}.part")
     with disk.create(unfinished) as file:
         disk.write(file, memoryview(text.encode()))

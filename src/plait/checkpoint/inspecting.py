@@ -1,23 +1,22 @@
-"""What is in a checkpoint, and whether all of it is there."""
+"""`summary`: the contents of a checkpoint, and whether they are complete and undamaged."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import FILE, FileEntry, Manifest, StoredBox, read_manifest
-from plait.checkpoint.tensor_file import damage, portions
+from plait.checkpoint.manifest import FILE, FileEntry, Manifest, read_manifest
+from plait.checkpoint.tensor_file import find_damage, portions
 
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A global tensor."""
+    """A global tensor of a checkpoint."""
 
     name: str
     shape: tuple[int, ...]
@@ -28,7 +27,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """A file."""
+    """A file of a checkpoint."""
 
     name: str
     bytes: int
@@ -37,7 +36,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """A checkpoint."""
+    """The contents of a checkpoint."""
 
     path: str
     state: Mapping[str, Any]
@@ -45,35 +44,38 @@ class Summary:
     plan: Mapping[str, Any]
     versions: Mapping[str, str]
     optimizer: str | None
-    """Its class."""
+    """Name of its class."""
     elements: int
-    """Of all parameters and buffers."""
+    """Number of elements of all parameters and buffers."""
     bytes: int
-    """Of all files."""
+    """Size of all files."""
     files: tuple[FileSummary, ...]
     tensors: tuple[TensorSummary, ...]
     checked: bool
-    """Whether every byte was read."""
+    """Whether all bytes were checked."""
     flaws: tuple[str, ...]
-    """What is damaged or missing."""
+    """Damaged files, and tensors with missing elements."""
 
 
 def summary(path: Path, *, check: bool = False) -> Summary:
-    """What is in the checkpoint `path`, or in the newest one in that folder.
+    """Return the contents of the checkpoint `path`, or of the newest one in that folder.
 
-    Files are looked at by their size; with `check` all bytes are read and compared with what was written.
-    CheckpointError where there is no checkpoint.
+    Checks the sizes of files; with `check` also the checksums of all bytes. CheckpointError where there is no
+    checkpoint.
     """
     folder = path if (path / FILE).is_file() else resolve(path)
     manifest = read_manifest(folder)
-    of: dict[str, list[StoredBox]] = {}
-    for file in manifest.files:
-        for box in file.boxes:
-            of.setdefault(box.tensor, []).append(box)
-    tensors = tuple(
-        TensorSummary(name, one.shape, one.dtype, len(of.get(name, ())), _bytes(one.shape, one.dtype))
-        for name, one in manifest.tensors.items()
-    )
+    stored = [box for file in manifest.files for box in file.boxes]
+    boxes = Counter(box.tensor for box in stored)
+    elements = Counter[str]()
+    for box in stored:
+        elements[box.tensor] += box.box.numel
+    sizes = {name: prod(one.shape) for name, one in manifest.tensors.items()}
+    missing = [
+        f"{name} has {elements[name]:,} of its {size:,} elements"
+        for name, size in sizes.items()
+        if elements[name] != size
+    ]
     return Summary(
         path=str(folder),
         state=manifest.state,
@@ -81,21 +83,24 @@ def summary(path: Path, *, check: bool = False) -> Summary:
         plan=manifest.plan,
         versions=manifest.versions,
         optimizer=None if manifest.optimizer is None else manifest.optimizer["class"],
-        elements=sum(prod(one.shape) for one in tensors if one.name.startswith("model.")),
+        elements=sum(size for name, size in sizes.items() if name.startswith("model.")),
         bytes=manifest.bytes,
         files=tuple(FileSummary(file.name, file.bytes, len(file.boxes)) for file in manifest.files),
-        tensors=tensors,
+        tensors=tuple(
+            TensorSummary(name, one.shape, one.dtype, boxes[name], sizes[name] * one.torch_dtype.itemsize)
+            for name, one in manifest.tensors.items()
+        ),
         checked=check,
-        flaws=(*_damaged(folder, manifest, check=check), *_lacking(tensors, of)),
+        flaws=(*_damaged_files(folder, manifest, check=check), *missing),
     )
 
 
-def _damaged(folder: Path, manifest: Manifest, *, check: bool) -> list[str]:
+def _damaged_files(folder: Path, manifest: Manifest, *, check: bool) -> list[str]:
     if check:
-        looked_at = ((one.file, damage(folder, one)) for one in portions(manifest.files))
+        results = ((one.file, find_damage(folder, one)) for one in portions(manifest.files))
     else:
-        looked_at = ((file, _wrong_size(folder, file)) for file in manifest.files)
-    return list(dict.fromkeys(f"{file.name} {flaw}" for file, flaw in looked_at if flaw is not None))
+        results = ((file, _wrong_size(folder, file)) for file in manifest.files)
+    return list(dict.fromkeys(f"{file.name} {damage}" for file, damage in results if damage is not None))
 
 
 def _wrong_size(folder: Path, file: FileEntry) -> str | None:
@@ -104,18 +109,3 @@ def _wrong_size(folder: Path, file: FileEntry) -> str | None:
     except OSError:
         return "is missing"
     return None if size == file.bytes else f"has {size:,} bytes and not {file.bytes:,}"
-
-
-def _lacking(tensors: tuple[TensorSummary, ...], of: Mapping[str, list[StoredBox]]) -> list[str]:
-    """Tensors of which the files have not all elements."""
-    flaws = []
-    for one in tensors:
-        there = sum(prod(box.sizes) for box in of.get(one.name, ()))
-        if there != prod(one.shape):
-            flaws.append(f"{one.name} has {there:,} of its {prod(one.shape):,} elements")
-    return flaws
-
-
-def _bytes(shape: tuple[int, ...], dtype: str) -> int:
-    kind: torch.dtype = getattr(torch, dtype)
-    return prod(shape) * kind.itemsize

@@ -1,25 +1,29 @@
-"""`load`: a checkpoint of any layout into an engine of any layout.
+"""`load`: read a checkpoint, saved under any layout, into an engine of any layout.
 
-Before anything is changed the ranks have looked through every byte of the files, each some of them, and know
-that all tensors of the model are there. Then each rank reads what it holds, one box after another.
+Before anything is changed, the ranks check every byte of the files, each a share of them, and that all
+tensors of the model are there. Then each rank reads its own pieces, box by box.
 """
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from plait.checkpoint.box_reader import BoxReader
-from plait.checkpoint.compatibility import applicable_run_state, require_compatible
-from plait.checkpoint.folders import previous_checkpoint, resolve
-from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Manifest, TensorEntry, read_manifest
-from plait.checkpoint.optimizer_groups import group_sources, require_same_groups
-from plait.checkpoint.optimizer_state import is_number, place_of_number, restore_options
+from plait.checkpoint.box_reader import BoxReader, open_manifest, require_undamaged
+from plait.checkpoint.compatibility import (
+    applicable_run_state,
+    group_sources,
+    require_compatible,
+    require_same_groups,
+)
+from plait.checkpoint.folders import resolve
+from plait.checkpoint.manifest import Manifest, TensorEntry
+from plait.checkpoint.optimizer_state import is_number, number_device, restore_options
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     parameter_key,
@@ -27,7 +31,7 @@ from plait.checkpoint.rank_contents import (
     state_key,
     state_keys,
 )
-from plait.checkpoint.tensor_file import BETWEEN_SYNCS, Portion, damage, portions
+from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.comm.text import all_gather_text, broadcast_text
@@ -36,40 +40,40 @@ from plait.layout import Layout
 
 
 def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: str | Path) -> dict[str, Any]:
-    """Let an engine go on where the one that wrote the checkpoint `path` was; gives the `state` in it.
+    """Load the checkpoint `path` into an engine and an optimizer, and return the user's `state` in it.
 
-    On all ranks, whatever plan, number of ranks and dtypes the two have. `path` may be a folder of
-    checkpoints: then the newest complete one is meant. With an optimizer, of the class that was saved, its
-    state and the options of its groups are those of the checkpoint; with None only the model is loaded.
-    Memory: what this rank holds, and one tensor. Raises `CheckpointError` on all ranks, before anything is
-    changed, where there is no checkpoint, one that is damaged (the one before it is named), one of another
-    model (the tensors are named), or an optimizer of other parameters or groups; and `PlanError` for one that
-    cannot work under the plan. Communication: the path, the groups' options and what ranks find wrong, over
+    Called on all ranks. Plan, number of ranks and dtypes may differ from those of the engine that saved it.
+    `path` may be a folder of checkpoints: then its newest complete one is loaded. The optimizer must be of
+    the saved class, and gets the saved state and group options; with None only the model is loaded. Memory:
+    this rank's pieces and one tensor. Raises `CheckpointError` on all ranks, before anything is changed,
+    where the checkpoint is missing, damaged (the message names the one before it) or of another model (it
+    names the tensors), or the optimizer has other parameters or groups; `PlanError` for an optimizer that
+    does not work under the plan. Communication: the path, the options of groups and error messages, over
     `world`.
     """
     if optimizer is not None:
         engine.check_optimizer(optimizer)
     mesh = engine.mesh
-    folder = Path(_agreed_path(Path(path), mesh))
-    manifest, flaw = None, None
+    folder = Path(_broadcast_path(Path(path), mesh))
+    manifest, error = None, None
     try:
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizer)
-    except CheckpointError as error:
-        flaw = error
-    _raise_together(flaw, mesh)
+    except CheckpointError as raised:
+        error = raised
+    _raise_on_all_ranks(error, mesh)
     assert manifest is not None
     if optimizer is not None:
         _compare_groups(engine, optimizer, manifest)
-    _look_through(folder, manifest, mesh)
-    _in_rounds(_read(engine, optimizer, manifest, folder), mesh)
-    if manifest.run:  # not in what others wrote
+    _check_files(folder, manifest, mesh)
+    _read_in_rounds(_read(engine, optimizer, manifest, folder), mesh)
+    if manifest.run:  # empty in checkpoints that were imported
         engine.run_state = applicable_run_state(engine.plan, manifest)
     return dict(manifest.state)
 
 
 def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    """Raise CheckpointError, on all ranks, unless groups are those of the saved optimizer."""
+    """Raise CheckpointError, on all ranks, unless the optimizer has the groups of the saved one."""
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
     sources = json.dumps(group_sources(optimizer, names, saved))
@@ -77,49 +81,20 @@ def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, ma
     require_same_groups(map(json.loads, ranks), saved)
 
 
-def open_manifest(folder: Path) -> Manifest:
-    """The manifest in a folder. CheckpointError where there is none, or a damaged one; names an older one."""
-    try:
-        return read_manifest(folder)
-    except CheckpointError as error:
-        if not error.damaged:
-            raise
-        reason = str(error).removeprefix(f"{folder / FILE} ").removesuffix(TAKE_ANOTHER)
-        raise CheckpointError(
-            f"the checkpoint {folder} is damaged: {FILE} {reason}: {_way_out(folder)}.", damaged=True
-        ) from None
-
-
-def _way_out(folder: Path) -> str:
-    before = previous_checkpoint(folder)
-    return f"load {before}, the one before it" if before else "take another checkpoint"
-
-
-def require_undamaged(folder: Path, some: Iterable[Portion]) -> None:
-    """CheckpointError where one of the portions is not, bit by bit, what was written; names an older one."""
-    for one in some:
-        found = damage(folder, one)
-        if found is not None:
-            raise CheckpointError(
-                f"the checkpoint {folder} is damaged: {one.file.name} {found}: {_way_out(folder)}.",
-                damaged=True,
-            )
-
-
-def _look_through(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-    """Every rank a portion, then all again: none waits longer for the others than one portion takes."""
+def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
+    """Check all files for damage. Each rank checks one portion per round, so that none waits long."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
-        flaw = None
+        error = None
         try:
             require_undamaged(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
-        except CheckpointError as error:
-            flaw = error
-        _raise_together(flaw, mesh)
+        except CheckpointError as raised:
+            error = raised
+        _raise_on_all_ranks(error, mesh)
 
 
-def _agreed_path(path: Path, mesh: Mesh) -> str:
-    """The checkpoint that rank 0 finds, on all ranks. CheckpointError, on all, where it finds none."""
+def _broadcast_path(path: Path, mesh: Mesh) -> str:
+    """Return on all ranks the checkpoint that rank 0 finds. CheckpointError, on all, where it finds none."""
     found = ""
     if mesh.rank == 0:
         try:
@@ -132,39 +107,40 @@ def _agreed_path(path: Path, mesh: Mesh) -> str:
     return found[1:]
 
 
-def _raise_together(flaw: CheckpointError | None, mesh: Mesh) -> None:
-    """On all ranks the first error that any has."""
-    own = "" if flaw is None else json.dumps([str(flaw), flaw.damaged])
-    flaws = [told for told in all_gather_text(own, mesh.group("world"), mesh.device) if told]
-    if flaws:
-        message, damaged = json.loads(flaws[0])
+def _raise_on_all_ranks(error: CheckpointError | None, mesh: Mesh) -> None:
+    """Raise on all ranks the error of the first rank that has one."""
+    own = "" if error is None else json.dumps([str(error), error.damaged])
+    first = next(filter(None, all_gather_text(own, mesh.group("world"), mesh.device)), None)
+    if first is not None:
+        message, damaged = json.loads(first)
         raise CheckpointError(message, damaged=damaged)
 
 
-def _in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
-    """Go through what this rank reads, of which `sizes` gives the bytes: after some of them all ranks meet.
+def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
+    """Exhaust `sizes`, which reads this rank's tensors and yields their bytes, with regular synchronisation.
 
-    So none waits longer for the others than one round takes, however much more these have to read.
+    No rank waits for the others longer than one round, even where they have much more to read.
     """
-    done, everyone = False, mesh.group("world")
-    while not done:
-        flaw, read, own = None, 0, False
+    all_done, world = False, mesh.group("world")
+    while not all_done:
+        error, read, done = None, 0, False
         try:
-            while read < BETWEEN_SYNCS and not own:
+            while read < BETWEEN_SYNCS and not done:
                 size = next(sizes, None)
-                read, own = read + (size or 0), size is None
-        except CheckpointError as error:
-            flaw = CheckpointError(f"{error} Part of the model was already read: it is of no use.")
-        _raise_together(flaw, mesh)
-        left = torch.tensor(int(not own), device=mesh.device)
-        done = not all_reduce(left, everyone, "max", checked=False).about("whether all is read").wait().item()
+                read, done = read + (size or 0), size is None
+        except CheckpointError as raised:
+            error = CheckpointError(f"{raised} The model is partly overwritten: do not use it.")
+        _raise_on_all_ranks(error, mesh)
+        left = torch.tensor(int(not done), device=mesh.device)
+        reduced = all_reduce(left, world, "max", checked=False).about("whether all ranks have read").wait()
+        all_done = not reduced.item()
 
 
 @torch.no_grad()
 def _read(
     engine: Checkpointable, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
 ) -> Iterator[int]:
-    """Read everything that this rank holds; gives the bytes of each tensor, when it is there."""
+    """Read all that this rank holds; yield the bytes of each tensor after it is read."""
     boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
     states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}
@@ -175,23 +151,23 @@ def _read(
         boxes.fill(piece.detach(), parameter_key(name), layout, where)
         yield piece.nbytes
         if optimizer is not None and id(piece) in group_of:
-            optimizer.state.pop(piece, None)  # before there is memory for what comes in its place
-            kept: dict[str, Any] = dict(saved["plain"].get(name, {}))
+            optimizer.state.pop(piece, None)  # free the memory first
+            state: dict[str, Any] = dict(saved["plain"].get(name, {}))
             for key in states.get(name, ()):
-                told = state_key(name, key)
-                known, group = manifest.tensors[told], group_of[id(piece)]
-                follows = known.dtype == manifest.tensors[parameter_key(name)].dtype
-                empty, of = _empty_state(key, piece, layout, known, group, follows=follows)
-                boxes.fill(empty, told, of, where)
+                full_key = state_key(name, key)
+                entry, group = manifest.tensors[full_key], group_of[id(piece)]
+                same_dtype = entry.dtype == manifest.tensors[parameter_key(name)].dtype
+                empty, state_layout = _empty_state(key, piece, layout, entry, group, same_dtype=same_dtype)
+                boxes.fill(empty, full_key, state_layout, where)
                 yield empty.nbytes
-                kept[key] = empty
-            if kept:
-                optimizer.state[piece] = kept
+                state[key] = empty
+            if state:
+                optimizer.state[piece] = state
     for name, buffer in engine.named_buffers():
-        whole = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # as it may be a view
-        boxes.fill(whole, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
-        buffer.copy_(whole)
-        yield whole.nbytes
+        values = torch.empty(buffer.shape, dtype=buffer.dtype, device=buffer.device)  # a buffer may be a view
+        boxes.fill(values, parameter_key(name), Layout(tuple(buffer.shape), {"world": 1}), {"world": 0})
+        buffer.copy_(values)
+        yield values.nbytes
     if optimizer is not None:
         names = {id(piece): name for name, piece in engine.named_parameters()}
         restore_options(optimizer, names, saved)
@@ -201,21 +177,21 @@ def _empty_state(
     key: str,
     piece: nn.Parameter,
     layout: Layout,
-    known: TensorEntry,
+    entry: TensorEntry,
     group: Mapping[str, Any],
     *,
-    follows: bool,
+    same_dtype: bool,
 ) -> tuple[Tensor, Layout]:
-    """Memory for what an optimizer keeps of a parameter under `key`, and how that is cut.
+    """Return an uninitialised tensor for a parameter's state under `key`, and its layout.
 
-    `follows`: it had the dtype of the parameter, and has that of the piece now.
+    `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the piece.
     """
-    shape, dtype = known.shape, getattr(torch, known.dtype)
-    whole = replicated_layout(layout, shape)
+    shape, dtype = entry.shape, entry.torch_dtype
+    replicated = replicated_layout(layout, shape)
     if is_number(key, shape, layout.shape):
-        return torch.empty((), dtype=dtype, device=place_of_number(key, group, piece)), whole
-    dtype = piece.dtype if follows else dtype
+        return torch.empty((), dtype=dtype, device=number_device(key, group, piece)), replicated
+    dtype = piece.dtype if same_dtype else dtype
     if shape == layout.shape:
         return torch.empty_like(piece, dtype=dtype, requires_grad=False), layout
-    assert tuple(piece.shape) == layout.shape, "see require_states_fit"
-    return torch.empty(shape, dtype=dtype, device=piece.device), whole
+    assert tuple(piece.shape) == layout.shape, "see _require_states_shardable"
+    return torch.empty(shape, dtype=dtype, device=piece.device), replicated

@@ -1,21 +1,24 @@
-"""The manifest of a checkpoint: all that is in it, and by which sums one knows that it is all there.
+"""The manifest of a checkpoint: its tensors, files and state, with checksums of everything.
 
     {"plait_checkpoint": 1, "checksum": "9f3ac2d1", "content": {…}}
 
-It is JSON, written last: a folder without one, or with one whose checksum is not that of its content, is no
-checkpoint. What it says of a file is the size, the checksum of its header, and where the bytes of each box of
-a global tensor lie, with a checksum of their own. Checksums are CRC-32, which no single damaged byte and no
-burst of 32 bits escapes; they are no protection against somebody who means harm.
+The manifest is JSON and is written last: a folder without it, or with a wrong checksum of its content, is no
+checkpoint. Of each file it holds the size and a checksum of the header, and of each box of a global tensor
+the position in the file and a checksum. Checksums are CRC-32: they detect every single damaged byte and burst
+of 32 bits, but do not protect against deliberate changes.
 """
 
 from __future__ import annotations
 
 import json
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from plait.checkpoint.manifest_schema import schema_error
 from plait.errors import CheckpointError
@@ -24,7 +27,7 @@ from plait.layout import Box
 FILE = "manifest.json"
 FORMAT = 1
 TAKE_ANOTHER = ": take another checkpoint."
-"""How the sentence about a damaged manifest ends."""
+"""The end of error messages about a damaged manifest."""
 
 
 @dataclass(frozen=True)
@@ -35,73 +38,84 @@ class StoredBox:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
     start: int
-    """The first byte in the file."""
+    """Position of the first byte in the file."""
     checksum: str
 
     @property
     def box(self) -> Box:
-        """Which part of the tensor it is."""
+        """The part of the tensor."""
         return Box(self.offsets, self.sizes)
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
+        """The name of the box in the file."""
         return key_of(self.tensor, self.box)
 
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A safetensors file of a checkpoint."""
+    """A safetensors file of a checkpoint, in its manifest."""
 
     name: str
     bytes: int
     header: str
-    """The checksum of all that stands before the first box."""
+    """The checksum of the bytes before the first box."""
     boxes: tuple[StoredBox, ...]
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor."""
+    """A global tensor of a checkpoint, in its manifest."""
 
     shape: tuple[int, ...]
     dtype: str
-    """As `str(torch.float32)` without `torch.`."""
+    """Name of the `torch.dtype`, such as `float32`."""
+
+    @classmethod
+    def of(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorEntry:
+        """Return the entry of a tensor of this shape and dtype."""
+        return cls(tuple(shape), str(dtype).removeprefix("torch."))
+
+    @property
+    def torch_dtype(self) -> torch.dtype:
+        """The dtype itself."""
+        dtype: torch.dtype = getattr(torch, self.dtype)
+        return dtype
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """See above."""
+    """The content of a checkpoint's manifest."""
 
     tensors: Mapping[str, TensorEntry]
-    """By name: `model.NAME` of a parameter or a buffer, `optim.state.NAME.KEY` of what an optimizer keeps."""
+    """By key: `model.NAME` of a parameter or buffer, `optim.state.NAME.KEY` of optimizer state."""
     files: tuple[FileEntry, ...]
     optimizer: Mapping[str, Any] | None = None
-    """Class ("": unknown), options of each group, group of each parameter, what is no tensor of its state."""
+    """Class ("": unknown), options of each group, group of each parameter, state that is no tensor."""
     run: Mapping[str, Any] = field(default_factory=dict)
-    """What else a step depends on: see `Engine.run_state`; empty where others wrote the checkpoint."""
+    """What else a step depends on, see `Engine.run_state`; empty in a checkpoint that was imported."""
     state: Mapping[str, Any] = field(default_factory=dict)
-    """What the user gave to be kept."""
+    """The user's own state."""
     plan: Mapping[str, Any] = field(default_factory=dict)
-    """That it was written under; nobody needs it to read the rest."""
+    """The plan under which the checkpoint was saved, for information."""
     versions: Mapping[str, str] = field(default_factory=dict)
     aliases: Mapping[str, str] = field(default_factory=dict)
-    """For each further name that the model has for a parameter, that under which it is here; no `model.`."""
+    """For each further name of a shared parameter, the name under which it is saved, without `model.`."""
 
     @property
     def bytes(self) -> int:
-        """Of all files."""
+        """Total size of all files."""
         return sum(file.bytes for file in self.files)
 
 
 def key_of(tensor: str, box: Box) -> str:
-    """The name of a box in a safetensors file: `model.head.weight[0:64,0:32]`."""
+    """Return the name of a box in a safetensors file, such as `model.head.weight[0:64,0:32]`."""
     ranges = (f"{offset}:{offset + size}" for offset, size in zip(box.offsets, box.sizes, strict=True))
     return f"{tensor}[{','.join(ranges)}]"
 
 
 def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
-    """What plait left in a state, name by name; empty where it left nothing: a state is the user's."""
+    """Return the mapping at the nested keys `names` of a user's state; empty where there is none."""
     found: Any = state
     for name in names:
         found = found.get(name) if isinstance(found, Mapping) else None
@@ -109,13 +123,13 @@ def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 
 def manifest_text(manifest: Manifest) -> str:
-    """A manifest as text, which `read_manifest` reads."""
+    """Return the text of a manifest file, which `read_manifest` reads."""
     content = json.dumps(_plain(manifest), separators=(",", ":"))
     return f'{{"plait_checkpoint":{FORMAT},"checksum":"{checksum(content.encode())}","content":{content}}}\n'
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """The manifest of the checkpoint in `folder`. CheckpointError where there is none, or a damaged one."""
+    """Return the manifest of the checkpoint in `folder`. CheckpointError where it is missing or damaged."""
     path = folder / FILE
     try:
         text = path.read_text(encoding="utf-8")
@@ -127,44 +141,44 @@ def read_manifest(folder: Path) -> Manifest:
         raise CheckpointError(f"{path} cannot be read ({error}): take another checkpoint.") from None
     try:
         whole = json.loads(text)
-        known, told = whole["plait_checkpoint"], whole["checksum"]
+        version = whole["plait_checkpoint"]
         content = text[text.index('"content":') + len('"content":') : text.rindex("}")]
-        sound = checksum(content.encode()) == told
+        is_intact = checksum(content.encode()) == whole["checksum"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        known, sound = FORMAT, False
-    if not sound:
+        version, is_intact = FORMAT, False
+    if not is_intact:
         raise CheckpointError(f"{path} is not what was written{TAKE_ANOTHER}", damaged=True)
-    if known != FORMAT:
+    if version != FORMAT:
         raise CheckpointError(
-            f"{path} has format {known}, and this plait reads {FORMAT}: read it with the plait that wrote it."
+            f"{path} has format {version}, and this plait reads {FORMAT}: read it with the plait that wrote "
+            "it."
         )
-    flaw = schema_error(whole["content"])
-    if flaw is None:
-        flaw = next(
-            (link for file in whole["content"]["files"] for link in _outside(folder, file["name"])), None
-        )
-    if flaw is not None:
-        raise CheckpointError(f"{path} is ill formed ({flaw}){TAKE_ANOTHER}", damaged=True)
+    problem = schema_error(whole["content"]) or next(
+        filter(None, (_path_error(folder, file["name"]) for file in whole["content"]["files"])), None
+    )
+    if problem is not None:
+        raise CheckpointError(f"{path} is ill formed ({problem}){TAKE_ANOTHER}", damaged=True)
     return _manifest(whole["content"])
 
 
-def _outside(folder: Path, name: str) -> Iterator[str]:
-    """What is wrong with the name of a file, if it leads out of the folder, by itself or as a link."""
+def _path_error(folder: Path, name: str) -> str | None:
+    """Return how a file name leads out of the folder, by itself or as a link; None if it does not."""
     if not name or Path(name).name != name or "\0" in name:
-        yield f"files: it names {name!r}, outside of its folder"
-    elif (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
-        yield f"files: {name} is a link that leads out of its folder"
+        return f"files: it names {name!r}, outside of its folder"
+    if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
+        return f"files: {name} is a link that leads out of its folder"
+    return None
 
 
 def require_form(manifest: Manifest, where: Path) -> None:
-    """CheckpointError where a manifest of what stands at `where` would be ill formed."""
-    flaw = schema_error(json.loads(json.dumps(_plain(manifest))))
-    if flaw is not None:
-        raise CheckpointError(f"{where} cannot be taken over ({flaw}){TAKE_ANOTHER}")
+    """Raise CheckpointError where a manifest, imported from `where`, is ill formed."""
+    problem = schema_error(json.loads(json.dumps(_plain(manifest))))
+    if problem is not None:
+        raise CheckpointError(f"{where} cannot be taken over ({problem}){TAKE_ANOTHER}")
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has a manifest that is sound; its files may still be damaged."""
+    """Whether a folder has an intact manifest; its files may still be damaged."""
     try:
         read_manifest(folder)
     except CheckpointError:
@@ -172,71 +186,69 @@ def is_complete(folder: Path) -> bool:
     return True
 
 
-def checksum(data: bytes | memoryview, before: int = 0) -> str:
-    """CRC-32 as eight digits."""
-    return f"{zlib.crc32(data, before):08x}"
+def checksum(data: bytes) -> str:
+    """Return the CRC-32 of `data` as eight hexadecimal digits."""
+    return f"{zlib.crc32(data):08x}"
 
 
 @dataclass(frozen=True)
 class ManifestPart:
-    """What one rank says of its part of a checkpoint."""
+    """The part of a manifest that one rank contributes."""
 
     tensors: Mapping[str, TensorEntry]
-    """Of which it holds pieces, whoever writes them."""
+    """All tensors of which the rank holds a piece."""
     optimizer: Mapping[str, Any] | None = None
     file: FileEntry | None = None
+    """The rank's file; None until it is written."""
 
-    def with_file(self, file: FileEntry) -> ManifestPart:
-        """The same, with what has been written."""
-        return replace(self, file=file)
-
-    def as_text(self) -> str:
-        """As `manifest_part_from_text` reads it."""
+    def to_json(self) -> str:
+        """Return the part as text, for `from_json`."""
         assert self.file is not None
         tensors = {name: asdict(one) for name, one in self.tensors.items()}
-        told = {"tensors": tensors, "optimizer": self.optimizer, "file": _plain_file(self.file)}
-        return json.dumps(told, separators=(",", ":"))
+        plain = {"tensors": tensors, "optimizer": self.optimizer, "file": _plain_file(self.file)}
+        return json.dumps(plain, separators=(",", ":"))
+
+    @classmethod
+    def from_json(cls, text: str) -> ManifestPart:
+        """Return the part that `to_json` wrote."""
+        plain = json.loads(text)
+        return cls(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
 
 
-def manifest_part_from_text(text: str) -> ManifestPart:
-    """The inverse of `ManifestPart.as_text`."""
-    plain = json.loads(text)
-    return ManifestPart(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
-
-
-def merged(head: Manifest, shares: Sequence[ManifestPart]) -> Manifest:
-    """The manifest of what all ranks have written; `head` has the rest."""
+def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
+    """Return `head` with the tensors, files and optimizer of the parts of all ranks."""
     tensors: dict[str, TensorEntry] = {}
-    for share in shares:
-        tensors |= share.tensors
-    told = [share.optimizer for share in shares if share.optimizer is not None]
-    optimizer = _merged_optimizers(told) if told else None
-    files = tuple(share.file for share in shares if share.file is not None)
+    for part in parts:
+        tensors |= part.tensors
+    optimizers = [part.optimizer for part in parts if part.optimizer is not None]
+    optimizer = _merge_optimizers(optimizers) if optimizers else None
+    files = tuple(part.file for part in parts if part.file is not None)
     return replace(head, tensors=tensors, files=files, optimizer=optimizer)
 
 
-def _merged_optimizers(told: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What all ranks say; groups, which each rank has counted by itself, are those of the same options.
+def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the union of the ranks' optimizers, whose groups are numbered differently on each rank.
 
-    Groups of one rank stay apart: of several with the same options the first is every rank's first.
+    Groups of two ranks are the same if their options are. Where one rank has several groups with the same
+    options, the first of them is the first of every rank, and so on.
     """
     groups: list[Any] = []
-    alike: dict[str, list[int]] = {}
+    numbers_of: dict[str, list[int]] = {}
     group_of: dict[str, int] = {}
     plain: dict[str, Any] = {}
-    for one in told:
-        numbers, met = [], dict[str, int]()
-        for group in one["groups"]:
-            text = json.dumps(group, sort_keys=True)
-            before, known = met.get(text, 0), alike.setdefault(text, [])
-            met[text] = before + 1
-            if before == len(known):
-                known.append(len(groups))
+    for optimizer in optimizers:
+        numbers, seen = [], Counter[str]()
+        for group in optimizer["groups"]:
+            options = json.dumps(group, sort_keys=True)
+            same = numbers_of.setdefault(options, [])
+            if seen[options] == len(same):
+                same.append(len(groups))
                 groups.append(group)
-            numbers.append(known[before])
-        group_of |= {name: numbers[number] for name, number in one["group_of"].items()}
-        plain |= one["plain"]
-    return {"class": told[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
+            numbers.append(same[seen[options]])
+            seen[options] += 1
+        group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
+        plain |= optimizer["plain"]
+    return {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
 
 
 _OTHERS = ("optimizer", "run", "state", "plan", "versions", "aliases")
@@ -264,7 +276,7 @@ def _tensors(plain: Mapping[str, Any]) -> dict[str, TensorEntry]:
 
 def _file(plain: Mapping[str, Any]) -> FileEntry:
     boxes = (
-        StoredBox(tensor, tuple(offsets), tuple(sizes), start, told)
-        for tensor, offsets, sizes, start, told in plain["boxes"]
+        StoredBox(tensor, tuple(offsets), tuple(sizes), start, crc)
+        for tensor, offsets, sizes, start, crc in plain["boxes"]
     )
     return FileEntry(plain["name"], plain["bytes"], plain["header"], tuple(boxes))

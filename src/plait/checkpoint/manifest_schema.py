@@ -1,7 +1,6 @@
-"""The form of a manifest: which keys it has, of which types, and that its parts fit each other.
+"""The schema of a manifest: its keys, their types, and the consistency of its parts.
 
-A checksum says that a manifest is what somebody wrote, not that it is well formed: all that reads a
-checkpoint relies on what is checked here.
+A valid checksum does not make a manifest well formed; all code that reads checkpoints relies on these checks.
 """
 
 from __future__ import annotations
@@ -18,15 +17,15 @@ Dtype = Literal[
     "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
     "float8_e4m3fn", "float8_e5m2",
 ]  # fmt: skip
-"""What a file may hold: the names of `tensor_file.DTYPES`."""
+"""Names of the dtypes that a file can hold, those of `tensor_file.DTYPES`."""
 Plain = dict[StrictStr, Any]
 _MOST_ELEMENTS = 2**62
 _MOST_LEVELS = 200
-"""Of dictionaries and lists in each other: what goes through them calls itself for each."""
+"""Most nested dictionaries and lists: functions that walk them are recursive."""
 
 
 class _Form(BaseModel):
-    model_config = ConfigDict(extra="ignore")  # what a later plait adds
+    model_config = ConfigDict(extra="ignore")  # for keys that a later version adds
 
 
 class _Tensor(_Form):
@@ -77,7 +76,7 @@ class _Content(_Form):
 
 
 def schema_error(content: object) -> str | None:
-    """Return what is wrong with the content of a manifest, as the end of "…: KEY …"; None: nothing."""
+    """Return the first error in the content of a manifest, as "KEY: …", or None."""
     if _is_deep(content):
         return f"content: it is nested more than {_MOST_LEVELS} times"
     try:
@@ -86,7 +85,7 @@ def schema_error(content: object) -> str | None:
         first = error.errors(include_url=False, include_input=False)[0]
         place = ".".join(map(str, first["loc"])) or "content"
         return f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}"
-    return next(_misfits(found), None)
+    return next(_inconsistencies(found), None)
 
 
 def _is_deep(content: object) -> bool:
@@ -101,27 +100,26 @@ def _is_deep(content: object) -> bool:
     return True
 
 
-def _misfits(found: _Content) -> Iterator[str]:
-    """What is of the right types, and does not fit."""
+def _inconsistencies(found: _Content) -> Iterator[str]:
+    """Yield errors between parts that have the right types."""
     for name, one in found.tensors.items():
         if prod(one.shape) >= _MOST_ELEMENTS:
             yield f"tensors.{name}: {list(one.shape)} is larger than any memory"
-    twice = [name for name, count in Counter(file.name for file in found.files).items() if count > 1]
-    if twice:
-        yield f"files: {twice[0]!r} stands there several times"
+    for name, count in Counter(file.name for file in found.files).items():
+        if count > 1:
+            yield f"files: {name!r} is listed several times"
     for file in found.files:
-        yield from _misfits_of_file(file, found.tensors)
-    optimizer = found.optimizer
-    if optimizer is not None:
-        for name, group in optimizer.group_of.items():
-            if group >= len(optimizer.groups):
+        yield from _box_errors(file, found.tensors)
+    if found.optimizer is not None:
+        for name, group in found.optimizer.group_of.items():
+            if group >= len(found.optimizer.groups):
                 yield f"optimizer.group_of.{name}: there is no group {group}"
     for alias, name in found.aliases.items():
         if f"model.{name}" not in found.tensors:
             yield f"aliases.{alias}: there is no tensor {name}"
 
 
-def _misfits_of_file(file: _File, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
+def _box_errors(file: _File, tensors: Mapping[str, _Tensor]) -> Iterator[str]:
     end = 0
     for tensor, offsets, sizes, start, _ in file.boxes:
         known = tensors.get(tensor)

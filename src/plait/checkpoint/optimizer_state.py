@@ -1,7 +1,8 @@
-"""An optimizer's state by the names of parameters, and not by their numbers, which differ from rank to rank.
+"""An optimizer's state and group options by the names of parameters; their numbers differ between ranks.
 
-Of a parameter's state, a tensor of the shape of this rank's piece is cut as the parameter is; one without
-dims, such as the count of steps, is a number that all have alike; any other belongs to a whole parameter.
+State of the shape of a rank's piece is sharded as its parameter. A tensor without dims, such as the step
+count, is a number that is equal on all ranks. State of any other shape must belong to a parameter that is not
+sharded.
 """
 
 from __future__ import annotations
@@ -17,19 +18,19 @@ from plait.errors import CheckpointError
 from plait.layout import Layout
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Keys of torch's optimizers that have no dims: of a parameter without dims one could not tell them."""
-OWN_OPTIONS = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""How an optimizer computes, and not what: that of the optimizer at hand stays."""
-_NO_OPTIONS = frozenset({"params", "param_names"})
-_OF_SCHEDULERS = frozenset({"initial_lr"})
+"""Keys of numbers in torch's optimizers, which the shape does not show for parameters without dims."""
+NOT_RESTORED = frozenset({"fused", "foreach", "capturable", "differentiable"})
+"""Options for how an optimizer computes: those of the loading optimizer stay."""
+NOT_SAVED = frozenset({"params", "param_names"})
+"""Entries of a group that are not options."""
 
 
 def state_of(
     optimizer: torch.optim.Optimizer, name: str, piece: nn.Parameter, layout: Layout
 ) -> dict[str, tuple[tuple[int, ...] | None, Tensor]]:
-    """The tensors that are kept for a parameter: the global shape (None: cut as the parameter is), and here.
+    """Return a parameter's state tensors by key, each with its global shape (None: sharded as the parameter).
 
-    CheckpointError for what has neither the shape of the piece, nor that of anything whole.
+    CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
     """
     found: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
     for key, value in optimizer.state.get(piece, {}).items():
@@ -44,26 +45,26 @@ def state_of(
         elif tuple(piece.shape) == layout.shape:
             found[key] = tuple(value.shape), value
         elif value.dim() == 0 and layout.shape == ():
-            continue  # nothing of a number lies here; the rank that has it writes what belongs to it
+            continue  # this rank's piece of the parameter is empty; another rank saves the state
         else:
             raise CheckpointError(
                 f"the optimizer keeps {key} of {name} as {list(value.shape)}, where this rank has a piece "
-                f"{list(piece.shape)} of {list(layout.shape)}: only what is cut alike can be saved."
+                f"{list(piece.shape)} of {list(layout.shape)}: only state of the same shape can be saved."
             )
     return found
 
 
 def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
-    """Whether a tensor of a state is a number, alike wherever the parameter is."""
+    """Whether a state tensor is a number that is equal on all ranks that hold the parameter."""
     return not tuple(shape) and (parameter != () or key in NUMBERS)
 
 
-def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """What is no tensor: the class, the options of its groups, the group of each parameter, plain values.
+def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
+    """Return class, options of groups, group of each parameter and state that is no tensor, as JSON holds it.
 
-    `names`: of this rank's parameters, by `id`. CheckpointError for what JSON cannot hold.
+    `names`: of this rank's parameters, by `id`. CheckpointError for values that JSON cannot hold.
     """
-    require_own(optimizer, names)
+    require_own_parameters(optimizer, names)
     group_of: dict[str, int] = {}
     plain: dict[str, dict[str, Any]] = {}
     for number, group in enumerate(optimizer.param_groups):
@@ -75,14 +76,14 @@ def described(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dic
             if values:
                 plain[name] = {key: _plain(value, f"{key} of {name}") for key, value in values.items()}
     groups = [
-        {key: _plain(value, f"option {key}") for key, value in group.items() if key not in _NO_OPTIONS}
+        {key: _plain(value, f"option {key}") for key, value in group.items() if key not in NOT_SAVED}
         for group in optimizer.param_groups
     ]
     return {"class": type(optimizer).__name__, "groups": groups, "group_of": group_of, "plain": plain}
 
 
-def require_own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError for a parameter that is not among `names` (of this rank's, by `id`)."""
+def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
+    """Raise CheckpointError for a parameter that is not among this rank's (`names`, by `id`)."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -95,46 +96,25 @@ def require_own(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> N
 def restore_options(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> None:
-    """Give the groups the options that they had, such as the learning rate; group by what is in them.
+    """Set the options of each group, such as the learning rate, to those saved for its parameters.
 
-    That they are the same groups was checked before (`require_same_groups`).
+    `require_same_groups` has checked that all parameters of a group have the same saved options.
     """
     for group in optimizer.param_groups:
         for number in {saved["group_of"].get(names[id(parameter)]) for parameter in group["params"]}:
             if number is not None:
-                options = {k: v for k, v in saved["groups"][number].items() if k not in OWN_OPTIONS}
+                options = {k: v for k, v in saved["groups"][number].items() if k not in NOT_RESTORED}
                 group.update({key: _like(value, group.get(key)) for key, value in options.items()})
 
 
-def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """CheckpointError where the state is another optimizer's.
-
-    A class "" is not known, where others wrote it: then it is told by the names of options, if there are any.
-    """
-    kind = type(optimizer).__name__
-    if not saved["class"]:
-        there = {key for group in saved["groups"] for key in group} - OWN_OPTIONS - _OF_SCHEDULERS
-        wanted = optimizer.defaults.keys() - OWN_OPTIONS
-        if there - wanted and wanted - there:  # versions of torch differ in one direction
-            raise CheckpointError(
-                f"the checkpoint holds the state of an optimizer with {', '.join(sorted(there))}, which "
-                f"{kind} is not: give one of the class that was saved, or None for one that starts anew."
-            )
-    elif kind != saved["class"]:
-        raise CheckpointError(
-            f"the checkpoint holds the state of {saved['class']}, and the optimizer is {kind}: give one of "
-            "the same class, or None for an optimizer that starts anew."
-        )
-
-
-def place_of_number(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
-    """Where torch's optimizers keep a number: counts of steps on the CPU, unless they compute elsewhere."""
-    elsewhere = key != "step" or group.get("fused") or group.get("capturable")
-    return piece.device if elsewhere else torch.device("cpu")
+def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
+    """Return where torch's optimizers keep a number: step counts on the CPU, unless fused or capturable."""
+    on_device = key != "step" or group.get("fused") or group.get("capturable")
+    return piece.device if on_device else torch.device("cpu")
 
 
 def _like(value: Any, now: Any) -> Any:
-    """A value of JSON as the type that stands there now."""
+    """Return a JSON value in the type of the current one."""
     if isinstance(now, Tensor):
         return now.fill_(value)
     return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value

@@ -1,4 +1,4 @@
-"""What a rank holds of a run, as pieces of named global tensors; and who writes what several hold alike."""
+"""What a rank holds of a run, as pieces of named global tensors, and which rank saves each piece."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.plan import Plan
 
 
 class Checkpointable(Protocol):
-    """What checkpoints ask of an engine."""
+    """The interface of an engine that `save` and `load` use."""
 
     plan: Plan
     mesh: Mesh
@@ -25,26 +25,26 @@ class Checkpointable(Protocol):
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """Of the pieces of every parameter of the model."""
+        """The layout of every parameter of the model."""
         ...
 
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Of the buffers of the whole model that are saved."""
+        """The shape of every saved buffer of the model."""
         ...
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """For each further name of a parameter of the model, that which it has here."""
+        """For each further name of a shared parameter, its first name."""
         ...
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """For each parameter that several ranks of `pp` hold, these."""
+        """For each parameter that several ranks of `pp` hold, these ranks."""
         ...
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """PlanError where an update would depend on parameters that another rank has."""
+        """Raise PlanError where an update would depend on parameters of another rank."""
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
@@ -52,33 +52,33 @@ class Checkpointable(Protocol):
         ...
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers that are saved, each whole."""
+        """This rank's saved buffers, which are not sharded."""
         ...
 
 
 @dataclass(frozen=True)
 class RankPiece:
-    """A piece of a global tensor."""
+    """A rank's piece of a global tensor."""
 
     name: str
     layout: Layout
     piece: Tensor
     ranks: tuple[int, ...]
-    """All that hold the same piece."""
+    """All ranks that hold the same piece."""
 
 
 def parameter_key(name: str) -> str:
-    """The name of a parameter or a buffer in a checkpoint."""
+    """Return the key of a parameter or buffer in a checkpoint."""
     return f"model.{name}"
 
 
 def state_key(name: str, key: str = "") -> str:
-    """The name of what an optimizer keeps for a parameter under `key`."""
+    """Return the key in a checkpoint of a parameter's optimizer state under `key`."""
     return f"optim.state.{name}.{key}"
 
 
 def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """For each parameter that has a state among these names, the keys of its tensors."""
+    """Return for each parameter with optimizer state among these tensors the keys of its state."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
     for full in tensors:
@@ -89,56 +89,57 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
-    """What this rank holds, in an order that is the same on all ranks that hold a piece."""
+    """Yield all pieces of this rank, in an order that is the same on all ranks that hold a piece."""
     mesh, tied = engine.mesh, engine.tied
+
+    def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:
+        return RankPiece(name, layout, piece, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))
+
+    own_stage = (mesh.index("pp"),)
     for name, piece in engine.named_parameters():
         layout = engine.layouts[name]
-        stages = tied.get(name, (mesh.index("pp"),))
-        yield _held(parameter_key(name), layout, piece.detach(), stages, mesh)
+        stages = tied.get(name, own_stage)
+        yield held(parameter_key(name), layout, piece.detach(), stages)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
-                of = layout if shape is None else replicated_layout(layout, shape)
-                yield _held(state_key(name, key), of, tensor.detach(), stages, mesh)
+                state_layout = layout if shape is None else replicated_layout(layout, shape)
+                yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
-        yield _held(parameter_key(name), layout, buffer.detach().contiguous(), (mesh.index("pp"),), mesh)
+        yield held(parameter_key(name), layout, buffer.detach().contiguous(), own_stage)
 
 
 class WriterAssignment:
-    """Who writes what: each piece one of the ranks that hold it, bytes shared out evenly.
+    """Assigns each piece to one of the ranks that hold it, so that they write equally many bytes.
 
-    Every rank decides it by itself: all that hold a piece have met the same ones before it.
+    Needs no communication: all ranks that hold a piece assign the same pieces in the same order before it.
     """
 
     def __init__(self) -> None:
         self._loads: dict[tuple[int, ...], list[int]] = {}
 
     def assign(self, ranks: tuple[int, ...], size: int) -> int:
-        """The rank that writes the next piece, of `size` bytes, which `ranks` hold."""
+        """Return which of `ranks` writes the next piece that they hold, of `size` bytes."""
         load = self._loads.setdefault(ranks, [0] * len(ranks))
         least = load.index(min(load))
         load[least] += size
         return ranks[least]
 
 
-def written_by(held: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
-    """Those that `rank` is to write."""
+def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
+    """Yield the pieces that `rank` writes."""
     writers = WriterAssignment()
-    return (one for one in held if writers.assign(one.ranks, one.piece.nbytes) == rank)
+    return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)
 
 
 def replica_ranks(
     layout: Layout, where: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """The ranks that hold the same piece as the one at `where`, in `stages` (ranks of `pp`)."""
-    alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(where)]
-    return tuple(sorted(rank_at({"pp": stage, **place}, sizes) for stage in stages for place in alike))
+    """Return the ranks that hold the same piece as coordinate `where`, in `stages` (ranks of `pp`)."""
+    replicas = [dict(zip(layout.axes, other, strict=True)) for other in layout.replicas(where)]
+    return tuple(sorted(rank_at({"pp": stage, **other}, sizes) for stage in stages for other in replicas))
 
 
 def replicated_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Of what every rank of the same axes has all of."""
-    return Layout(shape, dict(zip(layout.axes, layout.degrees, strict=True)))
-
-
-def _held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int], mesh: Mesh) -> RankPiece:
-    return RankPiece(name, layout, piece, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))
+    """Return the layout of a replicated tensor over the axes of `layout`."""
+    return Layout(shape, layout.axis_degrees)

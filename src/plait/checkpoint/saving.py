@@ -1,4 +1,4 @@
-"""`save`: what a run needs to go on, in boxes of global tensors, so that any layout can load it."""
+"""`save`: agree on all ranks what each of them writes, and start to write it (see `save_task`)."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ import torch
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, ManifestPart, TensorEntry
-from plait.checkpoint.optimizer_state import described
+from plait.checkpoint.optimizer_state import describe
 from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_contents, written_by
-from plait.checkpoint.save_task import PendingSave, SaveTask, sees
-from plait.checkpoint.staging import Staging, chunk_boxes, unstaged
+from plait.checkpoint.save_task import PendingSave, SaveTask, wait_for_folder
+from plait.checkpoint.staging import StagingBuffer, local_boxes, unstaged
 from plait.checkpoint.tensor_file import BoxToWrite
 from plait.comm.mesh import Mesh
 from plait.comm.text import all_gather_text
 from plait.errors import CheckpointError
 
-_MAY_TAKE = 30.0
-"""Seconds until a folder is seen that another host has made."""
+_FOLDER_TIMEOUT = 30.0
+"""Most seconds until a folder that another host has made is visible."""
 
 
 def save(
@@ -39,83 +39,85 @@ def save(
 ) -> PendingSave:
     """Write a checkpoint to the folder `path`: parameters, optimizer, and what else the next step depends on.
 
-    Between steps, on all ranks; all hosts see that folder. `state` is yours, as JSON holds it: the number of
-    steps, a scheduler's `state_dict()`; that of rank 0 counts, and `load` gives it back. Gradients are not
-    saved. Complete, or not there: a checkpoint that is already at `path` stays until the new one takes its
-    place. With `wait=False` this returns as soon as there are copies in the CPU's memory, as large as what
-    this rank writes; call `.wait()` of what it gives before the next, and before the ranks end. Raises
-    `CheckpointError`, on all ranks, where one cannot write; older checkpoints are then as they were.
+    Called between steps, on all ranks; all hosts must share the folder. `state`: your own state as JSON holds
+    it, such as the step or a scheduler's `state_dict()`; that of rank 0 is saved, and `load` returns it.
+    Gradients are not saved. The checkpoint appears at `path` when it is complete; an older one at `path`
+    stays until then. With `wait=False` this returns when copies are in CPU memory, as large as what this rank
+    writes; call `.wait()` of the result before the next save and before the ranks end. Raises
+    `CheckpointError` on all ranks where one cannot write; older checkpoints are then unchanged.
     Communication: two all-reduces of 8 bytes over `world`, and one in `.wait()`.
     """
-    writing = start(engine, optimizer, Path(path), state or {}, None if wait else Staging())
+    pending = start_save(engine, optimizer, Path(path), state or {}, None if wait else StagingBuffer())
     if wait:
-        writing.wait()
-    return writing
+        pending.wait()
+    return pending
 
 
-def start(
+def start_save(
     engine: Checkpointable,
     optimizer: torch.optim.Optimizer | None,
     path: Path,
     state: Mapping[str, Any],
-    staging: Staging | None,
+    staging: StagingBuffer | None,
     *,
     disk: Disk | None = None,
-    first: Callable[[], None] = lambda: None,
-    before: Callable[[], None] = lambda: None,
-    after: Callable[[], None] = lambda: None,
+    on_start: Callable[[], None] = lambda: None,
+    before_commit: Callable[[], None] = lambda: None,
+    after_commit: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Begin to write; with `staging` in the background. See `save`.
+    """Write a checkpoint as `save` does; with `staging` in the background.
 
-    Rank 0 calls `first` before anything is written, `before` when the checkpoint is complete and about to get
-    its name, and `after` when it has it; all may raise OSError.
+    Rank 0 calls `on_start` before anything is written, `before_commit` when the checkpoint is complete but
+    does not have its name yet, and `after_commit` when it has; all may raise OSError.
     """
     mesh, disk, folder = engine.mesh, disk or Disk(), unfinished_path(path)
-    flaw, items, made = "", list[BoxToWrite](), False
+    error, items, made = "", list[BoxToWrite](), False
     try:
-        held = list(rank_contents(engine, optimizer))
-        share = _share(engine, optimizer, held)
-        boxes = chunk_boxes(written_by(held, mesh.rank), mesh.coordinate)
-        head = _head(engine, state)
+        pieces = list(rank_contents(engine, optimizer))
+        part = _manifest_part(engine, optimizer, pieces)
+        boxes = local_boxes(written_by(pieces, mesh.rank), mesh.coordinate)
+        head = _manifest_head(engine, state)
         if mesh.rank == 0:
-            first()
-            _prepare(path, disk)
+            on_start()
+            _make_folder(path, disk)
             made = True
-        items = unstaged(boxes) if staging is None else staging.copied(boxes)
-    except Exception as error:  # whatever it is, the others wait to hear of it
-        flaw = f"rank {mesh.rank}: {error if isinstance(error, OSError | CheckpointError) else repr(error)}"
-    flaw = _first(flaw, mesh)
-    if not flaw:
-        there = sees(folder, min(mesh.timeout / 2, _MAY_TAKE))
-        alone = f"rank {mesh.rank} does not see {folder}: give a folder that all hosts share"
-        flaw = _first("" if there else alone, mesh)
-    if flaw:
+        items = unstaged(boxes) if staging is None else staging.stage(boxes)
+    except Exception as raised:  # any error: the other ranks wait for the all-gather below
+        error = (
+            f"rank {mesh.rank}: {raised if isinstance(raised, OSError | CheckpointError) else repr(raised)}"
+        )
+    error = _first_error(error, mesh)
+    if not error:
+        seen = wait_for_folder(folder, min(mesh.timeout / 2, _FOLDER_TIMEOUT))
+        unseen = f"rank {mesh.rank} does not see {folder}: give a folder that all hosts share"
+        error = _first_error("" if seen else unseen, mesh)
+    if error:
         if made:
-            with suppress(OSError):  # what went wrong first is told
+            with suppress(OSError):  # the first error is raised
                 disk.remove(folder)
-        raise CheckpointError(f"the checkpoint {path} was not written ({flaw}): nothing was changed.")
-    work = SaveTask(
+        raise CheckpointError(f"the checkpoint {path} was not written ({error}): nothing was changed.")
+    task = SaveTask(
         path=path,
         rank=mesh.rank,
         ranks=mesh.world,
         items=items,
-        share=share,
+        part=part,
         head=head,
         disk=disk,
-        patience=mesh.timeout / 2,  # all are back while those that came first still wait
-        before=before,
-        after=after,
+        timeout=mesh.timeout / 2,  # every rank gives up before the others' collectives time out
+        before_commit=before_commit,
+        after_commit=after_commit,
     )
-    return PendingSave(work, mesh, background=staging is not None)
+    return PendingSave(task, mesh, background=staging is not None)
 
 
-def _first(flaw: str, mesh: Mesh) -> str:
-    """On all ranks what the first has to say that met a flaw; empty: none did."""
-    return next(filter(None, all_gather_text(flaw, mesh.group("world"), mesh.device)), "")
+def _first_error(error: str, mesh: Mesh) -> str:
+    """Return on all ranks the error of the first rank that has one, or an empty string."""
+    return next(filter(None, all_gather_text(error, mesh.group("world"), mesh.device)), "")
 
 
-def _prepare(path: Path, disk: Disk) -> None:
-    """Make the folder to write in. CheckpointError where `path` is something else than a checkpoint."""
+def _make_folder(path: Path, disk: Disk) -> None:
+    """Make the folder to write in. CheckpointError where `path` exists and is no checkpoint."""
     if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
     restore_name(path, disk)
@@ -124,22 +126,20 @@ def _prepare(path: Path, disk: Disk) -> None:
     disk.make_folder(unfinished_path(path))
 
 
-def _share(
-    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, held: list[RankPiece]
+def _manifest_part(
+    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, pieces: list[RankPiece]
 ) -> ManifestPart:
-    tensors = {
-        one.name: TensorEntry(one.layout.shape, str(one.piece.dtype).partition(".")[2]) for one in held
-    }
+    tensors = {one.name: TensorEntry.of(one.layout.shape, one.piece.dtype) for one in pieces}
     if optimizer is None:
         return ManifestPart(tensors)
     names = {id(piece): name for name, piece in engine.named_parameters()}
-    return ManifestPart(tensors, described(optimizer, names))
+    return ManifestPart(tensors, describe(optimizer, names))
 
 
-def _head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
+def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
     _require_text_keys(state)
     try:
-        state = json.loads(json.dumps(state))  # as it is now: it may change before it is written
+        state = json.loads(json.dumps(state))  # a copy: the caller may change it before it is written
     except (TypeError, ValueError) as error:
         raise CheckpointError(f"the state to be saved is not what JSON can hold ({error})") from None
     return Manifest(
@@ -154,7 +154,7 @@ def _head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
 
 
 def _require_text_keys(state: object) -> None:
-    """CheckpointError for keys that JSON would give back as text, as those of a MultiStepLR's milestones."""
+    """Raise CheckpointError for keys that JSON would return as text, as those of MultiStepLR's milestones."""
     if isinstance(state, Mapping):
         for key in state:
             if not isinstance(key, str):

@@ -1,4 +1,4 @@
-"""Boxes of what a rank holds, where they lie; or copied, so that the next step may go on meanwhile."""
+"""The boxes of a rank's pieces, to be written in place or from a copy, so that training can continue."""
 
 from __future__ import annotations
 
@@ -18,33 +18,33 @@ from plait.layout.boxes import piece_boxes
 
 @dataclass(frozen=True)
 class LocalBox:
-    """A box in a rank's memory."""
+    """A box of a global tensor in a rank's memory."""
 
     name: str
     box: Box
     view: Tensor
 
 
-def chunk_boxes(held: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
-    """The boxes that pieces are made of, as views of them. CheckpointError for a dtype no file can hold."""
+def local_boxes(pieces: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
+    """Return the boxes of pieces as views of them. CheckpointError for a dtype that no file can hold."""
     found = []
-    for one in held:
-        if one.piece.dtype not in DTYPES:
-            raise CheckpointError(f"{one.name} is {one.piece.dtype}, which no safetensors file can hold.")
-        for part in piece_boxes(one.layout, coordinate):
-            found.append(LocalBox(one.name, part.box, part.view_of(one.piece)))
+    for piece in pieces:
+        if piece.piece.dtype not in DTYPES:
+            raise CheckpointError(f"{piece.name} is {piece.piece.dtype}, which no safetensors file can hold.")
+        for part in piece_boxes(piece.layout, coordinate):
+            found.append(LocalBox(piece.name, part.box, part.view_of(piece.piece)))
     return found
 
 
 def unstaged(boxes: Iterable[LocalBox]) -> list[BoxToWrite]:
-    """To be read from where they lie, one by one."""
+    """Return the boxes to be written without staging: each is copied to the CPU when it is written."""
     return [BoxToWrite(one.name, one.box, one.view.dtype, one.view.cpu) for one in boxes]
 
 
-class Staging:
-    """Memory for copies of a checkpoint's boxes. It is kept for the next one: fresh memory costs more time.
+class StagingBuffer:
+    """CPU memory for copies of a checkpoint's boxes, reused by the next checkpoint to save time.
 
-    On CUDA it is pinned, and copies run in the order of the stream: the host does not wait for them.
+    For CUDA tensors it is pinned, and the copies are asynchronous on the current stream.
     """
 
     def __init__(self) -> None:
@@ -52,38 +52,39 @@ class Staging:
 
     @property
     def bytes(self) -> int:
-        """How large it is."""
+        """Size of the buffer."""
         return self._memory.nbytes
 
-    def copied(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
-        """The boxes as they are now; valid until this is called again, and read when they are there."""
+    def stage(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
+        """Copy the boxes and return the copies; they are valid until the next call."""
         on_device = any(one.view.is_cuda for one in boxes)
-        self._make_room(sum(_room(one) for one in boxes), pinned=on_device)
-        items, place = [], 0
-        arrived = torch.Event("cuda") if on_device else None
+        self._allocate(sum(_aligned_bytes(one) for one in boxes), pinned=on_device)
+        items, start = [], 0
+        copied = torch.Event("cuda") if on_device else None
         for one in boxes:
-            flat = self._memory[place : place + one.view.nbytes].view(one.view.dtype)
+            flat = self._memory[start : start + one.view.nbytes].view(one.view.dtype)
             copy = flat.view(one.view.shape)
             copy.copy_(one.view, non_blocking=True)
-            items.append(BoxToWrite(one.name, one.box, copy.dtype, partial(_when, copy, arrived)))
-            place += _room(one)
-        if arrived is not None:
-            arrived.record()
+            items.append(BoxToWrite(one.name, one.box, copy.dtype, partial(_after, copied, copy)))
+            start += _aligned_bytes(one)
+        if copied is not None:
+            copied.record()
         return items
 
-    def _make_room(self, size: int, *, pinned: bool) -> None:
+    def _allocate(self, size: int, *, pinned: bool) -> None:
         if self._memory.nbytes < size or self._memory.is_pinned() != pinned:
-            self._memory = torch.empty(0, dtype=torch.uint8)  # before there is new memory
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
             self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
 
 
-def _room(one: LocalBox) -> int:
-    """Bytes, up to where any dtype may begin."""
+def _aligned_bytes(one: LocalBox) -> int:
+    """Return the size of a box, rounded up to the alignment of the largest dtype."""
     return -(-one.view.nbytes // 16) * 16
 
 
-def _when(copy: Tensor, arrived: torch.Event | None) -> Tensor:
-    if arrived is not None:
-        with torch.cuda.device(arrived.device):  # a thread begins on the first one
-            arrived.synchronize()
+def _after(event: torch.Event | None, copy: Tensor) -> Tensor:
+    """Return `copy` once `event` has completed."""
+    if event is not None:
+        with torch.cuda.device(event.device):  # a new thread starts on device 0
+            event.synchronize()
     return copy

@@ -1,7 +1,7 @@
-"""One safetensors file: written box by box, with checksums; looked through for damage; read box by box.
+"""One safetensors file: write it box by box with checksums, check it for damage, read parts of its boxes.
 
-The format is that of the safetensors library, which reads the boxes. Writing is done here, since the library
-first makes a copy of all tensors in memory: here one box at a time is on its way, from where it lies.
+The safetensors library reads the boxes. It does not write them, since it would first copy all tensors in
+memory; `write_file` holds one box at a time.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -37,75 +36,75 @@ DTYPES: Mapping[torch.dtype, str] = {
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
 }
-"""What the format has a word for."""
+"""Names of dtypes in the file format."""
 CHUNK = 1 << 22
-"""Bytes that are written, or looked at, at once."""
+"""Bytes per write or read call."""
 BETWEEN_SYNCS = 1 << 28
-"""Bytes: whoever waits sees a file grow as fast as the disk is, and little is left to be waited for."""
+"""Bytes between two syncs: waiting ranks see the file grow steadily, and the last sync is short."""
 
 
 @dataclass(frozen=True)
 class BoxToWrite:
-    """A box to be written."""
+    """A box of a tensor to be written to a file."""
 
     tensor: str
     box: Box
     dtype: torch.dtype
     read: Callable[[], Tensor]
-    """Gives it, when its turn comes, on the CPU."""
-    called: str | None = None
-    """Its name in the file; None: that of a box."""
+    """Returns the values on the CPU; called when the box is written."""
+    name: str | None = None
+    """The name in the file; None: that of tensor and box."""
 
     @property
     def key(self) -> str:
-        """Its name in the file."""
-        return key_of(self.tensor, self.box) if self.called is None else self.called
+        """The name of the box in the file."""
+        return key_of(self.tensor, self.box) if self.name is None else self.name
 
     @property
     def bytes(self) -> int:
-        """Its size."""
-        return prod(self.box.sizes) * self.dtype.itemsize
+        """The size of the box in the file."""
+        return self.box.numel * self.dtype.itemsize
 
 
 def write_file(
     path: Path, items: Sequence[BoxToWrite], disk: Disk, about: Mapping[str, str] | None = None
 ) -> FileEntry:
-    """Write `items` into a new file, and give what a manifest says of it. Raises OSError.
+    """Write `items` to a new file and return its manifest entry. Raises OSError.
 
-    On return all bytes are on the disk; memory beside the items: none, but where one is not contiguous.
+    On return all bytes are on the disk. Copies only tensors that are not contiguous.
     """
-    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # so each begins at a multiple of its size
+    ordered = sorted(items, key=lambda item: -item.dtype.itemsize)  # aligns each box to its element size
     header = _header(ordered, about or {})
     boxes: list[StoredBox] = []
-    place, waiting = len(header), 0
+    position, unsynced = len(header), 0
     with disk.create(path) as file:
         disk.write(file, memoryview(header))
         for item in ordered:
-            told = 0
+            crc = 0
             for chunk in _chunks(item.read()):
-                told = zlib.crc32(chunk, told)
+                crc = zlib.crc32(chunk, crc)
                 disk.write(file, chunk)
-                waiting += len(chunk)
-                if waiting >= BETWEEN_SYNCS:
+                unsynced += len(chunk)
+                if unsynced >= BETWEEN_SYNCS:
                     disk.sync(file)
-                    waiting = 0
-                    path.stat()  # FileNotFoundError: who removed it needs it no more
-            boxes.append(StoredBox(item.tensor, item.box.offsets, item.box.sizes, place, f"{told:08x}"))
-            place += item.bytes
+                    unsynced = 0
+                    path.stat()  # FileNotFoundError: rank 0 has given up and removed the folder
+            boxes.append(StoredBox(item.tensor, item.box.offsets, item.box.sizes, position, f"{crc:08x}"))
+            position += item.bytes
         disk.sync(file)
-    return FileEntry(path.name, place, checksum(header), tuple(boxes))
+    return FileEntry(path.name, position, checksum(header), tuple(boxes))
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Some of the boxes of a file, to be looked through."""
+    """Some of the boxes of a file, to be checked at once."""
 
     file: FileEntry
     boxes: range
 
 
 def portions(files: Sequence[FileEntry], most: int = BETWEEN_SYNCS) -> list[Portion]:
-    """All files, in portions of at most `most` bytes, or of one box."""
+    """Return all boxes of the files in portions of at most `most` bytes, or of one box."""
     found = []
     for file in files:
         stops, first = list(_stops(file)), 0
@@ -117,10 +116,10 @@ def portions(files: Sequence[FileEntry], most: int = BETWEEN_SYNCS) -> list[Port
     return found
 
 
-def damage(folder: Path, portion: Portion) -> str | None:
-    """What is wrong with a file, as the end of a sentence about it; None: nothing.
+def find_damage(folder: Path, portion: Portion) -> str | None:
+    """Check size and header of a file and the checksums of a portion; return the first error, or None.
 
-    Its size and header, and the boxes of the portion, each of which is read once.
+    The error is the end of a sentence that begins with the file's name.
     """
     file = portion.file
     path = folder / file.name
@@ -130,13 +129,13 @@ def damage(folder: Path, portion: Portion) -> str | None:
             if size != file.bytes:
                 return f"has {size:,} bytes and not {file.bytes:,}"
             first = min((box.start for box in file.boxes), default=file.bytes)
-            if _checksum(opened, first) != file.header:
+            if _read_checksum(opened, first) != file.header:
                 return "has a damaged header"
             stops = list(_stops(file))
             for number in portion.boxes:
                 box, stop = file.boxes[number], stops[number]
                 opened.seek(box.start)
-                if _checksum(opened, stop - box.start) != box.checksum:
+                if _read_checksum(opened, stop - box.start) != box.checksum:
                     return f"has a damaged {box.key}"
     except FileNotFoundError:
         return "is missing"
@@ -146,7 +145,7 @@ def damage(folder: Path, portion: Portion) -> str | None:
 
 
 class TensorFileReader:
-    """Reads parts of boxes from the files of a checkpoint, each of which is opened once."""
+    """Reads parts of boxes from the safetensors files of a folder, and opens each file once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -155,9 +154,9 @@ class TensorFileReader:
     def read(
         self, file: str, key: str, within: tuple[slice, ...], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """A part of a box, on the CPU: new memory for that part alone.
+        """Return a part of a box on the CPU, in new memory of the size of that part.
 
-        CheckpointError where it cannot be read, and where it is of another dtype than `dtype`, if given.
+        CheckpointError where it cannot be read, or has another dtype than `dtype`, if given.
         """
         with self._open(file) as opened:
             found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)
@@ -168,12 +167,12 @@ class TensorFileReader:
             )
         return found
 
-    def known(self, file: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Shape and dtype of what is in a file, by key. CheckpointError."""
-        kinds = {word: dtype for dtype, word in DTYPES.items()}
+    def contents(self, file: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+        """Return shape and dtype of each tensor in a file, by key. CheckpointError."""
+        kinds = {name: dtype for dtype, name in DTYPES.items()}
         found = {}
         with self._open(file) as opened:
-            for key in opened.keys():  # noqa: SIM118 (no mapping)
+            for key in opened.keys():  # noqa: SIM118 (not a mapping)
                 one = opened.get_slice(key)
                 if one.get_dtype() not in kinds:
                     raise CheckpointError(
@@ -198,40 +197,40 @@ class TensorFileReader:
 
 
 def _header(items: Sequence[BoxToWrite], about: Mapping[str, str]) -> bytes:
-    told: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
-    place = 0
+    entries: dict[str, Any] = {"__metadata__": dict(about)} if about else {}
+    position = 0
     for item in items:
-        told[item.key] = {
+        entries[item.key] = {
             "dtype": DTYPES[item.dtype],
             "shape": item.box.sizes,
-            "data_offsets": [place, place + item.bytes],
+            "data_offsets": [position, position + item.bytes],
         }
-        place += item.bytes
-    text = json.dumps(told, separators=(",", ":")).encode()
+        position += item.bytes
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text = text.ljust(-(-len(text) // 8) * 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _chunks(tensor: Tensor) -> Iterator[memoryview]:
-    # Through a view of bytes, since NumPy has no bfloat16.
+    # A view of bytes, since NumPy has no bfloat16.
     data = tensor.detach().contiguous().reshape(-1).view(torch.uint8).numpy().data
     for start in range(0, len(data), CHUNK):
         yield data[start : start + CHUNK]
 
 
 def _stops(file: FileEntry) -> Iterator[int]:
-    """Where each box ends: where the next one begins."""
+    """Yield the position after each box, where the next one begins."""
     yield from (box.start for box in file.boxes[1:])
     if file.boxes:
         yield file.bytes
 
 
-def _checksum(opened: Any, size: int) -> str:
-    buffer, told = memoryview(bytearray(min(CHUNK, max(1, size)))), 0
+def _read_checksum(opened: Any, size: int) -> str:
+    buffer, crc = memoryview(bytearray(min(CHUNK, max(1, size)))), 0
     while size > 0:
         count = opened.readinto(buffer[: min(CHUNK, size)])
         if not count:
             break
-        told = zlib.crc32(buffer[:count], told)
+        crc = zlib.crc32(buffer[:count], crc)
         size -= count
-    return f"{told:08x}"
+    return f"{crc:08x}"

@@ -154,7 +154,10 @@ class RunCheckpoints:
         if self._manager is None:
             run = self._config.run
             self._manager = CheckpointManager(
-                self._folder, keep_last=run.keep_last, keep_every=run.keep_every, behind=self.resumed_steps
+                self._folder,
+                keep_last=run.keep_last,
+                keep_every=run.keep_every,
+                start_step=self.resumed_steps,
             )
         return self._manager
 
@@ -168,7 +171,7 @@ class RunCheckpoints:
 
     def _warn_early(self) -> None:
         """Warn once of a failure on rank 0, before all ranks wait for the checkpoint."""
-        failure = "" if self._manager is None else self._manager.flaw
+        failure = "" if self._manager is None else self._manager.error
         if failure and not self._warned:
             self._warned = True
             self._progress.print(f"WARNING: {failure}")

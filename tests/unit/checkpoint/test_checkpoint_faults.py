@@ -18,8 +18,8 @@ from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
-from plait.checkpoint.saving import start
-from plait.checkpoint.tensor_file import BoxToWrite, damage, portions, write_file
+from plait.checkpoint.saving import start_save
+from plait.checkpoint.tensor_file import BoxToWrite, find_damage, portions, write_file
 from plait.engine import Engine
 from plait.errors import CheckpointError
 from plait.layout import Box
@@ -90,7 +90,7 @@ def engine_of(value: float) -> Engine:
 def check_sound(path: Path) -> float:
     """All bytes are there; gives the value that was saved."""
     manifest = read_manifest(path)
-    assert {damage(path, one) for one in portions(manifest.files)} == {None}
+    assert {find_damage(path, one) for one in portions(manifest.files)} == {None}
     engine = engine_of(0.0)
     assert plait.load(engine, None, path) == manifest.state
     values = {value for parameter in engine.parameters() for value in parameter.flatten().tolist()}
@@ -99,7 +99,7 @@ def check_sound(path: Path) -> float:
 
 
 def save(path: Path, value: float, disk: Disk) -> None:
-    start(engine_of(value), None, path, {"value": value}, None, disk=disk).wait()
+    start_save(engine_of(value), None, path, {"value": value}, None, disk=disk).wait()
 
 
 def operations(do: Callable[[Disk], None], folder: Path) -> list[str]:
@@ -147,7 +147,7 @@ def test_a_series_with_a_fault_at_every_operation(tmp_path: Path) -> None:
         CheckpointManager(folder, keep_last=1).finish()
         for step in (1, 2, 3):
             series = CheckpointManager(
-                folder, keep_last=1, behind=step - 1, disk=disk if step == 3 else Disk()
+                folder, keep_last=1, start_step=step - 1, disk=disk if step == 3 else Disk()
             )
             series.save(engine_of(float(step)), None, step, {"value": float(step)})
             series.finish()
@@ -169,11 +169,11 @@ def test_every_flipped_byte_is_found(tmp_path: Path) -> None:
     sound = path.read_bytes()
     for place in range(len(sound)):
         path.write_bytes(sound[:place] + bytes([sound[place] ^ 0x10]) + sound[place + 1 :])
-        assert damage(tmp_path / "one", portion) is not None, place
+        assert find_damage(tmp_path / "one", portion) is not None, place
     path.write_bytes(sound[:-1])
-    assert damage(tmp_path / "one", portion) == f"has {len(sound) - 1:,} bytes and not {len(sound):,}"
+    assert find_damage(tmp_path / "one", portion) == f"has {len(sound) - 1:,} bytes and not {len(sound):,}"
     path.unlink()
-    assert damage(tmp_path / "one", portion) == "is missing"
+    assert find_damage(tmp_path / "one", portion) == "is missing"
 
 
 def test_a_manifest_with_a_flipped_byte_is_none(tmp_path: Path) -> None:

@@ -15,11 +15,11 @@ from parity.one_rank import CONTEXT, MODELS, VOCAB, cut, engine_of, lively, tens
 from plait.checkpoint.converting import convert
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import unfinished_path
-from plait.checkpoint.full_tensor_files import full_box
 from plait.checkpoint.inspecting import summary
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
+from plait.layout.boxes import full_box
 
 STATE = {"step": 3, "config": {"model": {"name": "gpt2", "heads": 6}}}
 

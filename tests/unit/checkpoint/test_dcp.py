@@ -20,11 +20,11 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 import plait
 from parity.checkpoints import Run, run_of, tensors_of
 from plait.checkpoint import dcp_planner
+from plait.checkpoint.compatibility import require_same_class
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text, read_manifest
-from plait.checkpoint.optimizer_state import require_same_class
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader, write_file
 from plait.errors import CheckpointError
 from plait.layout import Box

@@ -69,7 +69,7 @@ FORMS: dict[str, tuple[Callable[[Any], object], str]] = {
     "files are null": (put("files", value=None), "files: "),
     "a file without a name": (put("files", 0, "name", value=""), "names '', outside of its folder"),
     "a file outside": (put("files", 0, "name", value="../a"), "names '../a', outside of its folder"),
-    "a file twice": (lambda content: content["files"].append(content["files"][0]), "stands there several"),
+    "a file twice": (lambda content: content["files"].append(content["files"][0]), "is listed several times"),
     "bytes of text": (put("files", 0, "bytes", value="9"), "files.0.bytes: "),
     "a box that is short": (put("files", 0, "boxes", 0, value=["a"]), "files.0.boxes.0"),
     "a box of nothing": (put("files", 0, "boxes", 0, 0, value="x"), "a box of x, which is no tensor"),

@@ -14,13 +14,14 @@ from torch import Tensor, nn
 
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.full_tensor_files import FullTensors, full_box, write_files
+from plait.checkpoint.full_tensor_files import FullTensors, write_files
 from plait.checkpoint.huggingface import configs
 from plait.checkpoint.huggingface.model_sizes import ModelSizes
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite
 from plait.errors import CheckpointError, listed
+from plait.layout.boxes import full_box
 from plait.weight_files import INDEX
 
 BESIDE = (
@@ -125,7 +126,7 @@ def _told(shape: tuple[int, ...] | None) -> str:
 def _item(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
     to = dtype or wholes.dtype(parameter_key(pair.ours[0]))
     read = partial(_theirs, wholes, pair, to)
-    return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, called=pair.theirs)
+    return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, name=pair.theirs)
 
 
 def _theirs(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.full_tensor_files import full_box, write_checkpoint
+from plait.checkpoint.full_tensor_files import write_checkpoint
 from plait.checkpoint.huggingface.configs import read_config, sizes_from_config
 from plait.checkpoint.huggingface.model_sizes import ModelSizes
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
@@ -20,6 +20,7 @@ from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
+from plait.layout.boxes import full_box
 from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
 
@@ -61,7 +62,7 @@ class Weights:
         self._file = _file_of(folder)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for file in sorted(set(self._file.values())):
-            self._known |= self._reader.known(file)
+            self._known |= self._reader.contents(file)
 
     def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
         """CheckpointError unless the folder has just these, and, if `tied`, no other head."""

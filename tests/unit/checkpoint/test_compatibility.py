@@ -182,7 +182,7 @@ def test_a_state_that_cannot_be_cut_is_refused_before_anything_is_read(
     assert (told, same) == other
     assert same
     assert told.startswith(
-        "the optimizer kept rows of 0.bias as [4], which cannot be cut as the parameter is"
+        "the optimizer kept rows of 0.bias as [4], which cannot be sharded as the parameter is"
     )
 
 
