@@ -1,4 +1,4 @@
-"""`plait checkpoint`: look into checkpoints, write them anew, carry them to and from other formats."""
+"""`plait checkpoint`: inspect checkpoints, convert them, and export and import other formats."""
 
 from __future__ import annotations
 
@@ -10,22 +10,29 @@ from importlib import import_module
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from rich.console import Console
+from rich.table import Table
+
 from plait.cli.checkpoint_options import ABOUT, parsers, read
-from plait.cli.checkpoint_table import show
 from plait.cli.ranks_and_signals import importing
 from plait.errors import ConfigError, listed
+from plait.plan import Plan
 from plait.train.model_folder import OWN_MODELS
 
 if TYPE_CHECKING:
     import torch
 
+    from plait.checkpoint.inspecting import Summary
     from plait.checkpoint.manifest import Manifest
+
+_MOST_SHOWN = 60
+"""Characters of a value of the state."""
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` asks. Returns 0, or 1 for `inspect` of a checkpoint that is damaged.
+    """Run the action that `argv` names. Return 0, or 1 where `inspect` finds a damaged checkpoint.
 
-    Raises `PlaitError` where the user has something to mend.
+    Raises `PlaitError` for what the user can correct.
     """
     actions = parsers()
     if not argv or {"--help", "-h"} & set(argv):
@@ -37,12 +44,14 @@ def run(argv: Sequence[str]) -> int:
     if options.action == "convert":
         _convert(options)
     elif options.format == "dcp":
-        _to_or_from_torch(options)
+        _exchange_with_torch(options)
     elif options.action == "export":
         _export(options)
     else:
         _import(options)
-    print(_wrote(options.target))
+    files = [path for path in options.target.rglob("*") if path.is_file()]
+    counted = f"{len(files)} file{'s' if len(files) > 1 else ''}"
+    print(f"wrote {options.target}: {counted}, {sum(path.stat().st_size for path in files):,} bytes")
     return 0
 
 
@@ -54,7 +63,7 @@ def _inspect(options: Namespace) -> int:
     if options.json:
         print(json.dumps(asdict(found), indent=2))
     else:
-        show(found)
+        _print_summary(found)
     return 1 if found.flaws else 0
 
 
@@ -72,7 +81,7 @@ def _convert(options: Namespace) -> None:
     convert_for(options.path, options.target, shard_plan)
 
 
-def _to_or_from_torch(options: Namespace) -> None:
+def _exchange_with_torch(options: Namespace) -> None:
     with importing():
         dcp = import_module("plait.checkpoint.dcp")
     names = _names_of(options.model)
@@ -85,12 +94,12 @@ def _to_or_from_torch(options: Namespace) -> None:
 
 
 def _names_of(model: str | None) -> Mapping[str, str] | None:
-    """Return for each of plait's names of parameters that of transformers; None: names stay."""
+    """Return the parameter names of transformers by plait's; None: names do not change."""
     if model is None:
         return None
     if model == "gpt2":
         raise ConfigError(
-            "--model gpt2: plait's own gpt2 keeps apart what transformers' GPT-2 keeps in one matrix: give "
+            "--model gpt2: plait's own gpt2 has several matrices where transformers' GPT-2 has one: give "
             "the FOLDER of a GPT-2 of transformers, which `plait train --model.name FOLDER` trains as it is."
         )
     with importing():
@@ -111,14 +120,14 @@ def _export(options: Namespace) -> None:
 
     wholes = FullTensors(options.path)
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}
-    told = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
-    own = any(value is not None for value in told.values())
+    sizes = {name: getattr(options, name) for name in ("heads", "context", "rope_base")}
+    own = any(value is not None for value in sizes.values())
     folder = None if own else _trained_folder(wholes.manifest)
     folder = folder if options.model is None else Path(options.model).expanduser()
     if folder is not None:
         export_adapted(wholes, options.target, model_in(folder), folder, **more)
         return
-    export_own(wholes, options.target, sizes_from_manifest(wholes.manifest, **told), **more)
+    export_own(wholes, options.target, sizes_from_manifest(wholes.manifest, **sizes), **more)
 
 
 def _import(options: Namespace) -> None:
@@ -129,7 +138,7 @@ def _import(options: Namespace) -> None:
 
 
 def _trained_folder(manifest: Manifest) -> Path | None:
-    """The model of Hugging Face that `plait train` says it trained."""
+    """Return the folder of the Hugging Face model that was trained, or None for a model of plait."""
     from plait.checkpoint.manifest import section
 
     name = section(manifest.state, "config", "model").get("name", OWN_MODELS[0])
@@ -142,7 +151,65 @@ def _dtype(options: Namespace) -> torch.dtype | None:
     return None if options.dtype is None else getattr(torch, options.dtype)
 
 
-def _wrote(target: Path) -> str:
-    files = [path for path in target.rglob("*") if path.is_file()]
-    counted = f"{len(files)} file{'s' if len(files) > 1 else ''}"
-    return f"wrote {target}: {counted}, {sum(path.stat().st_size for path in files):,} bytes"
+def _print_summary(found: Summary) -> None:
+    console = Console(markup=False, highlight=False)
+    facts = {
+        "checkpoint": found.path,
+        "is": _state_of_files(found),
+        "state": _values(found.state),
+        "run": _values(found.run),
+        "plan": _plan(found.plan),
+        "optimizer": found.optimizer or "none",
+        "model": f"{found.elements:,} elements",
+        "files": f"{len(found.files)}, {found.bytes:,} bytes",
+        "written by": ", ".join(f"{name} {version}" for name, version in found.versions.items()),
+    }
+    lines = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
+    lines.add_column(no_wrap=True)
+    lines.add_column(overflow="fold")
+    for name, value in facts.items():
+        lines.add_row(name, value or "nothing")
+    console.print(lines)
+    console.print()
+    console.print(_tensors(found))
+    for flaw in found.flaws:
+        print(f"damaged: {flaw}")  # not wrapped, unlike what `console` prints
+
+
+def _state_of_files(found: Summary) -> str:
+    if found.flaws:
+        return "damaged, see below"
+    return "complete" if found.checked else "complete by the sizes of its files; --check reads them"
+
+
+def _tensors(found: Summary) -> Table:
+    table = Table(box=None, padding=(0, 2, 0, 0))
+    table.add_column("tensor", overflow="fold")
+    table.add_column("shape", no_wrap=True)
+    table.add_column("dtype", no_wrap=True)
+    table.add_column("boxes", justify="right", no_wrap=True)
+    table.add_column("bytes", justify="right", no_wrap=True)
+    for one in found.tensors:
+        shape = " × ".join(map(str, one.shape)) or "()"
+        table.add_row(one.name, shape, one.dtype, str(one.boxes), f"{one.bytes:,}")
+    return table
+
+
+def _plan(plan: Mapping[str, Any]) -> str:
+    """Return the fields of a plan that are not the default."""
+    if not plan:
+        return "none"
+    default = json.loads(json.dumps(asdict(Plan())))
+    changed = {name: value for name, value in plan.items() if name not in default or value != default[name]}
+    return _values(changed) or "the default, of one rank"
+
+
+def _values(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name} = {_short(value)}" for name, value in values.items())
+
+
+def _short(value: Any) -> str:
+    text = value if isinstance(value, str) else json.dumps(value)
+    if len(text) <= _MOST_SHOWN:
+        return text
+    return f"{{{', '.join(value)}}}" if isinstance(value, Mapping) else f"{text[: _MOST_SHOWN - 1]}…"

@@ -1,6 +1,6 @@
-"""`plait`: finds the command, runs it, and turns what went wrong into a sentence and an exit code.
+"""The entry point `plait`: run the command that the first argument names, print errors, return an exit code.
 
-Commands are imported only when they run, so that those without tensors start without torch.
+A command is imported only when it runs, so that those without tensors start without torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ from plait.errors import CommunicationError, PlaitError, RankError
 _NO_MEMORY = re.compile(
     r"can't allocate memory|not enough memory|out of memory|Unable to allocate|^MemoryError", re.MULTILINE
 )
-"""What torch and NumPy say where there is none."""
+"""Messages of torch and NumPy when an allocation fails."""
 _LONG_WORD = re.compile(r"\S{200,}")
-_MOST_TOLD = 80
-"""Characters of a path in a sentence."""
+_MOST_SHOWN = 80
+"""Characters of a long word, such as a path, that are printed."""
 
 
 @dataclass(frozen=True)
 class Command:
-    """A command: the module whose `run(argv) -> exit code` does it, and what it is for."""
+    """A command, and the module whose `run(argv)` runs it and returns the exit code."""
 
     name: str
     module: str
@@ -38,17 +38,17 @@ class Command:
 
 COMMANDS = (
     Command("train", "plait.cli.train", "train a model over pipeline, tensor and data parallel ranks"),
-    Command("verify", "plait.cli.verify", "compare a run with one rank: equal, or where not", failed=2),
+    Command("verify", "plait.cli.verify", "compare a run with one rank, and locate differences", failed=2),
     Command("schedule", "plait.cli.schedule", "draw a pipeline schedule: time, bubble and memory"),
-    Command("checkpoint", "plait.cli.checkpoint", "look into checkpoints, convert, export and import them"),
+    Command("checkpoint", "plait.cli.checkpoint", "inspect, convert, export and import checkpoints"),
 )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command that `argv` (default: `sys.argv`) names and return the exit code.
 
-    0: done. 1: a rank failed or lost a peer (for `verify` 2); what is known is shown. 2: something the user
-    can mend. 130: interrupted. 141: nobody reads the output any more.
+    0: done. 1: a rank failed or lost a peer (for `verify` 2). 2: an error that the user can correct. 130:
+    interrupted. 141: the reader of the output has closed it.
     """
     arguments = list(sys.argv[1:] if argv is None else argv)
     try:
@@ -56,34 +56,34 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stdout.flush()
         return code
     except BrokenPipeError:
-        # Whoever read has heard enough, as `head` does; Python would complain again at its exit.
+        # The reader has closed the pipe, as `head` does; Python would print another error at its exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
     except RankError as error:
         if _ran_out_of_memory(error):
             return 2
-        told = error.traceback in str(error)
-        _complain(str(error).rstrip() if told else f"{error}\n\n{error.traceback.rstrip()}")
-        return _code_of_failure(arguments)
+        complete = error.traceback in str(error)
+        _print_error(str(error).rstrip() if complete else f"{error}\n\n{error.traceback.rstrip()}")
+        return _failure_code(arguments)
     except CommunicationError as error:
-        # A lost peer is not for the user to mend; what the other ranks did helps to find it.
+        # The user cannot correct a lost peer; the failure of another rank is its cause.
         if isinstance(error.__cause__, RankError) and _ran_out_of_memory(error.__cause__):
             return 2
-        _complain(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
-        code = _code_of_failure(arguments)
+        _print_error(str(error.__cause__ if isinstance(error.__cause__, RankError) else error).rstrip())
+        code = _failure_code(arguments)
         if argv is None:
             end_rank(code)
         return code
     except PlaitError as error:
-        _complain(str(error))
+        _print_error(str(error))
         return 2
     except OSError as error:
         if error.filename is None:
             raise
-        _complain(f"{error.filename} cannot be used ({error.strerror}): give another path.")
+        _print_error(f"{error.filename} cannot be used ({error.strerror}): give another path.")
         return 2
     except KeyboardInterrupt:
-        _complain("interrupted.")
+        _print_error("interrupted.")
         return 130
 
 
@@ -104,19 +104,19 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _ran_out_of_memory(error: RankError) -> bool:
-    """Whether that is why a rank failed; if so, it is told in one sentence."""
+    """Print one sentence and return True where a rank failed for lack of memory."""
     if not _NO_MEMORY.search(error.traceback):
         return False
     size = re.search(r"allocate ([\d.]+ ?\w+)", error.traceback)
     wanted = f" for {size[1]}" if size else ""
-    _complain(
-        f"rank {error.rank} has no memory{wanted}: make the model, train.batch or model.context smaller, "
+    _print_error(
+        f"rank {error.rank} is out of memory{wanted}: make the model, train.batch or model.context smaller, "
         "take more train.microbatches, or spread it by parallel.strategy, parallel.tp or parallel.pp."
     )
     return True
 
 
-def _code_of_failure(arguments: Sequence[str]) -> int:
+def _failure_code(arguments: Sequence[str]) -> int:
     return next((command.failed for command in COMMANDS if command.name in arguments[:1]), 1)
 
 
@@ -129,7 +129,7 @@ def _help() -> str:
     )
 
 
-def _complain(message: str) -> None:
-    """Print a message, of whose words none is longer than a line or two: paths may be."""
-    short = _LONG_WORD.sub(lambda word: f"{word[0][:_MOST_TOLD]}…", message)
+def _print_error(message: str) -> None:
+    """Print a message to stderr, with long words such as paths shortened."""
+    short = _LONG_WORD.sub(lambda word: f"{word[0][:_MOST_SHOWN]}…", message)
     print(f"plait: {short}", file=sys.stderr)

@@ -1,4 +1,4 @@
-"""Around commands that run ranks: a world that fits, signals, and an end without leftovers."""
+"""Context managers of commands that run ranks: number of ranks, signals, and cleanup."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from plait.errors import ConfigError
 from plait.plan import Plan
 
 _MOST_LOCAL, _MOST_A_CORE = 64, 8
-"""Ranks that are started here: each is a process."""
+"""Limits on local ranks: each is a process."""
 
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """While torch is imported, Ctrl-C ends the process at once: the import swallows it now and then."""
+    """Let Ctrl-C end the process at once while torch is imported: the import sometimes swallows it."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield
@@ -28,36 +28,36 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def stoppable(*, local: bool) -> Iterator[list[int]]:
-    """Around a run that can end after any step: the first SIGINT or SIGTERM is a wish, the second ends it.
+    """Stop a run after the current step at the first SIGINT or SIGTERM, and at once at the second.
 
-    Gives the signals that this process has got, where its ranks are `local`; it passes the wish on to them.
+    Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
     from plait.comm.rank_process import STOP_SIGNAL
     from plait.comm.signal_handling import GracefulStop
 
-    got: list[int] = []
+    received: list[int] = []
 
-    def pass_on(number: int) -> None:
+    def forward(number: int) -> None:
         children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
-        if not children:  # nothing has begun that could be finished
-            wish.leave(number)
+        if not children:  # no rank has started
+            stop.leave(number)
             return
-        got.append(number)
+        received.append(number)
         name = signal.Signals(number).name
         print(f"plait: {name}: stops after this step; once more stops at once.", file=sys.stderr)
         for child in children:
             os.kill(child, STOP_SIGNAL)
 
-    with GracefulStop((signal.SIGINT, signal.SIGTERM) if local else (), pass_on) as wish:
-        yield got
+    with GracefulStop((signal.SIGINT, signal.SIGTERM) if local else (), forward) as stop:
+        yield received
 
 
 @contextmanager
-def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
-    """Around a launch of `ranks` ranks, here or in a launcher's world of that size.
+def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
+    """Check that `ranks` ranks can be launched, here or in a launcher's world, and clean up after them.
 
-    Gives whether this process is the one that speaks. `needed_by` completes "… needs 4 ranks". Raises
-    ConfigError for a world of another size, and for more local ranks than a machine can carry.
+    Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
+    Raises ConfigError for a world of another size, and for too many local ranks.
     """
     from plait.comm.pool import stop_fork_server
     from plait.comm.world import find_world
@@ -65,13 +65,13 @@ def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
     world = find_world()
     if world is not None and world.world_size != ranks:
         raise ConfigError(
-            f"{needed_by} needs {ranks} ranks, but {world.launcher} started {world.world_size}: "
+            f"{subject} needs {ranks} ranks, but {world.launcher} started {world.world_size}: "
             f"start {ranks}, or change the degrees."
         )
     most = max(_MOST_LOCAL, _MOST_A_CORE * (os.cpu_count() or 1))
     if world is None and ranks > most:
         raise ConfigError(
-            f"{needed_by} needs {ranks} ranks, and this machine starts at most {most}: "
+            f"{subject} needs {ranks} ranks, and this machine starts at most {most}: "
             "lower the degrees, or start the ranks on several hosts with torchrun."
         )
     if world is None:
@@ -83,9 +83,9 @@ def local_ranks(ranks: int, needed_by: str) -> Iterator[bool]:
 
 
 def end_rank(code: int) -> None:
-    """End the process with `code` where it is a rank of a launcher's world; elsewhere return.
+    """Exit with `code` where this process is a rank of a launcher's world; elsewhere return.
 
-    After a lost peer: the timeout has passed already, and unloading torch would take a second or two more.
+    For use after a lost peer: the timeout has passed, and unloading torch would take another second or two.
     """
     from plait.comm.world import find_world
 
@@ -97,11 +97,11 @@ def end_rank(code: int) -> None:
 
 
 def degrees(plan: Plan) -> str:
-    """What a plan's ranks are the product of, for a sentence."""
+    """Return the degrees of a plan, as the subject of a sentence."""
     return f"parallel.pp = {plan.pp} times parallel.dp = {plan.dp} times parallel.tp = {plan.tp}"
 
 
 def _terminate(number: int, frame: object) -> None:
-    """SIGTERM to the parent of local ranks: unwind, so that they end and temporary folders go."""
+    """Raise SystemExit at SIGTERM, so that local ranks end and temporary folders are removed."""
     print("plait: terminated.", file=sys.stderr)
     raise SystemExit(128 + number)

@@ -1,4 +1,4 @@
-"""`plait schedule`: make a schedule, or read one, simulate it, print it and write its pictures."""
+"""`plait schedule`: make or read a schedule, simulate it, print it and write its pictures."""
 
 from __future__ import annotations
 
@@ -7,10 +7,9 @@ import os
 import shutil
 import sys
 from argparse import Namespace
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from plait.cli.schedule_comparison import comparison
 from plait.cli.schedule_options import parser
 from plait.errors import ConfigError, ScheduleError
 from plait.schedules.check import check
@@ -23,11 +22,12 @@ from plait.schedules.simulation.timeline import Timeline, simulate
 from plait.schedules.torch_csv import from_csv
 
 _MOST_ACTIONS = 2**18
-"""Of one kind: more would take minutes without a word."""
+"""Most actions of one kind: more would take minutes."""
+_HEAD = ("policy", "chunks", "makespan", "span", "bubble", "of span", "peak", "× best")
 
 
 def run(argv: Sequence[str]) -> int:
-    """Do what `argv` asks and return 0. Raises `PlaitError` where the user has something to mend."""
+    """Run the command and return 0. Raises `PlaitError` for what the user can correct."""
     if "--help" in argv or "-h" in argv:
         print(parser().format_help(), end="")
         return 0
@@ -38,7 +38,7 @@ def run(argv: Sequence[str]) -> int:
         return 0
     if options.policy is None:
         raise ConfigError("plait schedule needs a POLICY or a CSV file; see `plait schedule --help`.")
-    timeline = simulate(_made(options.policy, options, costs), costs)
+    timeline = simulate(_schedule_of(options.policy, options, costs), costs)
     paths = {kind: getattr(options, kind) for kind in FORMATS if getattr(options, kind) is not None}
     written = list(write_pictures(timeline, paths))
     if options.json:
@@ -48,8 +48,8 @@ def run(argv: Sequence[str]) -> int:
     return 0
 
 
-def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
-    """The schedule of a policy, or of a file."""
+def _schedule_of(policy: str, options: Namespace, costs: Costs) -> Schedule:
+    """Return the schedule of a policy or a file."""
     if _is_file(policy):
         return _read(Path(policy), options, costs)
     require_policy(policy)
@@ -76,7 +76,7 @@ def _made(policy: str, options: Namespace, costs: Costs) -> Schedule:
 
 
 def _is_file(policy: str) -> bool:
-    """Whether a file is meant, not a policy."""
+    """Whether the argument names a file, not a policy."""
     return policy not in POLICY_NAMES and (
         policy.endswith(".csv") or os.sep in policy or Path(policy).is_file()
     )
@@ -84,11 +84,11 @@ def _is_file(policy: str) -> bool:
 
 def _read(path: Path, options: Namespace, costs: Costs) -> Schedule:
     if path.exists() and not path.is_file():
-        raise ConfigError(f"{path} is no file: give a CSV file, or a policy.")
+        raise ConfigError(f"{path} is not a file: give a CSV file, or a policy.")
     try:
         text = path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
-        why = error.strerror if isinstance(error, OSError) else "it is no UTF-8 text"
+        why = error.strerror if isinstance(error, OSError) else "it is not UTF-8 text"
         raise ConfigError(f"{path} cannot be read ({why}): give a CSV file, or a policy.") from None
     try:
         made = from_csv(text, str(path))
@@ -111,14 +111,14 @@ def _show(timeline: Timeline, measure: str, written: Sequence[Path]) -> None:
     print(f"{title(timeline.schedule)}\n\n{draw_text(timeline, width=width, colour=colour)}\n")
     print(f"makespan  {timeline.makespan:g} (span of the longest rank: {timeline.span:g})")
     if timeline.schedule.bound is not None:
-        print(f"bound     {_against(timeline.schedule.bound, getattr(timeline, measure), measure)}")
+        print(f"bound     {_bound_text(timeline.schedule.bound, getattr(timeline, measure), measure)}")
     print(f"bubble    {timeline.bubble:.1%} ({timeline.bubble_span:.1%} of the span)")
     print(f"peak      {peaks} activations per rank, in micro-batches")
     for path in written:
         print(f"wrote     {path}")
 
 
-def _against(bound: float, reached: float, measure: str) -> str:
+def _bound_text(bound: float, reached: float, measure: str) -> str:
     if reached <= bound * (1 + 1e-9):
         return f"{bound:g}: no {measure} within the limit is shorter"
     above = reached / bound - 1 if bound else 0.0
@@ -126,26 +126,71 @@ def _against(bound: float, reached: float, measure: str) -> str:
 
 
 def _compare(options: Namespace, costs: Costs) -> None:
-    """Several schedules: a table, or a list as JSON. One that cannot be made says why in its place."""
+    """Print several schedules as a table or a list in JSON, an error in place of one that cannot be made."""
     if any(getattr(options, kind) for kind in FORMATS):
         raise ConfigError("--compare writes no files: name one policy, and leave --compare out.")
     names = ([] if options.policy is None else [options.policy]) + list(options.compare)
     results: dict[str, Timeline | ScheduleError] = {}
     for name in names:
         if not _is_file(name):
-            require_policy(name)  # a misspelt name is for the user to mend, not a row
+            require_policy(name)  # a misspelt name is an error of the command, not a row
         try:
-            results[name] = simulate(_made(name, options, costs), costs)
+            results[name] = simulate(_schedule_of(name, options, costs), costs)
         except ScheduleError as error:
             results[name] = error
     failures = [result for result in results.values() if isinstance(result, ScheduleError)]
     if len(failures) == len(results):
         raise failures[0]
     if options.json:
-        told = [
+        entries = [
             {"policy": name, "error": str(result)} if isinstance(result, ScheduleError) else result.as_json()
             for name, result in results.items()
         ]
-        print(json.dumps(told))
+        print(json.dumps(entries))
     else:
-        print(comparison(results, options.measure))
+        print(_comparison(results, options.measure))
+
+
+def _comparison(results: Mapping[str, Timeline | ScheduleError], measure: str) -> str:
+    """Return the table of `--compare`, with `× best` by `measure`, then bounds and errors of other schedules.
+
+    policy              chunks  makespan  span  bubble  of span  peak  × best
+    1f1b                     1        33    33   27.3%    27.3%     4    1.29
+    auto (v, 2 chunks)       2      25.5  25.5    5.9%     5.9%     4    1.00
+    """
+    made = {name: result for name, result in results.items() if isinstance(result, Timeline)}
+    best = min(getattr(timeline, measure) for timeline in made.values())
+    lines = _aligned([_HEAD, *(_table_row(timeline, measure, best) for timeline in made.values())])
+    notes = []
+    for name, result in results.items():
+        if isinstance(result, ScheduleError):
+            notes.append(f"{name}: {str(result).splitlines()[0]}")
+        elif result.schedule.bound is not None:
+            notes.append(f"{name}: no {measure} within its limit is below {result.schedule.bound:g}.")
+    return "\n".join([*lines, *([""] if notes else []), *notes])
+
+
+def _table_row(timeline: Timeline, measure: str, best: float) -> tuple[str, ...]:
+    made = timeline.schedule
+    return (
+        made.policy,
+        f"{made.stages // made.ranks}",
+        f"{timeline.makespan:g}",
+        f"{timeline.span:g}",
+        f"{timeline.bubble:.1%}",
+        f"{timeline.bubble_span:.1%}",
+        f"{max(timeline.peak):g}",
+        f"{getattr(timeline, measure) / best:.2f}" if best else "1.00",
+    )
+
+
+def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
+    """Align the first column to the left, the others, which are numbers, to the right."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
+        "  ".join(
+            cell.rjust(width) if column else cell.ljust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in rows
+    ]

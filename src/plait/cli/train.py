@@ -1,4 +1,4 @@
-"""`plait train`: read the configuration, check what can be checked alone, then start the ranks."""
+"""`plait train`: read the configuration, check the data, then launch the ranks."""
 
 from __future__ import annotations
 
@@ -21,17 +21,17 @@ or joins the world that torchrun, mpirun or srun made. Options override the file
 
 
 def run(argv: Sequence[str]) -> int:
-    """Train as `argv` asks. Returns 0; 1 when the first steps do not match those of one rank, or the last
-    checkpoint could not be written; else 128 and the signal's number when one ended the run after a step.
+    """Train with the configuration in `argv`, and return the exit code.
 
-    Raises `PlaitError` where the user has something to mend.
+    0: done. 1: the first steps differ from those of one rank, or the last checkpoint could not be written.
+    128 + signal: a signal stopped the run after a step. Raises `PlaitError` for what the user can correct.
     """
     if "--help" in argv or "-h" in argv:
         _print_help()
         return 0
     config = config_from_arguments(argv)
 
-    with importing():  # late, so that help and refusals need not wait for torch
+    with importing():  # late, so that help and errors do not wait for torch
         from plait.comm.launch import launch
         from plait.comm.rank_process import STOP_SIGNAL
         from plait.comm.world import find_world
@@ -43,8 +43,8 @@ def run(argv: Sequence[str]) -> int:
     in_processes = config.run.ranks_as == "processes"
     stop_signals: tuple[int, ...] = (STOP_SIGNAL,) if local else (signal.SIGINT, signal.SIGTERM)
     if not in_processes:
-        stop_signals = ()  # which only a main thread can handle: the first one ends the run
-    with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as got:
+        stop_signals = ()  # only a main thread can handle them: the first one ends the run
+    with local_ranks(plan.world, degrees(plan)), stoppable(local=local and in_processes) as received:
         check_data(config)
         reports = launch(
             train,
@@ -59,7 +59,7 @@ def run(argv: Sequence[str]) -> int:
     if not reports[0].saved:
         return 1
     if reports[0].stopped:
-        return 128 + (got[0] if got else reports[0].stopped)
+        return 128 + (received[0] if received else reports[0].stopped)
     return 0 if reports[0].matches else 1
 
 

@@ -129,7 +129,7 @@ def test_a_rank_without_memory_is_told_in_one_sentence(
         raise RankError("rank 3 failed", 3, f"Traceback\nRuntimeError: {words}\n")
 
     monkeypatch.setattr(module, "_dispatch", fail)
-    assert "rank 3 has no memory for 68719476736 bytes: make the model" in refused(["train"], capsys)
+    assert "rank 3 is out of memory for 68719476736 bytes: make the model" in refused(["train"], capsys)
 
 
 BAD_CONFIGS = {
@@ -172,8 +172,8 @@ def test_configurations_that_transformers_refuses(
     ("arguments", "told"),
     [
         (["--microbatches", "1000000", "--ranks", "2"], "make 2,000,000 forwards, and plait schedule takes"),
-        (["--microbatches", "1" + "0" * 400, "--ranks", "2"], "is no number"),
-        (["--microbatches", "2", "--ranks", "2", "--cost.F", "1" + "0" * 400], "is no number"),
+        (["--microbatches", "1" + "0" * 400, "--ranks", "2"], "is not a whole number"),
+        (["--microbatches", "2", "--ranks", "2", "--cost.F", "1" + "0" * 400], "is not a finite number"),
         (
             ["--microbatches", "2", "--ranks", str(2**63)],
             "forwards, and plait schedule takes 262,144 at most",

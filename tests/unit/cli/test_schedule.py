@@ -95,9 +95,15 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
             "1f1b --ranks 2",
             "the following arguments are required: --microbatches; see `plait schedule --help`.",
         ),
-        ("1f1b --ranks two --microbatches 4", "argument --ranks: 'two' is no number; see"),
-        ("1f1b --ranks 2.5 --microbatches 4", "'2.5' is no whole number of at least 1; see"),
-        ("1f1b --ranks 2 --microbatches 0", "argument --microbatches: '0' is no whole number of at least 1;"),
+        (
+            "1f1b --ranks two --microbatches 4",
+            "argument --ranks: 'two' is not a whole number of at least 1; see",
+        ),
+        ("1f1b --ranks 2.5 --microbatches 4", "'2.5' is not a whole number of at least 1; see"),
+        (
+            "1f1b --ranks 2 --microbatches 0",
+            "argument --microbatches: '0' is not a whole number of at least 1;",
+        ),
         ("1f2b --ranks 2 --microbatches 4", "there is no schedule policy '1f2b': did you mean 1f1b?"),
         ("1f2b", "there is no schedule policy '1f2b': did you mean 1f1b?"),
         (
@@ -109,7 +115,7 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
             "a limit of 0.5 is below what any schedule needs: let each rank hold at least 1.",
         ),
         ("auto --ranks 2 --microbatches 4 --limit -1", "limit is -1: give the most that a rank may hold"),
-        ("auto --ranks 2 --microbatches 4 --limit nan", "argument --limit: 'nan' is no number; see"),
+        ("auto --ranks 2 --microbatches 4 --limit nan", "argument --limit: 'nan' is not a number; see"),
         ("auto --ranks 2 --microbatches 4 --measure sum", "argument --measure: invalid choice: 'sum'"),
         ("auto --ranks 2 --microbatches 4 --cost.until_W -1", "costs.until_W is -1: give a finite number"),
         (
@@ -123,7 +129,7 @@ def test_a_limit_that_holds(capsys: pytest.CaptureFixture[str]) -> None:
         ),
         ("--compare gpipe,1f1b --ranks 4 --microbatches 8 --limit -2", "limit is -2: give the most"),
         ("1f1b --ranks 2 --microbatches 4 --cost.I -1", "costs.I is -1: give a finite number of at least 0."),
-        ("1f1b --ranks 2 --microbatches 4 --cost.I nan", "argument --cost.I: 'nan' is no number; see"),
+        ("1f1b --ranks 2 --microbatches 4 --cost.I nan", "argument --cost.I: 'nan' is not a number; see"),
         (
             "1f1b --ranks 2 --microbatches 4 --cost.I 1,2,3",
             "costs.I has 3 values, but the schedule has 2 stages",

@@ -166,8 +166,8 @@ def test_json_is_one_object(
     ("arguments", "told"),
     [
         ("--mode fast", "argument --mode: invalid choice: 'fast'"),
-        ("--steps 0", "argument --steps: '0' is no count: give a whole number of at least 1"),
-        ("--steps two", "argument --steps: 'two' is no count"),
+        ("--steps 0", "argument --steps: '0' is not a whole number of at least 1"),
+        ("--steps two", "argument --steps: 'two' is not a whole number"),
         ("--ranks -1 --all", "argument --ranks"),
         ("--ranks", "argument --ranks: expected one argument"),
         ("--ranks 2", "--ranks goes with --all: without it the ranks are those of the configuration."),

@@ -1,0 +1,54 @@
+"""Argument parser of the commands, whose errors are `ConfigError`s, and readers of option values."""
+
+from __future__ import annotations
+
+from argparse import ArgumentParser, ArgumentTypeError, RawDescriptionHelpFormatter
+from math import isfinite, isnan, nan
+from typing import NoReturn
+
+from plait.errors import ConfigError
+
+
+class CommandParser(ArgumentParser):
+    """Parser of the options of `plait COMMAND`. Raises ConfigError where the stock one exits."""
+
+    def __init__(self, command: str, about: str, usage: str | None = None) -> None:
+        super().__init__(
+            f"plait {command}",
+            usage=usage,
+            description=about,
+            formatter_class=RawDescriptionHelpFormatter,
+            allow_abbrev=False,
+            add_help=False,
+        )
+
+    def error(self, message: str) -> NoReturn:
+        """Raise ConfigError."""
+        raise ConfigError(f"{message}; see `{self.prog} --help`.")
+
+
+def count(text: str) -> int:
+    """Read a whole number of at least 1."""
+    if not text.isdecimal() or len(text) > 100 or int(text) < 1:
+        raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
+    return int(text)
+
+
+def number(text: str) -> float:
+    """Read a finite number; an int where it is written as one."""
+    value = number_or_inf(text)
+    if not isfinite(value):
+        raise ArgumentTypeError(f"{text!r} is not a finite number")
+    return value
+
+
+def number_or_inf(text: str) -> float:
+    """Read a number or `inf`; an int where it is written as one."""
+    try:
+        value = float(text)
+        value = int(text) if text.lstrip("+-").isdecimal() and isfinite(value) else value
+    except (ValueError, OverflowError):
+        value = nan
+    if isnan(value):
+        raise ArgumentTypeError(f"{text!r} is not a number")
+    return value
