@@ -40,7 +40,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
     def forward(number: int) -> None:
         children = [child.pid for child in multiprocessing.active_children() if child.pid is not None]
         if not children:  # no rank has started
-            stop.leave(number)
+            stop.restore_and_raise(number)
             return
         received.append(number)
         name = signal.Signals(number).name

@@ -1,4 +1,4 @@
-"""How ranks talk: mesh, groups, collectives, messages, traffic; the way to `torch.distributed`."""
+"""Communication between ranks: mesh, groups, collectives, point-to-point messages, traffic, launch."""
 
 from plait.comm.collectives import (
     all_gather,

@@ -1,4 +1,4 @@
-"""Tensors as they are handed to a transport: contiguous, without autograd, of bytes."""
+"""Input and output buffers of a transport: contiguous, detached from autograd, viewed as bytes."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 
 def dense(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor without autograd and contiguous: itself (an alias) where it is already, else a copy."""
+    """Return `tensor` detached and contiguous: an alias where it is contiguous already, else a copy."""
     return tensor.detach().contiguous()
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """A contiguous tensor of any dtype and shape as a flat view of bytes: backends know only some dtypes."""
+    """Return a flat byte view of a contiguous tensor of any dtype: backends support only some dtypes."""
     flat = tensor.view(-1)
     if flat.stride(0) != 1:  # of one element or none, which is contiguous whatever its stride
         flat = flat.as_strided(flat.shape, (1,))
@@ -28,7 +28,7 @@ def output_buffer(out: torch.Tensor | None, shape: Sequence[int], like: torch.Te
 
 
 def copy_out(received: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
-    """Return `out`, filled from `output_buffer(out, ...)` or `dense(out)`; without it what was received."""
+    """Return `out`, filled from `output_buffer(out, ...)` or `dense(out)`; without it `received`."""
     if out is None:
         return received
     if not out.is_contiguous():
@@ -37,5 +37,5 @@ def copy_out(received: torch.Tensor, out: torch.Tensor | None) -> torch.Tensor:
 
 
 def describe(tensor: torch.Tensor) -> str:
-    """Dtype and shape as text, e.g. `float32[4, 6]`."""
+    """Return dtype and shape as text, e.g. `float32[4, 6]`."""
     return f"{str(tensor.dtype).removeprefix('torch.')}{list(tensor.shape)}"

@@ -1,13 +1,14 @@
-"""Before a collective: do all ranks of the group mean the same call?
+"""Consistency check before a collective: do all ranks of the group make the same call?
 
-A backend does not ask. When sizes differ Gloo ends the process, without an exception that could be caught;
-other differences give wrong numbers or a hang. So the ranks first exchange what they are about to do, as text
+A backend does not check. When sizes differ Gloo ends the process, without an exception that could be caught;
+other differences give wrong numbers or a hang. So the ranks first exchange a description of the call, as text
 of a fixed size.
 """
 
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Iterable
 
 import torch
 
@@ -20,60 +21,59 @@ HEADER_BYTES = 256
 _DIGEST_BYTES = 16
 
 
-def require_same_text(call: str, group: Group, device: torch.device) -> None:
-    """Return when every rank of `group` is about to make the same `call`; block until all have come.
+def require_same_text(text: str, group: Group, device: torch.device) -> None:
+    """Block until all ranks of `group` have called it, and raise unless their `text` is the same.
 
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
-    without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with who calls what.
+    without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with each rank's text.
     """
-    calls = _calls(call, group, device)
-    if len(set(calls)) > 1:
-        raise CommunicationError(_disagreement(calls, group))
+    headers = _all_gather_headers(text, group, device)
+    if len(set(headers)) > 1:
+        raise CommunicationError(_difference(headers, group))
 
 
 def ranks_unlike_first(text: str, group: Group, device: torch.device) -> list[int]:
-    """Return the ranks whose `text` is not that of the group's first, on every rank alike.
+    """Return, on every rank, the ranks whose `text` differs from the first rank's.
 
-    Communication: as `agree`.
+    Communication: as `require_same_text`.
     """
-    first, *others = _calls(text, group, device)
+    first, *others = _all_gather_headers(text, group, device)
     return [rank for rank, other in zip(group.ranks[1:], others, strict=True) if other != first]
 
 
-def _calls(call: str, group: Group, device: torch.device) -> list[bytes]:
-    """Return the header of each rank's `call`, in the order of the group's ranks."""
+def _all_gather_headers(text: str, group: Group, device: torch.device) -> list[bytes]:
     transport = group.transport
     if transport is None:
-        return [_encode(call)]
-    place = group.device_for_text(device)
-    mine = torch.frombuffer(bytearray(_encode(call)), dtype=torch.uint8).to(place)
-    everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=place)
+        return [_encode(text)]
+    device = group.device_for_text(device)
+    mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8).to(device)
+    everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=device)
 
     def start() -> Pending:
         return transport.all_gather(mine, everyone)
 
-    awaited = f"agreement on {call} over {group.name} with ranks {_numbers(group.ranks)}"
+    awaited = f"agreement on {text} over {group.name} with ranks {_numbers(group.ranks)}"
     headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()
     return [bytes(header.tolist()) for header in headers]
 
 
-def _encode(call: str) -> bytes:
-    """The digest of the whole text, then as much of the text as fits."""
-    text = call.encode()
-    header = hashlib.blake2b(text, digest_size=_DIGEST_BYTES).digest() + text
+def _encode(text: str) -> bytes:
+    """Return the digest of the whole text, then as much of the text as fits."""
+    data = text.encode()
+    header = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + data
     return header[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")
 
 
-def _disagreement(calls: list[bytes], group: Group) -> str:
-    callers: dict[bytes, list[int]] = {}
-    for rank, call in zip(group.ranks, calls, strict=True):
-        callers.setdefault(call, []).append(rank)
-    said = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}: {_decode(call)}"
-        for call, ranks in callers.items()
+def _difference(headers: list[bytes], group: Group) -> str:
+    ranks_of: dict[bytes, list[int]] = {}
+    for rank, header in zip(group.ranks, headers, strict=True):
+        ranks_of.setdefault(header, []).append(rank)
+    calls = "; ".join(
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}: {_decode(header)}"
+        for header, ranks in ranks_of.items()
     )
     return (
-        f"the ranks of {group.name} do not agree ({said}): make the same call with the same shapes on each."
+        f"the ranks of {group.name} do not agree ({calls}): make the same call with the same shapes on each."
     )
 
 
@@ -81,5 +81,5 @@ def _decode(header: bytes) -> str:
     return header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
 
 
-def _numbers(ranks: list[int] | tuple[int, ...]) -> str:
+def _numbers(ranks: Iterable[int]) -> str:
     return ", ".join(map(str, ranks))

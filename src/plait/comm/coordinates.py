@@ -1,25 +1,24 @@
 """Ranks and coordinates of a mesh: pure arithmetic, without torch.
 
-`sizes` are the ranks along each axis, outermost first: row-major, so that ranks that differ by one are
-neighbours along the last. The axes may be those of a plan, or any others; `world` stands for all of them.
+`sizes` maps each axis to its number of ranks, outermost first: row-major, so that consecutive ranks are
+neighbours along the last axis. The axes may be those of a plan, or any others; `world` combines all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping
-from itertools import product
 from math import prod
 
 from plait.errors import MeshError
 
 AXES = ("pp", "replicate", "shard", "tp")
-"""Of a plan."""
+"""The axes of a plan."""
 COMBINED = {"dp": ("replicate", "shard"), "model": ("pp", "tp"), "world": AXES}
-"""What stands for several of them."""
+"""Names that combine several axes of a plan."""
 
 
 def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
-    """The size of each axis, outermost first. Raises `MeshError` for degrees that make no mesh."""
+    """Return the size of each axis, outermost first. Raises `MeshError` for invalid degrees."""
     require_degrees({"pp": pp, "dp": dp, "tp": tp, "replicate": replicate})
     if dp % replicate:
         raise MeshError(
@@ -30,19 +29,19 @@ def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
 
 
 def require_degrees(degrees: Mapping[str, int]) -> None:
-    """Raise `MeshError` for what is no number of ranks."""
+    """Raise `MeshError` unless every degree is a whole number of at least 1."""
     for name, degree in degrees.items():
         if not isinstance(degree, int) or isinstance(degree, bool) or degree < 1:
             raise MeshError(f"the mesh's {name} is {degree!r}: give a whole number of at least 1.")
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """The names that stand for several of a mesh's axes: those of a plan, or `world` alone."""
+    """Return the names that combine several of a mesh's axes: those of a plan, or `world` only."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
 def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
-    """The axes that a name stands for: itself, or those that it combines. Raises `MeshError`."""
+    """Return the axes that a name combines, or itself. Raises `MeshError` for an unknown axis."""
     if axis in axes:
         return (axis,)
     combined = combined_axes(axes)
@@ -52,12 +51,12 @@ def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
 
 
 def size_along(axis: str, sizes: Mapping[str, int]) -> int:
-    """How many ranks there are along an axis, combined or not."""
+    """Return the number of ranks along an axis, combined or not."""
     return prod(sizes[name] for name in axes_of(axis, sizes))
 
 
 def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The place of `coordinate` along an axis; for `dp` that is replicate index · shard + shard index."""
+    """Return the index of `coordinate` along an axis; for `dp` replicate index · shard + shard index."""
     index = 0
     for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]
@@ -65,7 +64,7 @@ def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, in
 
 
 def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
-    """The coordinate of a rank, one index per axis. Raises `MeshError` for a rank that the mesh has not."""
+    """Return the coordinate of a rank, one index per axis. Raises `MeshError` outside the mesh."""
     world = prod(sizes.values())
     if not 0 <= rank < world:
         raise MeshError(f"the mesh has no rank {rank}: its ranks are 0 to {world - 1}.")
@@ -76,7 +75,7 @@ def coordinate_of(rank: int, sizes: Mapping[str, int]) -> dict[str, int]:
 
 
 def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """The rank at a coordinate; the inverse of `coordinate_of`. Raises `MeshError` outside the mesh."""
+    """Return the rank at a coordinate: inverse of `coordinate_of`. Raises `MeshError` outside the mesh."""
     for name in sizes:
         if not 0 <= coordinate[name] < sizes[name]:
             raise MeshError(
@@ -86,9 +85,9 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """The same coordinate, with `dp` (if a plan's mesh is given it) as `replicate` and `shard`.
+    """Return the coordinate with `dp`, if present and a combined axis, split in `replicate` and `shard`.
 
-    Raises `MeshError` for an axis that the mesh has not.
+    Raises `MeshError` for an unknown axis.
     """
     plain, combined = dict(coordinate), combined_axes(sizes)
     if "dp" in plain and "dp" in combined:
@@ -103,13 +102,10 @@ def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[st
 
 
 def groups_along(axis: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """The disjoint groups of ranks that differ along `axis` only, each in order of the index."""
+    """Return the disjoint groups of ranks that differ along `axis` only, each in order of the index."""
     moving = axes_of(axis, sizes)
-    fixed: Collection[str] = [name for name in sizes if name not in moving]
-
-    def ranks_at(held: Mapping[str, int]) -> tuple[int, ...]:
-        places = product(*(range(sizes[name]) for name in moving))
-        return tuple(rank_at({**held, **dict(zip(moving, place, strict=True))}, sizes) for place in places)
-
-    held_places = product(*(range(sizes[name]) for name in fixed))
-    return [ranks_at(dict(zip(fixed, held, strict=True))) for held in held_places]
+    groups: dict[tuple[int, ...], list[int]] = {}
+    for rank in range(prod(sizes.values())):
+        fixed = (index for name, index in coordinate_of(rank, sizes).items() if name not in moving)
+        groups.setdefault(tuple(fixed), []).append(rank)
+    return [tuple(ranks) for ranks in groups.values()]

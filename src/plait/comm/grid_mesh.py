@@ -1,4 +1,4 @@
-"""A mesh of any axes: all ranks of a run as a grid, and the groups that run along its axes."""
+"""A mesh of any axes: all ranks of a run as a grid, and the groups along its axes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from plait.errors import MeshError
 class GridMesh:
     """Ranks along axes of any names and number, outermost first: row-major, the last axis innermost.
 
-    `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. `world` stands for all axes. The world is
-    that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
+    `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. The axis `world` combines all axes. The world
+    is that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
     grid of a plan's axes.
     """
 
@@ -39,18 +39,18 @@ class GridMesh:
         guarded: bool = False,
         **sizes: int,
     ) -> None:
-        """Make a group along every axis, with all ranks of the world: call it on each, with the same sizes.
+        """Make a group along every axis. All ranks of the world call it, with the same sizes.
 
         `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
         `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
-        whatever world it is in, and asks nothing of the others. Raises `MeshError` for sizes whose product is
-        not the number of ranks in the world.
+        without the other ranks of its world. Raises `MeshError` for sizes whose product is not the number of
+        ranks in the world.
 
-        `guarded` has the ranks of every group agree on each collective before it starts, whoever calls it,
-        and on the bits of what enters a region of tensor parallelism: a difference is a `CommunicationError`
-        on every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for
-        all of them; results stay the same bits. Messages between stages have no such header: the programs
-        that send and receive them are proved to do so in one order, and each step agrees on their shapes.
+        `guarded` checks every collective of every group for consistency before it starts, and the bits of
+        each tensor that enters a region of tensor parallelism: a difference is a `CommunicationError` on
+        every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for all
+        of them; results stay the same bits. Messages between stages are not checked: the programs that send
+        and receive them are proved to do so in one order, and each step checks their shapes.
         """
         coordinates.require_degrees(sizes)
         if not sizes or "world" in sizes:
@@ -70,9 +70,9 @@ class GridMesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._discover()
-        # All ranks make all groups in this order, each with a process group of its own, also where two axes
-        # have the same ranks: so that the traffic of one axis never waits behind that of another, and that
-        # what a step that failed has left under way on one meets nothing on another.
+        # All ranks make all groups in this order, each with its own process group, also where two axes have
+        # the same ranks: so an operation of one axis never waits for one of another, and operations that a
+        # failed step has left pending on one axis are not matched on another.
         self._groups = {
             axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
             for axis in (*self.sizes, *coordinates.combined_axes(self.sizes))
@@ -80,43 +80,44 @@ class GridMesh:
 
     @property
     def uses_nccl(self) -> bool:
-        """Whether this rank is on a GPU, and NCCL moves what lies there."""
+        """Whether this rank is on a GPU and its tensors are sent over NCCL."""
         return self.device.type == "cuda" and self._ranks is not None and self._ranks.uses_nccl
 
     def size(self, axis: str) -> int:
-        """Ranks along an axis, combined or not."""
+        """Return the number of ranks along an axis, combined or not."""
         return coordinates.size_along(axis, self.sizes)
 
     def index(self, axis: str) -> int:
-        """This rank's place along an axis, combined or not; the first of those combined is the outermost."""
+        """Return this rank's index along an axis, combined or not; the first axis combined is outermost."""
         return coordinates.index_along(axis, self.coordinate, self.sizes)
 
     def group(self, axis: str) -> Group:
-        """The group along an axis that this rank is in. Raises `MeshError` for an unknown axis."""
+        """Return this rank's group along an axis. Raises `MeshError` for an unknown axis."""
         self.axes_of(axis)
         return self._groups[axis]
 
     def coordinate_of(self, rank: int) -> dict[str, int]:
-        """The index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
+        """Return the index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
         return coordinates.coordinate_of(rank, self.sizes)
 
     def axes_of(self, axis: str) -> tuple[str, ...]:
-        """The axes that a name stands for: itself, or those that it combines. Raises `MeshError`."""
+        """Return the axes that a name combines, or itself. Raises `MeshError` for an unknown axis."""
         return coordinates.axes_of(axis, self.sizes)
 
     def rank_at(self, **coordinate: int) -> int:
-        """The global rank at a coordinate; axes that are not given are this rank's own.
+        """Return the global rank at a coordinate; axes that are not given default to this rank's index.
 
-        A plan's mesh may be given `dp`. Raises `MeshError` for an unknown axis or an index outside the mesh.
+        On a plan's mesh `dp` may be given. Raises `MeshError` for an unknown axis or an index outside the
+        mesh.
         """
         given = coordinates.split_dp(coordinate, self.sizes)
         return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
-        """Make disjoint groups, in which traffic is counted as `name`; give the one this rank is in, if any.
+        """Make disjoint groups, whose traffic is counted as `name`; return this rank's, or None.
 
-        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap, or
-        that the mesh has not.
+        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
+        are not in the mesh.
         """
         groups = [tuple(ranks) for ranks in ranks_per_group]
         members = [rank for ranks in groups for rank in ranks]
@@ -127,11 +128,12 @@ class GridMesh:
         return self._make_group(groups, name)
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """Those of `axes` with more than one rank, as torch's tools know them; else at this rank's place.
+        """Return torch's `DeviceMesh` of those of `axes` with more than one rank, at this rank's coordinate.
 
-        In this order and under these names, over the groups of this mesh; where no axis has more ranks, this
-        rank alone, under the name of the last. Nothing is sent. What torch's tools then send is no traffic of
-        this mesh. Raises `MeshError` without an initialised world, and for unknown axes.
+        It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
+        than one rank, it holds this rank only, under the last name. Without communication; messages that
+        torch then sends are not counted as traffic. Raises `MeshError` without an initialised world, and for
+        unknown axes.
         """
         world = self._ranks if isinstance(self._ranks, Processes) else joined_processes()
         if world is None:
@@ -150,7 +152,7 @@ class GridMesh:
         return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
 
     def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
-        """Make groups of `size` ranks in a row along an axis, and give the one that this rank is in.
+        """Make groups of `size` consecutive ranks along an axis, and return this rank's.
 
         All ranks of the world call it with the same arguments; traffic is counted as `name`. Raises
         `MeshError` unless `size` divides the ranks along the axis.
@@ -166,15 +168,15 @@ class GridMesh:
         return self._make_groups(parts, name)
 
     def close(self) -> None:
-        """Give back the connections of all groups; every rank calls it when none communicates any more.
+        """Close the connections of all groups; every rank calls it, with no communication pending.
 
-        Only a process that makes many meshes needs it. Groups of the mesh are of no use afterwards.
+        Only a process that makes many meshes needs it. Groups of the mesh cannot be used afterwards.
         """
         if self._ranks is not None:
             self._ranks.close()
 
     def __deepcopy__(self, memo: object) -> GridMesh:
-        """A module that is copied goes on communicating with the same ranks."""
+        """Return this mesh itself, so that a copied module communicates with the same ranks."""
         return self
 
     def __repr__(self) -> str:
@@ -183,7 +185,7 @@ class GridMesh:
         return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
 
     def _described_sizes(self) -> dict[str, int]:
-        """The sizes as the user gave them."""
+        """Return the sizes by the names that the user passed them under."""
         return self.sizes
 
     def _check_world(self) -> None:
@@ -196,7 +198,7 @@ class GridMesh:
             )
 
     def _discover(self) -> None:
-        """Find out what the ranks share, with an error that says so where one does not come."""
+        """Run host discovery, whose error names the ranks that it waits for."""
         if self._ranks is None:
             return
         everyone = tuple(range(self.world))
@@ -206,7 +208,6 @@ class GridMesh:
         Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
 
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
-        """As `_make_group`, for groups that cover the world."""
         group = self._make_group(groups, name)
         assert group is not None
         return group
@@ -223,12 +224,12 @@ class GridMesh:
 
 
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    """The device asked for, where `cuda` means this rank's own; or the one the backend is made for."""
+    """Return `device`, where `cuda` is this rank's own; by default the device type of the backend."""
     if device is None:
         uses_nccl = ranks is not None and ranks.uses_nccl
         device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
     chosen = torch.device(device)
     if chosen.type == "cuda" and chosen.index is None:
-        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else whoever joined the world chose the device
+        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
         return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
     return chosen

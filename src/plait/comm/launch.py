@@ -1,4 +1,4 @@
-"""Runs a function in every rank: in local ranks of our own, or as one rank of a launcher's world."""
+"""`launch`: call a function in every rank, in local ranks or in those of torchrun, mpirun or srun."""
 
 from __future__ import annotations
 
@@ -33,35 +33,34 @@ def launch(
     device: str = "auto",
     ranks_as: Literal["processes", "threads"] = "processes",
 ) -> list[Result]:
-    """Calls `function(*arguments)` in every rank, within a default process group, and returns all results.
+    """Call `function(*arguments)` in every rank, within a default process group, and return all results.
 
-    Alone, this starts `ranks` processes on this host (a `RankPool` with one run). Under torchrun, mpirun or
-    srun this process *is* a rank: it joins the others, calls the function here and leaves the group again;
-    all ranks must call `launch` alike. Each rank then returns the same list, so keep results small (one
-    all-gather over the world). The run as a whole may take as long as it likes. A rank whose launcher, or
-    local parent, is gone ends within a second, and says so on stderr.
+    Without a launcher, this starts `ranks` processes on this host (a `RankPool` with one run). Under
+    torchrun, mpirun or srun this process *is* a rank: it joins the others, calls the function here and leaves
+    the group again; all ranks must call `launch` with the same arguments. Each rank then returns the same
+    list, so keep results small (one all-gather over the world). The run as a whole has no time limit. A rank
+    whose launcher, or local parent, is gone ends within a second, with a line on stderr.
 
-    What the function needs of a script's or notebook's classes goes with it: so workers of a `DataLoader`,
-    which local ranks start by fork on Linux unless `multiprocessing.set_start_method` says otherwise, may use
-    them too.
+    Classes and functions of a script or notebook are pickled with the function: so workers of a `DataLoader`,
+    which local ranks start by fork on Linux unless `multiprocessing.set_start_method` sets another method,
+    may use them too.
 
     Args:
-        function: what every rank calls.
-        arguments: what it is called with.
-        ranks: how many; alone the number of GPUs, or 1 without any; under a launcher the world's size.
-        threads: of torch, in each rank; alone this process's, shared out; under a launcher as it is.
-        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
-        device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
-        ranks_as: `processes`, or `threads` of this process that take turns, for debugging: one debugger,
-            prints in order of ranks, a deadlock reported at once; on the CPU, and not under a launcher.
+        function: called by every rank. arguments: passed to it. ranks: number of ranks; by default the number
+        of GPUs, or 1 without any; under a launcher the world's size. threads: of torch, in each rank; by
+        default this process's, divided by ranks; under a launcher unchanged. timeout: seconds that a rank
+        waits for its peers in the default group; a `Mesh` has its own. device: `cpu`, `cuda`, or `auto`: CUDA
+        where every rank on a host has a GPU of its own. ranks_as: `processes`, or `threads` of this process
+        that run one at a time, for debugging: one
+            debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
 
     Returns:
         The results, rank 0 first.
 
     Raises:
-        MeshError: `ranks` is not the size of the world, the world is half set, or this is inside a rank.
-        RankError: a local rank failed or died; names it and shows its traceback.
-        PlaitError: the one that a rank raised, as it was.
+        MeshError: `ranks` is not the size of the world, the environment is incomplete, or this is inside a
+        rank. RankError: a local rank failed or died; names it and shows its traceback. PlaitError: raised by
+        a rank.
     """
     world = find_world()
     _require_possible(world, ranks, ranks_as, device)
@@ -78,7 +77,7 @@ def launch(
 
 
 def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
-    """MeshError for ranks within a rank, another number than a launcher started, or threads elsewhere."""
+    """Raise `MeshError` inside a rank, for another number of ranks than the launcher's, or unfit threads."""
     inside = current_ranks()
     if inside is not None:
         raise MeshError(
@@ -115,7 +114,7 @@ def _run_joined(
     with Watchdog(f"rank {world.rank}"), OrphanWatch(world):
         try:
             join_world(world, timeout, device)
-            results = _gathered(world, function(*arguments))
+            results = _all_gather_results(world, function(*arguments))
         except BaseException:
             _abandon(patience=min(2.0, 0.05 * timeout))
             raise
@@ -124,18 +123,18 @@ def _run_joined(
 
 
 def _abandon(patience: float) -> None:
-    """Leave the world after a failure, which tells the peers, and see to it that this process can end.
+    """Leave the world after a failure, which the peers notice, and make sure that this process can end.
 
-    An operation that waits for a lost peer never ends, nor does the end of the process, which waits for it:
-    each of the two is given `patience` seconds.
+    An operation that waits for a lost peer never ends, and the exit of the process waits for it: leaving and
+    exiting are given `patience` seconds each.
     """
     if not leave_world(patience):
         signal.signal(signal.SIGALRM, signal.SIG_DFL)
         atexit.register(signal.setitimer, signal.ITIMER_REAL, patience)
 
 
-def _gathered(world: World, result: Result) -> list[Result]:
-    """Every rank's result on every rank. Communication: one all-gather of pickled results over the world."""
+def _all_gather_results(world: World, result: Result) -> list[Result]:
+    """Return all ranks' results. Communication: one all-gather of pickled results over the world."""
     try:
         mine: bytes = cloudpickle.dumps(result)
     except Exception as error:

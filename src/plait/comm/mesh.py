@@ -32,7 +32,7 @@ class Mesh(GridMesh):
         alone: bool = False,
         guarded: bool = False,
     ) -> None:
-        """Make every group, with all ranks of the world: call it on each, with the same degrees or plan.
+        """Make every group. All ranks of the world call it, with the same degrees or plan.
 
         `device`, `timeout` (seconds), `alone` and `guarded` are those of `GridMesh`. Raises `MeshError` for a
         plan together with degrees, and for degrees whose product is not the number of ranks in the world.
@@ -58,20 +58,21 @@ class Mesh(GridMesh):
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
-        name = self._difference(plan)
+        name = self._first_difference(plan)
         if name is not None:
             raise MeshError(
                 f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
                 "make the mesh from the same plan, Mesh(plan)."
             )
 
-    def _difference(self, plan: Plan) -> str | None:
+    def _first_difference(self, plan: Plan) -> str | None:
         return next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
 
     def _connect_neighbours(self) -> None:
-        """NCCL connects a pair of ranks at its first message and blocks both until then: so all in one order.
+        """Send a first message between all neighbours along `pp`, in one order.
 
-        Otherwise the first step would hang, where each rank posts a receive from a neighbour first.
+        NCCL connects a pair of ranks at their first message and blocks both until then: the first step, in
+        which each rank posts a receive from a neighbour first, would hang.
         """
         index = self.index("pp")
         for group in self._pipeline_groups:

@@ -1,4 +1,4 @@
-"""Ends a rank whose launcher is gone: nothing else would, and it would train on unseen."""
+"""Orphan watch: ends a rank whose launcher is gone, as nothing else would."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ _MARKS = {
     "pmi": "PMI_RANK",
     "slurm": "SLURM_PROCID",
 }
-"""The environment variable that a launcher gives to each of its ranks, and has not itself."""
+"""An environment variable that a launcher sets for its ranks and does not have itself."""
 _PERIOD = 0.5
-"""Seconds between two looks."""
+"""Seconds between two checks."""
 
 
 class OrphanWatch:
@@ -30,19 +30,19 @@ class OrphanWatch:
 
     A second thread compares the parents of this process, and of wrappers between it and the launcher, with
     those at the beginning: the system gives a process another parent when its own ends. It then writes one
-    line to stderr and exits with 1. Ranks that were started by hand have no launcher, and are not watched.
+    line to stderr and exits with 1. Ranks that were started by hand have no launcher and no watch.
     """
 
     def __init__(self, world: World) -> None:
-        """Take this process's place in the world, for its launcher and for the line on stderr."""
+        """Take this rank's world, for its launcher and for the line on stderr."""
         self._world = world
         mark = _MARKS.get(world.launcher, "")
-        self._parents = line_to_launcher(mark) if mark in os.environ else {}
+        self._parents = parents_up_to_launcher(mark) if mark in os.environ else {}
         self._left = threading.Event()
 
     @property
     def watches(self) -> bool:
-        """Whether this rank has a launcher that can be watched."""
+        """Whether this rank has a launcher to watch."""
         return bool(self._parents)
 
     def __enter__(self) -> Self:
@@ -61,30 +61,31 @@ class OrphanWatch:
                 end_orphan(f"rank {self._world.rank}: {self._world.launcher}, which started it, is gone")
 
 
-def end_orphan(what: str) -> NoReturn:
-    """`end_process` with exit code 1; `what` says why, on stderr."""
-    with suppress(OSError, ValueError):  # maybe nobody is left who reads it, or what is there already
+def end_orphan(reason: str) -> NoReturn:
+    """End this process with exit code 1, after a line on stderr that begins with `reason`."""
+    with suppress(OSError, ValueError):  # stderr may be closed, or a pipe that is full
         if select.select([], [2], [], _PERIOD)[1]:
-            os.write(2, f"{what}, so it ends.\n".encode())
+            os.write(2, f"{reason}, so it ends.\n".encode())
     end_process(1)
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process, whatever its other threads do, and those that it has started by multiprocessing.
+    """Exit at once, whatever other threads do, and kill the processes started by multiprocessing.
 
-    Workers of a `DataLoader` would notice within five seconds; those of a fork server of their own, never.
+    Workers of a `DataLoader` would end by themselves after up to five seconds, processes of a fork server
+    never.
     """
     for child in multiprocessing.active_children():
         child.kill()
     os._exit(code)
 
 
-def line_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the process ids of this process and its wrappers, each with that of its parent.
+def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
+    """Return the parent's process id of this process and of each wrapper, by process id.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
-    environment cannot be read, as of a daemon of Slurm; it is the last parent. Beyond Linux only this
-    process's own parent is known.
+    environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
+    parent of this process is known.
     """
     process = os.getpid()
     parents: dict[int, int] = {}
@@ -99,7 +100,7 @@ def line_to_launcher(mark: str) -> Mapping[int, int]:
 
 
 def _parent(process: int) -> int | None:
-    """The parent's id; None where the process is gone."""
+    """Return the process id of the parent, or None where the process is gone."""
     if process == os.getpid():
         return os.getppid()
     try:
@@ -110,7 +111,7 @@ def _parent(process: int) -> int | None:
 
 
 def _started_with(process: int, variable: str) -> bool:
-    """Whether the process has been started with this environment variable, as far as one may know."""
+    """Return whether a process was started with this environment variable, False where it cannot be read."""
     try:
         environment = Path("/proc", str(process), "environ").read_bytes()
     except OSError:

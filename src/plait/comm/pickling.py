@@ -1,4 +1,4 @@
-"""Functions and their arguments as bytes, for other processes that do not import the caller's main module."""
+"""Pickling of functions and arguments for processes that do not import the caller's main module."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 
 
 class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
-    """cloudpickle's, which also notes what of the main module it has written by value."""
+    """cloudpickle's pickler, which also records the objects of the main module that it pickles by value."""
 
     def __init__(self, file: io.BytesIO) -> None:
         super().__init__(file)
         self.of_main: dict[str, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
-        """Called by `pickle` for each class and function, among others."""
+        """Record an object of the main module; `pickle` calls it for each class and function."""
         if _is_in_main(thing):
             outermost = thing.__qualname__.partition(".")[0]
             self.of_main[outermost] = getattr(sys.modules["__main__"], outermost)
@@ -34,20 +34,20 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
 def dumps_call(call: FunctionCall) -> bytes:
     """Return `call` as bytes, with the classes and functions of the main module that it needs, by value.
 
-    Raises what `cloudpickle` raises for what cannot be pickled.
+    Raises the errors of `cloudpickle` for objects that cannot be pickled.
     """
     file = io.BytesIO()
     pickler = _Pickler(file)
     pickler.dump(call)
-    pickler.dump(dict(pickler.of_main))  # the same objects: a pickler remembers what it has written
+    pickler.dump(dict(pickler.of_main))  # the same objects, since a pickler keeps a memo
     return file.getvalue()
 
 
 def loads_call(data: bytes) -> FunctionCall:
-    """Return the call in `data`, and put what it needs of the caller's main module in this process's.
+    """Return the call in `data`, and add the objects of the caller's main module to this process's.
 
-    There `pickle` looks for it by name: when a worker of a `DataLoader` sends a batch of a class of the main
-    module, when `torch.save` writes a model.
+    `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
+    module, or when `torch.save` writes a model.
     """
     unpickler = pickle.Unpickler(io.BytesIO(data))
     call: FunctionCall = unpickler.load()
@@ -56,7 +56,7 @@ def loads_call(data: bytes) -> FunctionCall:
 
 
 def _is_in_main(thing: Any) -> bool:
-    """Whether `pickle` would look for a class or function in the main module, and find it there."""
+    """Return whether `pickle` would find a class or function in the main module by name."""
     if getattr(thing, "__module__", None) != "__main__" or not hasattr(thing, "__qualname__"):
         return False
     try:

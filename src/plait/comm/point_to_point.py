@@ -1,9 +1,9 @@
-"""Messages from one rank of a group to another.
+"""Point-to-point messages between two ranks of a group.
 
-A send is a rendezvous: it is done when the other rank has posted its receive, so post receives early and let
-the program decide the order. Messages of one pair arrive in the order in which they were sent, per tag on
-Gloo (NCCL knows no tags). Shapes and dtypes are agreed on before: Gloo ends the process if a message is
-longer than the buffer.
+A send is a rendezvous: it completes when the other rank has posted its receive, so post receives early, in
+the order of the program. Messages of one pair arrive in the order in which they were sent, per tag on Gloo
+(NCCL has no tags). Shapes and dtypes are not checked: Gloo ends the process if a message is longer than the
+buffer.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from plait.errors import CommunicationError
 
 
 def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag: int = 0) -> Handle[None]:
-    """Start to send to the rank with index `destination`; do not write to `tensor` before the wait is over.
+    """Start a send to the rank with index `destination`; do not write to `tensor` before the wait returns.
 
     `label` names the message in errors, e.g. `"1F3"`. Any shape, dtype and strides. Traffic: its bytes.
-    Raises `CommunicationError` for an index that is no other rank; the wait raises what happens on the way.
+    Raises `CommunicationError` for an index that is no other rank; the wait raises failures of the operation.
     """
     peer, transport = _peer(destination, group, "send to")
     group.traffic.record(group.name, "send", tensor.nbytes)
@@ -32,9 +32,9 @@ def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag
 
 
 def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: int = 0) -> Handle[Tensor]:
-    """Post a receive into `buffer` from the rank with index `source`; the handle gives `buffer`, filled.
+    """Post a receive into `buffer` from the rank with index `source`; the handle returns `buffer`.
 
-    Shape and dtype are the sender's; strides may differ. Otherwise as `send`.
+    Shape and dtype are the sender's; strides may differ. Other arguments and errors as for `send`.
     """
     peer, transport = _peer(source, group, "receive from")
     received = output_buffer(buffer, buffer.shape, buffer)
@@ -45,7 +45,7 @@ def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: 
 
 
 def _peer(index: int, group: Group, what: str) -> tuple[int, Transport]:
-    """The global rank of another member, and the way there."""
+    """Return the global rank at another index, and the group's transport."""
     if not 0 <= index < group.size or index == group.index:
         raise CommunicationError(
             f"rank {group.rank} cannot {what} index {index} of {group.name}: the group has indices 0 to "

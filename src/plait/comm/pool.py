@@ -1,4 +1,4 @@
-"""Local ranks that live on between calls: importing torch is paid once, a further run costs milliseconds."""
+"""A pool of rank processes, kept between runs: torch is imported once, further runs start in milliseconds."""
 
 from __future__ import annotations
 
@@ -32,29 +32,31 @@ from plait.errors import MeshError, PlaitError, RankError
 
 Result = TypeVar("Result")
 
-_GRACE = 1.0  # seconds: for a better cause to be reported, for a stack to be written, for a process to end
-_TO_END = 0.5  # seconds: for ranks to end, and what they have started with them, when they are told
+_GRACE = 1.0
+"""Seconds for a primary failure to be reported, for a stack to be written, for a process to end."""
+_END_TIMEOUT = 0.5
+"""Seconds for ranks, and the processes that they have started, to end after `END`."""
 
 
 @dataclass(frozen=True)
-class _Child:
-    """A rank's process and the parent's end of its pipe."""
+class _RankHandle:
+    """A rank process and the parent's end of its pipe."""
 
     process: ForkServerProcess
     connection: Connection
 
     def send(self, job: RankJob) -> None:
-        with contextlib.suppress(OSError):  # it is gone: its sentinel says so
+        with contextlib.suppress(OSError):  # it is gone, which its sentinel shows
             self.connection.send_bytes(pickle.dumps(job))
 
     def end(self) -> None:
-        """Tell the rank to end, unless it does not even read what it was told before."""
+        """Send `END`, unless the pipe is full."""
         with contextlib.suppress(OSError):
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))
 
     def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
-        """The report that waits in the pipe, else the manner of its death."""
+        """Return the report in the pipe, else a failure made from the exit code."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())
@@ -64,31 +66,30 @@ class _Child:
 
 
 class RankPool:
-    """Up to `ranks` processes on this host, started when first needed, that run one function after another.
+    """Rank processes on this host, started when first needed, that run one function after another.
 
-    Each run has its own default process group (Gloo; with NCCL for CUDA tensors when GPUs are used) and sees
-    the environment variables, directory and module path of the caller. torch's, Python's and NumPy's random
-    generators are seeded with the rank. Functions and results travel by cloudpickle, so closures, lambdas and
-    functions of a notebook do too; a script needs no `if __name__ == "__main__"`.
+    Each run has its own default process group (Gloo; with NCCL for CUDA tensors when GPUs are used) and the
+    environment variables, directory and module path of the caller. torch's, Python's and NumPy's random
+    generators are seeded with the rank. Functions and results are pickled by cloudpickle, which supports
+    closures, lambdas and functions of a notebook; a script needs no `if __name__ == "__main__"`.
 
-    A failure in one rank ends all of them, and the next run starts fresh ones. Not to be shared by threads.
+    A failure in one rank ends all of them, and the next run starts new ones. Not thread-safe.
     """
 
     def __init__(self, ranks: int, *, threads: int = 1, timeout: float = 600.0, device: str = "auto") -> None:
-        """Starts nothing yet.
+        """Make a pool without processes.
 
         Args:
-            ranks: how many take part in a run that does not say.
-            threads: of torch, in each rank.
-            timeout: seconds that a rank waits for its peers, and that a run may take if it does not say.
-            device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
+            ranks: number of ranks of a run, unless `run` is given another. threads: of torch, in each rank.
+            timeout: seconds that a rank waits for its peers, and that a run may take unless `run` is given
+            more. device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
         """
         self.ranks = ranks
         self.threads = threads
         self.timeout = timeout
         self.device = device
-        self._children: list[_Child] = []
-        self._at_exit = partial(_end_forgotten, weakref.ref(self))
+        self._children: list[_RankHandle] = []
+        self._at_exit = partial(_close_at_exit, weakref.ref(self))
 
     def __enter__(self) -> RankPool:
         return self
@@ -103,17 +104,17 @@ class RankPool:
         ranks: int | None = None,
         timeout: float | None = None,
     ) -> list[Result]:
-        """Calls `function(*arguments)` in ranks 0 to `ranks - 1` and returns their results, rank 0 first.
+        """Call `function(*arguments)` in ranks 0 to `ranks - 1` and return their results, rank 0 first.
 
         Args:
-            function: what every rank calls.
-            arguments: what it is called with, equal on all ranks.
-            ranks: how many take part; more than the pool has makes it grow.
+            function: called by every rank.
+            arguments: equal on all ranks.
+            ranks: number of ranks; processes are added to the pool as needed.
             timeout: seconds that the run may take; `math.inf` for no limit.
 
         Raises:
             RankError: a rank failed, died or did not finish; names it and shows its traceback.
-            PlaitError: the one that a rank raised, as it was.
+            PlaitError: raised by a rank.
         """
         count = self.ranks if ranks is None else ranks
         if count < 1:
@@ -134,15 +135,15 @@ class RankPool:
                 raise
 
     def close(self) -> None:
-        """Ends the processes; a later run starts new ones."""
+        """End the processes; a later run starts new ones."""
         atexit.unregister(self._at_exit)
         children, self._children = self._children, []
         for child in children:
             child.end()
-        deadline = time.monotonic() + _TO_END
+        deadline = time.monotonic() + _END_TIMEOUT
         for child in children:
             child.process.join(max(0.0, deadline - time.monotonic()))
-            child.process.kill()  # where it is stopped; SIGTERM is the parent's
+            child.process.kill()  # for a stopped process; ranks ignore SIGTERM
         for child in children:
             child.process.join()
             child.process.close()
@@ -165,27 +166,28 @@ class RankPool:
 
 
 def _start_method() -> str:
-    """How a rank starts processes of its own, such as workers of a `DataLoader`: as the caller has chosen.
+    """Return how ranks start processes, such as workers of a `DataLoader`: as the caller has chosen.
 
-    By default by fork, where that is safe: they then have the classes of the caller's main module, which no
-    new process could import.
+    The default is fork where that is safe: forked processes have the classes of the caller's main module,
+    which a new process could not import.
     """
     default = multiprocessing.get_all_start_methods()[0]
     chosen = multiprocessing.get_start_method(allow_none=True) or default
     return "fork" if chosen == default and sys.platform == "linux" else chosen
 
 
-def _end_forgotten(pool: weakref.ref[RankPool]) -> None:
-    """Close a pool that nobody has closed, before multiprocessing waits for its processes at exit."""
-    if (forgotten := pool()) is not None:
-        forgotten.close()
+def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
+    """Close a pool that was not closed, before multiprocessing waits for its processes at exit."""
+    if (pool := reference()) is not None:
+        pool.close()
 
 
-def _grow(children: list[_Child], count: int, module: str) -> None:
-    """Starts processes until there are `count`.
+def _grow(children: list[_RankHandle], count: int, module: str) -> None:
+    """Start processes until there are `count`.
 
-    They come from a fork server, never from this process, which may have threads. It imports what every rank
-    needs before it forks: the optimizers import torch's compiler when first used, a second for each rank.
+    A fork server starts them, not this process, which may have threads. It imports what every rank needs
+    before it forks: the optimizers import torch's compiler when first used, which takes a second in each
+    rank.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
@@ -193,17 +195,16 @@ def _grow(children: list[_Child], count: int, module: str) -> None:
     while len(children) < count:
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
-        with _without_main(), _held_back(signal.SIGTERM):
+        with _without_main(), _blocked_signal(signal.SIGTERM):
             process.start()
         there.close()
-        children.append(_Child(process, here))
+        children.append(_RankHandle(process, here))
 
 
 def stop_fork_server() -> None:
     """End the process that ranks are forked from, if there is one; a later pool starts it again.
 
     For programs that are about to end: it would outlive them by the second that it takes to unload torch.
-    multiprocessing has no public way; `_forkserver` is what its own tests use.
     """
     server: Any = multiprocessing.forkserver._forkserver
     if server._forkserver_pid is not None:
@@ -212,9 +213,9 @@ def stop_fork_server() -> None:
 
 
 @contextlib.contextmanager
-def _held_back(number: int) -> Iterator[None]:
-    """Blocks a signal that a whole process group may get, for what is started meanwhile: the fork server."""
-    multiprocessing.resource_tracker.ensure_running()  # when it is started SIGTERM is let through
+def _blocked_signal(number: int) -> Iterator[None]:
+    """Block a signal of the whole process group while the fork server starts, which inherits the mask."""
+    multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
         yield
@@ -224,9 +225,9 @@ def _held_back(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hides the main module while a process starts, for multiprocessing would run it again in the new one.
+    """Hide the main module while a process starts: multiprocessing would run it again in the new process.
 
-    Functions of the main module travel by value, so no rank needs it.
+    No rank needs it, since functions of the main module are pickled by value.
     """
     main = sys.modules["__main__"]
     sys.modules["__main__"] = types.ModuleType("__main__")
@@ -236,8 +237,8 @@ def _without_main() -> Iterator[None]:
         sys.modules["__main__"] = main
 
 
-def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dict[int, RankResult]:
-    """Waits for every rank's result; raises the cause of the first failure, or that time is up."""
+def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, RankResult]:
+    """Block until every rank has returned; raise the root cause of failures, or a timeout."""
     deadline = time.monotonic() + timeout
     waiting = dict(children)
     results: dict[int, RankResult] = {}
@@ -255,7 +256,7 @@ def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dic
                 results[rank] = report
                 continue
             failures.append(report)
-            deadline = min(deadline, time.monotonic() + _GRACE)  # often the cause follows its consequence
+            deadline = min(deadline, time.monotonic() + _GRACE)  # the root cause often follows
     if failures:
         cause = root_cause(failures)
         raise cause.exception(_others(waiting, list(results), folder) if cause.secondary else "")
@@ -265,14 +266,14 @@ def _collect(children: Mapping[int, _Child], folder: str, timeout: float) -> dic
     return results
 
 
-def _others(waiting: Mapping[int, _Child], finished: list[int], folder: str) -> str:
-    """What the ranks without a failure of their own do: shown when a rank waited in vain."""
+def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str) -> str:
+    """Describe the ranks without a failure, for the error of a rank that waited in vain."""
     done = f"Finished before: rank {', '.join(map(str, sorted(finished)))}.\n" if finished else ""
     return done + _stacks(waiting, folder)
 
 
-def _stacks(children: Mapping[int, _Child], folder: str) -> str:
-    """Where each rank stands, written by the rank's signal handler."""
+def _stacks(children: Mapping[int, _RankHandle], folder: str) -> str:
+    """Return the stack of each rank, written by its handler of `STACK_SIGNAL`."""
     for child in children.values():
         if child.process.pid is not None and child.process.is_alive():
             os.kill(child.process.pid, STACK_SIGNAL)
@@ -287,7 +288,7 @@ def _stacks(children: Mapping[int, _Child], folder: str) -> str:
 
 
 def _written(folder: str, rank: int) -> str:
-    """What a rank has written to its stack file so far."""
+    """Return the text of a rank's stack file so far."""
     file = stack_file(folder, rank)
     return file.read_text() if file.exists() else ""
 

@@ -1,4 +1,4 @@
-"""What went wrong in which rank, in a form that travels, and which of several failures caused the others."""
+"""The failure of a rank as a picklable report, and the root cause of several failures."""
 
 from __future__ import annotations
 
@@ -19,28 +19,28 @@ _SIGNS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connec
 
 @dataclass(frozen=True)
 class RankFailure:
-    """One rank's failure.
-
-    `summary` continues "rank 2 ..."; `error` is a pickled `PlaitError`, if it was one, and `frames` is where
-    it was raised; `secondary` says that the rank only noticed that a peer was gone; `at` is the host's
-    monotonic time in seconds.
-    """
+    """The failure of one rank."""
 
     rank: int
     summary: str
+    """Completes "rank 2 ..."."""
     traceback: str = ""
     error: bytes | None = None
+    """The pickled error, if it was a `PlaitError`."""
     secondary: bool = False
+    """Whether the rank only noticed that a peer was gone."""
     at: float = 0.0
+    """The host's monotonic time, in seconds."""
     frames: str = ""
+    """The stack where `error` was raised."""
 
     def exception(self, others: str = "") -> PlaitError:
-        """What the caller sees: the very `PlaitError` that was raised, or a `RankError` with the traceback.
+        """Return the `PlaitError` that the rank raised, else a `RankError` with the traceback.
 
-        `others` tells what is known of the other ranks.
+        `others` describes what the other ranks were doing, for the message.
         """
         parts = (f"rank {self.rank} {self.summary}", self.traceback.rstrip(), others)
-        if self.error is not None and not self.secondary:  # the sentence is the error's own: told once
+        if self.error is not None and not self.secondary:  # its message is not repeated here
             parts = (f"rank {self.rank} raised the error that follows", self.frames.rstrip(), others)
         report = RankError("\n\n".join(filter(None, parts)), self.rank, self.traceback)
         if self.error is None:
@@ -51,10 +51,10 @@ class RankFailure:
 
 
 def from_exception(rank: int, error: BaseException) -> RankFailure:
-    """The failure of a rank whose function raised `error`."""
+    """Return the failure of a rank whose function raised `error`."""
     frames = error.__traceback__
     if frames is not None and frames.tb_next is not None:
-        frames = frames.tb_next  # the first is ours, which called the function
+        frames = frames.tb_next  # the first frame is plait's own
     lines = traceback.format_exception(type(error), error, frames)
     name = "".join(traceback.format_exception_only(error)).strip()
     return RankFailure(
@@ -69,7 +69,7 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
 
 
 def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
-    """The failure of a rank whose process ended; `code` is negative for a signal, `stack` where it stood."""
+    """Return the failure of a rank whose process ended with `code` (negative: a signal) at `stack`."""
     if code is None:
         summary = "closed its pipe"
     elif code < 0:
@@ -78,13 +78,13 @@ def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
             summary += " (when it was not you: the system may have run out of memory)"
     else:
         summary = f"ended with exit code {code} before its function returned"
-        if code == 255:  # what multiprocessing says where it cannot know
+        if code == 255:  # multiprocessing's code where the real one is unknown
             summary += " (or the process that ranks are forked from was killed)"
     return RankFailure(rank, summary, stack, at=time.monotonic())
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """The earliest failure that is not the mere notice of a peer's; else the earliest."""
+    """Return the earliest failure that is not secondary, else the earliest."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 
 
@@ -95,7 +95,7 @@ def _pickled(error: BaseException) -> bytes | None:
         data: bytes = cloudpickle.dumps(error)
         pickle.loads(data)
     except Exception:
-        return None  # its text travels all the same
+        return None  # the traceback holds its text
     return data
 
 

@@ -1,4 +1,4 @@
-"""The inside of a local rank: takes jobs from its pool, runs each in a fresh process group, reports."""
+"""The main loop of a rank process: receive a job, run it in a new process group, send the result."""
 
 from __future__ import annotations
 
@@ -29,26 +29,26 @@ from plait.comm.rank_failure import RankFailure, from_exception
 from plait.comm.world import World, join_world, leave_world
 from plait.errors import PlaitError
 
-STACK_SIGNAL = signal.SIGUSR2  # makes a rank write its stack to its stack file, even from within blocked C++
-
-STOP_SIGNAL = signal.SIGUSR1  # a wish to stop after the step, held back until the function can hear it
-
+STACK_SIGNAL = signal.SIGUSR2
+"""Makes a rank write its stack to its stack file, even while it is blocked in C++."""
+STOP_SIGNAL = signal.SIGUSR1
+"""Requests a graceful stop; blocked until the function installs a handler."""
 END = None
-"""What a pool sends to a rank, in place of a job, for it to end."""
+"""Sent by a pool, in place of a job, to end a rank process."""
 
 
 @dataclass(frozen=True)
 class RankJob:
-    """One call for one rank, with all of the parent's state that the function may depend on."""
+    """A function call for one rank, with the state of the parent that the function may depend on."""
 
     call: bytes  # the function and its arguments, pickled
     world: World
-    folder: str  # private to the run: where the ranks meet, and their stack files
+    folder: str  # of this run only: for the rendezvous and the stack files
     environment: dict[str, str]
     directory: str
     path: list[str]
-    main_file: str | None  # of the main module: a new process that the rank starts imports it, as elsewhere
-    start_method: str  # of processes that the rank starts
+    main_file: str | None  # of the main module, which processes started by the rank import
+    start_method: str  # of multiprocessing in the rank
     threads: int
     timeout: float
     device: str
@@ -56,26 +56,26 @@ class RankJob:
 
 @dataclass(frozen=True)
 class RankResult:
-    """The pickled result of one rank."""
+    """The pickled return value of one rank."""
 
     rank: int
     result: bytes
 
 
 def stack_file(folder: str, rank: int) -> Path:
-    """Where a rank leaves its stack when asked to, or when it crashes."""
+    """Return the file to which a rank writes its stack on `STACK_SIGNAL` or when it crashes."""
     return Path(folder, f"stack-{rank}")
 
 
 def serve(connection: Connection) -> None:
-    """The life of a local rank: a job after another until the pool lets go of the other end."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all; the parent decides
-    signal.signal(signal.SIGTERM, lambda *_: None)  # so may this; data loaders would inherit SIG_IGN
+    """Run jobs from `connection`, one after another, until the pool closes it."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
+    signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; data loaders would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])
-    os.register_at_fork(after_in_child=_let_terminate)
-    # For the pool a rank is a daemon, ended with its parent; but it may have children (data loaders).
+    os.register_at_fork(after_in_child=_reset_sigterm)
+    # To the pool a rank is a daemon, ended with its parent; but it may start processes (data loaders).
     multiprocessing.current_process().daemon = False
     jobs: queue.SimpleQueue[RankJob] = queue.SimpleQueue()
     busy = threading.Event()
@@ -85,21 +85,21 @@ def serve(connection: Connection) -> None:
         report = _run(jobs.get())
         sys.stdout.flush()
         sys.stderr.flush()
-        told = pickle.dumps(report)
-        busy.clear()  # before the parent hears of it, and may end
+        data = pickle.dumps(report)
+        busy.clear()  # before the parent receives it, and may end
         with suppress(OSError):  # the parent is gone: `_listen` ends this process
-            connection.send_bytes(told)
+            connection.send_bytes(data)
 
 
-def _let_terminate() -> None:
-    """In processes that a rank forks: SIGTERM ends them, as who started them expects."""
+def _reset_sigterm() -> None:
+    """Let SIGTERM end the processes that a rank forks."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
-    """Takes jobs in; ends the process, however busy, when the parent says so, or is gone.
+    """Receive jobs; end the process, even while a job runs, on `END` or when the parent is gone.
 
-    That it is gone shows at the end of the connection: only it holds the other end.
+    The connection is closed when the parent is gone, since only it holds the other end.
     """
     job: RankJob | None = None
     try:
@@ -132,7 +132,7 @@ def _run(job: RankJob) -> RankResult | RankFailure:
 
 
 def _call(job: RankJob) -> RankResult | RankFailure:
-    _settle(job)
+    _restore_parent_state(job)
     join_world(job.world, job.timeout, job.device)
     _mark(job, "joined")
     try:
@@ -147,11 +147,11 @@ def _call(job: RankJob) -> RankResult | RankFailure:
             f"rank {job.world.rank}'s result, of type {type(result).__name__}, cannot be sent back "
             f"({error}): return numbers, text, tensors and containers of them."
         ) from error
-    # To leave is to close connections: not while a peer still makes them, and not while it may still read.
-    # A peer that goes on for longer either needs us no more or waits in vain, and is told so by our leaving.
+    # Leaving closes connections: not while a peer still opens them, and not while it may still read.
+    # A peer that runs on for longer either needs this rank no more, or waits in vain and gets an error.
     _mark(job, "finished")
-    _meet(job, "joined", job.timeout)
-    _meet(job, "finished", 1.0)
+    _wait_for_all(job, "joined", job.timeout)
+    _wait_for_all(job, "finished", 1.0)
     if not leave_world():
         raise PlaitError(
             f"rank {job.world.rank} returned while messages of its own were still under way: wait for every "
@@ -164,22 +164,22 @@ def _mark(job: RankJob, event: str) -> None:
     Path(job.folder, f"{event}-{job.world.rank}").touch()
 
 
-def _meet(job: RankJob, event: str, patience: float) -> None:
-    """Waits until every rank has marked `event`, for at most `patience` seconds."""
+def _wait_for_all(job: RankJob, event: str, patience: float) -> None:
+    """Block until every rank has marked `event`, for at most `patience` seconds."""
     deadline = time.monotonic() + patience
     for rank in range(job.world.world_size):
         while not Path(job.folder, f"{event}-{rank}").exists() and time.monotonic() < deadline:
             time.sleep(0.001)
 
 
-def _settle(job: RankJob) -> None:
-    """Makes this process like the parent at the time of the call, and its seeds its own."""
+def _restore_parent_state(job: RankJob) -> None:
+    """Set the state of this process to the parent's at the time of the call; seed its generators by rank."""
     os.environ.clear()
     os.environ.update(job.environment)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)
     loopback = [name for _, name in socket.if_nameindex() if name in ("lo", "lo0")]
     if loopback:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # no wait for a name server
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", loopback[0])  # without a name server lookup
     os.chdir(job.directory)
     sys.path[:] = job.path
     vars(sys.modules["__main__"])["__file__"] = job.main_file

@@ -1,9 +1,9 @@
-"""Tensors that all ranks of a group on one host can reach: reduced where they lie, without messages.
+"""Tensors in shared memory of the ranks of one host, which are reduced in place.
 
-Over Gloo the ranks of one host talk through the loopback interface, which copies each byte several times
-and takes the processor's time from the step itself. A tensor made by `shared_zeros` lies in memory that every
-rank of its group maps; `all_reduce` then has each rank reduce its piece of everyone's tensor, in rank order,
-and write it back to everyone's. Two words a pair say when to begin and when all are done.
+Over Gloo the ranks of one host send through the loopback interface, which copies each byte several times and
+takes processor time from the step itself. Every rank of a group maps the tensors that `shared_zeros` makes;
+in `all_reduce` each rank then reduces its piece of all ranks' tensors, in rank order, and writes it back to
+all of them, between two barriers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,17 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 
 SMALLEST = 2**18
-"""Bytes. Below, copying a tensor costs next to nothing, and a mapping of its own is a waste."""
+"""Bytes below which a tensor is not shared: a copy costs little, and a mapping takes whole pages."""
 
 
 def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
-    """Zeros, flat `[size]`; in memory that every rank of `group` maps where that is possible and pays.
+    """Return zeros, flat `[size]`; in memory shared by the ranks of `group` where that is supported and pays.
 
-    All ranks of the group call it alike and in the same order; it waits for all. It is possible on the CPU
-    under Linux, for ranks on one host. Communication: a word to each other rank, not counted as traffic. The
-    tensor's storage cannot be resized. Resident memory counts what a rank touches of its peers' tensors as
-    well. Raises `CommunicationError` where a rank is gone or does not come within the group's timeout.
+    It is supported on the CPU under Linux, for ranks on one host. All ranks of the group call it in the same
+    order with the same arguments; it blocks until all have. Communication: one message to each other rank,
+    not counted as traffic. The storage of a shared tensor cannot be resized. Resident memory includes the
+    pages of peers' tensors that a rank touches. Raises `CommunicationError` where a rank is gone or does not
+    take part within the group's timeout.
     """
     nbytes = size * dtype.itemsize
     transport = None if group is None else group.transport

@@ -1,4 +1,4 @@
-"""Signals: a first one that is only a wish; and a watchdog, so that they end even a rank blocked in C++."""
+"""Signal handling: graceful stop on a first signal, and a watchdog that ends ranks blocked in C++."""
 
 from __future__ import annotations
 
@@ -14,24 +14,23 @@ from typing import Any, Self
 
 from plait.comm.orphan_watch import end_process
 
-_PROBE = signal.SIGURG  # ignored by default and used by nobody: its Python handler shows that handlers run
-
-
+_PROBE = signal.SIGURG
+"""Unused and ignored by default: the watchdog raises it to see whether Python handlers run."""
 SAME_SIGNAL_SECONDS = 0.5
-"""Seconds. Launchers signal a process by itself and once more with its group: that is one signal."""
+"""Signals within this time count as one: launchers signal a process and then once more its process group."""
 
 
 class GracefulStop:
-    """While entered, the first of some signals is only heard, and may be as late as the main thread likes.
+    """While entered, the first of some signals only calls a function, to stop the program gracefully.
 
-    A second one is left to the handler that was there before.
+    A second one goes to the handler that was there before.
     """
 
-    def __init__(self, signals: Iterable[int], hear: Callable[[int], None]) -> None:
-        """`hear` is told the first signal's number."""
+    def __init__(self, signals: Iterable[int], on_first: Callable[[int], None]) -> None:
+        """Take the signals; `on_first` is called with the number of the first one received."""
         self._signals = tuple(signals)
-        self._hear = hear
-        self._heard_at: float | None = None
+        self._on_first = on_first
+        self._received_at: float | None = None
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Self:
@@ -45,42 +44,42 @@ class GracefulStop:
         self._restore()
 
     def __call__(self, number: int, frame: object) -> None:
-        """As Python calls a handler."""
+        """Handle a signal, as Python calls a handler."""
         now = time.monotonic()
-        if self._heard_at is None:
-            self._heard_at = now
-            self._hear(number)
-        elif now - self._heard_at > SAME_SIGNAL_SECONDS:
-            self.leave(number)
+        if self._received_at is None:
+            self._received_at = now
+            self._on_first(number)
+        elif now - self._received_at > SAME_SIGNAL_SECONDS:
+            self.restore_and_raise(number)
 
-    def leave(self, number: int) -> None:
-        """To the handlers that were there before: this signal, and all that follow."""
+    def restore_and_raise(self, number: int) -> None:
+        """Restore the previous handlers and raise the signal again."""
         self._restore()
         signal.raise_signal(number)
 
     def _restore(self) -> None:
         while self._before:
             number, handler = self._before.popitem()
-            signal.signal(number, handler or signal.SIG_DFL)  # None: it was none of Python's
+            signal.signal(number, handler or signal.SIG_DFL)  # None: it was not installed from Python
 
 
 class Watchdog:
     """While entered, ends this process when a SIGINT or SIGTERM cannot be handled for `grace` seconds.
 
     Python runs signal handlers between two instructions of the main thread; a main thread that is blocked
-    inside a receive runs none. A second thread therefore learns of the signal through the wake-up descriptor
-    and asks the main thread for a sign of life; without one it writes one line to stderr and exits with
-    128 + signal. Inside of a `GracefulStop` that is so for the second signal.
+    inside a receive runs none. So a second thread reads the signal from the wake-up descriptor and probes
+    whether the main thread runs handlers; if not, it writes one line to stderr and exits with 128 + signal.
+    Inside a `GracefulStop` it does so for the second signal.
     It does nothing when entered outside the main thread, where Python allows no signal handlers.
     """
 
     def __init__(self, name: str, grace: float = 5.0) -> None:
-        """Takes the name that the line on stderr begins with, and the grace in seconds."""
+        """Take the name that the line on stderr begins with, and the grace in seconds."""
         self.name = name
         self.grace = grace
         self._alive = threading.Event()
         self._leaving = False
-        self._wished_at: float | None = None
+        self._first_at: float | None = None
         self._thread: threading.Thread | None = None
 
     def __enter__(self) -> Watchdog:
@@ -116,11 +115,11 @@ class Watchdog:
         self._alive.clear()
         if self._leaving:
             return
-        if isinstance(signal.getsignal(number), GracefulStop):  # it stays until a second one was handled
+        if isinstance(signal.getsignal(number), GracefulStop):  # installed until a second signal is handled
             now = time.monotonic()
-            if self._wished_at is None:
-                self._wished_at = now
-            if now - self._wished_at <= SAME_SIGNAL_SECONDS:
+            if self._first_at is None:
+                self._first_at = now
+            if now - self._first_at <= SAME_SIGNAL_SECONDS:
                 return
         _thread.interrupt_main(_PROBE)
         if self._alive.wait(self.grace):

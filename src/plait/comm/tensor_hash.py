@@ -1,14 +1,14 @@
-"""A number that stands for the bits of a tensor, and the comparison of what all ranks must have alike.
+"""A hash of the bits of a tensor, and the check that a tensor is the same on all ranks.
 
 With `w` the tensor's bytes as 64-bit words, and odd numbers `k` and `c`, all modulo 2^64:
 
     mixed = k w                                 a difference reaches the bits above it
-    fold  = mixed xor (mixed >> 32)             and those below
-    sums  = Σ fold[i] c[i] over each row        according to where it stands
+    fold  = mixed xor (mixed >> 32)             and the bits below it
+    sums  = Σ fold[i] c[i] over each row        weighted by position
     hash  = the same of the sums, row by row, until one word is left
 
-A word that differs always gives another hash, for each step can be undone. Several words that differ give the
-same one by chance only, at worst (where nothing but signs differ) once in some 2^32 times.
+Tensors that differ in one word always have different hashes, since each step is invertible. Tensors that
+differ in several words collide by chance only, at worst (where only signs differ) once in some 2^32 times.
 """
 
 from __future__ import annotations
@@ -23,19 +23,18 @@ from plait.comm.consistency_check import HEADER_BYTES, require_same_text
 from plait.comm.group import Group
 
 _ROW = 2**12
-"""Words that have constants of their own."""
-_WORD = 8
-"""Bytes."""
+"""Words with different constants."""
+_WORD_BYTES = 8
 _UNSIGNED = 2**64
 _MIXING = 0x5851F42D4C957F2D
 """Odd (Knuth's multiplier for a linear congruential generator modulo 2^64)."""
 
 
 def tensor_hash(tensor: Tensor) -> Tensor:
-    """A hash of the bytes of `tensor`, of any dtype, shape and strides: int64, 0-d, on its device.
+    """Return a hash of the bytes of `tensor`, of any dtype, shape and strides: int64, 0-d, on its device.
 
-    What is a number or none matters not, only bits do; zeros of both signs differ. The device is not waited
-    for, and hashes are the same on all devices.
+    Only bits count: NaNs are compared too, and zeros of both signs differ. The device is not synchronised,
+    and hashes are the same on all devices.
     """
     words = _words(tensor)
     constants = _constants(words.device)
@@ -46,16 +45,16 @@ def tensor_hash(tensor: Tensor) -> Tensor:
 
 
 def as_hex(number: Tensor) -> str:
-    """A hash as text; the device is waited for."""
+    """Return a hash as 16 hexadecimal digits. Synchronises the device."""
     return f"{int(number) % _UNSIGNED:016x}"
 
 
 def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
-    """In a guarded group: refuse, on every rank, a `tensor` that is not the same on all of them.
+    """Raise on every rank of a guarded group if `tensor` is not the same on all; else do nothing.
 
-    `doing` completes "ranks 0, 1: …". Nothing is done for the meta device. Communication: 256 bytes, counted
-    as `guard`; it waits for all ranks and for the device. Raises `CommunicationError` that says which ranks
-    have which dtype, shape and bits.
+    `doing` completes "ranks 0, 1: …". Tensors on the meta device are skipped. Communication: 256 bytes,
+    counted as `guard`; blocks until all ranks have called it, and synchronises the device. Raises
+    `CommunicationError` with the dtype, shape and hash on each rank.
     """
     if not group.guarded or group.transport is None or tensor.is_meta:
         return
@@ -66,24 +65,24 @@ def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """The bytes as int64, with zeros behind them where they fill no word."""
-    # A copy where need be; one element or none may be taken for dense whatever the strides are.
+    """Return the bytes as int64, padded with zeros to whole words."""
+    # A copy only where needed; a tensor of one element or none counts as contiguous whatever its strides.
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1:
         flat = flat.clone(memory_format=torch.contiguous_format)
     flat = flat.view(torch.uint8)
-    missing = -len(flat) % _WORD
+    missing = -len(flat) % _WORD_BYTES
     if missing:
         flat = torch.cat([flat, flat.new_zeros(missing)])
-    elif flat.storage_offset() % _WORD:
+    elif flat.storage_offset() % _WORD_BYTES:
         flat = flat.clone()
     return flat.view(torch.int64)
 
 
 def _sums(words: Tensor, constants: Tensor) -> Tensor:
-    """One word for each row of words; the last may be shorter."""
+    """Return one word for each row of words; the last row may be shorter."""
     whole = len(words) // _ROW * _ROW
-    # On a processor a block that stays in the cache, on others one that keeps them busy.
+    # On a CPU a block that stays in the cache, on a GPU one that fills it.
     block = _ROW * (16 if words.device.type == "cpu" else 1024)
     parts, rest = torch.split(words[:whole], block), words[whole:]
     sums = [_weighted(part.view(-1, _ROW), constants).sum(1) for part in parts]
@@ -93,16 +92,16 @@ def _sums(words: Tensor, constants: Tensor) -> Tensor:
 
 def _weighted(words: Tensor, constants: Tensor) -> Tensor:
     mixed = words * _MIXING
-    # torch shifts with the sign; the mask takes it away.
+    # torch shifts the sign bit in; the mask removes it.
     return (mixed >> 32).bitwise_and_(0xFFFFFFFF).bitwise_xor_(mixed).mul_(constants)
 
 
 @cache
 def _constants(device: torch.device) -> Tensor:
-    """Odd numbers for the words of a row, from a counter (the mixing of SplitMix64, Steele et al. 2014)."""
+    """Return odd numbers for the words of a row, by the mixing of SplitMix64 (Steele et al. 2014)."""
     numbers = []
-    for place in range(1, _ROW + 1):
-        mixed = place * 0x9E3779B97F4A7C15 % _UNSIGNED
+    for position in range(1, _ROW + 1):
+        mixed = position * 0x9E3779B97F4A7C15 % _UNSIGNED
         mixed = (mixed ^ mixed >> 30) * 0xBF58476D1CE4E5B9 % _UNSIGNED
         mixed = (mixed ^ mixed >> 27) * 0x94D049BB133111EB % _UNSIGNED
         mixed = (mixed ^ mixed >> 31) | 1

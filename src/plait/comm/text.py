@@ -1,36 +1,73 @@
-"""News: a text of one rank, or of each, that all the others get."""
+"""Text and errors over a group: broadcast from the first rank, or all-gathered."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import torch
 
 from plait.comm.collectives import all_gather, all_reduce, broadcast
 from plait.comm.group import Group
+from plait.errors import PlaitError
 
 
-def broadcast_text(news: str, group: Group, device: torch.device) -> str:
-    """What the first rank of `group` says; what the others hand in does not count.
+def broadcast_text(text: str, group: Group, device: torch.device) -> str:
+    """Return the first rank's `text` on every rank; the other ranks' is ignored.
 
-    `device`: of this rank, where messages travel. Communication: two broadcasts, of 8 bytes and of the text.
+    `device` is this rank's, for the tensors. Communication: two broadcasts, of 8 bytes and of the text.
     """
-    text = torch.frombuffer(bytearray(news.encode() or b" "), dtype=torch.uint8).to(device)
-    size = torch.tensor([len(text)], device=device)
-    broadcast(size, group, checked=False).about("the length of news").wait()
-    if group.index != 0:
-        text = text.new_empty(int(size))
-    return bytes(broadcast(text, group, checked=False).about("news").wait().tolist()).decode()
+    return _broadcast(text, False, group, device)[0]
 
 
-def all_gather_text(news: str, group: Group, device: torch.device) -> list[str]:
-    """What each rank of `group` says, in their order.
+def broadcast_result(
+    compute: Callable[[], str], error_type: type[PlaitError], group: Group, device: torch.device
+) -> str:
+    """Return on every rank what `compute()` returns on the first rank, which alone calls it.
 
-    Communication: an all-reduce of 8 bytes, and an all-gather of the longest text, for each rank.
+    Where it raises a `PlaitError` or an `OSError`, every rank raises an `error_type` of the same text.
+    Communication: as `broadcast_text`.
     """
-    text = news.encode()
-    size = torch.tensor(len(text), device=device)
-    longest = int(all_reduce(size, group, "max", checked=False).about("the length of news").wait())
+    text, failed = "", False
+    if group.index == 0:
+        try:
+            text = compute()
+        except (PlaitError, OSError) as error:  # the other ranks wait
+            text, failed = str(error), True
+    text, failed = _broadcast(text, failed, group, device)
+    if failed:
+        raise error_type(text)
+    return text
+
+
+def all_gather_text(text: str, group: Group, device: torch.device) -> list[str]:
+    """Return each rank's `text`, in order of the index.
+
+    Communication: an all-reduce of 8 bytes, then an all-gather of as many bytes a rank as the longest has.
+    """
+    data = text.encode()
+    size = torch.tensor(len(data), device=device)
+    longest = int(all_reduce(size, group, "max", checked=False).about("the length of a text").wait())
     if longest == 0:
         return [""] * group.size
-    padded = torch.frombuffer(bytearray(text.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
-    texts = all_gather(padded, group, checked=False).about("news").wait().cpu().view(group.size, longest)
-    return [bytes(line.tolist()).rstrip(b"\0").decode() for line in texts]
+    padded = torch.frombuffer(bytearray(data.ljust(longest, b"\0")), dtype=torch.uint8).to(device)
+    rows = all_gather(padded, group, checked=False).about("a text").wait().cpu().view(group.size, longest)
+    return [bytes(row.tolist()).rstrip(b"\0").decode() for row in rows]
+
+
+def first_nonempty_text(text: str, group: Group, device: torch.device) -> str:
+    """Return on every rank the first rank's `text` that is not empty, such as an error; "" if all are empty.
+
+    Communication: as `all_gather_text`.
+    """
+    return next(filter(None, all_gather_text(text, group, device)), "")
+
+
+def _broadcast(text: str, failed: bool, group: Group, device: torch.device) -> tuple[str, bool]:
+    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
+    # The sign of the length marks an error.
+    size = torch.tensor([-len(data) if failed else len(data)], device=device)
+    length = int(broadcast(size, group, checked=False).about("the length of a text").wait())
+    if group.index != 0:
+        data = data.new_empty(abs(length))
+    data = broadcast(data, group, checked=False).about("a text").wait()
+    return bytes(data.tolist()).decode(), length < 0

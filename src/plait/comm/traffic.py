@@ -10,7 +10,7 @@ Counts = dict[str, dict[str, "Count"]]
 
 @dataclass(frozen=True)
 class Count:
-    """How often one kind of operation ran, and how many payload bytes this rank handed in for it."""
+    """Calls of one kind of operation, and the payload bytes that this rank passed to them."""
 
     calls: int = 0
     bytes: int = 0
@@ -23,10 +23,10 @@ class Count:
 
 
 class Traffic:
-    """Counts what one rank communicates: `{"dp": {"all_reduce": Count(calls, bytes)}}`.
+    """Counts the communication of one rank: `{"dp": {"all_reduce": Count(calls, bytes)}}`.
 
-    Groups of one rank count nothing. Bytes are those of the tensor that the rank handed in, so they say
-    what the program asked for and do not depend on how a backend moves it.
+    Groups of one rank count nothing. Bytes are those of the tensor that the rank passed, whatever a backend
+    sends for it.
     """
 
     def __init__(self) -> None:
@@ -38,11 +38,11 @@ class Traffic:
         kinds[kind] = kinds.get(kind, Count()) + Count(1, bytes)
 
     def snapshot(self) -> Counts:
-        """Everything counted so far, as a copy that later calls do not change."""
+        """Return a copy of all counts so far."""
         return {axis: dict(kinds) for axis, kinds in self._counts.items()}
 
     def since(self, snapshot: Mapping[str, Mapping[str, Count]]) -> Counts:
-        """What was counted after `snapshot` was taken; axes and kinds without a call are left out."""
+        """Return the counts since `snapshot` was taken; axes and kinds without a call are left out."""
         differences: Counts = {}
         for axis, kinds in self._counts.items():
             for kind, count in kinds.items():

@@ -1,10 +1,10 @@
-"""The world: which rank this process is, who started it, and how the ranks find each other.
+"""The world: this process's rank, its launcher, and the address of the rendezvous.
 
-`find_world` reads the environment and decides nothing else; `join_world` and `leave_world` make and
-end torch's default process group. The launchers, in order of precedence (the innermost one first,
-for `torchrun` may run inside `srun`, and `mpirun` inside a Slurm job):
+`find_world` reads the environment; `join_world` and `leave_world` make and end torch's default process group.
+The launchers, in order of precedence (the innermost one first, since `torchrun` may run inside `srun`, and
+`mpirun` inside a Slurm job):
 
-| launcher | told by | ranks meet at |
+| launcher | detected by | rendezvous at |
 |---|---|---|
 | torchrun, or by hand | `RANK`, `WORLD_SIZE` | `MASTER_ADDR`, `MASTER_PORT` (both needed) |
 | Open MPI | `OMPI_COMM_WORLD_RANK`, `OMPI_COMM_WORLD_SIZE` | as below |
@@ -43,9 +43,9 @@ _JOB_IDS = (
 
 @dataclass(frozen=True)
 class World:
-    """This process's place among the ranks: `rank` of `world_size`, here `local_rank` of `local_size`.
+    """This process's `rank` of `world_size`, and its `local_rank` of `local_size` on this host.
 
-    `launcher` is `plait`, `torchrun`, `openmpi`, `pmi` or `slurm`; `init_method` is where the ranks meet, as
+    `launcher` is `plait`, `torchrun`, `openmpi`, `pmi` or `slurm`; `init_method` is the rendezvous, as
     `torch.distributed.init_process_group` takes it.
     """
 
@@ -58,8 +58,8 @@ class World:
 
 
 @dataclass(frozen=True)
-class _Names:
-    """The environment variables by which one launcher speaks."""
+class _Variables:
+    """The environment variables that one launcher sets."""
 
     launcher: str
     rank: str
@@ -69,42 +69,42 @@ class _Names:
 
 
 _LAUNCHERS = (
-    _Names("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
-    _Names(
+    _Variables("torchrun", "RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"),
+    _Variables(
         "openmpi",
         "OMPI_COMM_WORLD_RANK",
         "OMPI_COMM_WORLD_SIZE",
         "OMPI_COMM_WORLD_LOCAL_RANK",
         "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
-    _Names("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
+    _Variables("pmi", "PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),
 )
-_SLURM = _Names("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
+_SLURM = _Variables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "")
 
 
 def find_world(environment: Mapping[str, str] | None = None) -> World | None:
-    """The world that a launcher put this process in; None when it stands alone. Communicates nothing.
+    """Return the world in which a launcher started this process, or None. Without communication.
 
     Args:
-        environment: what to read instead of `os.environ`.
+        environment: read instead of `os.environ`.
 
     Raises:
-        MeshError: the environment is half set or contradicts itself.
+        MeshError: the environment is incomplete or contradictory.
     """
     variables = os.environ if environment is None else environment
     for names in _LAUNCHERS:
         if names.rank in variables or names.size in variables:
             return _read(names, variables)
     if "SLURM_STEP_NODELIST" not in variables and "SLURM_STEP_NUM_TASKS" not in variables:
-        return None  # no Slurm, or the body of a batch script, which is none of the tasks it counts
+        return None  # no Slurm, or the body of a batch script, which is no task of the step
     names = _SLURM
     if names.size not in variables:
-        names = _Names("slurm", names.rank, "SLURM_NTASKS", names.local_rank, "")
+        names = _Variables("slurm", names.rank, "SLURM_NTASKS", names.local_rank, "")
     world = _read(names, variables) if names.size in variables else None
     return world if world is not None and world.world_size > 1 else None
 
 
-def _read(names: _Names, variables: Mapping[str, str]) -> World:
+def _read(names: _Variables, variables: Mapping[str, str]) -> World:
     rank, size = (_number(name, names, variables) for name in (names.rank, names.size))
     if not 0 <= rank < size:
         raise MeshError(f"{names.rank} = {rank} is not a rank of {names.size} = {size}: mend or unset both.")
@@ -112,11 +112,11 @@ def _read(names: _Names, variables: Mapping[str, str]) -> World:
     local_rank = rank % local_size
     if names.local_rank in variables:
         local_rank = _number(names.local_rank, names, variables)
-    meeting = _meeting(names, local_size == size, variables)
-    return World(rank, size, local_rank, local_size, names.launcher, meeting)
+    rendezvous = _rendezvous(names, local_size == size, variables)
+    return World(rank, size, local_rank, local_size, names.launcher, rendezvous)
 
 
-def _number(name: str, names: _Names, variables: Mapping[str, str]) -> int:
+def _number(name: str, names: _Variables, variables: Mapping[str, str]) -> int:
     text = variables.get(name)
     if text is None:
         present = names.size if name == names.rank else names.rank
@@ -129,8 +129,8 @@ def _number(name: str, names: _Names, variables: Mapping[str, str]) -> int:
     return int(text)
 
 
-def _local_size(names: _Names, size: int, variables: Mapping[str, str]) -> int:
-    """Ranks on this host; where the launcher does not say, all of them."""
+def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> int:
+    """Return the number of ranks on this host; all of them if the launcher sets no variable for it."""
     if names.local_size in variables:
         return max(1, _number(names.local_size, names, variables))
     per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") if names.launcher == "slurm" else None
@@ -145,7 +145,7 @@ def _local_size(names: _Names, size: int, variables: Mapping[str, str]) -> int:
     return counts[node] if node < len(counts) else size
 
 
-def _meeting(names: _Names, one_host: bool, variables: Mapping[str, str]) -> str:
+def _rendezvous(names: _Variables, one_host: bool, variables: Mapping[str, str]) -> str:
     address, port = variables.get("MASTER_ADDR"), variables.get("MASTER_PORT")
     if names.launcher == "torchrun":
         for name, value in (("MASTER_ADDR", address), ("MASTER_PORT", port)):
@@ -167,31 +167,31 @@ def _meeting(names: _Names, one_host: bool, variables: Mapping[str, str]) -> str
 
 
 def _first_host(nodes: str) -> str:
-    """First name of a Slurm node list: `gpu[03-05,9],login` begins with `gpu03`."""
+    """Return the first name of a Slurm node list: `gpu03` for `gpu[03-05,9],login`."""
     first = re.match(r"(?:[^,\[]|\[[^\]]*\])+", nodes)
     assert first is not None, nodes
     return re.sub(r"\[(\w+)[^\]]*\]", r"\1", first.group())
 
 
 def _port(variables: Mapping[str, str]) -> int:
-    """A port below the range that systems hand out: the same on all ranks of a job, another in another."""
+    """Return a port below the ephemeral range, derived from the job's id: the same on all ranks of a job."""
     job = " ".join(variables[name] for name in _JOB_IDS if name in variables)
     return 10_000 + zlib.crc32(job.encode()) % 20_000
 
 
 def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> None:
-    """Makes torch's default process group: Gloo for CPU tensors and, when GPUs are used, NCCL for theirs.
+    """Make torch's default process group: Gloo for CPU tensors and, if GPUs are used, NCCL for CUDA tensors.
 
     All ranks of the world must call it. With GPUs, this rank's becomes the current CUDA device.
 
     Args:
-        world: this process's place.
-        timeout: seconds that a rank waits for its peers, here and in everything sent over the group.
+        world: this process's rank and rendezvous.
+        timeout: seconds that a rank waits for its peers, here and in every operation of the group.
         device: `cpu`, `cuda`, or `auto`: CUDA where every rank on this host has a GPU of its own.
 
     Raises:
-        MeshError: the device is not there.
-        CommunicationError: the ranks did not find each other.
+        MeshError: the device is not available.
+        CommunicationError: the rendezvous failed.
     """
     backend = "gloo"
     index = _gpu(world, device)
@@ -215,7 +215,7 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
 
 
 def _gpu(world: World, device: str) -> int | None:
-    """The CUDA device of this rank, or None for CPU."""
+    """Return the index of this rank's CUDA device, or None for CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
     count = torch.cuda.device_count() if device != "cpu" and dist.is_nccl_available() else 0
@@ -228,13 +228,13 @@ def _gpu(world: World, device: str) -> int | None:
             f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
             "use as many ranks as GPUs, or device cpu."
         )
-    return world.local_rank % count  # the launcher gave each rank a GPU of its own to see
+    return world.local_rank % count  # the launcher may show each rank its own GPU only
 
 
 def leave_world(patience: float = 10.0) -> bool:
-    """Ends the default process group, if there is one; False when that took longer than `patience` seconds.
+    """End the default process group, if any; return False if that took longer than `patience` seconds.
 
-    Ending waits for what is still under way, which never ends when a peer is gone: so a thread does it.
+    A thread does it, since ending waits for pending operations, which never complete when a peer is gone.
     """
     if not dist.is_initialized():
         return True
@@ -245,10 +245,10 @@ def leave_world(patience: float = 10.0) -> bool:
 
 
 def _end_groups() -> None:
-    """Ends all process groups at the same time.
+    """End all process groups at the same time, in a thread each.
 
-    Gloo waits up to 10 ms for each connection that it closes: for a mesh of eight ranks a quarter of a
-    second, one after the other. It does so when a group is let go of, so a thread each does that.
+    Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
+    eight ranks a quarter of a second, one after the other.
     """
     groups = _take_groups()
     threads = [threading.Thread(target=group.clear, name="plait-leave", daemon=True) for group in groups]
@@ -259,10 +259,7 @@ def _end_groups() -> None:
 
 
 def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Every process group, shut down, in a list of its own: the last of torch's references to it.
-
-    torch has no public way to list them.
-    """
+    """Shut down every process group; return each in a list that holds the last reference to it."""
     groups = [[group] for group in dist.distributed_c10d._world.pg_names]
     dist.destroy_process_group()
     return groups

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from plait.comm.orphan_watch import OrphanWatch, line_to_launcher
+from plait.comm.orphan_watch import OrphanWatch, parents_up_to_launcher
 from plait.comm.world import World
 
 SCRIPT = """
@@ -72,9 +72,9 @@ def test_ranks_end_with_the_agent_of_torchrun(tmp_path: Path) -> None:
 def test_the_line_to_the_launcher() -> None:
     """A process that was started with the variable is a wrapper; the first one without is the launcher."""
     own, parent = os.getpid(), os.getppid()
-    assert line_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
+    assert parents_up_to_launcher("NO_SUCH_VARIABLE") == {own: parent}
     mark = "PLAIT_TEST_MARK"
-    print_line = f"from plait.comm.orphan_watch import line_to_launcher as f; print(f('{mark}'))"
+    print_line = f"from plait.comm.orphan_watch import parents_up_to_launcher as f; print(f('{mark}'))"
     command = ["sh", "-c", f'echo $$; {sys.executable} -c "{print_line}"; true']
     done = subprocess.run(command, env=os.environ | {mark: "1"}, capture_output=True, text=True, timeout=60)
     shell, line = done.stdout.splitlines()

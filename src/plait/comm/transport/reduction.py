@@ -1,4 +1,4 @@
-"""Sums, means, products, minima and maxima of the tensors of several ranks, in rank order."""
+"""Reductions of the tensors of several ranks, in rank order: sum, mean, product, minimum, maximum."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ import torch
 Op = Literal["sum", "mean", "product", "min", "max"]
 
 BLOCK = 2**16
-"""Elements that are reduced at once, so that the total stays in the cache."""
+"""Elements reduced at once, so that the total stays in the cache."""
 
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
 
-def refusal(op: str, dtype: torch.dtype) -> str | None:
-    """Why tensors of `dtype` cannot be reduced by `op`, or None where they can."""
+def reduction_error(op: str, dtype: torch.dtype) -> str | None:
+    """Return why tensors of `dtype` cannot be reduced by `op`, or None."""
     if op not in get_args(Op):
         return f"the reduction {op!r} is none of {', '.join(get_args(Op))}"
     if dtype not in (*_FLOATS, *_WHOLE_NUMBERS):
@@ -37,7 +37,7 @@ def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Flat tensors of one size cut alike, in pieces that fit the cache together."""
+    """Yield blocks of flat tensors of one size: the same elements of each, few enough for the cache."""
     size = tensors[0].numel()
     if size <= BLOCK:
         return iter((tensors,))
@@ -68,6 +68,6 @@ def _combine(a: torch.Tensor, b: torch.Tensor, op: Op, out: torch.Tensor) -> Non
 
 
 def divide_mean(total: torch.Tensor, op: Op, size: int) -> None:
-    """Divide the sum in place, where a mean was asked for."""
+    """Divide the sum in place by `size` if `op` is a mean."""
     if op == "mean":
         total.div_(size)

@@ -1,8 +1,8 @@
 """Transport over process groups of `torch.distributed`: Gloo for tensors on the CPU, NCCL for those on GPUs.
 
-Gloo's own reduce-scatter is a whole all-reduce, and its all-reduce of a small tensor takes longer than an
-exchange of all tensors: there the ranks exchange what they have and each reduces it in rank order
-(`benchmarks/collectives` measures each choice).
+Gloo's reduce-scatter is a whole all-reduce, and its all-reduce of a small tensor is slower than an all-to-all
+exchange of the ranks' tensors, which each rank then reduces in rank order (`benchmarks/collectives` measures
+each choice).
 """
 
 from __future__ import annotations
@@ -20,36 +20,35 @@ from plait.comm.transport.interface import Pending
 from plait.comm.transport.reduction import Op, divide_mean, fold
 
 EXCHANGE_LIMIT = 2**20
-"""Bytes that a rank may send in all for a whole exchange to be preferred to Gloo's ring."""
+"""Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""
 
 Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
-"""How a collective is carried out: in memory that all ranks reach, where the tensors lie; by way of a copy
-there, of which each rank reduces all, or a piece for all; by sending all ranks what they need, to be reduced
-there; by one call of the backend. Measured in `benchmarks/collectives`, for each choice."""
+"""The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
+all of it, or one piece for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
 
 _Single = Callable[..., "dist.Work | None"]
 
 
 class TorchPending:
-    """A `Work` of torch, the tensors that it needs, and what is to be done once it is complete."""
+    """A `Work` of torch, the tensors to keep alive, and a function to call once it is complete."""
 
     def __init__(self, work: dist.Work | None, *keep: Tensor | None, then: Callable[[], None] | None = None):
         self._work, self._keep, self._then = work, keep, then
 
     def wait(self, awaited: str = "") -> None:
-        """Block until it is complete; on NCCL, order the current stream behind it."""
+        """Block until it is complete; on NCCL, make the current stream wait for it."""
         if self._work is not None:
             self._work.wait()
         if self._then is not None:
             self._then()
 
     def abandon(self) -> bool:
-        """False: what torch has started goes on by itself."""
+        """Return False: an operation of torch cannot be cancelled."""
         return False
 
 
 class TorchTransport:
-    """One process group. See `Transport`."""
+    """The `Transport` over one process group."""
 
     on_one_host: ClassVar[bool] = False
 
@@ -64,20 +63,20 @@ class TorchTransport:
         return "cpu:gloo" in backends_of(self.process_group)
 
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return how an all-reduce is done, from what all ranks know alike: device, backend, size."""
+        """Return the algorithm of an all-reduce; it depends on device, backend and size only."""
         small = tensor.nbytes * self.size <= EXCHANGE_LIMIT
         return "exchange" if small and self._over_gloo(tensor) else "backend"
 
     def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return how a reduce-scatter is done; Gloo's own is a whole all-reduce, so never that."""
+        """Return the algorithm of a reduce-scatter: never Gloo's own, which is a whole all-reduce."""
         return "exchange" if self._over_gloo(tensor) else "backend"
 
     def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return how an all-gather is done: by the backend, which moves the fewest bytes."""
+        """Return the algorithm of an all-gather: the backend's, which moves the fewest bytes."""
         return "backend"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """Start an all-reduce: an exchange where that is quicker, else the backend's own order of sums."""
+        """Start an all-reduce: by an exchange where that is faster, else in the backend's order of sums."""
         if self.all_reduce_algorithm(tensor) == "exchange":
             copies = tensor.detach().expand(self.size, *tensor.shape).contiguous()
             return self._exchange(copies, total, op)
@@ -87,7 +86,7 @@ class TorchTransport:
         return TorchPending(work, total, then=lambda: divide_mean(total, op, self.size))
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Start a reduce, in the backend's own order of sums."""
+        """Start a reduce, in the backend's order of sums."""
         work = dist.reduce(
             tensor, op=_native(op), group=self.process_group, async_op=True, group_dst=destination
         )
@@ -99,7 +98,7 @@ class TorchTransport:
         return TorchPending(work, tensor, then=finish)
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Start a reduce-scatter: in rank order on the CPU, in the backend's own order elsewhere."""
+        """Start a reduce-scatter: in rank order on the CPU, in the backend's order elsewhere."""
         mine = dense(tensor)
         if self.reduce_scatter_algorithm(tensor) == "exchange":
             return self._exchange(mine, piece, op)
@@ -143,7 +142,7 @@ class TorchTransport:
         return TorchPending(work, mine, own)
 
     def barrier(self) -> Pending:
-        """Start a barrier, which on NCCL blocks the host when waited for."""
+        """Start a barrier; on NCCL its wait blocks the host."""
         return TorchPending(dist.barrier(self.process_group, async_op=True))
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
@@ -158,7 +157,7 @@ class TorchTransport:
         return TorchPending(work, buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Return None: processes that only exchange messages share no memory."""
+        """Return None: these ranks share no memory."""
         return None
 
     def shares(self, tensor: Tensor) -> bool:
@@ -166,7 +165,7 @@ class TorchTransport:
         return False
 
     def abort(self, cause: Exception) -> None:
-        """Do nothing: torch's own timeouts end what is pending."""
+        """Do nothing: torch's timeouts end pending operations."""
 
     def _over_gloo(self, tensor: Tensor) -> bool:
         return tensor.device.type == "cpu" and self.carries_cpu_tensors
@@ -178,7 +177,7 @@ class TorchTransport:
         return work
 
     def _exchange(self, parts: Tensor, total: Tensor, op: Op) -> Pending:
-        """Send each rank its part, as many along dim 0, and reduce what comes into `total`."""
+        """Send each rank its one of `size` parts along dim 0, and reduce the received ones into `total`."""
         received = torch.empty_like(parts)
 
         def finish() -> None:
@@ -188,17 +187,17 @@ class TorchTransport:
 
 
 def backends_of(process_group: dist.ProcessGroup | None) -> str:
-    """For example "cpu:gloo,cuda:nccl". A public function that the package does not re-export."""
+    """Return the backends of a group, for example "cpu:gloo,cuda:nccl"."""
     return dist.distributed_c10d.get_backend_config(process_group)
 
 
 def _single(name: str, older: _Single) -> _Single:
-    """torch 2.13 renamed the functions of one tensor, and warns about the old names."""
+    """Return `dist.<name>`, or the function of older versions of torch; 2.13 warns about the old names."""
     return cast(_Single, getattr(dist, name, None) or older)
 
 
 def _native(op: Op) -> dist.ReduceOp.RedOpType:
-    """The backend's operation; a mean is a sum, divided afterwards."""
+    """Return the backend's operation; a mean is a sum, divided afterwards."""
     return {
         "sum": dist.ReduceOp.SUM,
         "mean": dist.ReduceOp.SUM,
