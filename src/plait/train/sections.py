@@ -60,7 +60,7 @@ class ModelConfig(Section):
 
 
 class DataConfig(Section):
-    """What is learnt."""
+    """The training data."""
 
     source: str = Field(
         default="stdlib",
@@ -98,18 +98,19 @@ class TrainConfig(Section):
     precision: Precision = Field(default="fp32", description="number format of the computation")
     master_precision: Precision | None = Field(
         default=None,
-        description="number format of what the optimizer updates; none: fp32 for bf16 and fp16, else like "
-        "precision",
+        description="number format of the parameters that the optimizer updates; none: fp32 for bf16 and "
+        "fp16, else like precision",
     )
     gradient_precision: Precision | None = Field(
         default=None,
-        description="number format in which gradients are added up; none: like master_precision",
+        description="number format in which gradients are accumulated; none: like master_precision",
     )
     reduce_precision: Precision | None = Field(
-        default=None, description="number format in which gradients travel; none: like gradient_precision"
+        default=None,
+        description="number format in which gradients are reduced; none: like gradient_precision",
     )
     loss_scale: float | None = Field(
-        default=None, gt=0, description="what the loss is multiplied by; none: dynamic for fp16, else 1"
+        default=None, gt=0, description="factor of the loss; none: dynamic for fp16, else 1"
     )
     validate_every: int = Field(default=0, ge=0, description="steps between validations; 0: only at the end")
     validate_batches: Count = Field(default=8, description="batches in a validation")
@@ -118,10 +119,12 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The plan: how the run is spread over pp × dp × tp ranks."""
+    """The plan for pp × dp × tp ranks."""
 
     pp: Count = Field(default=1, description="pipeline-parallel degree: ranks the layers are spread over")
-    tp: Count = Field(default=1, description="tensor-parallel degree: ranks that each matrix is cut between")
+    tp: Count = Field(
+        default=1, description="tensor-parallel degree: ranks that each matrix is partitioned over"
+    )
     dp: Count = Field(
         default=1, description="data-parallel degree: ranks that each take a share of the batch"
     )
@@ -132,8 +135,8 @@ class ParallelConfig(Section):
     )
     offload: Offload = Field(
         default="none",
-        description="what a rank keeps on the CPU of what it holds: none, its parameters while a step runs, "
-        "or all (parameters, gradients and optimizer state)",
+        description="what a rank keeps on the CPU: nothing, its parameters while a step runs, or parameters, "
+        "gradients and optimizer state",
     )
     schedule: Policy = Field(default="1f1b", description="order of the actions of a step")
     chunks: Count | None = Field(
@@ -141,17 +144,17 @@ class ParallelConfig(Section):
     )
     memory_limit: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = Field(
         default=None,
-        description="the most activations that a rank may hold, in those of one micro-batch; none: what 1f1b "
-        "holds for auto, no limit for the others",
+        description="the most activations that a rank may hold, in micro-batches; none: as many as 1f1b "
+        "holds for auto, no limit for other schedules",
     )
     recompute: Recompute = Field(
         default="none",
-        description="what is made again for a layer's backward: nothing, what is cheap, or all but its input",
+        description="what is recomputed for a layer's backward: nothing, what is cheap, or all but its input",
     )
     sequence_parallel: SequenceParallel = Field(
         default="none",
-        description="whether tp ranks cut what stands outside of their matrices (norms, residual stream) by "
-        "sequence; what enters matrices is then kept for weight gradients, or gathered again for them",
+        description="whether tp ranks split what is outside of their matrices (norms, residual stream) by "
+        "sequence; inputs of matrices are then kept for weight gradients, or gathered again",
     )
     overlap: bool | None = Field(
         default=None,
@@ -160,19 +163,19 @@ class ParallelConfig(Section):
     )
     layers_per_stage: tuple[Count, ...] | None = Field(
         default=None,
-        description="cut by hand: how many layers each stage has, first stage first, where the embedding, "
-        "each attention, each MLP and the head are a layer; none: the shortest simulated step",
+        description="number of layers of each stage, first stage first, where the embedding, each attention, "
+        "each MLP and the head are a layer; none: the cut with the shortest simulated step",
     )
     balance: Literal["counted", "measured"] = Field(
         default="counted",
-        description="what stages are cut by, where not by hand: a count of multiplications, or what layers "
-        "take here, measured before training",
+        description="layer costs by which stages are cut without layers_per_stage: counts of "
+        "multiplications, or times measured before training",
     )
     reorder: int = Field(
         default=0,
         ge=0,
-        description="step, counted from 1, after which the order of actions is searched anew, as for auto, "
-        "from what they took in it; 0: never",
+        description="step, counted from 1, after which a shorter order of actions is searched, as for auto, "
+        "with the costs measured in it; 0: never",
     )
 
 
@@ -180,43 +183,44 @@ class RunConfig(Section):
     """Where and how the ranks run."""
 
     dir: Path = Field(
-        default=Path("runs/latest"), description="folder that metrics, logs and this configuration go to"
+        default=Path("runs/latest"), description="folder of metrics, logs, checkpoints and this configuration"
     )
     threads: Annotated[int, Field(ge=1, le=1024)] | None = Field(
-        default=None, description="threads a rank; none: the cores shared out, or as the launcher set them"
+        default=None,
+        description="threads a rank; none: the cores divided by the local ranks, or as the launcher set them",
     )
     device: Literal["auto", "cpu", "cuda"] = Field(
         default="auto", description="auto: cuda where there is one"
     )
     ranks_as: Literal["processes", "threads"] = Field(
         default="processes",
-        description="processes; threads: of one process, in turns, to debug a parallel run on the CPU",
+        description="processes; or threads of one process that run in turns, to debug on the CPU",
     )
     memory_limit: float | None = Field(
         default=None,
         gt=0,
-        description="GB (1e9 bytes) of tensors that a rank may hold by prediction, or the run is refused; "
+        description="GB (1e9 bytes) of tensors: a run whose predicted memory of a rank is larger is refused; "
         "none: no limit",
     )
     timeout: float = Field(
-        default=120.0, ge=1, description="seconds to wait for another rank before giving it up"
+        default=120.0, ge=1, description="seconds that a rank waits for another one before it fails"
     )
     compare: int = Field(
         default=0, ge=0, description="first steps run again on a single rank to compare; 0: none"
     )
     guard: bool = Field(
         default=False,
-        description="check that all ranks of a group make the same collective, and bring the same to a "
-        "region of tensor parallelism",
+        description="check that all ranks of a group call the same collective, and that the inputs of "
+        "tensor-parallel regions are equal",
     )
     check_replicas: int = Field(
-        default=0, ge=0, description="steps between comparisons of what several ranks hold alike; 0: none"
+        default=0, ge=0, description="steps between comparisons of replicas on several ranks; 0: none"
     )
     trace: int = Field(
         default=0,
         ge=0,
-        description="step of which trace.json, trace.svg and trace.html show what really happened, counted "
-        "from 1; 0: none",
+        description="step, counted from 1, whose measured timeline is written to trace.json, trace.svg and "
+        "trace.html; 0: none",
     )
     save_every: Annotated[int, Field(ge=0)] | None = Field(
         default=0,
@@ -225,7 +229,7 @@ class RunConfig(Section):
     )
     keep_last: int = Field(default=2, ge=0, description="newest checkpoints that are kept; 0: all")
     keep_every: int = Field(
-        default=0, ge=0, description="checkpoints of steps that this divides are kept for good; 0: none"
+        default=0, ge=0, description="checkpoints at multiples of this step are never removed; 0: none"
     )
     resume: str = Field(
         default="no",
