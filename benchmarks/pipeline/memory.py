@@ -12,7 +12,7 @@ from work import batch, cut
 from woven import weave
 
 import plait
-from plait.engine import Parts
+from plait.engine import Runtime
 
 RANKS, LENGTH = 2, 64
 """`LENGTH` is that of a sequence, in tokens: what is counted grows with it, on both sides alike."""
@@ -46,9 +46,9 @@ def _by_plait(policy: str, microbatches: int, layers: tuple[int, ...]) -> Kept:
     inputs, targets = (tensor[:, :LENGTH] for tensor in batch(0, microbatches))
     made = 0
 
-    def look(_instruction: object, parts: Parts) -> None:
+    def look(_instruction: object, runtime: Runtime) -> None:
         nonlocal made
-        made = parts.worker.exchange.pool.made
+        made = runtime.pipeline.exchange.pool.made
 
     parameters = list(engine.parameters())
 

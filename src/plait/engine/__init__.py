@@ -1,7 +1,7 @@
 """The engine that `parallelize` returns, and the runner of its programs."""
 
 from plait.engine.engine import Engine
-from plait.engine.recording import Recording
+from plait.engine.recorder import Recording
 from plait.engine.runtime import InstructionObserver, Runtime
 
 __all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]

@@ -1,4 +1,4 @@
-"""What actions are timed by: the host's clock, or events on a GPU's stream."""
+"""Clocks that time actions: the host's, or events on a GPU's stream."""
 
 from __future__ import annotations
 
@@ -10,33 +10,33 @@ import torch
 
 
 class Clock(Protocol):
-    """A clock that was started when it was made."""
+    """A clock, started when it is made."""
 
     def stamp(self) -> Any:
-        """Note the time; cheap, and waits for nothing."""
+        """Return a stamp of the current time, without waiting for anything."""
         ...
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
-        """What was noted, as nanoseconds of this host's `time.perf_counter_ns`."""
+        """Return the stamps as nanoseconds of this host's `time.perf_counter_ns`."""
         ...
 
 
 class HostClock:
-    """For what is computed while the host waits for it."""
+    """The clock of the CPU, whose computations are done when the call that started them returns."""
 
     def stamp(self) -> int:
-        """Now."""
+        """Return the time."""
         return time.perf_counter_ns()
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
-        """The stamps as they are."""
+        """Return the stamps unchanged."""
         return list(stamps)
 
 
 class DeviceClock:
-    """For what is computed on the current stream of a GPU, after the host has asked for it.
+    """The clock of the current stream of a GPU.
 
-    Making one waits for all that the device has to do; `read` waits for the stamps. In between nothing waits.
+    Making one synchronises with the device, and so does `read`; `stamp` does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -46,20 +46,20 @@ class DeviceClock:
         self._base = self.stamp()
         self._base.synchronize()
         self._origin = (before + time.perf_counter_ns()) // 2
-        """When the base was recorded, on the host's clock, to a few microseconds."""
+        """When the base event was recorded, on the host's clock, to a few microseconds."""
 
     def stamp(self) -> torch.cuda.Event:
-        """An event behind all that the stream has to do so far."""
+        """Return an event recorded behind all work of the stream so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
-        """As nanoseconds of the host's clock; events resolve about half a microsecond."""
+        """Return the stamps as nanoseconds of the host's clock; events resolve about half a microsecond."""
         torch.cuda.synchronize(self._device)
         return [self._origin + round(self._base.elapsed_time(event) * 1_000_000) for event in stamps]
 
 
 def clock_on(device: torch.device) -> Clock:
-    """A clock for what is computed on `device`, started now."""
+    """Start a clock for computations on `device`."""
     return DeviceClock(device) if device.type == "cuda" else HostClock()

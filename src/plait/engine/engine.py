@@ -13,13 +13,13 @@ from torch import Tensor, nn
 from plait.comm.traffic import Counts
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
 from plait.engine.output import generated, model_output
-from plait.engine.recording import Recording
-from plait.engine.reordering import (
-    agreed_order,
-    as_plain,
-    from_plain,
-    require_same_work,
-    shortest_order,
+from plait.engine.recorder import Recording
+from plait.engine.rescheduling import (
+    from_json,
+    require_same_actions,
+    schedule_from_rank_zero,
+    shortest_schedule,
+    to_json,
 )
 from plait.engine.runner import Runner
 from plait.engine.runtime import InstructionObserver, Runtime
@@ -112,9 +112,9 @@ class Engine:
         top_k: int | None = None,
         seed: int = 0,
     ) -> Tensor:
-        """Continue `prompt` `[rows, length]`: int64 `[rows, length + tokens]`, equal on every rank.
+        """Extend `prompt` `[rows, length]` to int64 `[rows, length + tokens]`, equal on every rank.
 
-        The model has to be causal, and its output logits `[rows, length, vocab]`. It sees at most its
+        The model must be causal, and its output logits `[rows, length, vocab]`. Its input is at most its
         context's last tokens. Communication: per token the boundary tensors, the token over `pp`, and, where
         the logits are cut, 16 bytes a row over `tp` (with `top_k` 8 · k more).
         """
@@ -123,11 +123,11 @@ class Engine:
     def clip_grad_norm_(
         self, max_norm: float, norm_type: float = 2.0, *, error_if_nonfinite: bool = False
     ) -> Tensor:
-        """Scale all gradients of the model so that their norm is at most `max_norm`; the norm before, 0-d.
+        """Scale all gradients of the model to a norm of at most `max_norm`; return the norm before, 0-d.
 
-        Over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`: the largest one.
+        The norm is over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`: the max.
         A norm that is not finite changes nothing; with `error_if_nonfinite` it raises `NonFiniteError` on
-        every rank. With a loss scale gradients that are not finite are thrown away, so that the optimizer's
+        every rank. With a loss scale gradients that are not finite are dropped, so that the optimizer's
         next step does nothing, and a dynamic scale is halved; only then, or for the error, the host waits for
         the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
         where gradients are cut.
@@ -147,11 +147,11 @@ class Engine:
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients and let `optimizer` step, on each rank as soon as the norm is there.
+        """Clip the gradients and let `optimizer` step, on each rank as soon as the norm is known.
 
-        `clip_grad_norm_` and `optimizer.step()` in one, without a barrier between or behind them: a rank sums
-        its own gradients as soon as they are final, and what it waits for is the sum over ranks alone; on a
-        GPU the host does not wait at all. Gives the norm before clipping; `float("inf")` clips nothing.
+        `clip_grad_norm_` and `optimizer.step()` in one call, without a barrier: a rank sums its own gradients
+        as soon as they are final, and waits only for the sum over ranks; on a GPU the host does not wait.
+        Returns the norm before clipping; `float("inf")` clips nothing.
         Communication: as `clip_grad_norm_`.
         """
         self.check_optimizer(optimizer)
@@ -160,28 +160,28 @@ class Engine:
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's parameters under their names in the model, layer by layer.
+        """Yield this rank's parameters with their names in the model, layer by layer.
 
-        Their gradients belong to the step: hooks on parameters see some of them too early, or not at all.
+        The engine sets their gradients: hooks on parameters run too early for some, and never for others.
         """
         for unit in self._runtime.units.values():
             yield from unit.pieces.items()
 
     def parameters(self) -> Iterator[nn.Parameter]:
-        """This rank's parameters."""
+        """Yield this rank's parameters."""
         for _, parameter in self.named_parameters():
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's buffers that belong to the model's `state_dict`, whole, under their names there."""
+        """Yield this rank's buffers that are in the model's `state_dict`, whole, with their names there."""
         for stage in self._pipeline.stages.values():
             yield from saved_buffers(stage.layers)
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return the whole model as `model.state_dict()` names it: parameters and buffers, on the CPU.
 
-        On rank 0, and nothing on the others; with `everywhere` on every rank. Parameters have the dtype that
-        the optimizer updates. Every rank calls it; memory: what is returned, and one tensor.
+        On rank 0, and an empty one on the others; with `everywhere` on every rank. Parameters have the dtype
+        that the optimizer updates. Memory: the result, and one tensor.
         Communication: for each tensor an all-gather over `shard` and `tp`, where it is cut, and a broadcast
         over `pp`; once the names of a stage's tensors over `pp`.
         """
@@ -190,9 +190,9 @@ class Engine:
     def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
         """Copy whole tensors, by the names of `model.state_dict()`, into the pieces of all ranks.
 
-        Every rank gives the same ones; with `broadcast` those of rank 0 count, and the others may give None.
-        Slices of safetensors files do as well. The optimizer's state is left alone. ModelError on every rank,
-        before anything is changed, for names or shapes that do not fit. Communication: a hash (256 bytes)
+        Every rank passes the same ones; with `broadcast` rank 0's are used, and the others may pass None.
+        Slices of safetensors files work, too. The optimizer's state does not change. ModelError on every
+        rank, before anything changes, for names or shapes that do not fit. Communication: a hash (256 bytes)
         over `world`; with `broadcast` every tensor over `world`, one by one.
         """
         load_state_dict(self._runtime, state, from_rank_zero=broadcast)
@@ -200,27 +200,27 @@ class Engine:
     def named_gradients(self) -> Iterator[tuple[str, Tensor]]:
         """Yield the whole gradient of each parameter that has one, by name, on every rank's device.
 
-        Between `forward_backward` and `zero_grad`, one after another: all ranks go through all of them.
+        For use between `forward_backward` and `zero_grad`. All ranks must iterate over all of them.
         Memory and communication: as `state_dict(everywhere=True)`.
         """
         return named_gradients(self._runtime)
 
     def named_dtensors(self) -> Iterator[tuple[str, DTensor]]:
-        """This rank's parameters as torch's own tools see them, without gradients, one after another.
+        """Yield this rank's parameters as `DTensor`s, without gradients, one after another.
 
         Each is a `DTensor` over the axes `replicate`, `shard`, `tp` of this rank's stage that have more than
-        one rank. It shares the parameter's memory, but where a `DTensor` cannot say what this rank has: then
+        one rank. It shares the parameter's memory, unless a `DTensor` cannot describe this rank's piece: then
         the pieces are gathered, all ranks of the stage take part, and it is a copy (see `as_dtensor`). So
-        all of them go through all names. Communication: one all-gather, over `shard` or `tp`, for each axis
-        of a parameter that is gathered.
+        all of them must iterate over all names. Communication: one all-gather, over `shard` or `tp`, for each
+        axis of a parameter that is gathered.
         """
-        from plait.checkpoint.dtensor import as_dtensor  # its 500 modules are for those who ask
+        from plait.checkpoint.dtensor import as_dtensor  # loads 500 modules
 
         for name, piece in self.named_parameters():
             yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Two groups for an optimizer: matrices and tables decay; vectors (biases, norm scales) do not."""
+        """Return two groups for an optimizer: only matrices and tables decay, not biases and norm scales."""
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -232,11 +232,11 @@ class Engine:
         ]
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise `PlanError` where an update of `optimizer` depends on parameters that another rank has.
+        """Raise `PlanError` where an update of `optimizer` depends on parameters that another rank holds.
 
         Under `pp` the update of a parameter may depend on that parameter only; where parameters are cut
         (`tp`, or a strategy that shards them) the update of an element on that element only. An optimizer is
-        checked before its first step in any case. No communication.
+        also checked before its first step. No communication.
         """
         self._guard.ask(optimizer)
 
@@ -249,16 +249,16 @@ class Engine:
         check_replicas(self._held(), optimizer)
 
     def microbatch_losses(self) -> Tensor:
-        """The mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
+        """Return the mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
 
         Communication: one broadcast over `pp`.
         """
         return self._runner.microbatch_losses()
 
     def input_gradients(self) -> Value | None:
-        """The gradient of the last step's inputs, if asked for; like them, None for whole numbers.
+        """Return the gradient of the last step's inputs, if asked for; shaped like them, None for integers.
 
-        Only the ranks of the first stage have it; the others get None.
+        On the ranks of the first stage; None on the others.
         """
         pieces, batch = self._pipeline.input_gradients, self._pipeline.batch
         if not pieces:
@@ -289,30 +289,30 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """The order of a training step, and which rank of `pp` each stage lives on."""
+        """The order of actions in a training step, and the rank of `pp` of each stage."""
         return self._runner.steps.schedule
 
     def follow(self, order: Schedule) -> None:
-        """From the next step on run `order`: the same actions on the same ranks, in another order.
+        """Set the schedule of later steps: the same actions on the same ranks, in another order.
 
-        Parameters, their gradients and the optimizer's state stay where they are, and gradients get the same
-        bits (but for a parameter with users on two stages of one rank). All ranks call it with the same
+        Parameters, their gradients and the optimizer's state stay where they are, and gradients have the same
+        bits (except those of a parameter with users on two stages of one rank). All ranks pass the same
         order: `plait train` keeps its own in RUN/schedule.json. ScheduleError for other actions.
         """
-        require_same_work(order, self.schedule)
-        self._runner.agree(f"follow {fingerprint_of_order(order)}", "model")
+        require_same_actions(order, self.schedule)
+        self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
-        """Follow the shortest order that rank 0 finds for what actions cost, as a `recording` measures it.
+        """Reschedule: set the shortest order that rank 0 finds for `costs`, as a `recording` measures them.
 
-        Only rank 0's `costs` count. `memory_limit` is that of the plan, as long as none is given. Where
-        nothing shorter is found the order stays. Gives the order of the next steps. All ranks call it and
-        wait for rank 0, a few seconds at most. Communication: the order as text over `world`.
+        Only rank 0's `costs` are used. `memory_limit` is by default that of the plan. Where nothing shorter
+        is found the order does not change. Returns the order of later steps. All ranks call it and wait for
+        rank 0, a few seconds at most. Communication: the order as text over `world`.
         """
         now = self.schedule
         limit = self.plan.memory_limit if memory_limit is None else memory_limit
-        self.follow(agreed_order(now, lambda: shortest_order(now, costs, limit), self.mesh))
+        self.follow(schedule_from_rank_zero(now, lambda: shortest_schedule(now, costs, limit), self.mesh))
         return self.schedule
 
     def _start_norm(self, norm_type: float) -> Callable[[], Tensor]:
@@ -322,17 +322,17 @@ class Engine:
 
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shapes of all such buffers of the model, by name."""
+        """The shapes of all buffers in the model's `state_dict`, by name."""
         return {name: tuple(one.shape) for name, one in saved_buffers(self._runtime.meta_layers.layers)}
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """For each further name that the model's `state_dict` has for a parameter, that which it has here."""
+        """For each further name of a shared parameter in the model's `state_dict` its name in the engine."""
         return aliases_of(self._runtime.meta_layers.layers)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """For each parameter that several ranks of `pp` hold, these."""
+        """For each parameter that several ranks of `pp` hold, those ranks."""
         return self._held().tied
 
     def _held(self) -> LocalReplicas:
@@ -340,30 +340,30 @@ class Engine:
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """What the next steps depend on besides parameters and optimizer, as JSON holds it.
+        """The state of later steps besides parameters and optimizer, as JSON holds it.
 
-        The number of passes, the loss scale, the order of actions. Set it, on all ranks, to go on as another
-        run would; an order of other stages or micro-batches is left aside, and there may be none.
+        The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
+        run; an order of other stages or micro-batches is ignored, and there may be none.
         """
         scale = self._runner.scale
         adapted = {"value": scale.value, "good_steps": scale.good_steps} if scale.dynamic else None
-        return {"passes": self.passes, "loss_scale": adapted, "order": as_plain(self.schedule)}
+        return {"passes": self.passes, "loss_scale": adapted, "order": to_json(self.schedule)}
 
     @run_state.setter
-    def run_state(self, told: Mapping[str, Any]) -> None:
-        self.passes = told["passes"]
-        if self.adapts_loss_scale and told["loss_scale"] is not None:
-            self._runner.scale.value = told["loss_scale"]["value"]
-            self._runner.scale.good_steps = told["loss_scale"]["good_steps"]
-        order = from_plain(told["order"], self.schedule) if "order" in told else None
+    def run_state(self, state: Mapping[str, Any]) -> None:
+        self.passes = state["passes"]
+        if self.adapts_loss_scale and state["loss_scale"] is not None:
+            self._runner.scale.value = state["loss_scale"]["value"]
+            self._runner.scale.good_steps = state["loss_scale"]["good_steps"]
+        order = from_json(state["order"], self.schedule) if "order" in state else None
         if order is not None:
             self.follow(order)
 
     @property
     def passes(self) -> int:
-        """How often `forward_backward` has run: dropout draws anew each time.
+        """How often `forward_backward` has run: each step has dropout masks of its own.
 
-        Set it, on all ranks, to go on as another run would.
+        Set it, on all ranks, to continue another run.
         """
         return self._runtime.dropout.step
 
@@ -373,19 +373,19 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """What the next step's loss is multiplied by; 1 where there is no scale."""
+        """The factor of the next step's loss; 1 without loss scaling."""
         return self._runner.scale.value
 
     @property
     def adapts_loss_scale(self) -> bool:
-        """Whether a step whose gradients overflow lowers the scale of the next one."""
+        """Whether the loss scale is dynamic: a step whose gradients overflow halves that of the next one."""
         return self._runner.scale.dynamic
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """For every parameter of the model, by name: which piece of it each rank of its stage updates."""
+        """For every parameter of the model, by name: the piece of it that each rank of its stage updates."""
         return self._runtime.blueprint.layouts
 
     def traffic(self) -> Counts:
-        """This rank's bytes and calls since the last `forward_backward` began: `{axis: {kind: Count}}`."""
+        """Return this rank's bytes and calls since the last `forward_backward`: `{axis: {kind: Count}}`."""
         return self.mesh.traffic.since(self._traffic_before)

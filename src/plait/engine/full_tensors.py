@@ -1,7 +1,7 @@
-"""The whole model in memory, from the pieces of all ranks and back: parameters, buffers and gradients.
+"""Full tensors from the pieces of all ranks, and back: parameters, buffers and gradients.
 
 One tensor is gathered at a time: first between the ranks of a stage, over `shard` and `tp`, where it is cut;
-then it is broadcast over `pp`, from the first rank that holds it.
+then it is broadcast over `pp`, from the first rank that owns it.
 """
 
 from __future__ import annotations
@@ -73,20 +73,20 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
 
 
 def _agreed(runtime: Runtime, values: Values, *, from_rank_zero: bool) -> Source:
-    """What tensors are read from, once all ranks have looked through what they were given.
+    """Return what tensors are read from, after a check of the values on all ranks.
 
-    ModelError on every rank where one was given what does not fit; CommunicationError where they differ.
+    ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
     """
     mesh, world = runtime.mesh, runtime.mesh.group("world")
-    flaw, digest = "", ""
+    error_text, digest = "", ""
     if mesh.rank == 0 or not from_rank_zero:
         try:
             digest = fingerprint_of_values(values.known())
-        except PlaitError as error:  # the others wait
-            flaw = str(error)
-    flaws = [told for told in all_gather_text(flaw, world, mesh.device) if told]
-    if flaws:
-        raise ModelError(flaws[0])
+        except PlaitError as error:  # the other ranks wait for a text
+            error_text = str(error)
+    errors = list(filter(None, all_gather_text(error_text, world, mesh.device)))
+    if errors:
+        raise ModelError(errors[0])
     if from_rank_zero:
         return FromRankZero(values, world, mesh.device)
     require_same_text(f"load a state dict of values {digest}", world, mesh.device)
@@ -96,36 +96,37 @@ def _agreed(runtime: Runtime, values: Values, *, from_rank_zero: bool) -> Source
 def _full(
     runtime: Runtime, held: Mapping[str, Tensor], what: str, *, everywhere: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield each name that some rank holds, in the model's order, with the whole tensor where it is wanted.
+    """Yield the name of each tensor that some rank holds, in the model's order, with the full tensor.
 
-    That is on every rank, or on those of the pipeline of rank 0. `held`: this rank's pieces.
+    With `everywhere` on every rank, else on the ranks of rank 0's pipeline, and None on the others.
+    `held`: this rank's pieces.
     """
     mesh = runtime.mesh
     mine = {name: str(tensor.dtype).removeprefix("torch.") for name, tensor in held.items()}
     text = json.dumps(mine)
-    for axis in ("dp", "tp"):  # all of a stage go through the same names
+    for axis in ("dp", "tp"):  # all ranks of a stage have the same names
         require_same_text(f"{what} of {text}", mesh.group(axis), mesh.device)
     group = mesh.group("pp")
-    told = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
+    dtypes = [json.loads(one) for one in all_gather_text(text, group, mesh.device)]
     receives = everywhere or all(mesh.index(axis) == 0 for axis in ("dp", "tp"))
     for name, place in _places(runtime).items():
-        holders = [rank for rank, names in enumerate(told) if name in names]
-        if not holders:
+        owners = [rank for rank, names in enumerate(dtypes) if name in names]
+        if not owners:
             continue
         whole = None
         if name in held:
             whole = held[name].detach().to(mesh.device)
             whole = whole if place.is_buffer else full_tensor(whole, runtime.blueprint.layouts[name], mesh)
-        if receives and (everywhere or holders[0] != 0):
+        if receives and (everywhere or owners[0] != 0):
             if whole is None:
-                dtype = getattr(torch, told[holders[0]][name])
+                dtype = getattr(torch, dtypes[owners[0]][name])
                 whole = torch.empty(place.tensor.shape, dtype=dtype, device=mesh.device)
-            whole = broadcast(whole, group, holders[0], checked=False).about(f"all of {name}").wait()
+            whole = broadcast(whole, group, owners[0], checked=False).about(f"all of {name}").wait()
         yield name, whole if receives else None
 
 
 def _places(runtime: Runtime) -> dict[str, Place]:
-    """By first name, where each parameter and saved buffer of the model stands, with its whole shape."""
+    """Return where each parameter and saved buffer of the model is, with its full shape, by first name."""
     found = {}
     for name, place in places_of(named(runtime.meta_layers.layers)).items():
         if place.saved_as:
@@ -136,12 +137,12 @@ def _places(runtime: Runtime) -> dict[str, Place]:
 
 
 def _pieces(runtime: Runtime) -> dict[str, Tensor]:
-    """What the optimizer of this rank updates."""
+    """Return the parameters that this rank's optimizer updates, by name."""
     units = runtime.units.values()
     return {name: piece for unit in units for name, piece in unit.pieces.items()}
 
 
 def _buffers(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
-    """This rank's buffers that are saved."""
+    """Yield this rank's buffers that are in the state dict."""
     for stage in runtime.pipeline.stages.values():
         yield from saved_buffers(stage.layers)

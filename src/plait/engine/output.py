@@ -1,4 +1,4 @@
-"""The model's output: as `Engine.output` returns it, and token by token for `Engine.generate`."""
+"""The model's output, for `Engine.output`, and token by token for `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ from plait.tensor.sampling import next_token, padded, require_prompt
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for `inputs`; see `Engine.output`."""
     batch = cut_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
-    looks = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
-    runner.agree(looks, "pp")
-    runner.agree(f"{looks}, tokens {fingerprint_of_tokens(batch)}", "tp")
+    call = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
+    runner.require_same_call(call, "pp")
+    runner.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch)}", "tp")
     with torch.no_grad(), evaluating(runner.modules):
         runner.run(runner.steps.output, batch)
         given_cut = isinstance(inputs, Microbatches)
@@ -43,24 +43,24 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
             outputs = [_gathered(runner, output) for output in outputs]
         if not outputs:
             return None
-        return Microbatches(outputs) if given_cut else _joined(outputs)
+        return Microbatches(outputs) if given_cut else _concatenated(outputs)
 
 
 def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
-    """DataError, on every rank, where outputs of several micro-batches cannot be joined along dim 0."""
+    """Raise DataError, on every rank, where outputs of micro-batches cannot be concatenated along dim 0."""
     for part, info in zip(batch, runner.pipeline.output_infos, strict=True):
         rows = next(tensors_of(part)).shape[0]
-        strange = [list(one.shape) for one in info.tensors if one.shape[:1] != (rows,)]
-        if strange and len(batch) > 1:
+        unlike = [list(one.shape) for one in info.tensors if one.shape[:1] != (rows,)]
+        if unlike and len(batch) > 1:
             raise DataError(
-                f"the model gives a tensor of shape {strange[0]} for a micro-batch of {rows} rows, so the "
+                f"the model gives a tensor of shape {unlike[0]} for a micro-batch of {rows} rows, so the "
                 f"outputs of {len(batch)} micro-batches cannot be joined along dim 0: give the inputs as "
                 "Microbatches, and each one's output comes by itself."
             )
 
 
 def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
-    """The last stage's `outputs` on every rank of `pp`; the other ranks hand in none."""
+    """Yield the last stage's `outputs` on every rank of `pp`; the other ranks pass none."""
     group, source = runner.mesh.group("pp"), runner.steps.last_rank
     given = iter(outputs)
     for info in runner.pipeline.output_infos:
@@ -75,15 +75,15 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
 
 
 def _gathered(runner: Runner, output: Value) -> Value:
-    """Logits of all classes, from this rank's where they are cut over `tp`; any other output as it is."""
+    """Return logits of all classes, gathered where they are sharded over `tp`; any other output unchanged."""
     vocabulary = runner.runtime.vocabulary
     if vocabulary is None:
         return output
     return gather(vocabulary.require_piece(output), vocabulary.group, -1, vocabulary.classes)
 
 
-def _joined(outputs: Sequence[Value]) -> Value:
-    """The outputs of all micro-batches as one value, its tensors joined along dim 0."""
+def _concatenated(outputs: Sequence[Value]) -> Value:
+    """Return the outputs of all micro-batches as one value, its tensors concatenated along dim 0."""
     if len(outputs) == 1:
         return outputs[0]
     columns = zip(*map(tensors_of, outputs), strict=True)
@@ -96,7 +96,7 @@ def generated(
     """Return `prompt` `[rows, length]` with `tokens` more; see `Engine.generate`."""
     require_prompt(prompt, tokens, temperature, top_k)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
-    runner.agree(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
+    runner.require_same_call(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
     generator = torch.Generator().manual_seed(seed)
     sequence, program = prompt.to(runner.mesh.device), runner.steps.output_of_one
     with torch.no_grad(), evaluating(runner.modules):

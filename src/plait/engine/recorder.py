@@ -1,17 +1,36 @@
-"""The recorder of one rank: notes when each action of a training step starts and ends."""
+"""Recording of a training step: when each action starts and ends, on this rank and on all ranks of `pp`."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
 from typing import Any, NamedTuple
 
-from plait.engine.clock import Clock
+import torch
+from torch import Tensor
+
+from plait.comm.clocks import clock_offset
+from plait.comm.collectives import all_gather
+from plait.comm.mesh import Mesh
+from plait.engine.clock import Clock, clock_on
+from plait.errors import DataError
 from plait.pipeline.executor import AroundSegment
-from plait.schedules.action import Action
+from plait.schedules.action import Action, Kind
+from plait.schedules.schedule import Schedule
 from plait.schedules.segments import Segment
-from plait.schedules.simulation.measured import MeasuredAction
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.measured import (
+    MeasuredAction,
+    measured_costs,
+    measured_timeline,
+    measured_waits,
+)
+from plait.schedules.simulation.timeline import Timeline
+
+_KINDS = tuple(Kind)
+_NEVER = -1
 
 
 class SegmentTimes(NamedTuple):
@@ -59,6 +78,55 @@ class Recorder:
         self.step = RecordedStep(clock, notes)
 
 
+class Recording:
+    """The last training step that ran inside of `Engine.recording`. Times are milliseconds.
+
+    An action lasts from its first layer's start to its last layer's end (on a GPU: on the stream where it
+    computes), with the loss and the gradient that it starts from; waiting for messages and sending is not in
+    it. Collectives of `tp` are, and waiting for parameters. All ranks of `pp` call the methods, and get the
+    same results. Ranks that differ in `dp` or `tp` have timelines of their own.
+    Communication: two all-gathers over `pp` by the first method that is called, and where `pp` spans several
+    hosts some messages to compare their clocks.
+    """
+
+    def __init__(self, mesh: Mesh, schedule: Callable[[], Schedule]) -> None:
+        """`schedule` returns the current order of actions."""
+        self._mesh = mesh
+        self._schedule = schedule
+        self.recorder = Recorder(partial(clock_on, mesh.device))
+        self._collected: tuple[object, tuple[tuple[MeasuredAction, ...], ...]] | None = None
+
+    def timeline(self) -> Timeline:
+        """Return the step as a timeline that starts at 0, as `plait.simulate` returns one of a schedule.
+
+        Its schedule has the actions as they ran: a `B` whose result is sent is an `I` and a `W`.
+        DataError where no training step was recorded.
+        """
+        return measured_timeline(self._schedule(), self._rows())
+
+    def costs(self) -> Costs:
+        """Return the median times of `F`, `I` and `W` of each stage, and that of a hop between ranks.
+
+        `plait.simulate(recording.timeline().schedule, recording.costs())` simulates the step with them.
+        `I` and `W` that ran as one `B` cost half each. DataError as `timeline`.
+        """
+        return measured_costs(self._schedule(), self._rows())
+
+    def waits(self) -> tuple[float, ...]:
+        """Return how long each rank of `pp` waited for results of other ranks. DataError as `timeline`."""
+        return measured_waits(self._rows())
+
+    def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
+        step = self.recorder.step
+        if step is None:
+            raise DataError(
+                "nothing was recorded: call forward_backward inside of `with engine.recording() as …`."
+            )
+        if self._collected is None or self._collected[0] is not step:
+            self._collected = step, _gathered(step.row(), self._mesh)
+        return self._collected[1]
+
+
 def joined(
     segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[MeasuredAction, ...]:
@@ -80,3 +148,31 @@ def joined(
         else:
             row.append(MeasuredAction(action, start, end, asked.pop(action.message_key, None)))
     return tuple(row)
+
+
+def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
+    """Return the rows of all ranks of `pp`, in the time of the first rank's host."""
+    group = mesh.group("pp")
+    if group.size == 1:
+        return (row,)
+    place = group.device_for_text(mesh.device)
+    offset = clock_offset(group, mesh.device).nanoseconds
+    mine = torch.tensor([_encoded(done, offset) for done in row], dtype=torch.int64, device=place)
+    counts = all_gather(torch.tensor([len(row)], dtype=torch.int64, device=place), group).wait().tolist()
+    padded = torch.zeros((max(counts), 6), dtype=torch.int64, device=place)
+    padded[: len(row)] = mine.reshape(-1, 6)
+    everyone = all_gather(padded, group).wait().view(group.size, -1, 6).cpu()
+    return tuple(tuple(map(_decoded, rows[:count])) for rows, count in zip(everyone, counts, strict=True))
+
+
+def _encoded(done: MeasuredAction, offset: int) -> tuple[int, ...]:
+    stage, kind, microbatch = done.action
+    asked = _NEVER if done.asked is None else done.asked + offset
+    return stage, _KINDS.index(kind), microbatch, done.start + offset, done.end + offset, asked
+
+
+def _decoded(numbers: Tensor) -> MeasuredAction:
+    stage, kind, microbatch, start, end, asked = map(int, numbers)
+    return MeasuredAction(
+        Action(stage, _KINDS[kind], microbatch), start, end, None if asked == _NEVER else asked
+    )

@@ -59,7 +59,7 @@ class Runner:
         """Records the training steps, if set."""
         self.inputs_are_cut = False
         """Whether the inputs of the latest step were `Microbatches`."""
-        self._drops = any(names_of(layer.module) for layer in runtime.meta_layers.layers)
+        self._has_dropout = any(names_of(layer.module) for layer in runtime.meta_layers.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._latest: LossBatch | None = None
         self._totals: list[Tensor] = []
@@ -89,10 +89,10 @@ class Runner:
         """
         self.inputs_are_cut = isinstance(inputs, Microbatches)
         batch, parts = cut(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
-        looks = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
-        self.agree(looks, "pp")
-        self.agree(f"{looks}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
-        if self._drops and torch.is_grad_enabled():
+        call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
+        self.require_same_call(call, "pp")
+        self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
+        if self._has_dropout and torch.is_grad_enabled():
             self.runtime.dropout.rows = self._rows(batch)
         each = [self.runtime.loss.weight(part) for part in parts]
         weights = torch.stack(
@@ -116,10 +116,10 @@ class Runner:
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
-        """Which rows of the global batch each micro-batch has, by the first of its tensors.
+        """Return the rows of the global batch that each micro-batch has, by the first of its tensors.
 
         Communication: one all-reduce over `dp`, whose ranks may have different numbers of rows; on the CPU
-        where the group has a way there, so that no device is waited for.
+        where the group has a transport for it, so that the host does not wait for the device.
         """
         counts = [next((len(one) if one.dim() else 1 for one in tensors_of(value)), 1) for value in batch]
         group, before = self.mesh.group("dp"), 0
@@ -132,7 +132,7 @@ class Runner:
         return [range(*ends) for ends in pairwise(accumulate(counts, initial=before))]
 
     def microbatch_losses(self) -> Tensor:
-        """The mean loss of each of the last micro-batches, `[microbatches]`. Communication: one broadcast."""
+        """Return the mean loss of each of the last micro-batches; see `Engine.microbatch_losses`."""
         if self._latest is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         losses = torch.zeros_like(self._latest.weights)
@@ -140,17 +140,17 @@ class Runner:
             losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._latest.weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
-    def agree(self, doing: str, axis: str) -> None:
-        """Check that all ranks along `axis` are about to do the same: `doing` is what they would do.
+    def require_same_call(self, call: str, axis: str) -> None:
+        """Raise CommunicationError where ranks along `axis` are about to make different calls.
 
-        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that no device is waited for.
+        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait.
         """
         group = self.mesh.group(axis)
         if group.device_for_text(self.mesh.device).type == "cpu":
-            require_same_text(doing, group, torch.device("cpu"))
+            require_same_text(call, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:
-        """Convert a floating-point input to the plan's precision; on the first stage move it to device."""
+        """Convert a floating-point input to the plan's precision, and move inputs of the first stage."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.first_rank
         return tensor.to(self.mesh.device if first else tensor.device, dtype)
@@ -210,8 +210,8 @@ class Runner:
         return infos
 
     def _infer(self, microbatch: Value, input_gradients: bool) -> list[LayerInfo]:
-        layers, looks = self.runtime.meta_layers, signature(microbatch)
+        layers, shape = self.runtime.meta_layers, signature(microbatch)
         infos = layers.infer(microbatch, input_gradients=input_gradients)
-        if layers.are_proved and all(known != looks for known, *_ in self._infos):
+        if layers.are_proved and all(known != shape for known, *_ in self._infos):
             layers.prove(microbatch)
         return infos

@@ -1,0 +1,104 @@
+"""Rescheduling: another order of the same actions, shortest for measured costs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from typing import Any
+
+from plait.comm.mesh import Mesh
+from plait.comm.text import broadcast_text
+from plait.errors import PlaitError, ScheduleError
+from plait.schedules.action import Action
+from plait.schedules.check import check
+from plait.schedules.schedule import Schedule
+from plait.schedules.search.api import AUTO, schedule
+from plait.schedules.simulation.costs import Costs
+from plait.schedules.simulation.timeline import simulate
+
+_ERROR = "error: "
+
+
+def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
+    """Return the shortest order found for `costs` with each stage on its rank of `now`; or `now`, if shorter.
+
+    `limit` is that of `plait.schedule`. ScheduleError where no order is within it.
+    """
+    found = schedule(
+        AUTO,
+        ranks=now.ranks,
+        microbatches=now.microbatches,
+        costs=costs,
+        limit=limit,
+        rank_of=now.rank_of,
+    )
+    fits = limit is None or _is_within(now, limit, costs)
+    # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
+    before, after = (simulate(one.split_backward(), costs).makespan for one in (now, found))
+    return now if fits and before <= after else found
+
+
+def _is_within(order: Schedule, limit: float, costs: Costs) -> bool:
+    try:
+        check(order, limit, costs.memory(order.ranks, order.stages))
+    except ScheduleError:
+        return False
+    return True
+
+
+def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh: Mesh) -> Schedule:
+    """Return on every rank what `choose` returns on rank 0. ScheduleError on every rank where it raises.
+
+    Communication: two broadcasts over `world`, of 8 bytes and of the order as text.
+    """
+    text = ""
+    if mesh.rank == 0:
+        try:
+            text = to_text(choose())
+        except PlaitError as error:  # the other ranks wait for a text
+            text = f"{_ERROR}{error}"
+    text = broadcast_text(text, mesh.group("world"), mesh.device)
+    if text.startswith(_ERROR):
+        raise ScheduleError(text.removeprefix(_ERROR))
+    return from_text(text, now)
+
+
+def to_text(order: Schedule) -> str:
+    """Return an order as text: its policy, then a line for each rank."""
+    return "\n".join([order.policy, *(" ".join(row) for row in order.order)])
+
+
+def from_text(text: str, now: Schedule) -> Schedule:
+    """Return the order whose text is given, with the stages on their ranks of `now`."""
+    policy, *rows = text.split("\n")
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return replace(now, policy=policy, actions=actions, bound=None)
+
+
+def to_json(order: Schedule) -> dict[str, Any]:
+    """Return an order, with its number of micro-batches and its ranks of stages, as JSON holds it."""
+    return {
+        "microbatches": order.microbatches,
+        "rank_of": list(order.rank_of),
+        "order": to_text(order),
+    }
+
+
+def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
+    """Return the order of a `to_json`; None where it is of other actions, or the same as `now`."""
+    if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
+        return None
+    order = from_text(state["order"], now)
+    return None if order.order == now.order else order
+
+
+def require_same_actions(other: Schedule, now: Schedule) -> None:
+    """Raise ScheduleError unless `other` has the micro-batches and stages of `now`, and a valid order."""
+    for name in ("ranks", "rank_of", "microbatches"):
+        expected, found = getattr(now, name), getattr(other, name)
+        if expected != found:
+            raise ScheduleError(
+                f"the schedule's {name} is {found}, but the engine's is {expected}: stages stay where they "
+                "are, so give another order of the same actions."
+            )
+    check(other)
