@@ -125,7 +125,7 @@ class Engine:
     ) -> Tensor:
         """Scale all gradients of the model to a norm of at most `max_norm`; return the norm before, 0-d.
 
-        The norm is over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`: maximum.
+        The norm is over all axes, each parameter once; `norm_type` is the exponent, or `float("inf")`.
         A norm that is not finite changes nothing; with `error_if_nonfinite` it raises `NonFiniteError` on
         every rank. With a loss scale gradients that are not finite are dropped, so that the optimizer's
         next step does nothing, and a dynamic scale is halved; only then, or for the error, the host waits for

@@ -42,7 +42,7 @@ class ReceiveBufferAccount:
         if len(under_way) == SENDS_UNDER_WAY:
             self._ledger.drop(("send", under_way.pop(0)))
         self._sent += 1
-        self._ledger.hold(("send", self._sent), map(self.outlasting, blocks))
+        self._ledger.hold(("send", self._sent), map(self.safe_to_keep, blocks))
         under_way.append(self._sent)
 
     def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
@@ -55,7 +55,7 @@ class ReceiveBufferAccount:
         ]
         self.send(action, blocks, peer)
 
-    def outlasting(self, block: MemoryBlock) -> MemoryBlock:
+    def safe_to_keep(self, block: MemoryBlock) -> MemoryBlock:
         """`block`, or a copy where it is a buffer of the pool."""
         return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 

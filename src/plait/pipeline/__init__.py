@@ -1,1 +1,1 @@
-"""Stages, the executor that runs programs, and the exchange of boundary tensors."""
+"""Stages, the executor that runs their programs, and the exchange of tensors between stages."""

@@ -1,9 +1,9 @@
-"""Messages between stages on different ranks: receives posted ahead into reused buffers, sends under way.
+"""Sends and receives between stages on different ranks, with receives posted ahead into reused buffers.
 
-A buffer belongs to the micro-batch it was received for until `release` (the stage's weight work may still
-read it), then to the pool. All micro-batches of a step take buffers of the same size at a boundary, that of
-the longest. So memory is what the schedule keeps in flight, whatever the number of micro-batches and of their
-shapes. Forward and backward traffic run in groups of their own.
+A buffer belongs to the micro-batch that was received into it until `release` (the stage's weight gradients
+may still read it), then to the pool. All micro-batches of a step take buffers of the same size at a boundary,
+that of the longest. So memory depends on what the schedule keeps in flight, not on the number and shapes of
+micro-batches. Forward and backward traffic have groups of their own.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from plait.pipeline.stage import Gradients
 from plait.schedules.action import Action, Kind
 
 SENDS_UNDER_WAY = 2
-"""Per channel. More would only hold tensors longer: the receiver posts one receive ahead."""
+"""Unfinished sends per peer and direction. More would hold tensors longer: one receive is posted ahead."""
 
 Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
 """`crossing[s][m]` are the tensors that stage `s` sends forward of micro-batch `m`."""
@@ -55,26 +55,26 @@ def receive_buffers(
 
 @dataclass
 class BufferPool:
-    """Buffers by their size in bytes, reused. `made` counts how many exist."""
+    """Buffers by their size in bytes, reused."""
 
     device: torch.device
     free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
     buffers: dict[int, Tensor] = field(default_factory=dict)
-    """By their address."""
+    """Free and taken ones, by their address."""
 
     @property
     def made(self) -> int:
-        """How many there are."""
+        """The number of buffers."""
         return len(self.buffers)
 
     def fit(self, needs: Iterable[int]) -> dict[int, int]:
-        """For each number of bytes that is needed the size of buffer to take; what fits none is forgotten.
+        """Return for each needed number of bytes the size of buffer to take; free buffers of other sizes.
 
-        Where there is a size that is large enough and at most twice as large it is that: steps whose longest
-        sequences differ a little share buffers.
+        An existing size is reused if it is large enough and at most twice as large, so that steps whose
+        longest sequences differ a little share buffers.
         """
         sizes = sorted({buffer.nbytes for buffer in self.buffers.values()})
-        least = {need: max(need, 1) for need in needs}  # of a buffer without memory the address says nothing
+        least = {need: max(need, 1) for need in needs}  # empty buffers have no address of their own
         fits = {
             need: next((size for size in sizes if least[need] <= size <= 2 * need), least[need])
             for need in least
@@ -85,7 +85,7 @@ class BufferPool:
         return fits
 
     def take(self, info: TensorInfo, size: int) -> Tensor:
-        """A tensor like `info` in a buffer of `size` bytes, its contents undefined."""
+        """Return a tensor like `info` in a buffer of `size` bytes, uninitialised."""
         stock = self.free[size]
         if stock:
             buffer = stock.pop()
@@ -95,22 +95,22 @@ class BufferPool:
         return buffer[: info.nbytes].view(info.dtype).view(info.shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Nothing reads `tensor`, which was taken, any more."""
+        """Return the buffer of a tensor that was taken to the pool."""
         buffer = self.buffers[tensor.untyped_storage().data_ptr()]
         self.free[buffer.nbytes].append(buffer)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` lies in one of the pool's buffers."""
+        """Whether `tensor` is in one of the pool's buffers."""
         return tensor.untyped_storage().data_ptr() in self.buffers
 
     def clear(self) -> None:
-        """Forget all buffers."""
+        """Drop all buffers."""
         self.free.clear()
         self.buffers.clear()
 
 
 class Exchange:
-    """The boundary traffic of one rank of the `pp` axis."""
+    """The sends and receives of one rank of `pp`."""
 
     def __init__(self, forward: Group, backward: Group, device: torch.device) -> None:
         self.groups = {Kind.F: forward, Kind.I: backward}
@@ -122,9 +122,9 @@ class Exchange:
         self._sends: dict[tuple[int, Kind], list[list[Handle[None]]]] = defaultdict(list)
 
     def begin(self, crossing: Crossing) -> None:
-        """Steps on other shapes follow: `crossing[s][m]` is what stage `s` sends forward of micro-batch `m`.
+        """Set the tensors of later steps, and fit the receive buffers to them.
 
-        Its differentiable part comes back.
+        The gradients of those that are differentiable are sent back.
         """
         self.crossing = crossing
         longest = buffer_sizes(crossing)
@@ -140,7 +140,7 @@ class Exchange:
         self._posted[action] = buffers, handles
 
     def take(self, action: Action) -> list[Tensor]:
-        """Wait for what `action` needs. CommunicationError that names the action when it does not come."""
+        """Wait for the input of `action`, and return it. CommunicationError with its name on a timeout."""
         buffers, handles = self._posted.pop(action)
         for handle in handles:
             handle.wait()
@@ -148,21 +148,21 @@ class Exchange:
         return buffers
 
     def send(self, action: Action, tensors: Sequence[Tensor], peer: int) -> None:
-        """Start sending the result of `action` to `peer`, after at most `SENDS_UNDER_WAY - 1` others."""
+        """Start sending the result of `action`, once fewer than `SENDS_UNDER_WAY` sends are unfinished."""
         under_way = self._sends[peer, action.kind]
         while len(under_way) >= SENDS_UNDER_WAY:
             for handle in under_way.pop(0):
                 handle.wait()
         group = self.groups[action.kind]
-        outgoing = [self.outlasting(tensor) for tensor in tensors]
+        outgoing = [self.safe_to_keep(tensor) for tensor in tensors]
         under_way.append([send(tensor, group, peer, label=str(action)) for tensor in outgoing])
 
-    def outlasting(self, tensor: Tensor) -> Tensor:
-        """`tensor`, or a copy where it lies in a buffer: a layer may pass on what it received."""
+    def safe_to_keep(self, tensor: Tensor) -> Tensor:
+        """Return `tensor`, or a copy where it is in a receive buffer: a layer may return what it received."""
         return tensor.clone() if self.pool.owns(tensor) else tensor
 
     def send_gradients(self, action: Action, gradients: Gradients, peer: int) -> None:
-        """Send the gradients of the stage's input; where none flowed, the other side expects zeros."""
+        """Start sending the gradients of the stage's input, zeros where there is none."""
         tensors = []
         infos = self.crossing[action.stage - 1][action.microbatch]
         for info, gradient in zip(infos, gradients, strict=True):
@@ -174,12 +174,12 @@ class Exchange:
         return torch.zeros(info.shape, dtype=info.dtype, device=self.pool.device)
 
     def release(self, stage: int, microbatch: int) -> None:
-        """The stage needs nothing of the micro-batch any more: its buffers go back to the pool."""
+        """Give back the receive buffers of a micro-batch: the stage does not need them any more."""
         for buffer in self._lent.pop((stage, microbatch), ()):
             self.pool.give_back(buffer)
 
     def finish(self) -> None:
-        """Wait until every send is out."""
+        """Block until all sends are finished."""
         for under_way in self._sends.values():
             for handles in under_way:
                 for handle in handles:
@@ -187,7 +187,7 @@ class Exchange:
             under_way.clear()
 
     def clear(self) -> None:
-        """Forget what is under way, after an exception in the middle of a step."""
+        """Drop all buffers and handles, after an exception in the middle of a step."""
         self._posted.clear()
         self._lent.clear()
         self._sends.clear()

@@ -1,7 +1,7 @@
-"""The loss scale: what gradients in half precision are multiplied by on their way, and divided by after.
+"""The loss scale: the factor of gradients in half precision until they are reduced.
 
-Dynamic, as Micikevicius et al. describe it (Mixed Precision Training, arXiv:1710.03740, section 3.2): halved
-after a step whose gradients are not finite, doubled after many steps whose are.
+A dynamic scale (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2) is halved after
+a step whose gradients are not finite, and doubled after many steps whose gradients are.
 """
 
 from __future__ import annotations
@@ -23,30 +23,30 @@ class LossScale:
     dynamic: bool = False
     good_steps: int = 0
     checked: bool = True
-    """Whether the gradients of the latest step were looked at."""
+    """Whether the gradients of the latest step were checked for finite values."""
 
     def begin(self, *, anew: bool) -> None:
-        """A step begins; `anew`: the gradients before it were used, or thrown away.
+        """Begin a step. `anew`: the gradients of the step before were used, or dropped.
 
-        PlanError where nobody asked whether these were finite: the optimizer may have used what is not.
+        PlanError where these were not checked: the optimizer may have used values that are not finite.
         """
         if self.dynamic and anew and not self.checked:
             raise PlanError(
-                "in fp16 gradients may overflow, and nobody looked: call "
+                "in fp16 gradients may overflow, and they were not checked: call "
                 "engine.clip_grad_norm_ (with float('inf') to clip nothing) before each optimizer.step()."
             )
 
     def end(self) -> None:
-        """A step is done: there are new gradients. After one that failed there are none."""
+        """End a step that has not failed: its gradients are new."""
         self.checked = False
 
     @property
     def guards(self) -> bool:
-        """Whether gradients that overflowed are to be thrown away."""
+        """Whether gradients that overflowed are dropped."""
         return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:
-        """Gradients were looked at."""
+        """Update the scale after a check of the gradients."""
         self.checked = True
         self.good_steps = self.good_steps + 1 if finite else 0
         if not self.dynamic:
@@ -57,8 +57,8 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
 
-def loss_scale(told: float | None, *, in_fp16: bool) -> LossScale:
-    """The first scale: as told; else dynamic where gradients may overflow, and none otherwise."""
-    if told is not None:
-        return LossScale(told)
+def loss_scale(given: float | None, *, in_fp16: bool) -> LossScale:
+    """Return the initial scale: as given, else dynamic where something is in fp16, and 1 otherwise."""
+    if given is not None:
+        return LossScale(given)
     return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

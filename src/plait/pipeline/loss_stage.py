@@ -1,4 +1,4 @@
-"""The end of the last stage: the loss, and the gradient that the backward starts from."""
+"""The loss stage, behind the model's last layer: the loss, and the gradient that the backward starts from."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from plait.pipeline.stage import Gradients
 
 
 class LossLike(Protocol):
-    """A loss as a sum; its weight is applied by the scale that `begin` is given."""
+    """A loss as a sum; `LossStage.begin` takes the scale that makes a mean of it."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """The summed loss of one micro-batch, 0-d."""
+        """Return the summed loss of one micro-batch, 0-d."""
 
 
 class LossStage:
-    """Computes each micro-batch's loss and, for training, the gradient of the global mean."""
+    """Computes the loss of each micro-batch and, for training, its gradient, scaled to that of the mean."""
 
     def __init__(self, loss: LossLike, *, writes_output: bool = False) -> None:
         """`writes_output`: the loss may write to the memory of the output."""
@@ -34,12 +34,12 @@ class LossStage:
         self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
-        """Start a step: the targets per micro-batch, and what the gradient is multiplied by (0-d)."""
+        """Begin a step, with the targets of each micro-batch and the factor of the gradient (0-d)."""
         self._totals, self._outputs = {}, {}
         self._targets, self._scale = targets, scale
 
     def compute(self, microbatch: int, output: Value) -> None:
-        """The loss of one micro-batch, as a sum; see `totals`."""
+        """Compute the summed loss of one micro-batch."""
         total = self.loss.total(output, self._targets[microbatch])
         if not isinstance(total, Tensor) or total.dim():
             shape = list(total.shape) if isinstance(total, Tensor) else type(total).__name__
@@ -49,32 +49,32 @@ class LossStage:
             self._open[microbatch] = total, list(tensors_of(output))
 
     def total(self, microbatch: int) -> Tensor:
-        """The summed loss of a micro-batch of the latest step."""
+        """Return the summed loss of a micro-batch of the latest step."""
         return self._totals[microbatch]
 
     @property
     def totals(self) -> list[Tensor]:
-        """The summed loss of each micro-batch, in their order, whatever the schedule's."""
+        """The summed loss of each micro-batch, in the order of the batch."""
         return [self._totals[microbatch] for microbatch in sorted(self._totals)]
 
     def keep(self, microbatch: int, output: Value) -> None:
-        """Keep the output of one micro-batch for the caller; there are no targets."""
+        """Keep the output of one micro-batch, in a step without targets."""
         self._outputs[microbatch] = output
 
     def take_outputs(self) -> list[Value]:
-        """Return the outputs that were kept, in the order of the micro-batches, and forget them."""
+        """Remove and return the outputs that were kept, in the order of the batch."""
         outputs, self._outputs = self._outputs, {}
         return [outputs[microbatch] for microbatch in sorted(outputs)]
 
     def seed(self, microbatch: int) -> Gradients:
-        """The gradient of the global mean loss in the last layer's output."""
+        """Return the gradient of the global mean loss with respect to the last layer's output."""
         total, leaves = self._open.pop(microbatch)
         if total.requires_grad:
-            assert self._scale is not None, "a training step begins with a scale"
+            assert self._scale is not None, "a training step has a scale"
             torch.autograd.backward(total, self._scale.to(total.dtype))
         return [leaf.grad for leaf in leaves]
 
     def clear(self) -> None:
-        """Forget what is in flight."""
+        """Forget all micro-batches in flight."""
         self._open.clear()
         self._outputs.clear()

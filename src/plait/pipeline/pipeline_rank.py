@@ -151,7 +151,7 @@ class PipelineRank:
         action = instruction.action
         output = self.stages[action.stage].take_output(action.microbatch)
         # A last layer may return what it received, in a buffer that receives the next micro-batch.
-        kept = map_tensors(lambda tensor: self.exchange.outlasting(tensor.detach()), output)
+        kept = map_tensors(lambda tensor: self.exchange.safe_to_keep(tensor.detach()), output)
         self.loss_stage.keep(action.microbatch, kept)
 
     def _seed_gradient(self, instruction: SeedGradient) -> None:
@@ -164,6 +164,7 @@ class PipelineRank:
             gradients = self.stages[0].take_gradients(action.microbatch)
             if self.stages[0].input_gradients:
                 self.input_gradients[action.microbatch] = [
-                    None if gradient is None else self.exchange.outlasting(gradient) for gradient in gradients
+                    None if gradient is None else self.exchange.safe_to_keep(gradient)
+                    for gradient in gradients
                 ]
         self.exchange.release(action.stage, action.microbatch)

@@ -33,7 +33,7 @@ def test_gradients_that_nobody_looked_at_are_refused_once_they_were_used() -> No
     scale.end()
     scale.begin(anew=False)  # the second step adds to the first
     scale.end()
-    with pytest.raises(PlanError, match="nobody looked"):
+    with pytest.raises(PlanError, match="not checked"):
         scale.begin(anew=True)
     scale.update(finite=True)
     scale.begin(anew=True)
