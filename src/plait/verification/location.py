@@ -97,12 +97,12 @@ PARAMETER_KINDS = ("contribution", "final", "clipped", "value", "state")
 """Kinds whose name is a parameter's; a state's is `parameter/entry`."""
 
 
+WHOLE_STEP = -1
+"""Value of `RecordScope.microbatch` for the step as a whole."""
+
+
 class RecordScope(NamedTuple):
     """A micro-batch (of the global batch) of a step, or the step as a whole."""
 
     step: int
-    microbatch: int
-
-
-WHOLE_STEP = -1
-"""Value of `RecordScope.microbatch` for the step as a whole."""
+    microbatch: int = WHOLE_STEP

@@ -84,7 +84,7 @@ def _compared(
     if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
         candidate.overflow(len(batches))
         candidate.evaluate(len(batches), *batches[-1])
-    return candidate.findings, float(recording.values[RecordScope(0, WHOLE_STEP)][RecordKey("clip")])
+    return candidate.findings, float(recording.values[RecordScope(0)][RecordKey("clip")])
 
 
 def _recorded(

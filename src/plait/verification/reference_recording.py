@@ -101,6 +101,14 @@ class ReferenceRecording:
                     grain = GRAIN / 8 if key.kind in FINER_GRAIN else GRAIN
                     require_integers(value, f"the reference's {key.kind}{of}{named}", grain)
 
+    def find(self, scope: RecordScope, key: RecordKey) -> Tensor | None:
+        """Return a recorded tensor, or None."""
+        return self.values.get(scope, {}).get(key)
+
+    def number(self, step: int, kind: str) -> float:
+        """Return a recorded number of a whole step: a norm, a scale, a mean."""
+        return float(self.values[RecordScope(step)][RecordKey(kind)])
+
     def microbatches(self, step: int) -> int:
         """Return the number of micro-batches of the global batch in a step."""
         return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)

@@ -26,7 +26,7 @@ from plait.models.initial import initial_value
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
 from plait.verification.formats import INITIAL_LOSS_SCALE, NumberFormats, ReferenceLossScale, epsilon_of
-from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
@@ -108,14 +108,14 @@ class ReferenceRun:
 
         The first scope, of step -1, has the initial parameters.
         """
-        yield RecordScope(-1, WHOLE_STEP), self.update.values()
+        yield RecordScope(-1), self.update.values()
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
         self._refresh()
         with evaluating(layer.module for layer in self.layers):
             mean = self._mean(inputs, targets)
-        yield RecordScope(len(batches), WHOLE_STEP), {RecordKey("evaluation"): mean}
+        yield RecordScope(len(batches)), {RecordKey("evaluation"): mean}
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
         """Return the loss scale that the formats require."""
@@ -160,7 +160,7 @@ class ReferenceRun:
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
         for name, parameter in self.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
-        yield RecordScope(step, WHOLE_STEP), records | self.update.apply(step)
+        yield RecordScope(step), records | self.update.apply(step)
 
     def _reduced(self, name: str) -> Tensor:
         """Return the sum of a gradient, with a rounding error of the dtype that ranks would send it in."""

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.verification.formats import ReferenceLossScale
-from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
+from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import ReferenceRecording
@@ -102,7 +102,7 @@ class ReferenceUpdate:
         twice its own norm.
         """
         if self.baseline is not None:
-            return float(self.baseline.values[RecordScope(step, WHOLE_STEP)][RecordKey("clip")])
+            return float(self.baseline.values[RecordScope(step)][RecordKey("clip")])
         if self.given_clip is not None:
             return self.given_clip
         measured = float(norm) + CLIP_EPSILON
@@ -123,7 +123,7 @@ class ReferenceUpdate:
     def _reset_gradients(self, step: int, kind: str) -> None:
         """Set the gradients to those of the baseline, each with a rounding error."""
         if self.baseline is not None:
-            recorded = self.baseline.values[RecordScope(step, WHOLE_STEP)]
+            recorded = self.baseline.values[RecordScope(step)]
             for name, parameter in self.trainable.items():
                 parameter.grad = self.perturbation.perturb_elementwise(
                     recorded[RecordKey(kind, name=name)].clone()
@@ -133,7 +133,7 @@ class ReferenceUpdate:
         """Set the parameters and the optimizer state to those of the baseline."""
         if self.baseline is None:
             return
-        recorded = self.baseline.values[RecordScope(step, WHOLE_STEP)]
+        recorded = self.baseline.values[RecordScope(step)]
         with torch.no_grad():
             for name, parameter in self.parameters.items():
                 parameter.copy_(recorded[RecordKey("value", name=name)])

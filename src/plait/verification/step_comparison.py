@@ -1,0 +1,170 @@
+"""Comparison of the parameters, gradients, optimizer state and losses of a step with the recording."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from plait.engine import Engine
+from plait.layers.layer_sequence import LayerSequence
+from plait.layout import shard
+from plait.verification.findings import WHOLE_TENSOR, Findings, Origin, one_alternative, origin_of
+from plait.verification.formats import NumberFormats, epsilon_of
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.options import VerifyOptions
+from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
+
+LOSS_SCALE = "loss scale"
+"""Name of the loss scale in a location, in place of a parameter's."""
+
+
+class StepComparison:
+    """Compares this rank's pieces of parameters, gradients and optimizer state with the recorded tensors.
+
+    Where the options say so, a tensor is overwritten by the reference's: with `isolate` if it differs, with
+    `resynchronizes` if it is a parameter's and equal.
+    """
+
+    def __init__(
+        self,
+        engine: Engine,
+        options: VerifyOptions,
+        recording: ReferenceRecording,
+        sequence: LayerSequence,
+        formats: NumberFormats,
+    ) -> None:
+        self.engine = engine
+        self.options = options
+        self.recording = recording
+        self.sequence = sequence
+        self.formats = formats
+        self.findings = Findings(len(sequence.layers))
+        self.parameters = dict(engine.named_parameters())
+
+    def compare(
+        self,
+        step: int,
+        phase: StepPhase,
+        key: RecordKey,
+        actual: Tensor,
+        parameter: str = "",
+        alternatives: Sequence[tuple[str, Tensor]] = (),
+        base: Tensor | None = None,
+        inherited: float = 0.0,
+    ) -> bool:
+        """Compare a tensor, of `parameter` if that is given; return whether it is equal.
+
+        `inherited`: what the tolerance of the tensors that it was computed from adds to its own.
+        """
+        scope = RecordScope(step)
+        expected, origin = self.expected(self.recording.values[scope][key], parameter, actual)
+        tolerance, rounding = self.recording.tolerances[scope][key], None
+        resynchronizes = self.options.resynchronizes and parameter != ""
+        if resynchronizes:
+            of_model = self.sequence.parameters[parameter]
+            is_reduction = phase is StepPhase.REDUCTION
+            master = epsilon_of(self.formats.master_of(of_model))
+            rounding = self.formats.epsilon_of_gradient(of_model) if is_reduction else master
+        equal = self.findings.compare(
+            Location(step, phase, name=key.name),
+            actual,
+            expected,
+            tolerance._replace(allowed=tolerance.allowed + inherited),
+            origin=origin,
+            alternatives=lambda: alternatives,
+            rounding=rounding,
+            base=base,
+        )
+        if resynchronizes if equal else self.options.isolate:
+            actual.data.copy_(expected)
+        return equal
+
+    def compare_unchanged(
+        self, location: Location, actual: Tensor, before: Tensor, origin: Origin, mistake: str
+    ) -> None:
+        """Compare a tensor with its value before a call that must not change it."""
+        alternatives = partial(one_alternative, mistake, actual)
+        self.findings.compare(
+            location, actual, before, NO_TOLERANCE, origin=origin, alternatives=alternatives
+        )
+
+    def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
+        """Compare the engine's loss scale, unless there is none."""
+        actual = self.engine.loss_scale
+        if not actual == expected == 1:
+            ours, theirs = (torch.tensor(scale, dtype=torch.float64) for scale in (actual, expected))
+            self.findings.compare(Location(step, phase, name=LOSS_SCALE), ours, theirs, NO_TOLERANCE)
+
+    def compare_gradients(
+        self,
+        step: int,
+        phase: StepPhase,
+        kind: str,
+        *,
+        mistakes: Sequence[tuple[str, float]] = (),
+        inherited: Callable[[str], float] = lambda name: 0.0,
+    ) -> None:
+        """Compare all gradients with the records of `kind`. `mistakes`: sentences with wrong factors."""
+        records = self.recording.values[RecordScope(step)]
+        for name, parameter in self.parameters.items():
+            if not parameter.requires_grad:
+                continue
+            final = self.piece(name, records[RecordKey("final", name=name)])
+            alternatives = [(text, final * factor) for text, factor in mistakes]
+            before = self.recording.find(RecordScope(step - 1), RecordKey("clipped", name=name))
+            if before is not None and phase is StepPhase.REDUCTION:
+                wrong = final + self.piece(name, before)
+                alternatives.append(("the gradient of the step before is still in it", wrong))
+            gradient, key = self.gradient(name), RecordKey(kind, name=name)
+            self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
+
+    def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+        """Compare the parameters, which were `before`, and their state after a step of the optimizer."""
+        for name, parameter in self.parameters.items():
+            alternatives = [("it was not updated", before[name])]
+            key = RecordKey("value", name=name)
+            self.compare(step, StepPhase.OPTIMIZER, key, parameter, name, alternatives, before[name])
+        for key, recorded in self.recording.values[RecordScope(step)].items():
+            name, _, entry = key.name.rpartition("/")
+            if key.kind != "state" or name not in self.parameters:  # rank 0 has the whole recording
+                continue
+            state, alternatives = optimizer.state.get(self.parameters[name], {}).get(entry), []
+            if state is None:
+                state = torch.zeros_like(self.expected(recorded, name)[0])
+                alternatives = [("the optimizer has no such state: the parameter was not updated", state)]
+            self.compare(step, StepPhase.OPTIMIZER, key, state, name, alternatives)
+
+    def gradient(self, name: str) -> Tensor:
+        """Return this rank's gradient of a parameter; zeros where it has none."""
+        parameter = self.parameters[name]
+        return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+
+    def set_gradients(self, step: int, kind: str) -> None:
+        """Overwrite all gradients by the records of `kind`."""
+        for name, parameter in self.parameters.items():
+            if parameter.grad is not None:
+                recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]
+                parameter.grad.copy_(self.piece(name, recorded))
+
+    def expected(
+        self, recorded: Tensor, parameter: str, actual: Tensor | None = None
+    ) -> tuple[Tensor, Origin]:
+        """Return this rank's piece of a recorded tensor of `parameter`, and its origin; of others all.
+
+        Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
+        """
+        has_dims = recorded.dim() or (actual is not None and actual.dim())
+        if parameter and has_dims and tuple(recorded.shape) == self.engine.layouts[parameter].shape:
+            return self.piece(parameter, recorded), self.origin(parameter)
+        return recorded, WHOLE_TENSOR
+
+    def origin(self, name: str) -> Origin:
+        """Return the origin of this rank's piece of a parameter."""
+        return origin_of(self.engine.layouts[name], self.engine.mesh.coordinate)
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's piece of a whole tensor with the layout of a parameter."""
+        return shard(whole, self.engine.layouts[name], self.engine.mesh.coordinate)

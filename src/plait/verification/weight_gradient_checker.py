@@ -1,0 +1,161 @@
+"""Comparison of each parameter's gradient with the recorded contributions, whenever one is added to it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from plait.engine import Runtime
+from plait.layout import shard
+from plait.schedules.action import Kind
+from plait.tensor.partition import is_cut
+from plait.verification.findings import Findings, origin_of
+from plait.verification.formats import epsilon_of
+from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
+from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
+from plait.verification.reference_recording import ReferenceRecording, Tolerance
+
+
+class WeightGradientChecker:
+    """Compares the accumulated gradients of one rank after each backward of a layer."""
+
+    def __init__(
+        self,
+        runtime: Runtime,
+        recording: ReferenceRecording,
+        findings: Findings,
+        *,
+        epsilon: float,
+        isolate: bool,
+        dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]] | None,
+    ) -> None:
+        """The arguments are those of `InstructionChecker`."""
+        self.runtime, self.blueprint = runtime, runtime.blueprint
+        self.recording = recording
+        self.findings = findings
+        self.isolate = isolate
+        self.dtypes = dtypes
+        self.step = -1
+        self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
+        gradients: dict[GradientKey, Tensor] = {}
+        self.gradients_of: dict[tuple[int, int], list[GradientKey]] = {}
+        """By stage and layer, the gradients that its backward adds to, without those summed over tp later."""
+        for stage in runtime.pipeline.stages.values():
+            units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
+            keys = {key[0]: key for unit in units for key in unit.gradients_of(stage.number)}
+            names = {id(p): name for unit in units for name, p in unit.parameters_of(stage.number).items()}
+            for unit in units:
+                gradients |= unit.gradients_of(stage.number)
+            for number, layer in enumerate(stage.layers):
+                used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
+                if any(is_cut(self.blueprint.whole_layouts[name]) for name in used):
+                    findings.partitioned.add(sum(self.blueprint.layers_per_stage[: stage.number]) + number)
+                trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
+                self.gradients_of[stage.number, number] = [
+                    keys[name] for name in trained if self._is_complete(name)
+                ]
+        self.tracker = GradientTracker(gradients, 8 * epsilon)
+
+    def begin_step(self, step: int) -> None:
+        """Start a step with gradients of zero."""
+        self.step = step
+        self.tracker.begin_step()
+
+    def after_backward(self, kind: Kind, stage: int, layer: int, use: ParameterUse) -> None:
+        """Compare the gradients that an `I`, `W` or `B` of a layer of a stage adds to."""
+        for key in self.gradients_of[stage, layer]:
+            if kind is not Kind.W:
+                contribution = self._contribution(key[0], use)
+                if contribution is not None:
+                    late = kind is Kind.B or self.adds_late
+                    self._compare(
+                        key, use, self.tracker.after_input(key, use, *contribution, until_weight=late)
+                    )
+        for key in self.gradients_of[stage, layer]:
+            if kind is not Kind.I:
+                self._compare(key, use, self.tracker.after_weight(key, use))
+
+    def before_scatter(self, parameters: Iterable[str]) -> None:
+        """Compare gradients with open contributions; then expect them to start from zero again."""
+        names = set(parameters)
+        keys = [key for key in self.tracker.gradients if key[0] in names]
+        if not self.adds_late:  # else open contributions are added after the reduction
+            self.compare_open(keys)
+        self.tracker.reset(keys)
+
+    def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
+        """Compare the gradients, by default all, that have open contributions."""
+        for key, use, tracked in list(
+            self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
+        ):
+            self._compare(key, use, tracked)
+
+    def tolerance_of(self, name: str) -> float:
+        """Return the tolerance of this rank's own gradient of a parameter at the end of a step."""
+        if self._is_complete(name):
+            return self.tracker.allowed(name)
+        return sum(
+            tolerance.allowed
+            for scope, tolerances in self.recording.tolerances.items()
+            for key, tolerance in tolerances.items()
+            if scope.step == self.step and key.kind == "contribution" and key.name == name
+        )
+
+    def piece(self, name: str, whole: Tensor) -> Tensor:
+        """Return this rank's piece of a whole tensor with the layout of an unsharded parameter."""
+        return shard(whole, self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
+
+    def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:
+        if tracked is None:
+            return
+        name, _ = key
+        contribution = self._contribution(name, use)
+        expected, rounding = tracked.expected, None
+        if self.dtypes is not None:
+            expected = expected.to(self.dtypes[name][1])
+            rounding = epsilon_of(expected.dtype)
+        equal = self.findings.compare(
+            Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
+            tracked.actual,
+            expected,
+            tracked.tolerance,
+            origin=origin_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate),
+            alternatives=lambda: self._alternatives(name, use, tracked.expected),
+            base=None if contribution is None else tracked.expected - contribution[0],
+            rounding=rounding,
+        )
+        if not equal and not self.isolate:
+            self.tracker.accept(key)
+        elif not equal:
+            tracked.actual.copy_(expected)
+        elif self.dtypes is not None and not self.tracker.is_partial(key):
+            tracked.actual.copy_(expected)
+            self.tracker.accept(key, exactly=True)
+
+    def _alternatives(self, name: str, use: ParameterUse, expected: Tensor) -> Iterator[tuple[str, Tensor]]:
+        """Yield values that the gradient would have after common mistakes."""
+        own, (layer, microbatch) = self._contribution(name, use), use
+        if own is not None:
+            yield "it was not added at all", expected - own[0]
+            yield "it was added twice", expected + own[0]
+            for other in range(self.recording.microbatches(self.step)):
+                found = self._contribution(name, (layer, other))
+                if other != microbatch and found is not None:
+                    text = f"what was added is that of micro-batch {other}"
+                    yield text, expected - own[0] + found[0]
+        before = self.recording.find(RecordScope(self.step - 1), RecordKey("clipped", name=name))
+        if before is not None:
+            yield "the gradient of the step before is still in it", expected + self.piece(name, before)
+
+    def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
+        """Return this rank's piece of a recorded contribution, or None."""
+        layer, microbatch = use
+        scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
+        whole = self.recording.find(scope, key)
+        return None if whole is None else (self.piece(name, whole), self.recording.tolerances[scope][key])
+
+    def _is_complete(self, name: str) -> bool:
+        """Return whether a gradient is complete without a sum over ranks of tp."""
+        return self.blueprint.summed[name] == 1
