@@ -11,24 +11,22 @@ alone gets its own tensor back. Traffic counts the bytes of the tensor that a ra
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import TypeVar
 
+import torch
 from torch import Tensor
 
-from plait.comm.buffers import copy_out, dense, output_buffer
-from plait.comm.dispatch import (
-    buffer_error,
-    check_and_count,
-    copy_to,
-    division_error,
-    index_error,
-    piece_shape,
-    start,
-    whole_shape,
-)
+from plait.comm.buffers import copy_out, dense, describe, output_buffer
+from plait.comm.consistency_check import HEADER_BYTES, require_same_text
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.transport.interface import Pending
 from plait.comm.transport.reduction import Op, reduction_error
+from plait.errors import CommunicationError
+
+T = TypeVar("T")
 
 
 def all_reduce(
@@ -39,26 +37,26 @@ def all_reduce(
     On the CPU the sum is in rank order, of 16-bit floats in float32, except for large tensors over Gloo
     between hosts. Tensors made by `shared_zeros` are reduced in shared memory.
     """
-    error = reduction_error(op, tensor.dtype) or buffer_error(out, tensor.shape, tensor)
+    error = reduction_error(op, tensor.dtype) or _buffer_error(out, tensor.shape, tensor)
     transport = group.transport
     in_place = out is None and transport is not None and transport.shares(tensor)
     detail = f"{op} in shared memory" if in_place else op
-    check_and_count("all_reduce", tensor, group, detail=detail, error=error, checked=checked)
+    _check_and_count("all_reduce", tensor, group, detail=detail, error=error, checked=checked)
     if transport is None:
-        return Handle.done(copy_to(tensor, out), group)
+        return Handle.done(_copy_to(tensor, out), group)
     target = tensor if out is None else out
     total = output_buffer(target, tensor.shape, tensor)
     launch = partial(transport.all_reduce, tensor, total, op)
-    return start("all_reduce", group, launch, lambda: copy_out(total, target))
+    return _start("all_reduce", group, launch, lambda: copy_out(total, target))
 
 
 def reduce(
     tensor: Tensor, group: Group, op: Op = "sum", *, destination: int = 0, checked: bool = True
 ) -> Handle[Tensor]:
     """Reduce in place on the rank with index `destination`; `tensor` is undefined on the other ranks."""
-    error = reduction_error(op, tensor.dtype) or index_error(destination, group)
+    error = reduction_error(op, tensor.dtype) or _index_error(destination, group)
     detail = f"{op} to {destination}"
-    check_and_count("reduce", tensor, group, detail=detail, error=error, checked=checked)
+    _check_and_count("reduce", tensor, group, detail=detail, error=error, checked=checked)
     if group.transport is None:
         return Handle.done(tensor, group)
     mine = dense(tensor)
@@ -66,7 +64,7 @@ def reduce(
     def finish() -> Tensor:
         return copy_out(mine, tensor) if group.index == destination else tensor
 
-    return start("reduce", group, partial(group.transport.reduce, mine, op, destination), finish)
+    return _start("reduce", group, partial(group.transport.reduce, mine, op, destination), finish)
 
 
 def reduce_scatter(
@@ -76,19 +74,21 @@ def reduce_scatter(
 
     On the CPU the sum is in rank order, of 16-bit floats in float32. `out` may be a piece of `tensor`.
     """
-    shape = piece_shape(tensor, group)
+    shape = _piece_shape(tensor, group)
     error = (
-        reduction_error(op, tensor.dtype) or division_error(tensor, group) or buffer_error(out, shape, tensor)
+        reduction_error(op, tensor.dtype)
+        or _division_error(tensor, group)
+        or _buffer_error(out, shape, tensor)
     )
     transport = group.transport
     in_place = transport is not None and transport.shares(tensor)
     detail = f"{op} in shared memory" if in_place else op
-    check_and_count("reduce_scatter", tensor, group, detail=detail, error=error, checked=checked)
+    _check_and_count("reduce_scatter", tensor, group, detail=detail, error=error, checked=checked)
     if transport is None:
-        return Handle.done(copy_to(tensor, out), group)
+        return Handle.done(_copy_to(tensor, out), group)
     piece = output_buffer(out, shape, tensor)
     launch = partial(transport.reduce_scatter, tensor, piece, op)
-    return start("reduce_scatter", group, launch, lambda: copy_out(piece, out))
+    return _start("reduce_scatter", group, launch, lambda: copy_out(piece, out))
 
 
 def all_gather(
@@ -98,14 +98,14 @@ def all_gather(
 
     `tensor` may be this rank's piece of `out`. A 0-d tensor counts as `[1]`.
     """
-    shape = whole_shape(tensor, group)
-    check_and_count("all_gather", tensor, group, error=buffer_error(out, shape, tensor), checked=checked)
+    shape = _whole_shape(tensor, group)
+    _check_and_count("all_gather", tensor, group, error=_buffer_error(out, shape, tensor), checked=checked)
     if group.transport is None:
-        return Handle.done(copy_to(tensor.reshape(shape), out), group)
+        return Handle.done(_copy_to(tensor.reshape(shape), out), group)
     mine = dense(tensor)
     whole = output_buffer(out, shape, mine)
     launch = partial(group.transport.all_gather, mine, whole)
-    return start("all_gather", group, launch, lambda: copy_out(whole, out))
+    return _start("all_gather", group, launch, lambda: copy_out(whole, out))
 
 
 def all_to_all(
@@ -115,42 +115,42 @@ def all_to_all(
 
     `[size * n, ...]` to the same shape, in `out` if given, which is other memory than `tensor`.
     """
-    error = division_error(tensor, group) or buffer_error(out, tensor.shape, tensor)
-    check_and_count("all_to_all", tensor, group, error=error, checked=checked)
+    error = _division_error(tensor, group) or _buffer_error(out, tensor.shape, tensor)
+    _check_and_count("all_to_all", tensor, group, error=error, checked=checked)
     if group.transport is None:
-        return Handle.done(copy_to(tensor, out), group)
+        return Handle.done(_copy_to(tensor, out), group)
     received = output_buffer(out, tensor.shape, tensor)
     launch = partial(group.transport.all_to_all, dense(tensor), received)
-    return start("all_to_all", group, launch, lambda: copy_out(received, out))
+    return _start("all_to_all", group, launch, lambda: copy_out(received, out))
 
 
 def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = True) -> Handle[Tensor]:
     """Overwrite the tensor of every rank with that of the rank with index `source`, in place."""
-    error = index_error(source, group)
-    check_and_count("broadcast", tensor, group, detail=f"from {source}", error=error, checked=checked)
+    error = _index_error(source, group)
+    _check_and_count("broadcast", tensor, group, detail=f"from {source}", error=error, checked=checked)
     if group.transport is None:
         return Handle.done(tensor, group)
     mine = dense(tensor)
     launch = partial(group.transport.broadcast, mine, source)
-    return start("broadcast", group, launch, lambda: copy_out(mine, tensor))
+    return _start("broadcast", group, launch, lambda: copy_out(mine, tensor))
 
 
 def gather(
     tensor: Tensor, group: Group, destination: int = 0, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor | None]:
     """All-gather to the rank with index `destination` only; the other ranks get None."""
-    shape = whole_shape(tensor, group)
-    error = index_error(destination, group) or buffer_error(out, shape, tensor)
-    check_and_count("gather", tensor, group, detail=f"to {destination}", error=error, checked=checked)
+    shape = _whole_shape(tensor, group)
+    error = _index_error(destination, group) or _buffer_error(out, shape, tensor)
+    _check_and_count("gather", tensor, group, detail=f"to {destination}", error=error, checked=checked)
     if group.transport is None:
-        return Handle.done(copy_to(tensor.reshape(shape), out), group)
+        return Handle.done(_copy_to(tensor.reshape(shape), out), group)
     mine = dense(tensor)
     whole = output_buffer(out, shape, mine) if group.index == destination else None
 
     def finish() -> Tensor | None:
         return None if whole is None else copy_out(whole, out)
 
-    return start("gather", group, partial(group.transport.gather, mine, whole, destination), finish)
+    return _start("gather", group, partial(group.transport.gather, mine, whole, destination), finish)
 
 
 def scatter(
@@ -160,27 +160,102 @@ def scatter(
 
     `source` is an index in the group; the other ranks may pass `None` (and count no bytes).
     """
-    shape = whole_shape(out, group)
+    shape = _whole_shape(out, group)
     sends = group.index == source
-    error = index_error(source, group)
+    error = _index_error(source, group)
     if error is None and sends:
-        error = "the source has no pieces" if pieces is None else buffer_error(pieces, shape, out)
+        error = "the source has no pieces" if pieces is None else _buffer_error(pieces, shape, out)
     payload = pieces if sends else None
     sent = 0 if payload is None else payload.nbytes
     detail = f"from {source}"
-    check_and_count("scatter", out, group, detail=detail, error=error, checked=checked, payload=sent)
+    _check_and_count("scatter", out, group, detail=detail, error=error, checked=checked, payload=sent)
     if group.transport is None:
         assert payload is not None
-        return Handle.done(copy_to(payload.reshape(out.shape), out), group)
+        return Handle.done(_copy_to(payload.reshape(out.shape), out), group)
     mine = None if payload is None else dense(payload)
     own = output_buffer(out, out.shape, out)
     launch = partial(group.transport.scatter, mine, own, source)
-    return start("scatter", group, launch, lambda: copy_out(own, out))
+    return _start("scatter", group, launch, lambda: copy_out(own, out))
 
 
 def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
     """Wait until every rank of the group has called it. The wait blocks the host, on NCCL too."""
-    check_and_count("barrier", None, group, error=None, checked=checked)
+    _check_and_count("barrier", None, group, error=None, checked=checked)
     if group.transport is None:
         return Handle.done(None, group)
-    return start("barrier", group, group.transport.barrier, lambda: None)
+    return _start("barrier", group, group.transport.barrier, lambda: None)
+
+
+def _check_and_count(
+    kind: str,
+    tensor: Tensor | None,
+    group: Group,
+    *,
+    detail: str = "",
+    error: str | None,
+    checked: bool,
+    payload: int | None = None,
+) -> None:
+    """Raise for an `error` in the arguments, on every rank if `checked`; else count traffic.
+
+    `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
+    check counts as traffic. Raises `CommunicationError`.
+    """
+    alone = group.transport is None
+    checked = checked or group.guarded
+    if error or (checked and not alone):
+        parts = (kind, detail, tensor is not None and f"of {describe(tensor)}", error and f"but {error}")
+        call = " ".join(part for part in parts if part)
+        if checked and not alone:
+            require_same_text(call, group, torch.device("cuda") if tensor is None else tensor.device)
+        if error:
+            sentence = f"rank {group.rank} cannot call {call} over {group.name}: mend the arguments."
+            raise CommunicationError(sentence)
+    if not alone:
+        if group.guarded:
+            group.traffic.record(group.name, "guard", HEADER_BYTES)
+        size = 0 if tensor is None else tensor.nbytes
+        group.traffic.record(group.name, kind, size if payload is None else payload)
+
+
+def _start(kind: str, group: Group, launch: Callable[[], Pending], finish: Callable[[], T]) -> Handle[T]:
+    """Start a collective by `launch()`; return its handle, whose result `finish()` makes."""
+    others = ", ".join(str(rank) for rank in group.ranks if rank != group.rank)
+    return Handle(launch, finish, f"{kind} over {group.name} with {others}", group)
+
+
+def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:
+    """Return `result`, or `out` with a copy of it: the result of a collective of one rank."""
+    return result if out is None else out.detach().copy_(result)
+
+
+def _whole_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the shape of all ranks' tensors concatenated along dim 0."""
+    first, *rest = tensor.shape or (1,)
+    return (group.size * first, *rest)
+
+
+def _piece_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the shape of one of `size` equal pieces of dim 0."""
+    first, *rest = tensor.shape or (0,)
+    return (first // group.size, *rest)
+
+
+def _division_error(tensor: Tensor, group: Group) -> str | None:
+    """Return why dim 0 of `tensor` has no `size` equal pieces, or None."""
+    if tensor.dim() == 0 or tensor.shape[0] % group.size:
+        return f"dim 0 does not divide into {group.size} equal pieces"
+    return None
+
+
+def _buffer_error(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> str | None:
+    """Return why `buffer` is not of `shape` and the dtype of `like`, or None."""
+    if buffer is None or (buffer.shape == torch.Size(shape) and buffer.dtype == like.dtype):
+        return None
+    dtype = str(like.dtype).removeprefix("torch.")
+    return f"the buffer of the whole or the piece is {describe(buffer)} and not {dtype}{list(shape)}"
+
+
+def _index_error(index: int, group: Group) -> str | None:
+    """Return why `index` is no rank of the group, or None."""
+    return None if 0 <= index < group.size else f"the group has indices 0 to {group.size - 1} only"

@@ -69,16 +69,13 @@ def _difference(headers: list[bytes], group: Group) -> str:
     for rank, header in zip(group.ranks, headers, strict=True):
         ranks_of.setdefault(header, []).append(rank)
     calls = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}: {_decode(header)}"
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}: "
+        + header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
         for header, ranks in ranks_of.items()
     )
     return (
         f"the ranks of {group.name} do not agree ({calls}): make the same call with the same shapes on each."
     )
-
-
-def _decode(header: bytes) -> str:
-    return header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
 
 
 def _numbers(ranks: Iterable[int]) -> str:

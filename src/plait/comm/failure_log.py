@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import TypeVar
 
 import torch.distributed as dist
 
@@ -26,22 +26,6 @@ _MOST_SECONDS = 8.0
 """Seconds from the first failed operation of a rank until its search ends, at most."""
 _SHARE_OF_TIMEOUT = 0.1
 """The same as a share of the timeout, so that a rank with a short one does not search for long."""
-
-
-class Store(Protocol):
-    """The methods of a store of `torch.distributed` that are used."""
-
-    def add(self, key: str, amount: int, /) -> int:
-        """Add to the number under `key` and return the sum."""
-
-    def check(self, keys: list[str], /) -> bool:
-        """Return whether there are values under all keys."""
-
-    def get(self, key: str, /) -> bytes:
-        """Return the value under `key`."""
-
-    def set(self, key: str, value: str, /) -> None:
-        """Put a value under `key`."""
 
 
 @dataclass(frozen=True)
@@ -71,7 +55,7 @@ class FailureLog:
     off, never answers, and each wait for it would come on top of the timeout that has already passed.
     """
 
-    def __init__(self, store: Store, rank: int, timeout: float = 600.0) -> None:
+    def __init__(self, store: dist.distributed_c10d.Store, rank: int, timeout: float = 600.0) -> None:
         """Open the log; all ranks open as many, in the same order. `timeout` is the mesh's, in seconds."""
         self.rank = rank
         self._budget = min(_MOST_SECONDS, _SHARE_OF_TIMEOUT * timeout)

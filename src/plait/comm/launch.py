@@ -9,17 +9,17 @@ import signal
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-import cloudpickle
 import torch
 import torch.distributed as dist
 
 from plait.comm.orphan_watch import OrphanWatch
+from plait.comm.pickling import dumps_result
 from plait.comm.pool import RankPool
 from plait.comm.rank_threads import run_threads
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import World, find_world, join_world, leave_world
-from plait.errors import MeshError, PlaitError
+from plait.errors import MeshError
 
 Result = TypeVar("Result")
 
@@ -135,13 +135,7 @@ def _abandon(patience: float) -> None:
 
 def _all_gather_results(world: World, result: Result) -> list[Result]:
     """Return all ranks' results. Communication: one all-gather of pickled results over the world."""
-    try:
-        mine: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        raise PlaitError(
-            f"rank {world.rank}'s result, of type {type(result).__name__}, cannot be sent to the others "
-            f"({error}): return numbers, text, tensors and containers of them."
-        ) from error
+    mine = dumps_result(result, world.rank)
     everyone: list[Any] = [None] * world.world_size
     dist.all_gather_object(everyone, mine)
     return [result if rank == world.rank else pickle.loads(data) for rank, data in enumerate(everyone)]

@@ -9,7 +9,6 @@ import threading
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import NoReturn, Self
 
 from plait.comm.world import World
@@ -50,9 +49,7 @@ class OrphanWatch:
             threading.Thread(target=self._watch, name="plait-orphan-watch", daemon=True).start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._left.set()
 
     def _watch(self) -> None:

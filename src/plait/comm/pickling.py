@@ -11,6 +11,8 @@ from typing import Any
 
 import cloudpickle
 
+from plait.errors import PlaitError
+
 FunctionCall = tuple[Callable[..., Any], tuple[Any, ...]]
 """A function and its arguments."""
 
@@ -53,6 +55,18 @@ def loads_call(data: bytes) -> FunctionCall:
     call: FunctionCall = unpickler.load()
     vars(sys.modules["__main__"]).update(unpickler.load())
     return call
+
+
+def dumps_result(result: object, rank: int) -> bytes:
+    """Return a rank's result as bytes. Raises `PlaitError` where it cannot be pickled."""
+    try:
+        data: bytes = cloudpickle.dumps(result)
+    except Exception as error:
+        raise PlaitError(
+            f"rank {rank}'s result, of type {type(result).__name__}, cannot be sent to other processes "
+            f"({error}): return numbers, text, tensors and containers of them."
+        ) from error
+    return data
 
 
 def _is_in_main(thing: Any) -> bool:

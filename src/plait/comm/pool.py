@@ -267,24 +267,18 @@ def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -
 
 
 def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str) -> str:
-    """Describe the ranks without a failure, for the error of a rank that waited in vain."""
-    done = f"Finished before: rank {', '.join(map(str, sorted(finished)))}.\n" if finished else ""
-    return done + _stacks(waiting, folder)
-
-
-def _stacks(children: Mapping[int, _RankHandle], folder: str) -> str:
-    """Return the stack of each rank, written by its handler of `STACK_SIGNAL`."""
-    for child in children.values():
+    """Return the stacks of `waiting` ranks, for the error of a rank that waited in vain."""
+    for child in waiting.values():
         if child.process.pid is not None and child.process.is_alive():
             os.kill(child.process.pid, STACK_SIGNAL)
     deadline = time.monotonic() + _GRACE
-    while time.monotonic() < deadline and not all(_written(folder, rank) for rank in children):
+    while time.monotonic() < deadline and not all(_written(folder, rank) for rank in waiting):
         time.sleep(0.02)
     time.sleep(0.02)  # a stack is written line by line
-    answers = (
-        (rank, _written(folder, rank) or "no answer: the process is stopped\n") for rank in sorted(children)
-    )
-    return "\n".join(f"rank {rank}: {answer}" for rank, answer in answers)
+    lines = [f"Finished before: rank {', '.join(map(str, sorted(finished)))}."] if finished else []
+    for rank in sorted(waiting):
+        lines.append(f"rank {rank}: " + (_written(folder, rank) or "no answer: the process is stopped\n"))
+    return "\n".join(lines)
 
 
 def _written(folder: str, rank: int) -> str:

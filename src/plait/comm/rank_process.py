@@ -19,12 +19,11 @@ from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-import cloudpickle
 import numpy
 import torch
 
 from plait.comm.orphan_watch import end_orphan, end_process
-from plait.comm.pickling import loads_call
+from plait.comm.pickling import dumps_result, loads_call
 from plait.comm.rank_failure import RankFailure, from_exception
 from plait.comm.world import World, join_world, leave_world
 from plait.errors import PlaitError
@@ -140,13 +139,7 @@ def _call(job: RankJob) -> RankResult | RankFailure:
         result = function(*arguments)
     except BaseException as error:
         return from_exception(job.world.rank, error)
-    try:
-        payload: bytes = cloudpickle.dumps(result)
-    except Exception as error:
-        raise PlaitError(
-            f"rank {job.world.rank}'s result, of type {type(result).__name__}, cannot be sent back "
-            f"({error}): return numbers, text, tensors and containers of them."
-        ) from error
+    payload = dumps_result(result, job.world.rank)
     # Leaving closes connections: not while a peer still opens them, and not while it may still read.
     # A peer that runs on for longer either needs this rank no more, or waits in vain and gets an error.
     _mark(job, "finished")

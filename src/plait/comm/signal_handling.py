@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterable
-from types import TracebackType
 from typing import Any, Self
 
 from plait.comm.orphan_watch import end_process
@@ -38,9 +37,7 @@ class GracefulStop:
             self._before[number] = signal.signal(number, self)
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._restore()
 
     def __call__(self, number: int, frame: object) -> None:

@@ -167,7 +167,7 @@ def test_an_exit_is_a_failure(pool, leave, words):
 def test_what_cannot_be_pickled_is_named(pool):
     with pytest.raises(PlaitError, match=r"the function .*lambda.* cannot be sent to the ranks"):
         pool.run(lambda lock: None, threading.Lock())
-    with pytest.raises(PlaitError, match="rank 0's result, of type generator, cannot be sent back"):
+    with pytest.raises(PlaitError, match="rank 0's result, of type generator, cannot be sent"):
         pool.run(lambda: (x for x in ()), ranks=1)
 
     class Trap(Exception):

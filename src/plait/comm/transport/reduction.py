@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Literal, get_args
 
 import torch
@@ -12,6 +12,13 @@ Op = Literal["sum", "mean", "product", "min", "max"]
 BLOCK = 2**16
 """Elements reduced at once, so that the total stays in the cache."""
 
+_COMBINE: Mapping[Op, Callable[..., torch.Tensor]] = {
+    "sum": torch.add,
+    "mean": torch.add,
+    "product": torch.mul,
+    "min": torch.minimum,
+    "max": torch.maximum,
+}
 _FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 _WHOLE_NUMBERS = (torch.int64, torch.int32, torch.int8, torch.uint8, torch.bool)
 
@@ -49,22 +56,11 @@ def _fold_block(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> No
     total = torch.empty_like(out, dtype=torch.float32) if half else out
     before = pieces[0].float() if half else pieces[0]
     for piece in pieces[1:]:
-        _combine(before, piece.float() if half else piece, op, total)
+        _COMBINE[op](before, piece.float() if half else piece, out=total)
         before = total
     divide_mean(total, op, len(pieces))
     if half:
         out.copy_(total)
-
-
-def _combine(a: torch.Tensor, b: torch.Tensor, op: Op, out: torch.Tensor) -> None:
-    if op == "product":
-        torch.mul(a, b, out=out)
-    elif op == "min":
-        torch.minimum(a, b, out=out)
-    elif op == "max":
-        torch.maximum(a, b, out=out)
-    else:
-        torch.add(a, b, out=out)
 
 
 def divide_mean(total: torch.Tensor, op: Op, size: int) -> None:

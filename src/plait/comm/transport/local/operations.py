@@ -30,7 +30,7 @@ class CollectiveCall:
     """The operation with everything that must be equal on the ranks, such as the shape."""
     size: int
     inputs: dict[int, Tensor | None] = field(default_factory=dict)
-    results: Mapping[int, Tensor] | None = None
+    outputs: Mapping[int, Tensor] | None = None
     error: str | None = None
 
     def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
@@ -40,24 +40,25 @@ class CollectiveCall:
         self.inputs[index] = tensor
         if len(self.inputs) == self.size and self.error is None:
             with torch.no_grad():
-                self.results = compute(dict(sorted(self.inputs.items())))
+                self.outputs = compute(dict(sorted(self.inputs.items())))
             self.inputs.clear()
 
     @property
     def over(self) -> bool:
         """Whether the outputs, or an error, are there."""
-        return self.results is not None or self.error is not None
+        return self.outputs is not None or self.error is not None
 
-    def result(self, index: int) -> Tensor | None:
+    def output(self, index: int) -> Tensor | None:
         """Return the output of a rank, flat, or None if it has none."""
-        assert self.results is not None
-        return self.results.get(index)
+        assert self.outputs is not None
+        return self.outputs.get(index)
 
-    def withdraw(self, index: int) -> None:
-        """Copy a rank's input, so that the rank may overwrite it before the others take part."""
+    def release(self, index: int) -> bool:
+        """Copy a rank's input, so that the rank may overwrite it before the others take part; return True."""
         tensor = self.inputs.get(index)
         if tensor is not None:
             self.inputs[index] = tensor.clone()
+        return True
 
 
 @dataclass
@@ -73,6 +74,14 @@ class Transfer:
     def over(self) -> bool:
         """Whether the message, or an error, is there."""
         return self.received is not None or self.error is not None
+
+    def output(self, index: int) -> Tensor | None:
+        """Return the received message, flat."""
+        return self.received
+
+    def release(self, index: int) -> bool:
+        """Return whether the message is over; until then its tensors are in use."""
+        return self.over
 
     def copy_if_matched(self) -> None:
         """Copy the sent tensor once both sides are posted; the sender may overwrite it from then on."""
@@ -129,23 +138,15 @@ class GroupOperations:
         return message
 
 
-def all_reduce(op: Op) -> ComputeOutputs:
+def all_reduce(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
     """Return the reduction of all tensors, for every rank."""
-
-    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
-        return dict.fromkeys(inputs, _folded([_flat(tensor) for tensor in inputs.values()], op))
-
-    return compute
+    return dict.fromkeys(inputs, _folded([_flat(tensor) for tensor in inputs.values()], op))
 
 
-def reduce_scatter(op: Op) -> ComputeOutputs:
+def reduce_scatter(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
     """Return each rank's piece of the reduction."""
-
-    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
-        pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
-        return {index: _folded([piece[index] for piece in pieces], op) for index in inputs}
-
-    return compute
+    pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
+    return {index: _folded([piece[index] for piece in pieces], op) for index in inputs}
 
 
 def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
@@ -159,24 +160,15 @@ def all_to_all(inputs: Inputs) -> Mapping[int, Tensor]:
     return {index: torch.cat([piece[index] for piece in pieces]) for index in inputs}
 
 
-def broadcast(source: int) -> ComputeOutputs:
+def broadcast(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
     """Return the tensor of the source, for every rank but the source."""
-
-    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
-        sent = _flat(inputs[source]).clone()
-        return {index: sent for index in inputs if index != source}
-
-    return compute
+    sent = _flat(inputs[source]).clone()
+    return {index: sent for index in inputs if index != source}
 
 
-def scatter(source: int) -> ComputeOutputs:
+def scatter(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
     """Return each rank's piece of the source's tensor."""
-
-    def compute(inputs: Inputs) -> Mapping[int, Tensor]:
-        pieces = _flat(inputs[source]).clone().tensor_split(len(inputs))
-        return dict(enumerate(pieces))
-
-    return compute
+    return dict(enumerate(_flat(inputs[source]).clone().tensor_split(len(inputs))))
 
 
 def barrier(inputs: Inputs) -> Mapping[int, Tensor]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from functools import partial
 from threading import Thread, current_thread
 from typing import Any
 
@@ -21,49 +22,31 @@ Key = tuple[tuple[int, ...], int]
 """The ranks of a group, and its number among the groups of the same ranks."""
 
 
-class PendingCollective:
-    """A collective that this thread has started."""
+class LocalPending:
+    """A collective or message that this thread has started, whose output goes to `written`."""
 
-    def __init__(self, transport: LocalTransport, call: CollectiveCall, written: Tensor | None) -> None:
-        self._transport, self._call, self._written = transport, call, written
+    def __init__(
+        self,
+        transport: LocalTransport,
+        operation: CollectiveCall | Transfer,
+        written: Tensor | None,
+        missing: Callable[[], Sequence[int]],
+    ) -> None:
+        self._transport, self._operation, self._written = transport, operation, written
+        self._missing = missing
 
     def wait(self, awaited: str = "") -> None:
         """Run other ranks until it is over, then write the output. Raises as `CooperativeScheduler.wait`."""
-        self._transport.wait(WaitCondition(awaited, lambda: self._call.over, self._missing))
-        if self._call.error is not None:
-            raise RuntimeError(self._call.error)
-        result = self._call.result(self._transport.index)
-        if result is not None and self._written is not None:
-            self._written.view(-1).copy_(result)
+        self._transport.wait(WaitCondition(awaited, lambda: self._operation.over, self._missing))
+        if self._operation.error is not None:
+            raise RuntimeError(self._operation.error)
+        output = self._operation.output(self._transport.index)
+        if output is not None and self._written is not None:
+            self._written.view(-1).copy_(output)
 
     def abandon(self) -> bool:
-        """Return True: the collective continues with a copy of this rank's input."""
-        self._call.withdraw(self._transport.index)
-        return True
-
-    def _missing(self) -> Sequence[int]:
-        return [rank for index, rank in enumerate(self._transport.ranks) if index not in self._call.inputs]
-
-
-class PendingTransfer:
-    """A message that this thread has started to send, or to receive into `buffer`."""
-
-    def __init__(
-        self, transport: LocalTransport, message: Transfer, peer: int, buffer: Tensor | None
-    ) -> None:
-        self._transport, self._message, self._peer, self._buffer = transport, message, peer, buffer
-
-    def wait(self, awaited: str = "") -> None:
-        """Run other ranks until it is matched; fill the buffer. Raises as `CooperativeScheduler.wait`."""
-        self._transport.wait(WaitCondition(awaited, lambda: self._message.over, lambda: (self._peer,)))
-        if self._message.error is not None:
-            raise RuntimeError(self._message.error)
-        if self._buffer is not None and self._message.received is not None:
-            self._buffer.view(-1).copy_(self._message.received)
-
-    def abandon(self) -> bool:
-        """Return whether it is over; else it stays posted."""
-        return self._message.over
+        """Return whether the operation continues without this rank's tensors."""
+        return self._operation.release(self._transport.index)
 
 
 class LocalTransport:
@@ -85,18 +68,20 @@ class LocalTransport:
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start a reduction in rank order."""
-        return self._call(f"all_reduce {op} {describe(tensor)}", tensor, total, operations.all_reduce(op))
+        return self._call(
+            f"all_reduce {op} {describe(tensor)}", tensor, total, partial(operations.all_reduce, op)
+        )
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
         """Start a reduction in rank order; the other ranks' tensors stay as they are."""
         written = tensor if self.index == destination else None
         kind = f"reduce {op} to {destination} {describe(tensor)}"
-        return self._call(kind, tensor, written, operations.all_reduce(op))
+        return self._call(kind, tensor, written, partial(operations.all_reduce, op))
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Start a reduction in rank order."""
         return self._call(
-            f"reduce_scatter {op} {describe(tensor)}", tensor, piece, operations.reduce_scatter(op)
+            f"reduce_scatter {op} {describe(tensor)}", tensor, piece, partial(operations.reduce_scatter, op)
         )
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
@@ -110,7 +95,7 @@ class LocalTransport:
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start a broadcast."""
         kind = f"broadcast from {source} {describe(tensor)}"
-        return self._call(kind, tensor, tensor, operations.broadcast(source))
+        return self._call(kind, tensor, tensor, partial(operations.broadcast, source))
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
         """Start a gather."""
@@ -118,7 +103,9 @@ class LocalTransport:
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
         """Start a scatter."""
-        return self._call(f"scatter from {source} {describe(own)}", pieces, own, operations.scatter(source))
+        return self._call(
+            f"scatter from {source} {describe(own)}", pieces, own, partial(operations.scatter, source)
+        )
 
     def barrier(self) -> Pending:
         """Start a barrier."""
@@ -127,12 +114,12 @@ class LocalTransport:
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
         """Start a send, complete when the receive is posted."""
         message = self._posted.send(self.index, destination, tag, tensor.detach())
-        return PendingTransfer(self, message, self.ranks[destination], None)
+        return LocalPending(self, message, None, lambda: (self.ranks[destination],))
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a receive."""
         message = self._posted.receive(source, self.index, tag, buffer)
-        return PendingTransfer(self, message, self.ranks[source], buffer)
+        return LocalPending(self, message, buffer, lambda: (self.ranks[source],))
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Return None: threads share all memory."""
@@ -151,7 +138,11 @@ class LocalTransport:
         call = self._posted.call(self._count, kind)
         self._count += 1
         call.join(self.index, kind, None if read is None else read.detach(), compute)
-        return PendingCollective(self, call, None if written is None else written.detach())
+        written = None if written is None else written.detach()
+        ranks = self.ranks
+        return LocalPending(
+            self, call, written, lambda: [ranks[i] for i in range(len(ranks)) if i not in call.inputs]
+        )
 
 
 class LocalRank:

@@ -58,7 +58,12 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
         return None
     listener = Listener() if is_supported() else None
     info = host_identity() if listener is None else {**host_identity(), "listener": listener.name}
-    infos = _all_gather(info, world)
+    text = json.dumps(info).encode()
+    assert len(text) <= _INFO_BYTES, "a host name and a few numbers"
+    mine = torch.frombuffer(bytearray(text.ljust(_INFO_BYTES)), dtype=torch.uint8)
+    everyone = torch.empty(world.size * _INFO_BYTES, dtype=torch.uint8)
+    world.all_gather(mine, everyone).wait()
+    infos = [json.loads(bytes(row.tolist())) for row in everyone.view(world.size, _INFO_BYTES)]
     return None if listener is None else HostRanks(listener, infos)
 
 
@@ -71,12 +76,3 @@ def host_identity() -> dict[str, str]:
         return {"host": socket.gethostname(), "boot": boot, "owner": str(os.getuid()), **spaces}
     except OSError:
         return {"host": secrets.token_hex(8)}  # differs from every other rank's
-
-
-def _all_gather(info: HostInfo, world: TorchTransport) -> list[HostInfo]:
-    text = json.dumps(info).encode()
-    assert len(text) <= _INFO_BYTES, "a host name and a few numbers"
-    mine = torch.frombuffer(bytearray(text.ljust(_INFO_BYTES)), dtype=torch.uint8)
-    everyone = torch.empty(world.size * _INFO_BYTES, dtype=torch.uint8)
-    world.all_gather(mine, everyone).wait()
-    return [json.loads(bytes(row.tolist())) for row in everyone.view(world.size, _INFO_BYTES)]
