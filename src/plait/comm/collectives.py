@@ -219,7 +219,6 @@ def _check_and_count(
 
 
 def _start(kind: str, group: Group, launch: Callable[[], Pending], finish: Callable[[], T]) -> Handle[T]:
-    """Start a collective by `launch()`; return its handle, whose result `finish()` makes."""
     others = ", ".join(str(rank) for rank in group.ranks if rank != group.rank)
     return Handle(launch, finish, f"{kind} over {group.name} with {others}", group)
 
@@ -242,14 +241,12 @@ def _piece_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
 
 
 def _division_error(tensor: Tensor, group: Group) -> str | None:
-    """Return why dim 0 of `tensor` has no `size` equal pieces, or None."""
     if tensor.dim() == 0 or tensor.shape[0] % group.size:
         return f"dim 0 does not divide into {group.size} equal pieces"
     return None
 
 
 def _buffer_error(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> str | None:
-    """Return why `buffer` is not of `shape` and the dtype of `like`, or None."""
     if buffer is None or (buffer.shape == torch.Size(shape) and buffer.dtype == like.dtype):
         return None
     dtype = str(like.dtype).removeprefix("torch.")
@@ -257,5 +254,4 @@ def _buffer_error(buffer: Tensor | None, shape: Sequence[int], like: Tensor) -> 
 
 
 def _index_error(index: int, group: Group) -> str | None:
-    """Return why `index` is no rank of the group, or None."""
     return None if 0 <= index < group.size else f"the group has indices 0 to {group.size - 1} only"

@@ -77,7 +77,6 @@ def launch(
 
 
 def _require_possible(world: World | None, ranks: int | None, ranks_as: str, device: str) -> None:
-    """Raise `MeshError` inside a rank, for another number of ranks than the launcher's, or unfit threads."""
     inside = current_ranks()
     if inside is not None:
         raise MeshError(

@@ -97,7 +97,6 @@ def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
 
 
 def _parent(process: int) -> int | None:
-    """Return the process id of the parent, or None where the process is gone."""
     if process == os.getpid():
         return os.getppid()
     try:

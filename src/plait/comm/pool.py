@@ -282,7 +282,6 @@ def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str
 
 
 def _written(folder: str, rank: int) -> str:
-    """Return the text of a rank's stack file so far."""
     file = stack_file(folder, rank)
     return file.read_text() if file.exists() else ""
 

@@ -158,7 +158,6 @@ def _mark(job: RankJob, event: str) -> None:
 
 
 def _wait_for_all(job: RankJob, event: str, patience: float) -> None:
-    """Block until every rank has marked `event`, for at most `patience` seconds."""
     deadline = time.monotonic() + patience
     for rank in range(job.world.world_size):
         while not Path(job.folder, f"{event}-{rank}").exists() and time.monotonic() < deadline:

@@ -65,7 +65,6 @@ def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
 
 
 def _words(tensor: Tensor) -> Tensor:
-    """Return the bytes as int64, padded with zeros to whole words."""
     # A copy only where needed; a tensor of one element or none counts as contiguous whatever its strides.
     flat = tensor.detach().reshape(-1)
     if flat.stride(0) != 1:

@@ -215,7 +215,6 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
 
 
 def _gpu(world: World, device: str) -> int | None:
-    """Return the index of this rank's CUDA device, or None for CPU."""
     if device not in ("auto", "cpu", "cuda"):
         raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
     count = torch.cuda.device_count() if device != "cpu" and dist.is_nccl_available() else 0

@@ -91,7 +91,6 @@ class CooperativeScheduler:
             raise DeadlockError(self._deadlock)
 
     def _switch(self, rank: int, next_rank: int, timeout: float) -> None:
-        """Run another rank, and block until this one is run again."""
         states = torch.get_rng_state(), random.getstate()
         self._resume[next_rank].release()
         if not self._resume[rank].acquire(timeout=min(timeout, threading.TIMEOUT_MAX)):

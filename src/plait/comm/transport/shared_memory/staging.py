@@ -148,7 +148,6 @@ class StagingBuffers:
         self.channels.acknowledge(*sequences)
 
     def _free_block(self, size: int) -> int:
-        """Return the offset of a free block of `size` bytes in this rank's segment."""
         while self._lent and self.channels.is_acknowledged(self._lent[0][0]):
             _, free_size, offset = self._lent.popleft()
             self._free.setdefault(free_size, []).append(offset)
