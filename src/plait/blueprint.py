@@ -16,11 +16,9 @@ from torch import nn
 
 from plait.comm.group import Group
 from plait.errors import PlanError
-from plait.layers.compiled import refuse_compiled_modules
-from plait.layers.cost import layer_costs
-from plait.layers.layer_sequence import LayerSequence, aliases_of, saved_buffers, sequence_of
+from plait.layers.layer_sequence import LayerSequence, aliases_of, layer_costs, saved_buffers, sequence_of
 from plait.layers.precision import DTYPES
-from plait.layers.validation import refuse_layout_dependence
+from plait.layers.validation import refuse_compiled_modules, refuse_layout_dependence
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
 from plait.plan import Plan, Recompute

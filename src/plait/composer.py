@@ -1,4 +1,4 @@
-"""`parallelize`: the only place where the parts meet.
+"""`parallelize`: builds an engine from a model, a plan and a mesh.
 
 model ┐
       ├ blueprint ─ programs, units, stages ┐
@@ -21,10 +21,10 @@ from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Runtime
 from plait.errors import ModelError, listed
-from plait.layers.compiled import refuse_compiled_loss
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
 from plait.layers.precision import DTYPES, convert
+from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
 from plait.models.rank_zero import FromRankZero
 from plait.models.values import Source, Values, places_of
@@ -55,19 +55,19 @@ def parallelize(
     values: Mapping[str, Tensor] | None = None,
     broadcast: bool = False,
 ) -> Engine:
-    """Weave `model` over the ranks of `mesh` as `plan` says; call it on every rank with the same arguments.
+    """Return an engine of `model` over the ranks of `mesh`; call it on every rank with the same arguments.
 
-    The model (best an `nn.Sequential`, nested ones are flattened) is read and never altered. Parameters
-    with values keep them; those on the meta device get values that depend on their name, `seed` and
-    global index only. `values` stand in place of the model's own: one for each name in `model.state_dict()`,
-    read one at a time. With `broadcast` only those of rank 0 count, and all ranks take part in moving each.
-    `rules` say which modules are cut over `tp`, by default the model's own, `model.rules`. `loss` has `total`
-    and `weight`, or is one of PyTorch's, or a function within `plait.tensor.mean_loss`: see `as_loss`.
-    Communication, once: the ranks agree on model, plan and values (256 bytes each), make groups for tied
-    parameters and repeated heads, and map each other's gradients where they share a host; with `broadcast`
-    every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
-    before anything runs, ModelError, too, when the ranks bring different values without `broadcast`, and
-    CommunicationError when they were given different models or plans.
+    The model (best an `nn.Sequential`, nested ones are flattened) is not changed. Parameters with values keep
+    them; those on the meta device get values that depend on their name, `seed` and global index only.
+    `values` replace the model's own: one for each name in `model.state_dict()`, read one at a time. With
+    `broadcast` rank 0's values are used on all ranks. `rules` say which modules are partitioned over `tp`, by
+    default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
+    function within `plait.tensor.mean_loss`: see `as_loss`.
+    Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for tied
+    parameters and repeated heads, and map each other's gradients on one host; with `broadcast` every
+    parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
+    before anything runs, ModelError also where ranks have different values without `broadcast`, and
+    CommunicationError where they have different models or plans.
     """
     mesh.check_plan(plan)
     loss = accepted_loss(loss)
@@ -96,7 +96,7 @@ def parallelize(
 
 
 def accepted_loss(given: GivenLoss) -> Loss:
-    """Return a loss as `as_loss` does. PlanError also for one that was given to `torch.compile`."""
+    """Return `as_loss(given)`. PlanError for a loss that was given to `torch.compile`."""
     refuse_compiled_loss(given)
     return as_loss(given)
 
@@ -104,9 +104,9 @@ def accepted_loss(given: GivenLoss) -> Loss:
 def agreed_source(
     blueprint: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> Source:
-    """What the model starts from, once all ranks have said that they mean the same.
+    """Return the initial values of parameters and buffers, after all ranks have compared model and plan.
 
-    ModelError where they bring other values than rank 0.
+    ModelError where the values of a rank differ from rank 0's.
     """
     world, sequence = mesh.group("world"), blueprint.sequence
     own = Values(places_of(named(sequence.layers)), seed, given)
@@ -128,7 +128,7 @@ def agreed_source(
 
 
 def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """The end of the last stage, for whole logits or for this rank's piece of them."""
+    """Return the loss stage, for whole logits or for this rank's shard of them."""
     if vocabulary is None:
         return LossStage(loss)
     return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
@@ -137,7 +137,7 @@ def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
 def build_units(
     blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: Source
 ) -> dict[str, Unit]:
-    """The units of this rank's layers, filled with initial values. All ranks go through all units."""
+    """Return the units of this rank's layers, with initial values. All ranks iterate over all units."""
     plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:
@@ -172,14 +172,14 @@ def build_stages(
     source: Source,
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
-    """This rank's stages: private copies of their layers, on the units' parameters and real buffers."""
+    """Return this rank's stages: copies of their layers, with the units' parameters and real buffers."""
     sequence, plan = blueprint.sequence, blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     queue, adds_late = WeightGradientQueue(), sharding_of(plan).scatters == "each"
     stages = {}
     for number, layers in mine.items():
-        # One copy of a stage's layers, so that what they share stays shared.
+        # One copy of all layers of a stage, so that modules that they share stay shared.
         real = buffers | parameters_of(number, units.values(), sequence)
         copies = tensor_parallel.apply(private_copy(layers, real), queue)
         for layer in copies:
@@ -193,7 +193,7 @@ def build_stages(
 
 
 def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) -> dict[int, Tensor]:
-    """What a stage's layers use, by the `id` of the model's parameters."""
+    """Return the parameters that a stage's layers use, by the `id` of the model's parameters."""
     return {
         id(sequence.parameters[name]): parameter
         for unit in units
@@ -205,7 +205,7 @@ def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) ->
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: Source, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """The buffers of this rank's layers, by the `id` of the model's. All ranks go through all buffers."""
+    """Return the buffers of this rank's layers, by the `id` of the model's. All ranks iterate over all."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in places_of(named(sequence.layers)).items():

@@ -16,9 +16,9 @@ from plait.layers.fingerprint import fingerprint_of_tokens
 from plait.layers.nested import (
     Microbatches,
     Value,
-    cut_one,
     map_tensors,
     signatures,
+    split_one,
     tensors_of,
     with_tensors,
 )
@@ -27,7 +27,7 @@ from plait.tensor.sampling import next_token, padded, require_prompt
 
 def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool) -> Value | None:
     """Return the last stage's output for `inputs`; see `Engine.output`."""
-    batch = cut_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
+    batch = split_one(inputs, "inputs", runner.plan.microbatches, runner.as_input)
     call = f"the output of micro-batches of {signatures(batch)}, whole {whole}, everywhere {everywhere}"
     runner.require_same_call(call, "pp")
     runner.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch)}", "tp")

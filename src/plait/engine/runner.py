@@ -17,7 +17,7 @@ from plait.engine.recorder import Recorder
 from plait.engine.runtime import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
 from plait.layers.fingerprint import fingerprint_of_tokens
-from plait.layers.nested import Microbatches, Value, cut, signature, signatures, tensors_of
+from plait.layers.nested import Microbatches, Value, signature, signatures, split_both, tensors_of
 from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
@@ -88,7 +88,7 @@ class Runner:
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
         self.inputs_are_cut = isinstance(inputs, Microbatches)
-        batch, parts = cut(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
+        batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.require_same_call(call, "pp")
         self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")

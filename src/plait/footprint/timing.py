@@ -18,7 +18,7 @@ from plait.comm.consistency_check import require_same_text
 from plait.comm.mesh import Mesh
 from plait.comm.text import broadcast_text
 from plait.layers.layer_sequence import NamedLayer, private_copy
-from plait.layers.nested import Value, cut, leaf_of, map_tensors, signature, tensors_of
+from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.loss_stage import LossLike, LossStage
@@ -56,7 +56,7 @@ def balance(
     """
     mesh.check_plan(plan)
     blueprint = build_blueprint(model, plan, rules)
-    batch, parts = cut(inputs, targets, plan.microbatches, (_same, _same))
+    batch, parts = split_both(inputs, targets, plan.microbatches, (_same, _same))
     given, wanted = batch[0], parts[0]
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
     require_same_text(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))

@@ -1,4 +1,4 @@
-"""Evaluation mode for a while."""
+"""Evaluation mode as a context."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @contextmanager
 def evaluating(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Put every module of `layers` in evaluation mode; afterwards each is back in the mode it was in."""
+    """Put every module of `layers` in evaluation mode; restore each module's mode at the end."""
     modules = [module for layer in layers for module in layer.modules()]
     before = [module.training for module in modules]
     for module in modules:

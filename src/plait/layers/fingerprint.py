@@ -1,4 +1,4 @@
-"""What all ranks must agree on before they are woven together, as lines of text."""
+"""Fingerprints: short texts and hashes that ranks compare before they run together."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from plait.schedules.schedule import Schedule
 def fingerprint(
     sequence: LayerSequence, plan: Plan, counts: Sequence[int], rules: Mapping[str, Rule], seed: int
 ) -> str:
-    """Model, plan, cut, seed, and the rule of each module that has one."""
+    """Return the call of `parallelize` as text, with a hash of the model and of the rule of each module."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sequence.layers:
         for name, parameter in layer.module.named_parameters():
@@ -35,13 +35,13 @@ def fingerprint(
 
 
 def fingerprint_of_order(order: Schedule) -> str:
-    """The actions of all ranks, in order."""
+    """Return a hash of the actions of all ranks, in order."""
     rows = "\n".join(" ".join(row) for row in order.order)
     return hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()
 
 
 def fingerprint_of_tokens(*values: Value) -> str:
-    """The whole numbers in `values` that lie on the CPU; those on a device would have to be waited for."""
+    """Return a hash of the integer tensors in `values` that are on the CPU; others would block the host."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(values):
         if tensor.device.type == "cpu" and not tensor.is_floating_point():
@@ -50,7 +50,7 @@ def fingerprint_of_tokens(*values: Value) -> str:
 
 
 def fingerprint_of_values(values: Iterable[Tensor]) -> str:
-    """Return a hash of the bits of all values, in their order."""
+    """Return a hash of the bits of all values, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         digest.update(bits_of(value))

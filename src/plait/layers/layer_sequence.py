@@ -1,4 +1,4 @@
-"""A model as a sequence of layers: flatten it, find its ties, make private copies of a part of it."""
+"""A model as a sequence of layers: flatten it, find shared parameters, copy layers."""
 
 from __future__ import annotations
 
@@ -40,20 +40,20 @@ class NamedLayer:
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The layers in order, and the parameters by their first name with the layers that use them."""
+    """The layers in order, the parameters by their first name, and the layers that use each."""
 
     layers: tuple[NamedLayer, ...]
     parameters: dict[str, nn.Parameter]
     users: dict[str, tuple[int, ...]]
 
     def unit_of(self, name: str) -> str:
-        """The unit that a parameter belongs to: its layer's, or one of its own when layers share it."""
+        """Return the unit of a parameter: its layer's, or one of its own where layers share it."""
         users = self.users[name]
         return name if len(users) > 1 else self.layers[users[0]].path
 
     @property
     def units(self) -> dict[str, list[str]]:
-        """The parameters of every unit, by its name."""
+        """The parameters of each unit, by the unit's name."""
         members: dict[str, list[str]] = {}
         for name in self.parameters:
             members.setdefault(self.unit_of(name), []).append(name)
@@ -61,9 +61,9 @@ class LayerSequence:
 
 
 def sequence_of(model: nn.Module) -> LayerSequence:
-    """`model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
+    """Return `model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
 
-    ModelError when it is no module, or has no layer.
+    ModelError where it is not a module, or has no layer.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: give an nn.Module, best an nn.Sequential.")
@@ -84,7 +84,7 @@ def sequence_of(model: nn.Module) -> LayerSequence:
 def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
     if not (isinstance(module, nn.Sequential) and type(module).forward is nn.Sequential.forward):
         return [NamedLayer(path, module)]
-    # _modules and not named_children: a layer that stands twice in the sequence runs twice.
+    # _modules and not named_children, which leaves out a layer's second occurrence.
     return [
         layer
         for name, child in module._modules.items()
@@ -94,10 +94,10 @@ def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
 
 
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
-    """The same layers on other tensors; those given by the user are never altered.
+    """Return copies of `layers` with other tensors.
 
-    `tensors` holds, by the `id` of each parameter and buffer, what stands in its place in the copy. What
-    several of `layers` share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
+    `tensors` holds the replacements, by the `id` of each parameter and buffer. What several of `layers`
+    share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
     """
     memo: dict[int, object] = dict(tensors)
     for layer in layers:
@@ -111,27 +111,27 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
 def on_meta(
     sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[int, Tensor]:
-    """For every parameter and buffer of the model (by id) one like it on the meta device; see `convert`.
+    """Return for each parameter and buffer of the model, by `id`, one like it on the meta device.
 
-    `shapes` says, by name, which shape each parameter gets.
+    `shapes` are those of the new parameters, by name; `dtype` as for `convert`.
     """
     meta = torch.device("meta")
-    twins: dict[int, Tensor] = {}
+    found: dict[int, Tensor] = {}
     for name, parameter in sequence.parameters.items():
         empty = convert(parameter.detach(), dtype, meta).new_empty(tuple(shapes[name]))
-        twins[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        found[id(parameter)] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
     for layer in sequence.layers:
         for buffer in layer.module.buffers():
-            twins[id(buffer)] = convert(buffer, dtype, meta)
+            found[id(buffer)] = convert(buffer, dtype, meta)
         for module in layer.module.modules():
             for value in vars(module).values():
                 if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
-                    twins[id(value)] = torch.empty_like(value, device=meta)
-    return twins
+                    found[id(value)] = torch.empty_like(value, device=meta)
+    return found
 
 
 def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
-    """The buffers of layers that belong to their `state_dict`, by full name; shared ones under each name."""
+    """Yield the buffers in the layers' `state_dict`, with full names; shared ones under each name."""
     for layer in layers:
         saved = layer.module.state_dict().keys()
         for name, buffer in layer.module.named_buffers():
@@ -140,7 +140,7 @@ def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
-    """For each further full name of a parameter that layers share, its first."""
+    """Return for each further full name of a parameter that layers share its first."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for layer in layers:
@@ -152,7 +152,29 @@ def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
     return found
 
 
+def layer_costs(layers: Sequence[NamedLayer]) -> list[float]:
+    """Return the relative cost of each layer: that of its `cost()`, else the elements of its matrices.
+
+    An element of a matrix is one multiplication a token; an embedding table costs next to nothing.
+    """
+    return [_cost(layer.module) for layer in layers]
+
+
+def _cost(module: nn.Module) -> float:
+    own = getattr(module, "cost", None)
+    if callable(own):
+        return float(own())
+    matrices = (
+        parameter.numel()
+        for child in module.modules()
+        if not isinstance(child, nn.Embedding)
+        for parameter in child.parameters(recurse=False)
+        if parameter.dim() >= 2
+    )
+    return float(1 + sum(matrices))
+
+
 def bits_of(tensor: Tensor) -> bytes:
-    """The bytes of `tensor`, as a copy on the CPU."""
+    """Return the bytes of `tensor`, copied to the CPU."""
     flat = tensor.detach().to("cpu", copy=True).contiguous().reshape(-1)
     return flat.view(torch.uint8).numpy().tobytes()

@@ -1,4 +1,4 @@
-"""What flows between layers: a tensor, or tuples, lists and dictionaries of tensors and other things."""
+"""Nested values that layers exchange: a tensor, or tuples, lists and dictionaries of tensors."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import Tensor
 from plait.errors import DataError, PlanError
 
 Value: TypeAlias = Any
-"""A tensor, or a tuple, list or dictionary of values; anything else passes through untouched."""
+"""A tensor, or a tuple, list or dictionary of values; any other object is passed on unchanged."""
 
 
 @dataclass(frozen=True, eq=False)
 class Microbatches:
-    """A batch that is cut already: one value per micro-batch, each with shapes of its own.
+    """A batch that is split already: one value per micro-batch, each with shapes of its own.
 
     `engine.forward_backward(Microbatches([x0, x1]), Microbatches([y0, y1]))` runs `x0` and `x1`
     as the two micro-batches of a step. Dim 0 of their tensors need not be a batch.
@@ -34,7 +34,7 @@ class Microbatches:
 
 
 def tensors_of(value: Value) -> Iterator[Tensor]:
-    """The tensors in `value`, in a fixed order."""
+    """Yield the tensors in `value`, in a fixed order."""
     if isinstance(value, Tensor):
         yield value
     elif isinstance(value, dict):
@@ -46,12 +46,12 @@ def tensors_of(value: Value) -> Iterator[Tensor]:
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
-    """`value` with `function` applied to each tensor, in the order of `tensors_of`."""
+    """Return `value` with `function` applied to each tensor, in the order of `tensors_of`."""
     return map_leaves(lambda leaf: isinstance(leaf, Tensor), function, value)
 
 
 def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], value: Value) -> Value:
-    """`value` with `function` applied to what is `wanted`; containers are made anew, the rest is kept."""
+    """Return `value` with `function` applied to each leaf that is `wanted`; containers are copied."""
     if wanted(value):
         return function(value)
     if isinstance(value, dict):
@@ -64,10 +64,10 @@ def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], va
 
 
 def split(value: Value, microbatches: int, what: str) -> list[Value]:
-    """`value` cut along dim 0 of its tensors into `microbatches` equal parts (views, nothing is copied).
+    """Return views of `value`, split along dim 0 of its tensors into `microbatches` equal parts.
 
-    PlanError when a dim 0 is not divisible, DataError when the tensors disagree about dim 0, or where the
-    value is cut already.
+    PlanError where dim 0 is not divisible, DataError where the tensors differ in dim 0, or where the value is
+    split already.
     """
     if isinstance(value, Microbatches):
         raise DataError(
@@ -92,13 +92,13 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
     ]
 
 
-def cut(
+def split_both(
     inputs: Value, targets: Value, microbatches: int, convert: Sequence[Callable[[Tensor], Tensor]]
 ) -> list[list[Value]]:
-    """The micro-batches of the inputs, and of the targets: what stands in `Microbatches`, else `split`.
+    """Return the micro-batches of the inputs, and of the targets: those in `Microbatches`, else by `split`.
 
-    `convert` is what is done to the tensors of each of the two. PlanError for another number of them,
-    DataError where one of the two is cut and the other is not; and as `split`.
+    `convert` converts the tensors of the inputs and those of the targets. PlanError for another number of
+    micro-batches, DataError where one of the two is split already and the other is not; and as `split`.
     """
     given = {"inputs": inputs, "targets": targets}
     whole = [what for what, value in given.items() if not isinstance(value, Microbatches)]
@@ -107,13 +107,13 @@ def cut(
             f"the {whole[0]} are not Microbatches, but the others are: give both cut, or both whole."
         )
     convert_of = dict(zip(given, convert, strict=True))
-    return [cut_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
+    return [split_one(value, what, microbatches, convert_of[what]) for what, value in given.items()]
 
 
-def cut_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
-    """The micro-batches of one value, its tensors converted: what stands in `Microbatches`, else `split`.
+def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
+    """Return the converted micro-batches of one value: those in `Microbatches`, else by `split`.
 
-    PlanError for another number of them; and as `split`.
+    PlanError for another number of micro-batches; and as `split`.
     """
     if not isinstance(value, Microbatches):
         return split(map_tensors(convert, value), microbatches, what)
@@ -126,18 +126,18 @@ def cut_one(value: Value, what: str, microbatches: int, convert: Callable[[Tenso
 
 
 def with_tensors(value: Value, tensors: Iterable[Any]) -> Value:
-    """`value` with `tensors` in the places of its own, in the order of `tensors_of`."""
+    """Return `value` with its tensors replaced by `tensors`, in the order of `tensors_of`."""
     given = iter(tensors)
     return map_tensors(lambda _: next(given), value)
 
 
 def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
-    """`tensor` cut off from its graph: the same memory, and a leaf whose gradient is collected if asked."""
+    """Return `tensor` detached: a leaf on the same memory, with `requires_grad` set."""
     return tensor.detach().requires_grad_(requires_grad)
 
 
 def signatures(values: Sequence[Value]) -> str:
-    """The signature that all values share, or each one's, behind a digest of them all."""
+    """Return the signature that all values share, or a hash of all signatures and each of them."""
     each = [signature(value) for value in values]
     if len(set(each)) == 1:
         return each[0]
@@ -146,5 +146,5 @@ def signatures(values: Sequence[Value]) -> str:
 
 
 def signature(value: Value) -> str:
-    """The structure of `value` with the shapes and dtypes of its tensors, to tell values of one kind."""
+    """Return the structure of `value` with the shapes and dtypes of its tensors, as text."""
     return repr(map_tensors(lambda tensor: (tuple(tensor.shape), tensor.dtype), value))

@@ -1,4 +1,4 @@
-"""The dtype that a plan's precision stands for, and tensors brought to it."""
+"""The dtypes of a plan's precisions, and the conversion of tensors to them."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ DTYPES: dict[Precision | None, torch.dtype | None] = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
 }
-"""None: as the model has it."""
+"""None: the dtype of the model's own tensor."""
 
 
 def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """A copy of `value` on `device`; floating-point numbers get `dtype`, if given."""
+    """Return a copy of `value` on `device`, with `dtype`, if given, where it is floating-point."""
     kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
     return torch.empty_like(value, device=device, dtype=kept).copy_(value)

@@ -1,11 +1,13 @@
-"""Modules whose result would depend on the layout, refused before anything runs."""
+"""Validation of a model before anything runs: refuse what depends on the layout, and compiled modules."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 from torch import nn
 
 from plait.autograd.dropout import is_plain_dropout
-from plait.errors import ModelError
+from plait.errors import ModelError, PlanError
 from plait.layers.layer_sequence import LayerSequence
 from plait.rules import join
 
@@ -19,10 +21,11 @@ DROPPING = (
 )
 TRACKING_NORMS = (nn.InstanceNorm1d, nn.InstanceNorm2d, nn.InstanceNorm3d)
 BATCH_NORMS = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+_WHY = "plait keeps weight gradients for later, which compiled code hides, so give it as it was before"
 
 
 def refuse_layout_dependence(sequence: LayerSequence) -> None:
-    """ModelError for the first module that would not compute what it computes on a single rank."""
+    """Raise ModelError for the first module whose result on several ranks would not be that on one."""
     for layer in sequence.layers:
         for name, module in layer.module.named_modules():
             reason = _reason(module)
@@ -68,3 +71,57 @@ def _drop_probability(module: nn.Module) -> float:
     if isinstance(module, nn.MultiheadAttention | nn.RNNBase):
         return float(module.dropout)
     return 0.0
+
+
+def refuse_compiled_modules(model: nn.Module, path: str = "") -> None:
+    """Raise ModelError for the first module of `model`, containers too, that runs compiled code.
+
+    `path` is that of the model, for the message. A compiled function that a forward finds elsewhere, such as
+    among the globals of its file, is not found.
+    """
+    for name, module in model.named_modules():
+        place = f"{join(path, name) or 'the model'} ({type(module).__name__})"
+        if _is_compiled_module(module):
+            raise ModelError(f"{place} was given to torch.compile: {_WHY}.")
+        for method in compiled_functions(module):
+            raise ModelError(f"{method} of {place} was given to torch.compile: {_WHY}.")
+
+
+def refuse_compiled_loss(loss: object) -> None:
+    """Raise PlanError for a loss that runs compiled code, and ModelError for a module of it that does."""
+    for method in compiled_functions(loss):
+        raise PlanError(f"{method} of the loss {type(loss).__name__} was given to torch.compile: {_WHY}.")
+    for name, value in getattr(loss, "__dict__", {}).items():
+        if isinstance(value, nn.Module):
+            refuse_compiled_modules(value, name)
+    if isinstance(loss, nn.Module):
+        refuse_compiled_modules(loss, "the loss")
+
+
+def compiled_functions(owner: object) -> Iterator[str]:
+    """Yield the names of the compiled methods and attributes of an object."""
+    found: dict[str, object] = {}
+    for base in reversed(type(owner).__mro__):  # overridden methods do not run
+        found |= vars(base)
+    for name, value in (found | getattr(owner, "__dict__", {})).items():
+        if _is_compiled_function(value):
+            yield name
+
+
+def _is_compiled_module(module: nn.Module) -> bool:
+    """Whether a module is a result of `torch.compile`, or was compiled in place by `module.compile()`.
+
+    Private to torch: the class `OptimizedModule`, and the attribute `_compiled_call_impl`.
+    """
+    wrapped = type(module).__name__ == "OptimizedModule" and hasattr(module, "_orig_mod")
+    return wrapped or getattr(module, "_compiled_call_impl", None) is not None
+
+
+def _is_compiled_function(value: object) -> bool:
+    """Whether a function is a result of `torch.compile`.
+
+    Private to torch: such a function has `_torchdynamo_orig_callable`; one that is never compiled
+    (`torch.compiler.disable`) has it too, and `_torchdynamo_disable`.
+    """
+    held = getattr(value, "__dict__", {})
+    return "_torchdynamo_orig_callable" in held and not held.get("_torchdynamo_disable", False)

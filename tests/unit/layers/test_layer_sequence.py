@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.layer_sequence import private_copy, sequence_of
+from plait.layers.layer_sequence import layer_costs, private_copy, sequence_of
 
 
 def paths(model: nn.Module) -> list[str]:
@@ -87,3 +87,19 @@ def test_a_private_copy_stands_on_other_tensors() -> None:
     assert copies[1].module.running_mean is tensors[id(model[1].running_mean)]
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not {id(layer.module) for layer in copies} & {id(module) for module in model.modules()}
+
+
+class Dear(nn.Linear):
+    def cost(self) -> float:
+        return 7
+
+
+def test_cost_is_the_elements_of_matrices_or_what_the_layer_says() -> None:
+    layers = [
+        nn.Linear(3, 4),  # the bias costs next to nothing
+        nn.Embedding(100, 3),  # a look-up too
+        nn.ReLU(),
+        nn.ModuleList([nn.Linear(2, 2), nn.Linear(2, 5)]),
+        Dear(30, 30),
+    ]
+    assert layer_costs(sequence_of(nn.Sequential(*layers)).layers) == [13.0, 1.0, 1.0, 15.0, 7.0]

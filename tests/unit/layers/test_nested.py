@@ -8,12 +8,12 @@ import torch
 from plait.errors import DataError, PlanError
 from plait.layers.nested import (
     Microbatches,
-    cut,
     leaf_of,
     map_tensors,
     signature,
     signatures,
     split,
+    split_both,
     tensors_of,
     with_tensors,
 )
@@ -112,13 +112,13 @@ def same(tensor: torch.Tensor) -> torch.Tensor:
 
 def test_what_is_cut_already_stays_as_it_is() -> None:
     given = Microbatches([{"x": ONE, "name": "kept"}, TWO, ()])
-    inputs, targets = cut(given, Microbatches([TWO, ONE, THREE]), 3, (double, same))
+    inputs, targets = split_both(given, Microbatches([TWO, ONE, THREE]), 3, (double, same))
     assert inputs == [{"x": 2 * ONE, "name": "kept"}, 2 * TWO, ()]
     assert targets == [TWO, ONE, THREE]
 
 
 def test_what_is_whole_is_cut() -> None:
-    inputs, targets = cut(torch.arange(4), {"x": torch.arange(2)}, 2, (double, same))
+    inputs, targets = split_both(torch.arange(4), {"x": torch.arange(2)}, 2, (double, same))
     assert [one.tolist() for one in inputs] == [[0, 2], [4, 6]]
     assert [one["x"].tolist() for one in targets] == [[0], [1]]
 
@@ -128,14 +128,14 @@ def test_another_number_of_micro_batches_than_the_plans_is_refused(given: int) -
     some, right = Microbatches([ONE] * given), Microbatches([ONE] * 2)
     for inputs, targets, what in ((some, right, "inputs"), (right, some, "targets")):
         with pytest.raises(PlanError, match=f"the {what} are {given} micro-batches, but the plan runs 2"):
-            cut(inputs, targets, 2, (same, same))
+            split_both(inputs, targets, 2, (same, same))
 
 
 def test_one_cut_and_the_other_whole_is_refused() -> None:
     given = Microbatches([ONE, ONE])
     for inputs, targets, what in ((given, torch.zeros(2), "targets"), (torch.zeros(2), given, "inputs")):
         with pytest.raises(DataError, match=f"the {what} are not Microbatches, but the others are"):
-            cut(inputs, targets, 2, (same, same))
+            split_both(inputs, targets, 2, (same, same))
 
 
 def test_split_refuses_what_is_cut_already() -> None:

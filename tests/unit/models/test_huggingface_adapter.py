@@ -14,8 +14,7 @@ from torch import nn
 import plait
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
-from plait.layers.cost import layer_costs
-from plait.layers.layer_sequence import bits_of, sequence_of
+from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
 from plait.models.huggingface.parts import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.values import places_of

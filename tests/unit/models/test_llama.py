@@ -8,8 +8,7 @@ from model_cases import filled, half_of, uncut
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.layers.cost import layer_costs
-from plait.layers.layer_sequence import sequence_of
+from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.validation import refuse_layout_dependence
 from plait.models import llama
 from plait.models.building import SPREAD
