@@ -8,10 +8,10 @@ from pathlib import Path
 import plait
 from plait.schedules.simulation.svg import draw_svg
 from plait.schedules.simulation.timeline import simulate
-from plait.train.config_parser import load_config
+from plait.train.config_parser import config_from_arguments
 
 FOLDER = Path(__file__).parent
-plan = load_config(FOLDER.parents[1] / "examples" / "demo.toml", []).plan()
+plan = config_from_arguments(["--config", str(FOLDER.parents[1] / "examples" / "demo.toml")]).plan()
 timeline = simulate(
     plait.schedule(plan.schedule, ranks=plan.pp, microbatches=plan.microbatches), plait.Costs(F=1, I=1, W=1)
 )

@@ -14,7 +14,7 @@ from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import Manifest, section
 from plait.comm.mesh import Mesh
-from plait.comm.text import broadcast_text
+from plait.comm.text import broadcast_result
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.layout.shard_plan import ShardPlan
 from plait.train.build import build_model
@@ -77,10 +77,10 @@ class RunCheckpoints:
                 damaged.append(path.name)
         if damaged:
             raise CheckpointError(
-                f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start anew "
+                f"all checkpoints in {self._folder} are damaged ({listed(damaged)}): mend one, or start over "
                 "with --run.resume no."
             )
-        self._progress.print(f"There is no checkpoint in {self._folder}: the run starts anew.")
+        self._progress.print(f"There is no checkpoint in {self._folder}: the run starts from the beginning.")
         return 0
 
     @property
@@ -127,8 +127,8 @@ class RunCheckpoints:
         step = state.get("step")
         if type(step) is not int or step < 0:
             raise CheckpointError(
-                f"the checkpoint {path} does not say after how many steps it was written: give one of plait "
-                "train, or of save with a state of {'step': …}."
+                f"the state of the checkpoint {path} has no number of steps: give one of plait train, "
+                "or of save with a state of {'step': …}."
             )
         self._require_same_data(state, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
@@ -138,16 +138,16 @@ class RunCheckpoints:
 
     def _saved(self) -> list[Path]:
         """Return the complete checkpoints of this run that rank 0 finds, newest first, on every rank."""
-        paths: list[str] | None = []
-        if self._mesh.rank == 0:
+
+        def find() -> str:
             try:
-                paths = [str(path) for _, path in complete_checkpoints(self._folder)]
-            except OSError:  # raised below, on every rank
-                paths = None
-        shared = json.loads(broadcast_text(json.dumps(paths), self._mesh.group("world"), self._mesh.device))
-        if shared is None:
-            raise CheckpointError(f"{self._folder} cannot be read: mend its permissions, or the disk.")
-        return [Path(path) for path in shared]
+                return json.dumps([str(path) for _, path in complete_checkpoints(self._folder)])
+            except OSError:
+                error = f"{self._folder} cannot be read: mend its permissions, or the disk."
+                raise CheckpointError(error) from None
+
+        found = broadcast_result(find, CheckpointError, self._mesh.group("world"), self._mesh.device)
+        return [Path(path) for path in json.loads(found)]
 
     def _opened(self) -> CheckpointManager:
         """Return the manager of this run's checkpoints, made when the first is written."""
@@ -184,8 +184,8 @@ class RunCheckpoints:
             was = section(state, "config", part).get(name)
             if was is not None and was != now[part][name]:
                 raise ConfigError(
-                    f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: the data "
-                    "would not go on where it stopped; give the same, or start anew without run.resume."
+                    f"{field} is {now[part][name]!r}, and was {was!r} when {path} was written: a "
+                    "resumed run needs the same data; give the same, or start over without run.resume."
                 )
 
 

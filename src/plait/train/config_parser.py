@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from difflib import get_close_matches
@@ -93,36 +93,23 @@ def _bounds(field: Schema) -> str:
     return f" of {words}" if words.startswith("at") else f" {words}" if words else ""
 
 
-def load_config(path: Path | None, overrides: Sequence[str]) -> Config:
-    """Return the configuration in the TOML file `path`, if any, with `overrides` (as in `sys.argv`) on top.
-
-    Raises `ConfigError` for a file that cannot be read, an unknown field and a bad value.
-    """
-    return _load(path, _options(overrides), {})
-
-
 def config_from_arguments(
     arguments: Sequence[str], defaults: Mapping[str, object] | None = None, origin: str = ""
 ) -> Config:
-    """Return the configuration of `arguments`: overrides, and at most one `--config FILE`.
+    """Return the configuration of `arguments` (as in `sys.argv`): overrides, and at most one `--config FILE`.
 
-    `defaults` replace those of the fields, section by section; `origin` names them in errors.
+    `defaults` replace those of the fields, section by section; `origin` names them in errors. Raises
+    `ConfigError` for a file that cannot be read, an unknown field and a bad value.
     """
     options = list(_options(arguments))
     paths = [Path(text) for name, text in options if name == "config"]
     if len(paths) > 1:
         raise ConfigError(f"--config is given {len(paths)} times: give one configuration file.")
-    rest = [option for option in options if option[0] != "config"]
-    return _load(paths[0] if paths else None, rest, _given_values(defaults or {}, origin))
-
-
-def _load(
-    path: Path | None, options: Iterable[tuple[str, str]], defaults: Mapping[str, GivenValue]
-) -> Config:
-    given = dict(defaults) | ({} if path is None else _read_file(path))
+    given = _given_values(defaults or {}, origin) | (_read_file(paths[0]) if paths else {})
     for name, text in options:
-        field = _field(name, "the command line")
-        given[name] = GivenValue(_typed(text, field), "the command line")
+        if name != "config":
+            field = _field(name, "the command line")
+            given[name] = GivenValue(_typed(text, field), "the command line")
     return _build(given)
 
 

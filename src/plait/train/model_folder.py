@@ -47,7 +47,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
         elif field != "name" and value is not None and value != sizes.get(field):
             actual = f", where it is {sizes[field]}" if field in sizes else ""
             raise ConfigError(
-                f"model.{field} = {value} stands beside the folder {name}, whose config.json gives all "
+                f"model.{field} = {value} is given with the folder {name}, whose config.json has all "
                 f"sizes{actual}: leave it out."
             )
     return {**given, **sizes}
@@ -60,7 +60,7 @@ def invalid_path(text: str) -> str | None:
     try:
         path = Path(text).expanduser()
     except RuntimeError:
-        return "which begins with the home of a user who is not known here"
+        return "which begins with the home of an unknown user"
     if len(os.fsencode(path)) > _MOST_BYTES or any(
         len(os.fsencode(part)) > _MOST_BYTES_A_NAME for part in path.parts
     ):

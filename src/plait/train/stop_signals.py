@@ -21,12 +21,12 @@ class StopSignals:
         self._signals = frozenset(signals)
         self._mesh = mesh
         self._local = 0
-        self._wish = GracefulStop(self._signals, self._receive)
+        self._handlers = GracefulStop(self._signals, self._receive)
         self.received = 0
         """The signal that any rank had received at the last `exchange`, the same on all ranks; 0: none."""
 
     def __enter__(self) -> Self:
-        self._wish.__enter__()
+        self._handlers.__enter__()
         # Local ranks start with these signals blocked, until there is a handler.
         self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
         return self
@@ -35,7 +35,7 @@ class StopSignals:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        self._wish.__exit__(kind, error, trace)
+        self._handlers.__exit__(kind, error, trace)
 
     def exchange(self) -> None:
         """Set `received` on all ranks; all call it after the same step.

@@ -12,7 +12,7 @@ from plait.cli import main as module
 from plait.cli.main import main
 from plait.errors import DataError, RankError
 from plait.train.config import LIMITS, MOST
-from plait.train.config_parser import load_config
+from plait.train.config_parser import config_from_arguments
 from plait.train.corpus import open_tokens
 
 
@@ -54,7 +54,7 @@ def test_sizes(field: str, value: int, told: str, capsys: pytest.CaptureFixture[
         ("a" * 5000, "which is longer than file systems take (255 bytes a name)"),
         ("a/" * 2500, "which is longer than file systems take"),
         ("a\0b", "which has a zero byte in it"),
-        ("~nobody-has-this-name/a", "which begins with the home of a user who is not known here"),
+        ("~nobody-has-this-name/a", "which begins with the home of an unknown user"),
     ],
     ids=["long name", "long path", "zero byte", "home"],
 )
@@ -107,7 +107,10 @@ def test_files(line: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixtu
 def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -> None:
     section, _, field = name.partition(".")
     (tmp_path / "c.toml").write_text(f'[{section}]\n{field} = "none"\n')
-    for config in (load_config(tmp_path / "c.toml", []), load_config(None, [f"--{name}", "none"])):
+    for config in (
+        config_from_arguments(["--config", str(tmp_path / "c.toml")]),
+        config_from_arguments([f"--{name}", "none"]),
+    ):
         assert getattr(getattr(config, section), field) is None
 
 

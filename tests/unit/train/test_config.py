@@ -9,7 +9,7 @@ import pytest
 from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.train.config import Config
-from plait.train.config_parser import config_from_arguments, fields, load_config, takes
+from plait.train.config_parser import config_from_arguments, fields, takes
 from plait.train.sections import ModelConfig, ParallelConfig, TrainConfig
 
 
@@ -22,7 +22,7 @@ def demo(tmp_path: Path) -> Path:
 
 def test_defaults_make_a_single_rank_plan() -> None:
     assert Config().plan() == Plan(schedule="1f1b", microbatches=4, precision="fp32")
-    assert load_config(None, []) == Config()
+    assert config_from_arguments([]) == Config()
 
 
 def test_the_plan_takes_every_parallel_field() -> None:
@@ -45,7 +45,9 @@ def test_the_plan_takes_every_parallel_field() -> None:
 
 
 def test_options_override_the_file(demo: Path) -> None:
-    config = load_config(demo, ["--model.layers", "3", "--train.lr=.5", "--train.sample", "5"])
+    config = config_from_arguments(
+        ["--config", str(demo), "--model.layers", "3", "--train.lr=.5", "--train.sample", "5"]
+    )
     assert config.model == ModelConfig(layers=3, tied=False)
     assert (config.train.lr, config.train.sample) == (0.5, "5")
     assert config.run.dir == Path("a folder")
@@ -75,19 +77,19 @@ def test_options_override_the_file(demo: Path) -> None:
 )
 def test_values_are_read_as_the_field_wants_them(option: list[str], field: str, value: object) -> None:
     section, name = field.split(".")
-    read = getattr(getattr(load_config(None, option), section), name)
+    read = getattr(getattr(config_from_arguments(option), section), name)
     assert read == value
     assert type(read) is type(value)
 
 
 def test_a_configuration_survives_json() -> None:
-    config = load_config(None, ["--parallel.pp", "2", "--parallel.layers_per_stage", "[5, 5]"])
+    config = config_from_arguments(["--parallel.pp", "2", "--parallel.layers_per_stage", "[5, 5]"])
     assert Config.model_validate_json(config.model_dump_json()) == config
 
 
 def test_the_examples_are_valid() -> None:
     examples = Path(__file__).parents[3] / "examples"
-    configs = {path.name: load_config(path, []) for path in examples.glob("*.toml")}
+    configs = {path.name: config_from_arguments(["--config", str(path)]) for path in examples.glob("*.toml")}
     assert configs["demo.toml"].plan().world == 4
 
 
@@ -268,21 +270,21 @@ def test_a_wrong_file_is_refused_in_one_sentence(tmp_path: Path, text: bytes, me
     path = tmp_path / "wrong.toml"
     path.write_bytes(text)
     with pytest.raises(ConfigError) as caught:
-        load_config(path, [])
+        config_from_arguments(["--config", str(path)])
     assert message.format(path=path) in str(caught.value)
     assert "\n" not in str(caught.value)
 
 
 def test_a_folder_is_no_configuration_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be read"):
-        load_config(tmp_path, [])
+        config_from_arguments(["--config", str(tmp_path)])
 
 
 def test_what_was_overridden_is_not_blamed_on_the_file(demo: Path) -> None:
     with pytest.raises(ConfigError, match="from the command line"):
-        load_config(demo, ["--model.layers", "0"])
+        config_from_arguments(["--config", str(demo), "--model.layers", "0"])
     demo.write_text("[model]\nlayers = 0")
-    assert load_config(demo, ["--model.layers", "1"]).model.layers == 1
+    assert config_from_arguments(["--config", str(demo), "--model.layers", "1"]).model.layers == 1
 
 
 @pytest.mark.parametrize("policy", ["zb-v", "auto"])

@@ -16,7 +16,7 @@ from plait.comm.pool import RankPool
 from plait.engine import Engine
 from plait.errors import ConfigError, PlaitError
 from plait.train.config import Config
-from plait.train.config_parser import load_config
+from plait.train.config_parser import config_from_arguments
 from plait.train.loop import TrainingResult, train
 from plait.train.trainer import Trainer
 
@@ -116,8 +116,8 @@ def test_a_region_that_is_entered_with_something_else_ends_the_run(
 
 
 def test_the_fields() -> None:
-    config = load_config(None, ["--run.guard", "true", "--run.check_replicas", "10"])
+    config = config_from_arguments(["--run.guard", "true", "--run.check_replicas", "10"])
     assert (config.run.guard, config.run.check_replicas) == (True, 10)
     assert (Config().run.guard, Config().run.check_replicas) == (False, 0)
     with pytest.raises(ConfigError, match=r"run.check_replicas is -1 .*: give a whole number of at least 0"):
-        load_config(None, ["--run.check_replicas", "-1"])
+        config_from_arguments(["--run.check_replicas", "-1"])

@@ -22,7 +22,7 @@ from plait.models.huggingface.folder import weights_in
 from plait.train.banner import banner
 from plait.train.build import build_model
 from plait.train.config import Config
-from plait.train.config_parser import load_config
+from plait.train.config_parser import config_from_arguments
 from plait.train.data import load_data
 from plait.train.loop import train
 
@@ -35,7 +35,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def config_of(folder: Path, *options: str) -> Config:
-    return load_config(None, ["--model.name", str(folder), *options])
+    return config_from_arguments(["--model.name", str(folder), *options])
 
 
 def test_sizes_are_those_of_the_folder(folder: Path) -> None:
@@ -51,9 +51,9 @@ def test_sizes_are_those_of_the_folder(folder: Path) -> None:
     [
         (
             ("--model.hidden", "64"),
-            "model.hidden = 64 stands beside the folder .* where it is 24: leave it out",
+            "model.hidden = 64 is given with the folder .* where it is 24: leave it out",
         ),
-        (("--model.kv_heads", "2"), "model.kv_heads = 2 stands beside the folder .* all sizes: leave it out"),
+        (("--model.kv_heads", "2"), "model.kv_heads = 2 is given with the folder .* all sizes: leave it out"),
         (
             ("--model.context", "9"),
             "model.context = 9 does not fit the model in .*, which takes 1 to 8 tokens",

@@ -119,7 +119,7 @@ def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) 
     folder = copied(whole, 3, tmp_path / "run")
     (folder / "checkpoints" / "step-00000003" / "manifest.json").write_text("{}")
     before = (folder / "metrics.jsonl").read_text()
-    with pytest.raises(CheckpointError, match=r"are damaged \(step-00000003\): mend one, or start anew"):
+    with pytest.raises(CheckpointError, match=r"are damaged \(step-00000003\): mend one, or start over"):
         train(make(folder, resume="auto"))
     assert (folder / "metrics.jsonl").read_text() == before
 
@@ -146,7 +146,7 @@ def test_a_run_whose_data_would_be_another_is_refused(
     rank_pool: RankPool, whole: Path, tmp_path: Path
 ) -> None:
     path = str(whole / "checkpoints" / "step-00000003")
-    with pytest.raises(ConfigError, match=r"train\.seed is 1, and was 0 when .* was written: the data"):
+    with pytest.raises(ConfigError, match=r"train\.seed is 1, and was 0 when .* was written: a resumed run"):
         run(rank_pool, make(tmp_path, resume=path, seed=1))
     with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
         run(rank_pool, make(tmp_path, resume=str(tmp_path / "nowhere")))
@@ -173,7 +173,7 @@ def test_a_step_that_is_none_is_refused(
     mesh: Any = SimpleNamespace(rank=0)
     config = make(tmp_path, resume=str(tmp_path / "one"))
     run = checkpoints.RunCheckpoints(config, trainer, mesh, ProgressReporter(1, shown=False))
-    with pytest.raises(CheckpointError, match="does not say after how many steps it was written"):
+    with pytest.raises(CheckpointError, match="has no number of steps: give one of plait train"):
         run.resume()
 
 

@@ -13,7 +13,7 @@ import pytest
 from plait.comm.pool import RankPool
 from plait.errors import ConfigError
 from plait.train.config import Config
-from plait.train.config_parser import load_config
+from plait.train.config_parser import config_from_arguments
 from plait.train.loop import train
 from plait.train.progress import ProgressReporter
 
@@ -75,10 +75,10 @@ def test_nothing_is_recorded_unless_it_is_asked_for(rank_pool: RankPool, tmp_pat
 
 
 def test_the_field() -> None:
-    assert load_config(None, ["--run.trace", "10"]).run.trace == 10
+    assert config_from_arguments(["--run.trace", "10"]).run.trace == 10
     assert Config().run.trace == 0
     told = r"run.trace = 9 is more than train.steps = 3: set run.trace to at most 3\."
     with pytest.raises(ConfigError, match=told):
-        load_config(None, ["--run.trace", "9", "--train.steps", "3"])
+        config_from_arguments(["--run.trace", "9", "--train.steps", "3"])
     with pytest.raises(ConfigError, match=r"run.trace is -1 .*: give a whole number of at least 0"):
-        load_config(None, ["--run.trace", "-1"])
+        config_from_arguments(["--run.trace", "-1"])
