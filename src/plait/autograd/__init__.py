@@ -1,4 +1,4 @@
-"""Autograd functions: weight gradients kept for later, and collectives with a gradient, in pairs."""
+"""Autograd functions: deferred weight gradients, differentiable collectives, layout-independent dropout."""
 
 from plait.autograd.split_backward import SplitBackward
 

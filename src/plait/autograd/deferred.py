@@ -1,10 +1,9 @@
-"""Deferred weight gradients: the backward of a linear or an embedding gives the gradient of its input at
-once and *keeps* what the gradient of its weight needs. That part runs later, straight into the gradient
-buffer of the weight. What is cheap (biases, norms) is done at once, by autograd.
+"""Linear and embedding with deferred weight gradient: backward gives the input gradient and queues the rest.
 
-One mechanism serves three ends: the `W` actions of a schedule, overlap with communication, and
-accumulation over micro-batches without a temporary. First-order only: a second backward through the same
-graph, or a backward of the backward, is refused.
+A queued weight gradient is added straight into the weight's gradient buffer. Biases and norms are cheap, so
+autograd computes their gradients at once. Deferred weight gradients serve the `W` actions of a schedule,
+overlap with communication, and accumulation over micro-batches without a temporary. First-order only: a
+second backward through the same graph, or a backward of the backward, is refused.
 """
 
 from __future__ import annotations
@@ -23,12 +22,11 @@ from plait.autograd.weight_queue import WeightGradientQueue
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
-    """Make what multiplies by a weight in `layer`, or looks up its rows, keep its gradient with `queue`.
+    """Defer the weight gradients in `layer` to `queue`: of linears, embeddings and `SplitBackward` modules.
 
-    That is every `nn.Linear`, plain `nn.Embedding` and `Conv1D` of Hugging Face, whose weight is that of a
-    linear transposed, and every `SplitBackward`. Only these instances change (their `forward` is bound anew),
-    so `layer` should be a private copy. Subclasses, parametrised modules and those with a forward of their
-    own are left alone: their gradients are right, only not deferred.
+    Rebinds `forward` of each `nn.Linear`, plain `nn.Embedding`, `Conv1D` of Hugging Face (a linear with
+    transposed weight) and `SplitBackward`, so `layer` should be a private copy. Subclasses, parametrised
+    modules and those with a `forward` set on the instance are left alone: autograd computes their gradients.
     """
     for module in layer.modules():
         if isinstance(module, SplitBackward) and "forward" not in vars(module):
@@ -36,7 +34,7 @@ def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None
             _bind(module, partial(_run_split, module, module.forward, queue))
             continue
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
-            continue  # some parametrisations put a computed tensor in its place
+            continue  # some parametrisations replace the weight by a computed tensor
         if type(module) is nn.Linear:
             _bind(module, partial(_run_linear, module, queue))
         elif type(module) is nn.Embedding and _is_plain(module):
@@ -46,11 +44,11 @@ def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None
 
 
 TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
-"""Module and name of the class. It is known by these, so that its package need not be there."""
+"""Module and name of `Conv1D`, compared as text because transformers may not be installed."""
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D`, with `weight: [in, out]` and `bias: [out]`."""
+    """Whether `module` is a `Conv1D` of transformers, with `weight: [in, out]` and `bias: [out]`."""
     if (type(module).__module__, type(module).__qualname__) != TRANSPOSED_LINEAR:
         return False
     parameters = dict(module.named_parameters(recurse=False))
@@ -59,7 +57,7 @@ def is_transposed_linear(module: nn.Module) -> bool:
 
 
 def _bind(module: nn.Module, forward: Callable[[Tensor], Tensor]) -> None:
-    # setattr: an instance's own forward is what nn.Module calls, but types know methods of classes only.
+    # setattr, because mypy refuses to assign to a method; nn.Module calls an instance's own forward.
     setattr(module, "forward", forward)  # noqa: B010
 
 
@@ -95,14 +93,14 @@ def linear(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """`functional.linear`, whose weight work is left with `queue`, if there is one.
+    """Return `functional.linear`; with `queue`, its backward queues the weight gradient.
 
-    `weight` is `[out, in]`, or `[in, out]` where it is `transposed`.
+    `weight` is `[out, in]`, or `[in, out]` where `transposed`.
     """
     if queue is None or not _defers(input):
         return functional.linear(input, _rows_out(weight, transposed), bias)
     output: Tensor = _Linear.apply(input, weight, bias, queue, transposed)  # type: ignore[no-untyped-call]
-    # Only now, when the input is saved: a layer that runs again for its backward need not come this far.
+    # After the input is saved, so that a recomputation may stop before the product.
     with torch.no_grad():
         output.set_(functional.linear(input, _rows_out(weight, transposed), bias))  # type: ignore[call-overload]
     return output
@@ -111,7 +109,7 @@ def linear(
 def embedding(
     input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue | None
 ) -> Tensor:
-    """`functional.embedding` likewise; the row `padding` does not learn."""
+    """Return `functional.embedding`; with `queue`, its backward queues the weight gradient."""
     if queue is None or not _defers(input):
         return functional.embedding(input, weight, padding)
     output: Tensor = _Embedding.apply(input, weight, padding, queue)  # type: ignore[no-untyped-call]
@@ -119,14 +117,14 @@ def embedding(
 
 
 def _defers(input: Tensor) -> bool:
-    """Within `torch.autocast` the native operation casts its weight, and autograd knows how to go back."""
+    """Whether to defer: not in `torch.autocast`, where the native operation casts its weight."""
     if not torch.is_grad_enabled():
         return False
     return input.is_meta or not torch.is_autocast_enabled(input.device.type)  # meta has no autocast
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Whether `tensor` is the output of a linear that defers: no other operation keeps its memory then."""
+    """Whether `tensor` is the output of a deferring linear, so that no other operation holds its memory."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 
@@ -146,20 +144,21 @@ class _Linear(torch.autograd.Function):
         ctx.save_for_backward(piece if weight.requires_grad else None)
         ctx.weight, ctx.queue, ctx.transposed, ctx.ran = weight, queue, transposed, False
         shape = (*input.shape[:-1], _rows_out(weight, transposed).shape[0])
-        return input.new_empty_strided(shape, (0,) * len(shape))  # one number: `linear` brings the memory
+        return input.new_empty_strided(shape, (0,) * len(shape))  # one element; `linear` sets the memory
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         refuse_other_orders(ctx, "a linear")
         (saved,) = ctx.saved_tensors
         weight, queue, transposed = ctx.weight, ctx.queue, ctx.transposed
-        rows = _rows(gradient)  # a copy, where heads were apart: once for all uses
+        rows = _rows(gradient)  # at most one copy, shared by all uses below
         if saved is not None:
-            read, came = _what_was_read(saved, ctx.gather, queue), _what_came(gradient, rows, queue)
+            whole_input = _saved_input(saved, ctx.gather, queue)
+            whole_gradient = _saved_gradient(gradient, rows, queue)
 
             def work() -> None:
                 total = _rows_out(queue.buffer_of(weight), transposed)
-                _add_product(total, _rows(came()).t(), _rows(read()))
+                _add_product(total, _rows(whole_gradient()).t(), _rows(whole_input()))
 
             queue.add(work)
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
@@ -172,20 +171,20 @@ class _Linear(torch.autograd.Function):
         )
 
 
-def _what_was_read(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Gives what a linear read, of which it has saved all, or the piece that it was gathered of."""
+def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
+    """Return a getter of a linear's input: `saved`, or, with `gather`, what is gathered again from it."""
     if gather is None:
-        whole = saved.detach()  # cut off, so that waiting for W does not hold the layer's graph
+        whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
     regathered = queue.gathered.again(saved, gather)
-    if queue.overlaps:  # then the product for the input's gradient comes between
+    if queue.overlaps:  # the work follows after the product for the input gradient
         regathered.start()
     return regathered.whole
 
 
-def _what_came(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Gives the gradient that came to a linear, of which its `rows` are kept, or a piece."""
-    # Where weight work follows at once, the whole is there still.
+def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
+    """Return a getter of a linear's output gradient: `rows`, or what is gathered again from a piece."""
+    # Where the work follows at once, the whole gradient is still in memory.
     source = None if queue.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole
 
@@ -195,17 +194,17 @@ def _rows(tensor: Tensor) -> Tensor:
 
 
 def _product_of_rows(rows: Tensor, matrix: Tensor, shape: torch.Size) -> Tensor:
-    """`rows @ matrix`, as rows of a tensor that has `shape` but for its last dim."""
+    """Return `rows @ matrix` in `shape`, with the last dim replaced."""
     return (rows @ matrix).view(*shape[:-1], matrix.shape[1])
 
 
 def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
-    """A linear's weight (or its gradient) as `[out, in]`; the same memory."""
+    """Return a linear's weight, or its gradient, as a view `[out, in]`."""
     return weight.t() if transposed else weight
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, which may have more digits than they."""
+    """Add `a @ b` to `total`, whose dtype may be wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -213,7 +212,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Embedding(torch.autograd.Function):
-    """`y[...] = W[x[...]]` for whole numbers `x: [...]` and `W: [rows, width]`."""
+    """`y[...] = W[x[...]]` for integers `x: [...]` and `W: [rows, width]`."""
 
     @staticmethod
     def forward(
@@ -236,7 +235,7 @@ class _Embedding(torch.autograd.Function):
                 rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
             total = queue.buffer_of(weight)
             rows = rows.to(total.dtype)
-            if total.is_cuda:  # index_add_ is atomic there: its sums depend on the order of arrival
+            if total.is_cuda:  # index_add_ adds atomically there, in varying order
                 total.index_put_((tokens,), rows, accumulate=True)
             else:
                 total.index_add_(0, tokens, rows)

@@ -1,4 +1,4 @@
-"""Marks on the nodes of an autograd graph on the meta device, for whoever proves something of it."""
+"""Tags on the nodes of an autograd graph on the meta device, which `plait.tensor.proof` reads."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 
 def tag(result: Tensor, key: str, value: object) -> Tensor:
-    """`result`, whose node says `value` under `key`. Only on meta, which is where graphs are looked at."""
+    """Return `result`, after setting the tag `key` of its node to `value`; off meta, only return it."""
     if result.is_meta and result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
         metadata[key] = value
@@ -17,6 +17,6 @@ def tag(result: Tensor, key: str, value: object) -> Tensor:
 
 
 def tag_of(node: Node, key: str) -> Any:
-    """What a node says under `key`; None: nothing."""
+    """Return the tag `key` of a node, or None."""
     metadata: Any = node.metadata
     return metadata.get(key)

@@ -1,22 +1,22 @@
-"""Differentiable collectives in pairs: what one does forward, its partner does backward.
+"""Differentiable collectives in pairs: the forward of one is the backward of the other.
 
     forward                                   backward
     copy          nothing                     sum of the gradients          (all-reduce)
     reduce        sum of the pieces           nothing                       (all-reduce)
-    gather        pieces, one after another   this rank's piece             (all-gather)
-    split         this rank's piece           gradients one after another   (all-gather)
-    gather_in     pieces, one after another   this rank's piece of a sum    (all-gather, reduce-scatter)
-    scatter_out   this rank's piece of a sum  gradients one after another   (reduce-scatter, all-gather)
+    gather        the pieces, concatenated    this rank's piece             (all-gather)
+    split         this rank's piece           the gradients, concatenated   (all-gather)
+    gather_in     the pieces, concatenated    this rank's piece of a sum    (all-gather, reduce-scatter)
+    scatter_out   this rank's piece of a sum  the gradients, concatenated   (reduce-scatter, all-gather)
 
 The names and the pairs are those of Megatron-LM's f and g (Shoeybi et al. 2019, section 3). Outside a pair of
-`copy … reduce` or `split … gather` all ranks of the group hold the same; inside, each holds its own. What
-`gather_in … scatter_out` stand in is cut between the ranks, by sequence say (Korthikanti et al. 2022,
-arXiv:2205.05198, section 4.2.2); `to_pieces` and `to_whole` lead there and back, and do what `split` and
-`gather` do. On the meta device nothing is communicated; a group of one rank has nothing to do.
+`copy … reduce` or `split … gather` all ranks of the group hold the same tensor; inside, each holds its own.
+Outside of `gather_in … scatter_out` each rank holds a piece, of the sequence say (Korthikanti et al. 2022,
+arXiv:2205.05198, section 4.2.2); `to_pieces` and `to_whole` convert to such pieces and back, with the
+collectives of `split` and `gather`. On the meta device, and in a group of one rank, nothing is communicated.
 
-In a guarded group (see `Mesh`) the ranks first compare what enters such a pair, at `copy` and at `split`,
-also where no gradient is wanted: one more exchange of 256 bytes, forward, and a CommunicationError on every
-rank where one brings other bits.
+In a guarded group (see `Mesh`) the ranks first compare the input of `copy` and `split`, also where no
+gradient is wanted: one more exchange of 256 bytes, forward, and a CommunicationError on every rank where bits
+differ.
 """
 
 from __future__ import annotations
@@ -37,18 +37,19 @@ from plait.comm.tensor_hash import require_same_bits
 from plait.errors import ModelError
 
 Overlap = Callable[[], None]
-"""What is done while a reduction is under way."""
+"""Runs in the backward during a reduction."""
 PairedCollective = Literal[
     "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"
 ]
 _TAG = "plait.autograd.paired_collectives"
 _ENTERS = "enter a region (mend what differs before it: random numbers, parameters that drifted apart) with"
+"""The operation's name in the error of `require_same_bits`."""
 
 
 def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
-    """`tensor` as each rank's own: the same, and its gradient is summed over `group`.
+    """Return `tensor`; its gradient is summed over `group`.
 
-    `overlap` runs in the backward while the sum is under way. Communication: backward, one all-reduce.
+    `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
     _require_whole(tensor, group)
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
@@ -57,16 +58,16 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
-    """The sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce of it."""
+    """Return the sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce."""
     if group.size == 1:
         return tensor
     return _tagged("reduce", _Reduce.apply(tensor, group))  # type: ignore[no-untyped-call]
 
 
 def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """The ranks' pieces of `dim`, one after another: `size` in all, cut as `divide` does.
+    """Return the ranks' pieces of `dim` (as of `divide`), concatenated to `size`.
 
-    Communication: one all-gather, of pieces that are padded to the size of the largest.
+    Communication: one all-gather, of pieces padded to the size of the largest.
     """
     if group.size == 1:
         return tensor
@@ -74,7 +75,7 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
 
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece of `dim`, cut as `divide` does. Communication: backward, one all-gather."""
+    """Return this rank's piece of `dim` (as of `divide`). Communication: backward, one all-gather."""
     _require_whole(tensor, group)
     if group.size == 1:
         return tensor
@@ -82,10 +83,9 @@ def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
-    """The ranks' pieces of `dim` as each rank's own: `size` in all, and the gradient is summed and cut again.
+    """Return the ranks' pieces of `dim`, concatenated to `size`; the gradient is reduce-scattered.
 
-    `overlap` runs in the backward while the sum is under way. Communication: one all-gather; backward, one
-    reduce-scatter.
+    `overlap` runs during the reduce-scatter. Communication: one all-gather; backward, one reduce-scatter.
     """
     if group.size == 1:
         return piece
@@ -93,9 +93,9 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
-    """This rank's piece of `dim` of the sum of the ranks' tensors.
+    """Return this rank's piece of `dim` of the sum of the ranks' tensors.
 
-    `registry` are told of what the gradient was gathered, so that it need not be kept.
+    `registry` records the all-gather of the gradient, so that linears save only a piece of it.
     Communication: one reduce-scatter; backward, one all-gather.
     """
     if group.size == 1:
@@ -104,7 +104,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece of `dim`, for what works on pieces outside of regions. As `split`."""
+    """Return this rank's piece of `dim`, to work on pieces outside of regions. Otherwise as `split`."""
     _require_whole(whole, group)
     if group.size == 1:
         return whole
@@ -112,25 +112,25 @@ def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """The ranks' pieces of `dim`, one after another, for what works on the whole. As `gather`."""
+    """Return the ranks' pieces of `dim`, concatenated, to work on the whole. Otherwise as `gather`."""
     if group.size == 1:
         return piece
     return _tagged("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
 
 
 def collective_of(node: Node) -> PairedCollective | None:
-    """Which of these functions made a node of an autograd graph on the meta device; None: none of them."""
+    """Return the function above that created a node of an autograd graph on the meta device, or None."""
     collective: PairedCollective | None = tag_of(node, _TAG)
     return collective
 
 
 def _require_whole(tensor: Tensor, group: Group) -> None:
-    """In a guarded group: what enters a region is the same on every rank."""
+    """In a guarded group, raise CommunicationError where the ranks' tensors differ."""
     require_same_bits(tensor, group, _ENTERS)
 
 
 def _refuse_create_graph() -> None:
-    # Gradients are enabled inside a backward only when it was asked to make a graph of itself.
+    # Gradients are enabled inside a backward only under create_graph.
     if torch.is_grad_enabled():
         raise ModelError(
             "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
@@ -153,7 +153,7 @@ class _Copy(torch.autograd.Function):
         _refuse_create_graph()
         if gradient.is_meta:
             return gradient, None, None
-        # Not in place: autograd may have given the same memory to others.
+        # Not in place: other nodes may share the gradient's memory.
         pending = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
         if ctx.overlap is not None:
             ctx.overlap()
@@ -189,7 +189,7 @@ class _Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
         ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
-        # Never a view: a piece may be written to, and should not keep the whole.
+        # Never a view: a piece may be written to, and should not keep the whole alive.
         return own_piece(tensor, group, dim).clone(memory_format=torch.contiguous_format)
 
     @staticmethod

@@ -1,8 +1,7 @@
-"""The ranks' pieces of one dim of a tensor: a rank's own, all of them together, and its piece of their sum.
+"""All-gather and reduce-scatter along any dim of a tensor, also where the ranks' pieces differ in size.
 
-Pieces are cut as `divide` does, so the first ranks may hold one more. On the meta device nothing is
-communicated, and what is started is done at once. What a collective gives here is no view: a layer may write
-to it.
+Pieces are those of `divide`: the first ranks may hold one element more. On the meta device nothing is
+communicated. Results of collectives are no views, so a layer may write to them.
 """
 
 from __future__ import annotations
@@ -19,24 +18,24 @@ from plait.errors import ModelError
 from plait.layout import divide
 
 PendingTensor = Callable[[], Tensor]
-"""Waits for a collective that was started, and gives its result. To be called once."""
+"""Waits for a started collective and returns its result. To be called once."""
 
 
 def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """This rank's piece of `whole`, a view."""
+    """Return this rank's piece of dim `dim`: a view of `whole`."""
     own = divide(whole.shape[dim], group.size)[group.index]
     return whole.narrow(dim, own.start, len(own))
 
 
 def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
-    """Start to put the ranks' pieces of `dim` together, `size` in all.
+    """Start the all-gather of the ranks' pieces of `dim`, whose whole size is `size`.
 
-    Communication: one all-gather, of pieces that are padded to the size of the largest. ModelError for what
-    is no piece of that.
+    Communication: one all-gather, of pieces padded to the size of the largest. ModelError where the size of
+    `piece` is not this rank's.
     """
     cuts, dim = divide(size, group.size), dim % piece.dim()
     own = cuts[group.index]
-    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: the proof of rules will say so
+    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: `plait.tensor.proof` names the fault
         return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
     if piece.shape[dim] != len(own):
         raise ModelError(
@@ -45,16 +44,16 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTens
             "many positions as they get, or take that rule off them."
         )
     mine = _padded(piece, dim, len(cuts[0]))
-    if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # they land in place
+    if len(cuts[-1]) == len(cuts[0]) and prod(piece.shape[:dim]) == 1:  # contiguous: gathered in place
         whole = mine.new_empty(*mine.shape[:dim], size, *mine.shape[dim + 1 :])
-        landing = _gathering(mine, group, whole.view(_of_all(mine, group)))
+        in_place = _start_all_gather(mine, group, whole.view(_gathered_shape(mine, group)))
 
-        def land() -> Tensor:
-            landing()
+        def finish_in_place() -> Tensor:
+            in_place()
             return whole
 
-        return land
-    pending = _gathering(mine, group, mine.new_empty(_of_all(mine, group)))
+        return finish_in_place
+    pending = _start_all_gather(mine, group, mine.new_empty(_gathered_shape(mine, group)))
 
     def finish() -> Tensor:
         pieces = zip(pending().chunk(group.size), cuts, strict=True)
@@ -64,9 +63,9 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTens
 
 
 def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor:
-    """Start to sum the ranks' tensors, of which each keeps its piece of `dim`.
+    """Start the reduce-scatter of the ranks' tensors along `dim`.
 
-    Communication: one reduce-scatter, of a tensor in which the pieces are padded to the size of the largest.
+    Communication: one reduce-scatter, of pieces padded to the size of the largest.
     """
     dim = dim % summand.dim()
     cuts = divide(summand.shape[dim], group.size)
@@ -77,32 +76,32 @@ def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor
     else:
         each = (summand.narrow(dim, cut.start, len(cut)) for cut in cuts)
         mine = torch.cat([_padded(one, dim, len(cuts[0])) for one in each])
-    pending = _summing(mine, group)
+    pending = _start_reduce_scatter(mine, group)
     if len(own) == len(cuts[0]):
         return pending
     return lambda: pending().narrow(dim, 0, len(own)).clone(memory_format=torch.contiguous_format)
 
 
-def _gathering(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
-    """An all-gather along dim 0."""
+def _start_all_gather(mine: Tensor, group: Group, out: Tensor) -> PendingTensor:
+    """Start an all-gather along dim 0."""
     return (lambda: out) if mine.is_meta else all_gather(mine, group, out=out, checked=False).wait
 
 
-def _summing(mine: Tensor, group: Group) -> PendingTensor:
-    """A reduce-scatter along dim 0."""
+def _start_reduce_scatter(mine: Tensor, group: Group) -> PendingTensor:
+    """Start a reduce-scatter along dim 0."""
     if not mine.is_meta:
         return reduce_scatter(mine, group, checked=False).wait
     piece = mine.new_empty(mine.shape[0] // group.size, *mine.shape[1:])
     return lambda: piece
 
 
-def _of_all(mine: Tensor, group: Group) -> tuple[int, ...]:
-    """The shape of all ranks' tensors along dim 0."""
+def _gathered_shape(mine: Tensor, group: Group) -> tuple[int, ...]:
+    """Return the shape of all ranks' tensors, concatenated along dim 0."""
     return group.size * mine.shape[0], *mine.shape[1:]
 
 
 def _padded(piece: Tensor, dim: int, size: int) -> Tensor:
-    """`piece`, with zeros behind it along `dim` where that has fewer than `size`."""
+    """Return `piece`, padded with zeros to `size` along `dim`."""
     missing = size - piece.shape[dim]
     if not missing:
         return piece

@@ -1,8 +1,8 @@
-"""What a linear read, and the gradient that came to it, gathered again for its weight gradient: less is kept.
+"""Linears that save a piece of their input and output gradient, and gather it again for the weight gradient.
 
-forward    piece ─ all-gather → whole → linear         the linear keeps this rank's piece
-I          piece ─ all-gather → whole → linear         likewise of the gradient, if W does not follow at once
-W          piece ─ all-gather → whole → weight work    once for all linears that read the same
+forward    piece ─ all-gather → whole → linear             the linear saves a piece of its input
+I          piece ─ all-gather → whole → linear             and of its output gradient, unless `W` follows
+W          piece ─ all-gather → whole → weight gradient    once for all linears with the same input
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from plait.comm.group import Group
 
 @dataclass(frozen=True)
 class Gather:
-    """How pieces become a whole: see `start_whole`."""
+    """The arguments of an all-gather: see `start_whole`."""
 
     group: Group
     dim: int
@@ -32,7 +32,7 @@ class Gather:
 
 
 class Regathered:
-    """A whole tensor that is made of a piece when it is asked for, once."""
+    """A tensor that is gathered from its pieces on first use, once."""
 
     def __init__(self, piece: Tensor, gather: Gather) -> None:
         self._piece = piece
@@ -41,12 +41,12 @@ class Regathered:
         self._whole: Tensor | None = None
 
     def start(self) -> None:
-        """Start to gather, for who has something else to do meanwhile."""
+        """Start the all-gather before `whole` waits for it."""
         if self._pending is None:
             self._pending = self._gather.start(self._piece)
 
     def whole(self) -> Tensor:
-        """The whole tensor, which lives as long as this object. Communication: one all-gather, once."""
+        """Return the whole tensor, and keep it. Communication: one all-gather, on first use."""
         if self._whole is None:
             self.start()
             assert self._pending is not None
@@ -56,21 +56,21 @@ class Regathered:
 
 @dataclass
 class GatherRegistry:
-    """Of which pieces inputs and gradients of linears were gathered, and what is gathered again."""
+    """From which pieces inputs and output gradients of linears were gathered, and what is gathered again."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
         default_factory=WeakTensorKeyDictionary
     )
-    """Of a whole tensor its piece, how it was gathered, and the version that it then had."""
+    """By whole tensor: the piece, the all-gather, and the version counter after it."""
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
-        """`whole` was gathered of `piece`, and need not be kept for weight work."""
+        """Note that `whole` was gathered from `piece`: saving `piece` suffices."""
         self._pieces[whole] = piece, gather, _version(whole)
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
-        """The piece that a tensor was gathered of, if it need not be kept: nobody has written to it since."""
-        if not self._pieces:  # as in all that is not gathered again: each linear asks
+        """Return the piece and the all-gather of `whole`; None for other tensors, and after a write to it."""
+        if not self._pieces:  # the common case, kept cheap: every linear calls this
             return None
         piece, gather, version = self._pieces.get(whole, (None, None, -1))
         if piece is None or gather is None or version != _version(whole):
@@ -78,7 +78,7 @@ class GatherRegistry:
         return piece, gather
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
-        """What becomes whole of `piece`: the same for all who ask as long as one of them keeps it."""
+        """Return the `Regathered` of `piece`: the same object for all callers while one of them holds it."""
         key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
         found = self._regathered.get(key)
         if found is None:
@@ -87,5 +87,5 @@ class GatherRegistry:
 
 
 def _version(tensor: Tensor) -> int:
-    """How often somebody has written to it."""
+    """Return the version counter, which each in-place write increases."""
     return tensor._version

@@ -1,10 +1,10 @@
-"""The split of backward for a module of one's own: its input's gradient in `I`, its weights' in `W`.
+"""Protocol of modules whose backward is split: the input gradient in `I`, the weight gradients in `W`.
 
     class Scale(nn.Module):
-        def split_forward(self, x):                          F: the output, and what the gradients need
+        def split_forward(self, x):                          F: the output, and what to save
             return x * self.weight, (x,)
 
-        def forward(self, x):                                in plain PyTorch, and for shapes
+        def forward(self, x):                                without a schedule
             return self.split_forward(x)[0]
 
         def input_gradient(self, gradient, x):               I
@@ -14,7 +14,7 @@
         def weight_gradients(gradient, x):                   W
             return {"weight": (gradient * x).flatten(0, -2).sum(0)}
 
-`nn.Linear`, `nn.Embedding` and `Conv1D` need nothing of the kind: see `plait.autograd.deferred`.
+`nn.Linear`, `nn.Embedding` and `Conv1D` are split without it: see `plait.autograd.deferred`.
 """
 
 from __future__ import annotations
@@ -33,62 +33,63 @@ from plait.errors import ModelError
 
 @runtime_checkable
 class SplitBackward(Protocol):
-    """What an `nn.Module` has whose weight gradients are left to `W`, as those of `nn.Linear` are.
+    """An `nn.Module` whose weight gradients are computed in `W`, as those of `nn.Linear` are.
 
     `parallelize` finds such modules anywhere in a layer; nothing is registered. Each method is called once a
-    micro-batch (`split_forward` once more with recomputation), without gradients being recorded. Where there
+    micro-batch (`split_forward` once more with recomputation), with gradients disabled. Where there
     is no `W`, in plain PyTorch or an evaluation, the module's own `forward` runs. First-order only.
     """
 
     def split_forward(self, *inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """F: give the output, one tensor, and what the two methods below are given of this call.
+        """F: return the output, one tensor, and the saved values that the two methods below receive.
 
-        No tensor among the latter may be a parameter, or a view of one: `W` may come when it is gone.
+        No saved tensor may be a parameter or a view of one, since parameters may be freed before `W`.
         """
         ...
 
     def input_gradient(self, gradient: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...] | None:
-        """I: give the gradient of the input, or a tuple of those of all inputs; None where there is none.
+        """I: return the gradient of the input, or a tuple of those of all inputs; None where there is none.
 
-        `gradient` is that of the output. Parameters are there.
+        `gradient` is that of the output. Parameters may be read.
         """
         ...
 
     @staticmethod
     def weight_gradients(gradient: Tensor, *saved: Any) -> Mapping[str, Tensor]:
-        """W: give the gradient of each parameter that trains, by its name in the module.
+        """W: return the gradient of each parameter that requires one, by its name in the module.
 
-        A static method, because parameters may be gone by then: what it needs has to be saved.
+        A static method, because parameters may be freed before `W`.
         """
         ...
 
 
 def require_static(module: SplitBackward) -> None:
-    """ModelError where `weight_gradients` is no static method, and so could read parameters that are gone."""
+    """Raise ModelError where `weight_gradients` is no static method, and so could read freed parameters."""
     if not isinstance(getattr_static(type(module), "weight_gradients"), staticmethod):
         raise ModelError(
             f"{type(module).__name__}.weight_gradients is no static method, but runs when parameters may be "
-            "gone: make it one, and let split_forward save what it needs."
+            "freed: make it one, and let split_forward save what it needs."
         )
 
 
 def run_split(module: Any, queue: WeightGradientQueue, *inputs: Any) -> Tensor:
-    """The output of a `SplitBackward` module, whose weight work is left with `queue`."""
+    """Return the output of a `SplitBackward` module; its backward queues the weight gradients."""
     parameters = dict(module.named_parameters())
     call = _Call(module, queue, tuple(parameters), len(inputs))
-    output: Tensor = _Split.apply(call, *inputs, *parameters.values())  # type: ignore[no-untyped-call]
+    output: Tensor = _SplitModule.apply(call, *inputs, *parameters.values())  # type: ignore[no-untyped-call]
     return output
 
 
 @dataclass(frozen=True)
 class _Call:
-    """One call of a module."""
+    """One call of a `SplitBackward` module."""
 
     module: Any
     queue: WeightGradientQueue
     names: tuple[str, ...]
-    """Of its parameters."""
+    """Of the parameters."""
     inputs: int
+    """The number of inputs."""
 
     @property
     def kind(self) -> str:
@@ -96,8 +97,8 @@ class _Call:
         return type(self.module).__name__
 
 
-class _Split(torch.autograd.Function):
-    """Parameters are inputs as well, so that there is a backward where no other input has a gradient."""
+class _SplitModule(torch.autograd.Function):
+    """The autograd function of a call. Parameters are inputs, so that there always is a backward."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *given: Any) -> Tensor:
@@ -110,8 +111,8 @@ class _Split(torch.autograd.Function):
         own = {one.untyped_storage().data_ptr() for one in given[call.inputs :]}
         if any(isinstance(one, Tensor) and one.untyped_storage().data_ptr() in own - {0} for one in saved):
             raise ModelError(
-                f"{call.kind}.split_forward saves a parameter, or a view of one, which may be gone when its "
-                "weight gradients are due: clone it, or read it in input_gradient from the module."
+                f"{call.kind}.split_forward saves a parameter, or a view of one, which may be freed before "
+                "its weight gradients are computed: clone it, or read it in input_gradient from the module."
             )
         ctx.save_for_backward(*(one if isinstance(one, Tensor) else None for one in saved))
         ctx.others = tuple(None if isinstance(one, Tensor) else one for one in saved)
@@ -140,7 +141,7 @@ class _Split(torch.autograd.Function):
 
 
 def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: list[Any]) -> None:
-    """Add what `W` gives to the gradients of the parameters. ModelError where it does not fit them."""
+    """Add the weight gradients to the parameters' buffers. ModelError where a name or shape does not fit."""
     found = call.module.weight_gradients(gradient, *saved)
     for name, weight in wanted.items():
         if name not in found or found[name].shape != weight.shape:
@@ -153,8 +154,8 @@ def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: lis
 
 
 def refuse_other_orders(ctx: Any, name: str) -> None:
-    """ModelError for a second backward through what `ctx` is of, and for a backward of its backward."""
-    # Gradients are enabled inside a backward only when it was asked to make a graph of itself.
+    """Raise ModelError for a second backward through the node of `ctx`, and for create_graph."""
+    # Gradients are enabled inside a backward only under create_graph.
     if ctx.ran or torch.is_grad_enabled():
         raise ModelError(
             f"{name} met a second backward, or one with create_graph: its weight gradient is added once, "
