@@ -38,7 +38,7 @@ from plait.schedules.lowering_spec import sharding_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.losses import Loss, loss_of_pieces
-from plait.tensor.partition import is_cut
+from plait.tensor.partition import is_sharded
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.tensor.vocabulary import Vocabulary
@@ -142,7 +142,7 @@ def build_units(
 
     def value_of(name: str) -> Tensor:
         whole, layout = source.read(name), blueprint.whole_layouts[name]
-        return shard(whole, layout, mesh.coordinate) if is_cut(layout) else whole
+        return shard(whole, layout, mesh.coordinate) if is_sharded(layout) else whole
 
     factory = UnitFactory(
         device=mesh.device,

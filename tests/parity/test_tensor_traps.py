@@ -163,7 +163,7 @@ def frozen_pool():
         (
             frozen_pool,
             {"0.norm": entrance, "0.up": column},
-            "0: what comes of up.weight, cut over tp, is one",
+            "0: a value computed with up.weight, which is sharded over tp, is one",
         ),
     ],
     ids=["a pair cut by vocabulary", "a frozen region that is not summed"],

@@ -16,7 +16,7 @@ from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.sharding import reducer
 from plait.sharding.reducer import Reducer
-from plait.tensor.partition import is_cut
+from plait.tensor.partition import is_sharded
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single, replaced_all_reduce
@@ -74,7 +74,7 @@ def whole_parameters_summed_over_tp() -> Iterator[None]:
     def forward_backward(self: Engine, *batch: Any) -> Tensor:
         mean = original(self, *batch)
         for name, parameter in self.named_parameters():
-            if not is_cut(self.layouts[name]):
+            if not is_sharded(self.layouts[name]):
                 all_reduce(parameter.grad, self.mesh.group("tp")).wait()
         return mean
 

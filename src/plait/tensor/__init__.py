@@ -1,7 +1,7 @@
-"""Layers, losses and sampling whose tensors are cut over the ranks of `tp`, and what cuts a model by rules.
+"""Tensor parallelism: parallel layers, losses and sampling, and the rules that apply them to a model.
 
-The layers work by themselves, over a group of a mesh, and so does the loss on logits in pieces. `apply_rules`
-puts them in the place of a model's own modules, as `plait.rules` says; `proof` proves that the rules fit.
+The parallel layers and the loss on partitioned logits work over any group of a mesh. `apply_rules` replaces a
+model's modules by them, following `plait.rules`; `proof` proves that the rules fit.
 """
 
 from plait.autograd.redistribution import full_tensor, redistribute

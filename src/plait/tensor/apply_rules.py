@@ -1,4 +1,4 @@
-"""Rules applied to the layers of a model: the layout of each parameter, and the modules that are cut.
+"""Apply rules to the layers of a model: find each parameter's layout, and replace modules by parallel ones.
 
 layers ─ rules → match_modules → layouts_of → (tensors are made) → apply_rules
 """
@@ -25,42 +25,42 @@ from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.partition import AXIS, EVEN, UNEVEN, Axes, Layers, Partition, column_layouts, row_layouts
 from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary
 
-CUTTABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
+APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
     "row": (nn.Linear,),
     "vocabulary": (nn.Linear, nn.Embedding),
     "piece": (Dropout, nn.Dropout),
 }
-"""What each rule can cut, or draws for what is cut; column and row also `Conv1D` of transformers. Subclasses
-compute something of their own."""
+"""The classes to which each rule applies, not their subclasses; column and row also to `Conv1D`."""
 WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
 """Rules of modules whose parameters stay whole."""
 
 
 def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
-    """The rule of each module's path that has one. PlanError as `match`, and for what a rule cannot cut."""
+    """Return the rules by module path. PlanError as `match`, and for a rule that does not apply."""
     modules = {path: module for path, module, _ in _modules(layers)}
     matched = match(rules, modules)
     for path, rule in matched.items():
         kind = type(modules[path])
-        if not _is_cuttable(modules[path], rule):
-            cuttable = " or ".join(_public_name(one) for one in CUTTABLE[rule.kind])
+        if not _is_applicable(modules[path], rule):
+            classes = " or ".join(_public_name(one) for one in APPLICABLE[rule.kind])
             raise PlanError(
-                f"the rule {rule.kind} is for {cuttable}, but {path} is a {kind.__name__}: "
-                "name another module, or leave it whole."
+                f"the rule {rule.kind} is for {classes}, but {path} is a {kind.__name__}: "
+                "name another module, or remove the rule."
             )
-        if rule.kind in CUTTABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
+        if rule.kind in APPLICABLE and rule.kind not in WITHOUT_LAYOUT and _is_altered(modules[path]):
             raise PlanError(
-                f"{path} has hooks, or a forward of its own, which a parallel module in its place would not "
-                "have: take them off, or leave it whole."
+                f"{path} has hooks, or a forward of its own, which the parallel module that replaces it "
+                "would not have: remove them, or remove the rule."
             )
     return matched
 
 
 def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[int, Layout]:
-    """By the `id` of each parameter its layout over `axes`, in which it is whole where no rule cuts it.
+    """Return the layout over `axes` of each parameter, by its `id`; whole where no rule partitions it.
 
-    PlanError where it cannot be cut over `tp`, and where two modules that share it cut it differently.
+    PlanError where it cannot be partitioned over `tp`, and where two modules that share it have different
+    rules.
     """
     found: dict[int, tuple[str, Layout]] = {}
     for path, module, parent in _modules(layers):
@@ -70,7 +70,7 @@ def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[
             first, known = found.setdefault(id(parameter), (full, layout))
             if known != layout:
                 raise PlanError(
-                    f"{first} and {full} are one parameter, but the rules cut it in two ways "
+                    f"{first} and {full} are one parameter, but the rules give it two layouts "
                     f"({known} and {layout}): give both modules the same rule."
                 )
     return {parameter: layout for parameter, (_, layout) in found.items()}
@@ -83,44 +83,36 @@ def apply_rules(
     boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
-    """The layers, whose parameters are this rank's pieces already, with the matched modules made parallel.
+    """Return the layers, whose parameters are this rank's shards already, with matched modules made parallel.
 
-    `boundaries` are those of each layer's regions. The layers are altered, and one that is itself matched is
-    replaced. Weight work is left with `queue`.
+    `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. The layers are
+    altered, and a layer that is itself matched is replaced.
     """
-    twins: dict[int, nn.Module] = {}  # what stands in several places is made parallel once
-    woven = []
+    parallel: dict[int, nn.Module] = {}  # by `id`: a module may occur in several places
+    results = []
     for (path, layer), boundary in zip(layers, boundaries, strict=True):
         rules = {name: matched[full] for name, full in _names(path, layer) if full in matched}
         rules = {name: rule for name, rule in rules.items() if rule.kind != "sequence"}
         enters = all(rule.kind != "entrance" for rule in rules.values())
         for name, rule in rules.items():
-            module, full = layer.get_submodule(name), join(path, name)
-            holder = layer.get_submodule(name.rpartition(".")[0])
-            if id(module) not in twins and rule.kind == "entrance":
-                module.register_forward_hook(partial(_enter, boundary, full))
-                twins[id(module)] = module
-            elif id(module) not in twins and isinstance(module, Dropout):
-                set_region_piece(module, rule.dim, group.index, group.size)
-                twins[id(module)] = module
-            elif id(module) not in twins:
-                twin = _twin(module, rule, group, _partition(full, rule, holder), full)
-                twin.queue = queue
-                if not isinstance(twin, VocabParallelEmbedding):
-                    twin.boundary = boundary
-                if isinstance(twin, ColumnParallelLinear):
-                    twin.enters = enters
-                twins[id(module)] = twins[id(twin)] = twin
+            module, parent = layer.get_submodule(name), layer.get_submodule(name.rpartition(".")[0])
+            if id(module) not in parallel:
+                made = _applied(rule, module, parent, join(path, name), group, boundary, queue)
+                if isinstance(made, ColumnParallelLinear):
+                    made.enters = enters
+                parallel[id(module)] = parallel[id(made)] = made
             if name:
-                setattr(holder, name.rpartition(".")[2], twins[id(module)])
-        woven.append(twins.get(id(layer), layer))
+                setattr(parent, name.rpartition(".")[2], parallel[id(module)])
+        results.append(parallel.get(id(layer), layer))
         if isinstance(boundary, SequenceBoundary):
-            _draw_for_sequence(layer, boundary)
-    return woven
+            for module in layer.modules():
+                if isinstance(module, Dropout) and not module.in_region:
+                    set_sequence_piece(module, boundary.dim, boundary.piece)
+    return results
 
 
 def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
-    """How many classes the logits have that the last layer gives in pieces; None where they are whole."""
+    """Return the number of classes of logits that the last layer partitions; None where they are whole."""
     path, module = layer
     for name, full in _names(path, module):
         linear, rule = module.get_submodule(name), matched.get(full, entrance)
@@ -129,11 +121,27 @@ def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule
     return None
 
 
-def _draw_for_sequence(layer: nn.Module, boundary: SequenceBoundary) -> None:
-    """Let the dropouts outside of regions draw for this rank's piece."""
-    for module in layer.modules():
-        if isinstance(module, Dropout) and not module.in_region:
-            set_sequence_piece(module, boundary.dim, boundary.piece)
+def _applied(
+    rule: Rule,
+    module: nn.Module,
+    parent: nn.Module,
+    path: str,
+    group: Group,
+    boundary: RegionBoundary,
+    queue: WeightGradientQueue | None,
+) -> nn.Module:
+    """Return the parallel module for `module`; `module` itself, altered, for an entrance or a dropout."""
+    if rule.kind == "entrance":
+        module.register_forward_hook(partial(_enter, boundary, path))
+        return module
+    if isinstance(module, Dropout):
+        set_region_piece(module, rule.dim, group.index, group.size)
+        return module
+    made = _parallel(module, rule, group, _partition(path, rule, parent), path)
+    made.queue = queue
+    if not isinstance(made, VocabParallelEmbedding):
+        made.boundary = boundary
+    return made
 
 
 def _enter(boundary: RegionBoundary, path: str, module: nn.Module, given: object, output: object) -> Tensor:
@@ -149,50 +157,50 @@ def _public_name(kind: type[nn.Module]) -> str:
     return f"{'plait' if kind is Dropout else 'nn'}.{kind.__name__}"
 
 
-def _is_cuttable(module: nn.Module, rule: Rule) -> bool:
+def _is_applicable(module: nn.Module, rule: Rule) -> bool:
     transposed = rule.kind in ("column", "row") and is_transposed_linear(module)
-    return transposed or rule.kind not in CUTTABLE or type(module) in CUTTABLE[rule.kind]
+    return transposed or rule.kind not in APPLICABLE or type(module) in APPLICABLE[rule.kind]
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether calling it does more than its class says. Hooks can be read from private attributes only."""
+    """Whether `module` has hooks or its own forward. Hooks can be read from private attributes only."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
 
 
-def _twin(
+def _parallel(
     module: nn.Module, rule: Rule, group: Group, partition: Partition, path: str
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
-    """The parallel module on the parameters of `module`, which are pieces already."""
+    """Return the parallel module with the parameters of `module`, which are shards already."""
     if isinstance(module, nn.Embedding):
         sizes = module.num_embeddings, module.embedding_dim
         table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
         table.weight = cast(nn.Parameter, module.weight)
         return table.train(module.training)
     sizes = _features(module)
-    twin: ColumnParallelLinear | RowParallelLinear
+    made: ColumnParallelLinear | RowParallelLinear
     if rule.kind == "row":
         piece = rule.input_is_parallel
-        twin = RowParallelLinear(
+        made = RowParallelLinear(
             *sizes, group, input_is_parallel=piece, partition=partition, path=path, device="meta"
         )
     else:
         whole = rule.gather_output
-        twin = ColumnParallelLinear(
+        made = ColumnParallelLinear(
             *sizes, group, gather_output=whole, partition=partition, path=path, device="meta"
         )
-    twin.weight, twin.bias = cast(nn.Parameter, module.weight), cast(nn.Parameter | None, module.bias)
+    made.weight, made.bias = cast(nn.Parameter, module.weight), cast(nn.Parameter | None, module.bias)
     if is_transposed_linear(module):
         layouts = row_layouts if rule.kind == "row" else column_layouts
-        twin.transposed = True
-        twin.layouts = layouts(sizes[1], sizes[0], partition, {AXIS: group.size}, path, transposed=True)
-    return twin.train(module.training)
+        made.transposed = True
+        made.layouts = layouts(sizes[1], sizes[0], partition, {AXIS: group.size}, path, transposed=True)
+    return made.train(module.training)
 
 
 def _layouts(
     path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
 ) -> dict[str, Layout]:
-    """Of the parameters of a module that a rule cuts."""
+    """Return the layouts of a module's parameters, by name; empty where its rule leaves them whole."""
     if rule.kind in WITHOUT_LAYOUT:
         return {}
     partition = _partition(path, rule, parent)
@@ -204,7 +212,7 @@ def _layouts(
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """Of a whole linear: how many it reads and gives. Its parameters may be pieces already."""
+    """Return the input and output features of a whole linear. Its parameters may be shards already."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return cast(int, module.nx), cast(int, module.nf)
@@ -219,13 +227,13 @@ def _partition(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
         return Partition(int(attrgetter(rule.parts)(parent)), rule.repeated, blocks=rule.blocks)
     except (AttributeError, TypeError, ValueError):
         raise PlanError(
-            f"the rule of {path} cuts by {rule.parts!r}, but the module that holds it has no number of that "
-            "name: name an attribute that says how many parts there are."
+            f"the rule of {path} partitions by {rule.parts!r}, but the module around it has no number of "
+            "that name: name an attribute that is the number of parts."
         ) from None
 
 
 def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """All modules by path, under every name they have, with the module that holds each."""
+    """Yield path, module and parent module of all modules, once for each name of a module."""
     for path, layer in layers:
         for name, full in _names(path, layer):
             yield (
@@ -236,6 +244,6 @@ def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]
 
 
 def _names(path: str, layer: nn.Module) -> Iterable[tuple[str, str]]:
-    """Of all modules in a layer: the name in the layer and the path in the model."""
+    """Yield the name in the layer and the path in the model of all modules of a layer."""
     for name, _ in layer.named_modules(remove_duplicate=False):
         yield name, join(path, name)

@@ -1,9 +1,9 @@
-"""Tensor-parallel MLP and attention for one's own loop, without an engine (Shoeybi et al. 2019, section 3).
+"""Tensor-parallel MLP and attention for training loops without an engine (Shoeybi et al. 2019, section 3).
 
     enter ─ column linears ─ features or heads of this rank ─ row linear ─ leave
 
-Both cost one all-reduce forward and one backward, of a tensor like the input: it enters once, however many
-column linears read it. Biases of the row linear are added once, after the sum.
+Both cost one all-reduce forward and one backward, of a tensor like the input, for any number of column
+linears. The row linear's bias is added once, after the sum.
 """
 
 from __future__ import annotations
@@ -22,14 +22,15 @@ from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.partition import EVEN, Partition
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""Turns queries and keys, each `[rows, heads, length, head_size]`, such as by rotary positions."""
+"""Rotates queries and keys, each `[rows, heads, length, head_size]`, such as rotary positions do."""
 
 
 class TensorParallelMLP(nn.Module):
-    """`down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, with `inner` features cut.
+    """`down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, partitioned over `inner`.
 
-    `[..., hidden]`, the same on every rank of `group`, to the same. Its linears are `up`, `gate` (None unless
-    gated) and `down`; each has `layouts`, and takes pieces of a full `nn.Linear` by `take_pieces`.
+    Maps `[..., hidden]`, the same on every rank of `group`, to the same shape. Its linears are `up`, `gate`
+    (None unless gated) and `down`; each has `layouts`, and `load_from` copies its shards of a full
+    `nn.Linear`.
     Communication: one all-reduce of the output forward, one of the input's gradient backward, over `group`.
     """
 
@@ -45,9 +46,9 @@ class TensorParallelMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As full linears would be made under the same seed, in the order `up`, `gate`, `down`, and cut.
+        """Initialize as full linears under the same seed, in the order `up`, `gate`, `down`; keep the shards.
 
-        Seed all ranks of the group alike. PlanError where `inner` does not divide by the ranks.
+        Give all ranks of the group the same seed. PlanError where the ranks do not divide `inner`.
         """
         super().__init__()
         self.group, self.activation = group, activation
@@ -69,13 +70,13 @@ class TensorParallelMLP(nn.Module):
 
 
 class TensorParallelAttention(nn.Module):
-    """Attention whose heads are cut over `group`.
+    """Attention whose heads are partitioned over `group`.
 
-    `[rows, length, hidden]`, the same on every rank, to the same. Its linears are `query`, `key`, `value` and
-    `output`. With fewer `kv_heads` than `heads` each key and value head is read by as many query heads in a
-    row; with fewer than ranks, neighbours hold the same one, and `copies` are those neighbours.
-    Communication: as `TensorParallelMLP`; with `copies` the gradients of the weights and biases of key and
-    value besides, one all-reduce each, over `copies`.
+    Maps `[rows, length, hidden]`, the same on every rank, to the same shape. Its linears are `query`, `key`,
+    `value` and `output`. With fewer `kv_heads` than `heads`, `heads / kv_heads` consecutive query heads share
+    a key and value head; with fewer than ranks, neighbouring ranks, the group `copies`, hold the same head.
+    Communication: as `TensorParallelMLP`; with `copies` also the gradients of the weights and biases of key
+    and value, one all-reduce each, over `copies`.
     """
 
     def __init__(
@@ -93,11 +94,11 @@ class TensorParallelAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As full linears would be made under the same seed, in the order of their names above, and cut.
+        """Initialize as full linears under the same seed, in the order of their names above; keep the shards.
 
-        `head_size` is `hidden / heads` unless given. `copies` is
-        `mesh.neighbours("tp", ranks // kv_heads)` where there are fewer `kv_heads` than ranks. Seed all ranks
-        of the group alike. PlanError where heads do not divide, and for `copies` that do not fit.
+        `head_size` is `hidden / heads` unless given. `copies` is `mesh.neighbours("tp", ranks // kv_heads)`
+        where there are fewer `kv_heads` than ranks. Give all ranks of the group the same seed. PlanError
+        where heads do not divide, and for `copies` that do not fit.
         """
         super().__init__()
         kv_heads = heads if kv_heads is None else kv_heads
@@ -134,12 +135,12 @@ class TensorParallelAttention(nn.Module):
         return output
 
     def _heads(self, features: Tensor) -> Tensor:
-        """`[rows, length, heads · head_size]` as `[rows, heads, length, head_size]`."""
+        """Return `[rows, length, heads · head_size]` as `[rows, heads, length, head_size]`."""
         heads: Tensor = features.unflatten(-1, (-1, self.head_size))  # type: ignore[no-untyped-call]
         return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
-        """The output of a linear whose piece `copies` hold alike, each with a summand of its gradient."""
+        """Return the output of a linear whose shard all ranks of `copies` hold; its gradient is their sum."""
         if self.copies is None:
             result: Tensor = column(entered)
             return result
@@ -159,7 +160,7 @@ def _column(
     device: torch.device | str | None,
     dtype: torch.dtype | None,
 ) -> ColumnParallelLinear:
-    """A column linear that reads what has entered the region already."""
+    """Return a column linear whose input has entered the region already."""
     made = ColumnParallelLinear(
         inputs, outputs, group, bias=bias, partition=partition, path=path, device=device, dtype=dtype
     )
@@ -168,7 +169,7 @@ def _column(
 
 
 def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:
-    """`copies`, or None where nobody holds the same. PlanError where they are not those who do."""
+    """Return `copies`, or None where no other rank holds the same heads. PlanError for the wrong ranks."""
     each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
     first = group.index // each * each
     alike = group.ranks[first : first + each]

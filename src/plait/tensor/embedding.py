@@ -1,4 +1,4 @@
-"""The token embedding whose table is cut by rows, that is, by vocabulary."""
+"""The token embedding whose table is partitioned by rows, that is, by vocabulary."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
 from plait.layout import divide
-from plait.tensor.partition import AXIS, UNEVEN, column_layouts, piece_of
+from plait.tensor.partition import AXIS, UNEVEN, column_layouts, local_shard
 
 
 class VocabParallelEmbedding(nn.Module):
-    """An embedding whose rows are cut over `group`, evenly or not: the first ranks may hold one more.
+    """An embedding whose rows are partitioned over `group`; the first ranks may hold one row more.
 
-    Whole numbers `[...]` to `[..., embedding_dim]`, the same on every rank. Each rank looks up the tokens
-    whose rows it holds and gives zeros for the others. Communication: one all-reduce of the output.
+    Maps tokens `[...]` to `[..., embedding_dim]`, the same on every rank. Each rank looks up the tokens
+    whose rows it holds; the output is the sum over the ranks. Communication: one all-reduce of the output.
     """
 
     def __init__(
@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `nn.Embedding(num_embeddings, embedding_dim)` would be made under the same seed, cut."""
+        """Initialize as `nn.Embedding(num_embeddings, embedding_dim)` under the same seed; keep own rows."""
         super().__init__()
         full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group
@@ -40,29 +40,29 @@ class VocabParallelEmbedding(nn.Module):
         self.layouts = {"weight": layouts["weight"]}
         self.queue: WeightGradientQueue | None = None
         self._own = divide(num_embeddings, group.size)[group.index]
-        self.weight = piece_of(full.weight, self.layouts["weight"], group)
+        self.weight = local_shard(full.weight, self.layouts["weight"], group)
 
     @classmethod
     def of(cls, full: nn.Embedding, group: Group) -> VocabParallelEmbedding:
-        """This rank's rows of a full embedding, which every rank has alike; its values are copied.
+        """Return this rank's rows of a full embedding, which is equal on every rank. Copies the values.
 
-        ModelError for one that renormalises its rows, or scales or sparsifies their gradients.
+        ModelError for an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`.
         """
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):
                 raise ModelError(
-                    f"an embedding with {option} = {getattr(full, option)} cannot be cut by rows: make it "
-                    "without."
+                    f"an embedding with {option} = {getattr(full, option)} cannot be partitioned by rows: "
+                    "leave that option out."
                 )
         sizes = full.num_embeddings, full.embedding_dim
         made = cls(*sizes, group, padding_idx=full.padding_idx, device="meta")
-        made.weight = piece_of(full.weight, made.layouts["weight"], group)
+        made.weight = local_shard(full.weight, made.layouts["weight"], group)
         return made
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up, and sum over the group. DataError (on the CPU) for numbers that are no tokens."""
+        """Return the rows of `tokens`, summed over the group. On the CPU, DataError for unknown tokens."""
         if tokens.device.type == "cpu" and tokens.numel():
-            self._refuse_strangers(tokens)
+            self._require_known(tokens)
         first, count = self._own.start, len(self._own)
         local = tokens - first
         elsewhere = (local < 0) | (local >= count)
@@ -73,11 +73,11 @@ class VocabParallelEmbedding(nn.Module):
         return reduce(rows.masked_fill(elsewhere.unsqueeze(-1), 0), self.group)
 
     def extra_repr(self) -> str:
-        """Sizes of the full table, and of how many pieces this is one."""
+        """Return the sizes of the full table, and the number of ranks."""
         return f"{self.num_embeddings} / {self.group.size}, {self.embedding_dim}"
 
-    def _refuse_strangers(self, tokens: Tensor) -> None:
-        # No rank holds such a row, so that all would give zeros and nobody an error.
+    def _require_known(self, tokens: Tensor) -> None:
+        # No rank holds the row of an unknown token: without this check its embedding would be zero.
         least, most = (int(bound) for bound in tokens.aminmax())
         if least < 0 or most >= self.num_embeddings:
             raise DataError(

@@ -1,11 +1,11 @@
-"""Linears whose weight is cut over the ranks of a group (Shoeybi et al. 2019, "Megatron-LM", section 3).
+"""Column- and row-parallel linears (Shoeybi et al. 2019, "Megatron-LM", section 3).
 
-    column:  Y_t = X W_tᵀ + b_t           output features cut; no communication forward
-    row:     Y   = Σ_t X_t W_tᵀ + b       input features cut; one all-reduce forward, then the bias, once
+    column:  Y_t = X W_tᵀ + b_t        partitioned output features; no communication forward
+    row:     Y   = Σ_t X_t W_tᵀ + b    partitioned input features; one all-reduce forward, then the bias, once
 
 A column linear followed by a row linear costs one all-reduce forward (the row's) and one backward (of the
-gradient of the column's input). Where what is outside of their region is in pieces of a sequence, each is an
-all-gather and a reduce-scatter: see `plait.tensor.region_boundary`.
+gradient of the column's input). With sequence parallelism, each all-reduce becomes an all-gather and a
+reduce-scatter: see `plait.tensor.region_boundary`.
 """
 
 from __future__ import annotations
@@ -21,41 +21,41 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
-from plait.tensor.partition import AXIS, EVEN, Partition, column_layouts, piece_of, row_layouts
+from plait.tensor.partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
 from plait.tensor.region_boundary import RegionBoundary, WholeBoundary
 
 
-class _PieceOfLinear(nn.Module):
-    """What both have: a piece of a full linear's weight and bias, as `layouts` say."""
+class _ParallelLinear(nn.Module):
+    """Base of both linears: a shard of a full linear's weight and bias, under `layouts`."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None
     group: Group
     boundary: RegionBoundary
-    """Of the region that it stands in."""
+    """The boundary of the linear's region."""
     layouts: dict[str, Layout]
 
     @classmethod
     def of(cls, full: nn.Linear, group: Group, **options: Any) -> Self:
-        """This rank's piece of a full linear, which every rank has alike; its values are copied."""
+        """Return this rank's shard of a full linear, which is equal on every rank. Copies the values."""
         sizes = full.in_features, full.out_features
         made = cls(*sizes, group, bias=full.bias is not None, device="meta", **options)
-        made.take_pieces(full)
+        made.load_from(full)
         return made
 
-    def take_pieces(self, full: nn.Linear) -> None:
-        """Make this rank's pieces of a full linear the weight and the bias."""
-        self.weight = piece_of(full.weight, self.layouts["weight"], self.group)
-        self.bias = None if full.bias is None else piece_of(full.bias, self.layouts["bias"], self.group)
+    def load_from(self, full: nn.Linear) -> None:
+        """Copy this rank's shards of a full linear into weight and bias."""
+        self.weight = local_shard(full.weight, self.layouts["weight"], self.group)
+        self.bias = None if full.bias is None else local_shard(full.bias, self.layouts["bias"], self.group)
 
 
-class ColumnParallelLinear(_PieceOfLinear):
-    """A linear whose output features are cut over `group`.
+class ColumnParallelLinear(_ParallelLinear):
+    """A linear whose output features are partitioned over `group`.
 
-    `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
-    `gather_output` to `[..., out_features]`. `layouts` says which piece of the full linear's weight and bias
-    this rank's `weight` and `bias` are. Communication: one all-reduce of the input's gradient; with
-    `gather_output` one all-gather forward.
+    Maps `[..., in_features]`, whole on every rank, to `[..., out_features / size]`, this rank's piece; with
+    `gather_output` to `[..., out_features]`. `weight` and `bias` are this rank's shards of the full linear's
+    under `layouts`. Communication: one all-reduce of the input's gradient; with `gather_output` one
+    all-gather forward.
     """
 
     def __init__(
@@ -71,10 +71,10 @@ class ColumnParallelLinear(_PieceOfLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `nn.Linear(in_features, out_features)` would be made under the same seed, cut.
+        """Initialize as `nn.Linear(in_features, out_features)` under the same seed; keep this rank's shard.
 
-        Seed all ranks of the group alike. PlanError, naming `path`, shape and degree, where the output
-        features cannot be cut so.
+        Give all ranks of the group the same seed. PlanError, naming `path`, shape and degree, where
+        `partition` does not fit the output features.
         """
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
@@ -82,35 +82,35 @@ class ColumnParallelLinear(_PieceOfLinear):
         self.layouts = column_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
         if gather_output and self.layouts["weight"].placements[0].copies > 1:  # type: ignore[union-attr]
             raise PlanError(
-                f"{path} with a weight of shape {[out_features, in_features]} gives the same features on "
+                f"{path} with a weight of shape {[out_features, in_features]} has the same features on "
                 f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
                 f"or tp to {partition.parts}."
             )
         self.boundary = WholeBoundary(group)
         self.enters = True
-        """Whether the input enters here; else an entrance before did it, for several linears at once."""
+        """Whether `forward` enters the region; else an entrance before does, once for several linears."""
         self.transposed = False
         """Whether the weight is `[in, out]`."""
         self.queue: WeightGradientQueue | None = None
-        self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
+        self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by this rank's rows of the weight."""
+        """Return the product with this rank's rows of the weight, plus their bias."""
         entered = self.boundary.enter(input) if self.enters else input
         output = linear(entered, self.weight, self.bias, self.queue, transposed=self.transposed)
         return gather(output, self.group, -1, self.out_features) if self.gather_output else output
 
     def extra_repr(self) -> str:
-        """Sizes of the full linear, and of how many pieces this is one."""
+        """Return the sizes of the full linear, and the number of ranks."""
         return f"{self.in_features}, {self.out_features} / {self.group.size}, bias={self.bias is not None}"
 
 
-class RowParallelLinear(_PieceOfLinear):
-    """A linear whose input features are cut over `group`; the bias is added once, after the sum.
+class RowParallelLinear(_ParallelLinear):
+    """A linear whose input features are partitioned over `group`; the bias is added once, after the sum.
 
-    `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank. Without
-    `input_is_parallel` it is given `[..., in_features]`, whole on every rank. Communication: one all-reduce
-    of the output; without `input_is_parallel` one all-gather of the input's gradient.
+    Maps `[..., in_features / size]`, this rank's piece, to `[..., out_features]`, the same on every rank.
+    Without `input_is_parallel` the input is `[..., in_features]`, whole on every rank. Communication: one
+    all-reduce of the output; without `input_is_parallel` one all-gather of the input's gradient.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class RowParallelLinear(_PieceOfLinear):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """As `ColumnParallelLinear`, with the input features cut."""
+        """Initialize as `ColumnParallelLinear`, with partitioned input features."""
         super().__init__()
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel = input_is_parallel
@@ -135,15 +135,15 @@ class RowParallelLinear(_PieceOfLinear):
         self.transposed = False
         """Whether the weight is `[in, out]`."""
         self.queue: WeightGradientQueue | None = None
-        self.take_pieces(nn.Linear(in_features, out_features, bias, device, dtype))
+        self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
-        """Multiply by this rank's columns of the weight, sum over the group, add the bias."""
+        """Return the product with this rank's columns of the weight, summed over the group, plus the bias."""
         piece = input if self.input_is_parallel else split(input, self.group, -1)
         product = linear(piece, self.weight, None, self.queue, transposed=self.transposed)
         output = self.boundary.leave(product)
         return output if self.bias is None else output.add_(self.bias)
 
     def extra_repr(self) -> str:
-        """Sizes of the full linear, and of how many pieces this is one."""
+        """Return the sizes of the full linear, and the number of ranks."""
         return f"{self.in_features} / {self.group.size}, {self.out_features}, bias={self.bias is not None}"

@@ -1,8 +1,8 @@
-"""Losses as a sum and the weight that the sum is divided by.
+"""Losses as a sum and the weight by which the sum is divided.
 
-Every layout gives the same mean only if the division is by a number that belongs to the global batch. So
-a loss says its sum over the targets it is shown, and how much those targets count; plait adds both up over
-micro-batches and ranks, and divides once.
+Every layout has the same mean only if the divisor belongs to the global batch. So a loss returns a sum over
+the targets of a micro-batch, and their weight; plait sums both over micro-batches and ranks, and divides
+once.
 """
 
 from __future__ import annotations
@@ -21,30 +21,30 @@ from plait.tensor.vocabulary import Vocabulary
 
 @runtime_checkable
 class Loss(Protocol):
-    """What `parallelize` accepts as a loss: any object with these two methods."""
+    """A loss for `parallelize`: any object with these two methods."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """The summed loss of one micro-batch, 0-d, differentiable in `output`."""
+        """Return the summed loss of one micro-batch, 0-d, differentiable in `output`."""
 
     def weight(self, targets: Any) -> Tensor:
-        """What the sum is divided by, 0-d, additive over micro-batches: say, the number of counted tokens."""
+        """Return the divisor of the sum, 0-d, additive over micro-batches, such as the number of tokens."""
 
 
 @runtime_checkable
 class PiecewiseLoss(Loss, Protocol):
-    """A loss that takes logits cut by class as well, without gathering them."""
+    """A loss that also takes logits partitioned by class, without gathering them."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
-        """`total` of the whole logits, on every rank of `vocabulary.group`, from `[..., len(own)]` of each.
+        """Return `total` of the whole logits, from the `[..., len(own)]` of each rank of `vocabulary.group`.
 
-        `targets` are whole on every rank. The memory of the logits may be used for the gradient. Where a
-        subclass changes `total` alone, this is not called: the logits are gathered.
+        `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
+        this is not called: the logits are gathered.
         """
 
 
 @dataclass(frozen=True)
 class CrossEntropy:
-    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`; `ignore_index` counts nothing.
+    """Cross-entropy of logits `[..., classes]` and class numbers `[...]`, without targets of `ignore_index`.
 
     `label_smoothing` is the share of each target that is spread evenly over all classes. `z_loss` times the
     square of log Σ exp(logits) is added for each counted target; it keeps that logarithm near zero
@@ -56,7 +56,7 @@ class CrossEntropy:
     z_loss: float = 0.0
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The sum over all counted targets, 0-d, in at least float32."""
+        """Return the sum over all counted targets, 0-d, in at least float32."""
         rows = output.reshape(-1, output.shape[-1])
         logits = rows if rows.dtype == torch.float64 else rows.float()
         numbers = targets.reshape(-1)
@@ -73,17 +73,17 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """`total` of the whole logits, from this rank's `[..., len(own)]`; see `plait.tensor.cross_entropy`.
+        """Return `total` of the whole logits, from the ranks' `[..., len(own)]`.
 
-        Spends float32 and float64 logits where a gradient is wanted: read them no more. Communication: two
-        all-reduces over the group, of 1 and then 2 (with label smoothing 3) numbers a target. DataError for
-        targets that are no classes; on CUDA the loss is then nan.
+        Overwrites float32 and float64 logits where a gradient is wanted; see `plait.tensor.cross_entropy`.
+        Communication: two all-reduces over the group, of 1 and then 2 (with label smoothing 3) numbers a
+        target. DataError for targets that are no classes; on CUDA the loss is then nan.
         """
         terms = Terms(self.ignore_index, self.label_smoothing, self.z_loss)
         return total_of_pieces(logits, targets, vocabulary, terms)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """The number of counted targets, 0-d."""
+        """Return the number of counted targets, 0-d."""
         return (targets != self.ignore_index).sum()
 
 
@@ -92,21 +92,21 @@ cross_entropy = CrossEntropy()
 
 
 def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
-    """`loss` as one whose `total` takes this rank's piece `[..., len(own)]` of the model's output.
+    """Return `loss` as a loss whose `total` takes this rank's piece `[..., len(own)]` of the model's output.
 
-    By `total_of_pieces` where the loss has it. Any other is given the whole logits; communication: one
-    all-gather of the logits over the group. `total` raises ModelError if the output is not such a piece.
+    Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
+    of the logits over the group. `total` raises ModelError if the output is not such a piece.
     """
     return _LossOfPieces(loss, vocabulary, _takes_pieces(loss))
 
 
 def _takes_pieces(loss: Loss) -> bool:
-    """Whether a loss has `total_of_pieces` that goes with its `total`: a subclass may change one alone."""
+    """Whether `total_of_pieces` fits `total`: a subclass may override `total` alone."""
     if not isinstance(loss, PiecewiseLoss):
         return False
-    homes = (vars(kind) for kind in type(loss).__mro__)
-    latest = next((home for home in homes if {"total", "total_of_pieces"} & home.keys()), None)
-    return latest is None or "total_of_pieces" in latest
+    classes = (vars(kind) for kind in type(loss).__mro__)
+    first = next((members for members in classes if {"total", "total_of_pieces"} & members.keys()), None)
+    return first is None or "total_of_pieces" in first
 
 
 @dataclass(frozen=True)

@@ -14,16 +14,16 @@ from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, LayerRun, run_on_meta
 from plait.layers.structure import structure_of
 from plait.layout import Layout
-from plait.tensor.partition import is_cut
+from plait.tensor.partition import is_sharded
 from plait.tensor.proof import Claims, prove_layer
 from plait.tensor.tensor_parallelism import TensorParallelism
 
 MOST_RESULTS = 4096
-"""Runs of layers that are remembered."""
+"""Size of the cache of runs."""
 
 
 class MetaLayers:
-    """The layers of a model and what each gives; layers of equal structure run once for equal inputs."""
+    """The layers of a model on the meta device; equal layers with equal inputs run once."""
 
     def __init__(
         self,
@@ -36,40 +36,40 @@ class MetaLayers:
         dtype: torch.dtype | None,
         results: dict[Hashable, Any],
     ) -> None:
-        """`results` remembers the runs, and may be shared by the ranks of a process.
+        """`results` caches the runs, and may be shared by the ranks of a process.
 
-        `layouts` and `summed` are those of the parameters, see `Blueprint`; `dtype` that of the compute.
+        `layouts` and `summed` are those of the parameters, see `Blueprint`; `dtype` is the compute dtype.
         """
         shapes = {name: layout.local_shape(coordinate) for name, layout in layouts.items()}
         self.layers = private_copy(sequence.layers, on_meta(sequence, dtype, shapes))
-        """With this rank's pieces of parameters, but no rule applied."""
+        """With this rank's shards of parameters, but no rule applied."""
         self._rules, self._results = tensor_parallel, results
-        self._ends_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
-        cut = {name for name, layout in layouts.items() if is_cut(layout)}
-        self._cut, self._summed = (
-            _names(sequence, cut),
+        self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
+        sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
+        self._sharded, self._summed = (
+            _names(sequence, sharded),
             _names(sequence, {n for n, r in summed.items() if r > 1}),
         )
         self._frozen = _names(sequence, {n for n, p in sequence.parameters.items() if not p.requires_grad})
 
     @property
     def are_proved(self) -> bool:
-        """Whether a rule could be wrong: something is cut over `tp`."""
+        """Whether there is anything to prove: whether anything is partitioned over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
-            any(self._cut)
+            any(self._sharded)
             or any(dims.input is not None for dims in sequence_dims)
             or any(rule.kind == "piece" for rule in rules)
         )
 
     def infer(self, microbatch: Value, *, input_gradients: bool) -> list[LayerInfo]:
-        """Return one `LayerInfo` per layer for such a micro-batch, in training if gradients are enabled."""
+        """Return one `LayerInfo` per layer for a micro-batch, in training mode if gradients are enabled."""
         return [run.info for run in self._runs(microbatch, input_gradients=input_gradients, proves=False)]
 
     def prove(self, microbatch: Value) -> None:
-        """Prove for such a micro-batch that each parameter and each layer's input gets its whole gradient.
+        """Prove for a micro-batch that each parameter and each layer's input gets its whole gradient.
 
-        Of all that could be trained, frozen or not: what is frozen shapes the values of the rest. ModelError
+        Frozen parameters are proved like trained ones, since they shape the values of the rest. ModelError
         where the rules do not fit the model.
         """
         for _ in self._runs(microbatch, input_gradients=True, proves=True):
@@ -79,7 +79,7 @@ class MetaLayers:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype()
         for number in range(len(self.layers)):
-            key = self._structures[number], modes, given.length, given.repeats, _looks(given.value)
+            key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
             if key not in self._results:
                 self._results[key] = self._run(number, given, proves=proves)
             run: LayerRun = self._results[key]
@@ -89,7 +89,7 @@ class MetaLayers:
             del self._results[next(iter(self._results))]
 
     def _run(self, number: int, given: LayerInput, *, proves: bool) -> LayerRun:
-        """Run a layer with its rules applied; `proves`: as if all parameters were trained, and prove it."""
+        """Run a layer with its rules applied; `proves`: with gradients of all parameters, and prove it."""
         (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not torch.is_grad_enabled():
             layer.module.eval()
@@ -106,21 +106,21 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """What the rules say about a layer; `layer` is the copy that is proved."""
+        """Return the claims of rules and layouts about a layer; `layer` is the copy that is proved."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
-            cut=self._cut[number],
-            frozen=self._frozen[number] - self._cut[number],
-            summed=self._summed[number] - self._cut[number],
-            begins_in_pieces=dims.previous is not None,
-            ends_in_pieces=dims.next is not None,
+            sharded=self._sharded[number],
+            frozen=self._frozen[number] - self._sharded[number],
+            summed=self._summed[number] - self._sharded[number],
+            input_in_pieces=dims.previous is not None,
+            output_in_pieces=dims.next is not None,
             dropouts=names_of(layer.module),
-            ends_inside=self._ends_inside and number == len(self.layers) - 1,
+            output_inside=self._output_inside and number == len(self.layers) - 1,
         )
 
     @cached_property
     def _structures(self) -> list[Hashable]:
-        """Of each layer all that its runs depend on, beside their inputs."""
+        """All that the runs of each layer depend on, except inputs."""
         rules, group = self._rules, self._rules.group
         last = len(self.layers) - 1
         return [
@@ -129,15 +129,15 @@ class MetaLayers:
                 tuple((name, rules.rule_of(layer, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
-                (self._cut[number], self._summed[number], self._frozen[number]),
-                self._ends_inside and number == last,
+                (self._sharded[number], self._summed[number], self._frozen[number]),
+                self._output_inside and number == last,
             )
             for number, layer in enumerate(self.layers)
         ]
 
 
 def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
-    """Of each layer the parameters that are `wanted`, by their names in the layer."""
+    """Return for each layer which of the parameters `wanted` it has, by their names in the layer."""
     ids = {id(sequence.parameters[name]) for name in wanted}
     return [
         frozenset(
@@ -149,8 +149,8 @@ def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
     ]
 
 
-def _looks(value: Value) -> str:
-    """Return all of a value that a run on the meta device depends on."""
+def _described(value: Value) -> str:
+    """Return all properties of a value on which a run on the meta device depends."""
     return repr(
         map_tensors(lambda one: (tuple(one.shape), one.stride(), one.dtype, one.requires_grad), value)
     )

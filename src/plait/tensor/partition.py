@@ -1,4 +1,4 @@
-"""How a parameter is cut over the ranks of `tp`: its layout, or the sentence that says why it cannot be."""
+"""How the features of a linear are partitioned over the ranks of `tp`: the layouts of its weight and bias."""
 
 from __future__ import annotations
 
@@ -13,19 +13,19 @@ from plait.layout import Layout, Shard, shard
 
 AXIS = "tp"
 Axes = Mapping[str, int]
-"""Names of mesh axes and their ranks, among them `tp`."""
+"""Degrees by mesh axis, including `tp`."""
 Layers = Sequence[tuple[str, nn.Module]]
 """The layers of a model with their paths."""
 
 
 @dataclass(frozen=True)
 class Partition:
-    """How a dim of a weight is divided between the ranks.
+    """How a dim of a weight is divided between the ranks: into equal pieces, unless `uneven`.
 
-    Into equal pieces, unless `uneven`: then the first ranks may hold one row more. `parts`: the dim is made
-    of that many equal parts (heads), none of which is divided. `repeated`: there may be fewer parts than
-    ranks; neighbouring ranks then hold the same part. `blocks`: the dim is that many equal blocks, each of
-    which is cut so; `parts` are those of one block.
+    `parts`: the dim consists of that many equal parts (heads), none of which is divided. `repeated`: there
+    may be fewer parts than ranks; neighbouring ranks then hold the same part. `uneven`: the first ranks may
+    hold one row more. `blocks`: the dim consists of that many equal blocks, each partitioned by itself;
+    `parts` are those of one block.
     """
 
     parts: int | None = None
@@ -41,9 +41,10 @@ UNEVEN = Partition(uneven=True)
 def column_layouts(
     outputs: int, inputs: int, partition: Partition, axes: Axes, path: str, *, transposed: bool = False
 ) -> dict[str, Layout]:
-    """Of a linear whose output features are cut: weight `[outputs, inputs]` and bias `[outputs]` by dim 0.
+    """Return the layouts of a linear with partitioned outputs: weight `[outputs, inputs]` and bias by dim 0.
 
-    `transposed`: the weight is `[inputs, outputs]`, and cut by dim 1.
+    `transposed`: the weight is `[inputs, outputs]`, sharded by dim 1. PlanError where `partition` does not
+    fit.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
     bias = Shard(0, _copies(outputs, shape, partition, axes[AXIS], path), partition.blocks)
@@ -54,10 +55,10 @@ def column_layouts(
 def row_layouts(
     outputs: int, inputs: int, partition: Partition, axes: Axes, path: str, *, transposed: bool = False
 ) -> dict[str, Layout]:
-    """Of a linear whose input features are cut: weight `[outputs, inputs]` by dim 1, the bias whole.
+    """Return layouts of a linear with partitioned inputs: weight `[outputs, inputs]` by dim 1, bias whole.
 
-    `transposed`: the weight is `[inputs, outputs]`, and cut by dim 0. Never `repeated`: the sum over the
-    ranks would count a part once for each rank that holds it.
+    `transposed`: the weight is `[inputs, outputs]`, sharded by dim 0. `repeated` is ignored, because the sum
+    over the ranks would count a part once for each rank that holds it. PlanError as above.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
     copies = _copies(inputs, shape, replace(partition, repeated=False), axes[AXIS], path)
@@ -65,25 +66,26 @@ def row_layouts(
     return {"weight": Layout(shape, axes, weight), "bias": Layout((outputs,), axes)}
 
 
-def is_cut(layout: Layout) -> bool:
-    """Whether a rule cuts a parameter over more than one rank of `tp`."""
+def is_sharded(layout: Layout) -> bool:
+    """Whether a parameter is sharded over more than one rank of `tp`."""
     tp = layout.axes.index(AXIS)
     return layout.degrees[tp] > 1 and isinstance(layout.placements[tp], Shard)
 
 
-def piece_of(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter:
-    """This rank's piece of a whole parameter, as a parameter."""
+def local_shard(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter:
+    """Return this rank's shard of a whole parameter, as a parameter."""
     return nn.Parameter(shard(parameter, layout, {AXIS: group.index}), parameter.requires_grad)
 
 
 def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
-    """How many ranks hold the same piece; PlanError where `features` cannot be cut so."""
+    """Return how many ranks hold the same piece. PlanError where `partition` does not fit `features`."""
     if partition.uneven and features >= ranks:
         return 1
-    refused = f"{path} with a weight of shape {list(shape)} cannot be cut over tp = {ranks}:"
+    refused = f"{path} with a weight of shape {list(shape)} cannot be partitioned over tp = {ranks}:"
     if partition.blocks < 1 or features % partition.blocks:
         raise PlanError(
-            f"{refused} its {features} features are not {partition.blocks} equal blocks: mend their number."
+            f"{refused} its {features} features are not {partition.blocks} equal blocks: correct their "
+            "number."
         )
     features //= partition.blocks
     parts = features if partition.parts is None else partition.parts

@@ -1,34 +1,34 @@
-"""Whether the rules of tensor parallelism fit a layer: proved on its autograd graph, before anything runs.
+"""Proof on a layer's autograd graph, before anything runs, that the rules of tensor parallelism fit it.
 
-Every value of the graph is given a state, from the leaves on:
+Each value of the graph gets a state, from the leaves on:
 
-    an input of the layer          whole      the same on every rank, and so is its gradient
-    one that comes in pieces       piece      this rank's positions of a sequence, and so is its gradient
-    a parameter cut over `tp`      inside     this rank's own, or with this rank's part of the gradient
-    one whose gradient is summed   summed     whole, with this rank's part of the gradient
-    any other parameter            neutral    whole as well, as long as nothing else is done with it
-    the same, frozen               constant   no matter where it is used
+    an input of the layer              whole      value and gradient are the same on every rank
+    an input in pieces                 piece      value and gradient are this rank's positions of a sequence
+    a parameter sharded over `tp`      inside     value or gradient is this rank's part
+    a parameter with summed gradient   summed     the value is whole, the gradient this rank's part
+    any other parameter                neutral    whole, unless it is used in a region
+    any other parameter, frozen        constant   may be used anywhere
 
-    operation                      reads                       gives
-    copy, split                    whole, neutral, constant    inside
-    reduce, gather                 inside                      whole
-    gather_in                      piece                       inside
-    scatter_out                    inside                      piece
-    to_pieces, to_whole            whole, or a piece           a piece, or whole
-    any other                      neutral                     neutral
-                                   whole, or both of these     whole
-                                   piece, or it and summed     piece
-                                   inside, or it and summed    inside
-                                   any others together         refused: a gradient would be one rank's part,
-                                                               or be summed once too often
+    operation                      reads                        gives
+    copy, split                    whole, neutral, constant     inside
+    reduce, gather                 inside                       whole
+    gather_in                      piece                        inside
+    scatter_out                    inside                       piece
+    to_pieces, to_whole            whole, piece                 piece, whole
+    any other                      neutral                      neutral
+                                   whole, whole and neutral     whole
+                                   piece, piece and summed      piece
+                                   inside, inside and summed    inside
+                                   any other combination        refused: a gradient would be one rank's
+                                                                part, or be summed twice
 
-A dropout draws for its rank's piece inside, and for the whole elsewhere.
+A dropout's mask has to be that of the rank's piece inside, and that of the whole tensor elsewhere.
 
-What needs no gradient is not in the graph: whole numbers, masks, what is detached; so the caller has every
-parameter and input of floating-point numbers ask for one. A layer that passes gives each its whole gradient,
-if what is done inside a region is done to each part (head, feature) by itself: a norm over all features of a
-cut value is not seen, nor is what mixes the positions of a sequence that is in pieces. What an operation
-hides from autograd (the inside of a reentrant checkpoint) is taken as one.
+Values without a gradient (integers, masks, detached tensors) are not in the graph, so the caller makes every
+floating-point parameter and input require one. In a layer that passes, each parameter and input gets its
+whole gradient, provided that operations inside a region treat each part (head, feature) by itself: a norm
+over all features of a sharded value is not noticed, nor is an operation that mixes positions of a sequence in
+pieces. What an operation hides from autograd (the inside of a reentrant checkpoint) counts as one operation.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ from plait.autograd.paired_collectives import PairedCollective, collective_of
 from plait.errors import ModelError
 
 
-class State(Enum):
-    """How a value and its gradient stand to those of the other ranks of `tp`; see the module."""
+class ValueState(Enum):
+    """How a value and its gradient relate to those of the other ranks of `tp`; see the module."""
 
     NEUTRAL = "neutral"
     WHOLE = "whole"
@@ -57,29 +57,29 @@ class State(Enum):
     CONSTANT = "constant"
 
 
-ANY = frozenset(State)
-ONLY_INSIDE = frozenset({State.INSIDE})
-ONLY_NEUTRAL = frozenset({State.NEUTRAL})
+ANY = frozenset(ValueState)
+ONLY_INSIDE = frozenset({ValueState.INSIDE})
+ONLY_NEUTRAL = frozenset({ValueState.NEUTRAL})
 
 
 @dataclass(frozen=True)
 class Claims:
-    """What the rules say about a layer. Parameters go by their names in the model or in the layer."""
+    """What rules and layouts state about a layer. Parameters are named as in the model or as in the layer."""
 
-    cut: Collection[str] = ()
-    """Those that the layout shards over `tp`."""
+    sharded: Collection[str] = ()
+    """Parameters that are sharded over `tp`."""
     frozen: Collection[str] = ()
-    """Of whole parameters those whose gradient nobody wants."""
+    """Whole parameters that do not require a gradient."""
     summed: Collection[str] = ()
-    """Of whole parameters those whose gradient is summed over `tp`."""
-    begins_in_pieces: bool = False
-    """Whether the first tensor comes as this rank's piece of a sequence."""
-    ends_in_pieces: bool = False
-    """Whether the first tensor leaves as one."""
+    """Whole parameters whose gradient is summed over `tp`."""
+    input_in_pieces: bool = False
+    """Whether the first input is this rank's piece of a sequence."""
+    output_in_pieces: bool = False
+    """Whether the first output is this rank's piece of a sequence."""
     dropouts: Mapping[int, str] = field(default_factory=dict)
     """The names in the layer of its dropouts, by their `id`."""
-    ends_inside: bool = False
-    """Whether the output has to be this rank's own, as logits cut by vocabulary are."""
+    output_inside: bool = False
+    """Whether the output has to be this rank's part, as logits partitioned by vocabulary are."""
 
 
 def prove_layer(
@@ -89,46 +89,45 @@ def prove_layer(
     parameters: Mapping[str, Tensor],
     claims: Claims,
 ) -> None:
-    """Follow a layer's autograd graph from `outputs` back to `inputs` and `parameters`.
+    """Raise ModelError for the first operation of a layer at which a gradient would be wrong.
 
-    `inputs` are the leaves that the layer at `path` was given, `outputs` the tensors that it gave, with
-    gradients enabled; on the meta device nothing is computed or sent. The graph stays as it is.
-
-    ModelError for the first operation at which a gradient would be wrong: the layer, the parameter and the
+    `inputs` are the leaves that the layer at `path` received, `outputs` the tensors that it returned, with
+    gradients enabled; on the meta device nothing is computed or sent. Follows the graph from `outputs` back
+    to `inputs` and `parameters`, and leaves it unchanged. The error names the layer, the parameter and the
     rule to change.
     """
-    held = list(inputs)
-    leaves = {id(tensor): State.WHOLE for tensor in held}
-    if claims.begins_in_pieces and held:
-        leaves[id(held[0])] = State.PIECE
+    held, given = list(inputs), list(outputs)
+    leaves = {id(tensor): ValueState.WHOLE for tensor in held}
+    if claims.input_in_pieces and held:
+        leaves[id(held[0])] = ValueState.PIECE
     names = {id(tensor): "the layer's input" for tensor in held}
     for name, parameter in parameters.items():
         names.setdefault(id(parameter), name.removeprefix(f"{path}."))
-        if name in claims.cut:
-            leaves[id(parameter)] = State.INSIDE
+        if name in claims.sharded:
+            leaves[id(parameter)] = ValueState.INSIDE
         elif name in claims.frozen:
-            leaves[id(parameter)] = State.CONSTANT
+            leaves[id(parameter)] = ValueState.CONSTANT
         elif name in claims.summed:
-            leaves[id(parameter)] = State.SUMMED
-    given = list(outputs)
-    ends = [get_gradient_edge(output).node for output in given if output.requires_grad]
+            leaves[id(parameter)] = ValueState.SUMMED
+    results = [get_gradient_edge(output).node for output in given if output.requires_grad]
     proof = _Proof(path, leaves, names, claims.dropouts)
-    for node in _in_order(ends):
-        proof.step(node)
-    if claims.ends_inside:
-        proof.end_inside(ends)
+    for node in _inputs_first(results):
+        proof.visit(node)
+    if claims.output_inside:
+        proof.require_inside(results)
     else:
-        in_pieces = ends[:1] if claims.ends_in_pieces and given[0].requires_grad else []
-        proof.end(ends[len(in_pieces) :], in_pieces)
+        in_pieces = results[:1] if claims.output_in_pieces and given[0].requires_grad else []
+        proof.require_outside(results[len(in_pieces) :], not_allowed=ValueState.PIECE)
+        proof.require_outside(in_pieces, not_allowed=ValueState.WHOLE)
 
 
-def _read(node: Node) -> list[Node]:
-    """The nodes whose values an operation read; those without a gradient have none."""
+def _inputs(node: Node) -> list[Node]:
+    """Return the nodes of an operation's inputs that require a gradient."""
     return [before for before, _ in node.next_functions if before is not None]
 
 
 def _leaf(node: Node) -> Tensor | None:
-    """The leaf tensor that a node stands for, if it is the start of a graph."""
+    """Return the tensor of a leaf node; None for any other node."""
     variable = None if node.next_functions else getattr(node, "variable", None)
     return variable if isinstance(variable, Tensor) else None
 
@@ -138,19 +137,16 @@ def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
 
 
 def _operation(node: Node) -> str:
-    """The operation's name as autograd gives it: `Add` for `AddBackward0`."""
+    """Return the operation's name in autograd: `Add` for `AddBackward0`."""
     return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
 
 
-def _in_order(ends: Iterable[Node]) -> Iterator[Node]:
-    """Every node behind `ends` once, after those that it reads, the first of these first.
-
-    Not recursive: graphs are deep.
-    """
-    done, waiting = set[Node](), list(ends)
+def _inputs_first(results: Iterable[Node]) -> Iterator[Node]:
+    """Yield every node behind `results` once, after its inputs. Not recursive, since graphs are deep."""
+    done, waiting = set[Node](), list(results)
     while waiting:
         node = waiting[-1]
-        missing = [before for before in _read(node) if before not in done]
+        missing = [before for before in _inputs(node) if before not in done]
         waiting += reversed(missing)
         if not missing:
             waiting.pop()
@@ -160,81 +156,87 @@ def _in_order(ends: Iterable[Node]) -> Iterator[Node]:
 
 
 class _Proof:
-    """The states found so far, and the sentences for what cannot be given one."""
+    """The states of the nodes visited so far, and the errors for a node that cannot have one."""
 
     def __init__(
-        self, path: str, leaves: Mapping[int, State], names: Mapping[int, str], dropouts: Mapping[int, str]
+        self,
+        path: str,
+        leaves: Mapping[int, ValueState],
+        names: Mapping[int, str],
+        dropouts: Mapping[int, str],
     ) -> None:
         self.path, self.leaves, self.names, self.dropouts = path, leaves, names, dropouts
-        # By node: torch keeps one Python object a node only while somebody holds it.
-        self.states: dict[Node, State] = {}
+        # By node, not by its id: torch drops a node's Python object when nothing refers to it.
+        self.states: dict[Node, ValueState] = {}
 
-    def step(self, node: Node) -> None:
-        """Give `node` its state; the nodes that it reads have theirs."""
+    def visit(self, node: Node) -> None:
+        """Find the state of `node`, whose inputs have been visited."""
         leaf = _leaf(node)
         if leaf is not None:
-            self.states[node] = self.leaves.get(id(leaf), State.NEUTRAL)
+            self.states[node] = self.leaves.get(id(leaf), ValueState.NEUTRAL)
             return
-        read = {self.states[before] for before in _read(node)} - {State.CONSTANT}
+        read = {self.states[before] for before in _inputs(node)} - {ValueState.CONSTANT}
         collective = collective_of(node)
         self.states[node] = (
-            self._other(node, read) if collective is None else self._turn(node, read, collective)
+            self._after_operation(node, read)
+            if collective is None
+            else self._after_collective(node, read, collective)
         )
         dropout = dropout_of(node)
         if dropout is not None:
-            self._draws_for_it(node, dropout)
+            self._check_dropout(node, dropout)
 
-    def _draws_for_it(self, node: Node, dropout: Dropout) -> None:
-        """ModelError where a dropout draws for another piece than it is given."""
-        if dropout.in_pieces and self.states[node] is not State.PIECE:
+    def _check_dropout(self, node: Node, dropout: Dropout) -> None:
+        """Raise ModelError where a dropout's mask is for another piece than its input."""
+        if dropout.in_pieces and self.states[node] is not ValueState.PIECE:
             raise self._other_pieces(node)
-        inside = self.states[node] is State.INSIDE
+        inside = self.states[node] is ValueState.INSIDE
         name = f"the dropout {self.dropouts.get(id(dropout), '')}".strip()
         if inside and not dropout.in_region:
             raise self._error(
-                f"{name} stands inside a region, where each rank has another part, but would draw the same "
-                "for all: give it the rule piece.along(d), d being the dim that is cut (-1 for features, 1 "
-                "for heads in [rows, heads, ...])"
+                f"{name} is inside a region, where each rank has another part, but its mask would be the "
+                "same on every rank: give it the rule piece.along(d), d being the partitioned dim (-1 for "
+                "features, 1 for heads in [rows, heads, ...])"
             )
         if not inside and dropout.in_region:
             raise self._error(
-                f"{name} has the rule piece, but what it is given is whole on every rank, and each would "
-                "drop other elements of it: take the rule away"
+                f"{name} has the rule piece, but its input is whole on every rank, of which each rank would "
+                "drop other elements: remove the rule"
             )
 
-    def _turn(self, node: Node, read: set[State], collective: PairedCollective) -> State:
-        """What a collective gives."""
+    def _after_collective(
+        self, node: Node, read: set[ValueState], collective: PairedCollective
+    ) -> ValueState:
+        """Return the state of a collective's result."""
         if collective in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
                 raise self._reads_whole(node, collective)
-            return State.PIECE if collective == "scatter_out" else State.WHOLE
-        if State.INSIDE in read:
+            return ValueState.PIECE if collective == "scatter_out" else ValueState.WHOLE
+        if ValueState.INSIDE in read:
             raise self._enters_again(node)
-        if (State.PIECE in read) != (collective in ("gather_in", "to_whole")) or State.SUMMED in read:
+        from_pieces = collective in ("gather_in", "to_whole")
+        if from_pieces != (ValueState.PIECE in read) or ValueState.SUMMED in read:
             raise self._other_pieces(node)
-        return {"to_whole": State.WHOLE, "to_pieces": State.PIECE}.get(collective, State.INSIDE)
+        results = {"to_whole": ValueState.WHOLE, "to_pieces": ValueState.PIECE}
+        return results.get(collective, ValueState.INSIDE)
 
-    def _other(self, node: Node, read: set[State]) -> State:
-        """What any other operation gives."""
-        if State.INSIDE in read and read & {State.WHOLE, State.PIECE}:
+    def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
+        """Return the state of any other operation's result."""
+        if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PIECE}:
             raise self._meets_whole(node)
-        if read & {State.INSIDE, State.PIECE} and State.NEUTRAL in read:
+        if read & {ValueState.INSIDE, ValueState.PIECE} and ValueState.NEUTRAL in read:
             raise self._whole_parameter(node)
-        if State.WHOLE in read and read & {State.PIECE, State.SUMMED}:
+        if ValueState.WHOLE in read and read & {ValueState.PIECE, ValueState.SUMMED}:
             raise self._other_pieces(node)
-        order = (State.INSIDE, State.PIECE, State.WHOLE, State.SUMMED, State.NEUTRAL)
-        return next((state for state in order if state in read), State.CONSTANT)
+        order = (ValueState.INSIDE, ValueState.PIECE, ValueState.WHOLE, ValueState.SUMMED, ValueState.NEUTRAL)
+        return next((state for state in order if state in read), ValueState.CONSTANT)
 
-    def end(self, whole: Iterable[Node], in_pieces: Iterable[Node] = ()) -> None:
-        """ModelError if one of these, the layer's outputs, is inside a region, or in pieces or not."""
-        self._end(whole, State.PIECE)
-        self._end(in_pieces, State.WHOLE)
-
-    def _end(self, nodes: Iterable[Node], wrong: State) -> None:
-        for node in nodes:
-            if self.states[node] in (wrong, State.SUMMED):
+    def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
+        """Raise ModelError if a layer's output is inside a region, or in the state `not_allowed`."""
+        for node in outputs:
+            if self.states[node] in (not_allowed, ValueState.SUMMED):
                 raise self._other_pieces(node)
-            if self.states[node] is not State.INSIDE:
+            if self.states[node] is not ValueState.INSIDE:
                 continue
             name = self._nearest([node], ONLY_INSIDE)
             if name is None:
@@ -243,98 +245,99 @@ class _Proof:
                     "remove the entrance of this layer"
                 )
             raise self._error(
-                f"its output is one rank's part, for {name} is cut over tp: give the linear that reads what "
-                "comes of it the rule row, or leave it uncut (a linear with the rule vocabulary may only "
-                "stand at the model's end)"
+                f"its output is one rank's part, because {name} is sharded over tp: give the linear behind "
+                "it the rule row, or give it no rule (a linear with the rule vocabulary has to be the "
+                "model's last)"
             )
 
-    def end_inside(self, ends: Iterable[Node]) -> None:
-        """ModelError if one of these, the model's outputs, is whole."""
-        if any(self.states[node] is not State.INSIDE for node in ends):
+    def require_inside(self, outputs: Iterable[Node]) -> None:
+        """Raise ModelError if one of the model's outputs is whole."""
+        if any(self.states[node] is not ValueState.INSIDE for node in outputs):
             raise self._error(
-                "its output is whole on every rank, though it holds a linear with the rule vocabulary, whose "
-                "logits in pieces the loss takes: let that linear come last, or give it the rule column"
+                "its output is whole on every rank, though it has a linear with the rule vocabulary, whose "
+                "partitioned logits the loss takes: make that linear the last, or give it the rule column"
             )
 
     def _enters_again(self, node: Node) -> ModelError:
-        name = self._nearest(_read(node), ONLY_INSIDE)
+        name = self._nearest(_inputs(node), ONLY_INSIDE)
         if name is None:
             return self._error(
                 "a value enters a region twice, so that its gradient would be summed twice: keep one of the "
                 "entrances"
             )
         return self._error(
-            f"what comes of {name}, cut over tp, is one rank's part, but enters a region as if it were "
-            "whole: give the linear that reads it the rule row and no entrance, or leave one of the two uncut"
+            f"a value computed with {name}, which is sharded over tp, is one rank's part, but enters a "
+            "region as if it were whole: give the linear that reads it the rule row and no entrance, or "
+            "give one of the two no rule"
         )
 
     def _other_pieces(self, node: Node) -> ModelError:
-        origin = self._origin([node] if node in self.states else _read(node))
+        origin = self._origin([node] if node in self.states else _inputs(node))
         return self._error(
-            f"what is whole on every rank and what is in pieces of the sequence meet at {_operation(node)} "
-            f"({origin}): let the layer work on each position by itself outside of its regions, or take "
-            "the rule sequence off it"
+            f"a value that is whole on every rank and a piece of the sequence meet at {_operation(node)} "
+            f"({origin}): let the layer work on each position by itself outside of its regions, or remove "
+            "its rule sequence"
         )
 
     def _reads_whole(self, node: Node, collective: PairedCollective) -> ModelError:
         done = "gathers" if collective == "gather" else "sums"
         return self._error(
-            f"a module {done} over tp what is whole on every rank already ({self._origin(_read(node))}): "
-            "give the linear whose output it reads the rule column, or leave it uncut"
+            f"a module {done} over tp a value that is whole on every rank ({self._origin(_inputs(node))}): "
+            "give the linear whose output it reads the rule column, or give it no rule"
         )
 
     def _meets_whole(self, node: Node) -> ModelError:
-        inside = self._read_in(node, State.INSIDE)
-        origin = self._origin(self._read_in(node, State.WHOLE) + self._read_in(node, State.PIECE))
+        inside = self._read_in(node, ValueState.INSIDE)
+        origin = self._origin(self._read_in(node, ValueState.WHOLE) + self._read_in(node, ValueState.PIECE))
         own = [before for before in inside if self._is_parameter(before)]
         name = self._nearest(own or inside, ONLY_INSIDE)
         if own:
             return self._error(
-                f"{name} is cut over tp but reads a value that has not entered a region ({origin}): give the "
-                "module whose output it reads the rule entrance (column, if it is cut by row), or leave "
-                "entrances out of this layer"
+                f"{name} is sharded over tp but reads a value that has not entered a region ({origin}): give "
+                f"the module whose output it reads the rule entrance (column, if {name} has the rule row), "
+                "or use no entrances in this layer"
             )
         if name is None:
             return self._error(
-                f"the output of the entrance also goes around the region ({_operation(node)} joins it with "
+                f"the output of the entrance also bypasses the region ({_operation(node)} combines it with "
                 f"a whole value, {origin}): remove the entrance of this layer, so that each column linear "
                 "copies its input by itself"
             )
         return self._error(
-            f"what comes of {name}, cut over tp, is one rank's part, but {_operation(node)} joins it with a "
-            f"whole value ({origin}): give the linear that reads it before the rule row, or the module that "
-            "makes the whole value the rule entrance"
+            f"a value computed with {name}, which is sharded over tp, is one rank's part, but "
+            f"{_operation(node)} combines it with a whole value ({origin}): give a linear between them the "
+            "rule row, or the module that makes the whole value the rule entrance"
         )
 
     def _whole_parameter(self, node: Node) -> ModelError:
-        name = self._nearest(self._read_in(node, State.NEUTRAL), ONLY_NEUTRAL)
+        name = self._nearest(self._read_in(node, ValueState.NEUTRAL), ONLY_NEUTRAL)
         return self._error(
             f"the whole parameter {name} is used inside a region, where each rank sees only its part of the "
-            "gradient: move it out, give its module a rule that cuts it, or leave this region uncut"
+            "gradient: move it out, give its module a rule that shards it, or remove the rules of this region"
         )
 
     def _is_parameter(self, node: Node) -> bool:
-        """Whether a value is a cut parameter, perhaps transposed or converted: each step reads one value."""
-        while len(before := _read(node)) == 1:
+        """Whether a value is a sharded parameter, possibly transposed or cast."""
+        while len(before := _inputs(node)) == 1:
             node = before[0]
-        return not before and self.states[node] is State.INSIDE
+        return not before and self.states[node] is ValueState.INSIDE
 
-    def _read_in(self, node: Node, state: State) -> list[Node]:
-        return [before for before in _read(node) if self.states[before] is state]
+    def _read_in(self, node: Node, state: ValueState) -> list[Node]:
+        return [before for before in _inputs(node) if self.states[before] is state]
 
     def _origin(self, nodes: Iterable[Node]) -> str:
-        return f"nearest behind it: {self._nearest(nodes, ANY)}"
+        return f"computed from {self._nearest(nodes, ANY)}"
 
-    def _nearest(self, nodes: Iterable[Node], within: frozenset[State]) -> str | None:
-        """The name of the nearest leaf behind `nodes` that is reached through these states only."""
+    def _nearest(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> str | None:
+        """Return the name of the leaf nearest to `nodes` through nodes with states `within`, or None."""
         levels = map(_leaves, self._levels(nodes, within))
         for leaves in levels:
             if leaves:
-                return self._name(max(leaves + next(levels, []), key=self._says))
+                return self._name(max(leaves + next(levels, []), key=self._specificity))
         return None
 
-    def _levels(self, nodes: Iterable[Node], within: frozenset[State]) -> Iterator[list[Node]]:
-        """`nodes`, what they read, what that reads, and so on; no node twice."""
+    def _levels(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> Iterator[list[Node]]:
+        """Yield `nodes`, then their inputs, then the inputs of these, and so on; no node twice."""
         seen, level = set[Node](), list(nodes)
         while level:
             level = [
@@ -342,12 +345,12 @@ class _Proof:
             ]
             seen.update(level)
             yield level
-            level = [before for node in level for before in _read(node)]
+            level = [before for node in level for before in _inputs(node)]
 
-    def _says(self, leaf: Tensor) -> int:
-        """How much a leaf's name tells. A weight says more than the bias of the same linear, which stands one
-        step (a transposition) nearer, and each more than an input."""
-        return -1 if self.leaves.get(id(leaf)) in (State.WHOLE, State.PIECE) else leaf.dim()
+    def _specificity(self, leaf: Tensor) -> int:
+        """How well a leaf's name locates a fault: a weight better than a bias, which may be one step nearer
+        (the weight is transposed), and a parameter better than an input."""
+        return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PIECE) else leaf.dim()
 
     def _name(self, leaf: Tensor) -> str:
         return self.names.get(id(leaf), f"a tensor of shape {list(leaf.shape)} that is no parameter")

@@ -1,8 +1,8 @@
-"""The boundary of a region: how a value comes to be each rank's own, and how the ranks' own become one again.
+"""The boundary of a region of tensor parallelism: the collectives at its inputs and at its output.
 
-                                    enter                       leave
-    what is outside is whole        copy                        reduce
-    what is outside is in pieces    gather_in (all-gather)      scatter_out (reduce-scatter)
+    outside of the region       enter                       leave
+    values are whole            copy                        reduce
+    values are in pieces        gather_in (all-gather)      scatter_out (reduce-scatter)
 
 See `plait.autograd.paired_collectives`.
 """
@@ -23,68 +23,68 @@ from plait.layout import divide
 
 
 class RegionBoundary(Protocol):
-    """What stands between a region and the rest of its layer."""
+    """The collectives between a region and the rest of its layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """What every linear of the region reads, on every rank."""
+        """Return the input of the region's first linears."""
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """What the rest of the layer sees of the sum of the ranks' tensors. `tensor` may be written to."""
+        """Return the sum of the ranks' tensors, whole or in pieces. May write to `tensor`."""
 
 
 @dataclass(frozen=True)
 class WholeBoundary:
-    """Outside every rank has the same. Communication: one all-reduce to leave, one backward to enter."""
+    """Outside, values are whole. Communication: one all-reduce in `leave`, one in the backward of `enter`."""
 
     group: Group
     overlap: Overlap | None = None
-    """Done while a gradient is summed."""
+    """Runs while a gradient is summed."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """The same values."""
+        """Return the same values."""
         return copy(tensor, self.group, self.overlap)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """The sum, in the memory of `tensor`."""
+        """Return the sum, in the memory of `tensor`."""
         return reduce(tensor, self.group)
 
 
 @dataclass
 class SequenceBoundary:
-    """Outside each rank has a piece of the sequence.
+    """Outside, each rank has a piece of the sequence.
 
-    Communication: one all-gather to enter, one reduce-scatter to leave; backward the other way round.
+    Communication: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of the other.
     """
 
     group: Group
     dim: int
-    """Of the sequence."""
+    """The sequence dim."""
     overlap: Overlap | None = None
-    """Done while a gradient is summed."""
+    """Runs while a gradient is summed."""
     registry: GatherRegistry | None = None
-    """Where it is noted that what is gathered, both forward and backward, is to be gathered again for weight
-    gradients; None: it is kept."""
+    """Records gathered inputs and gradients, so that they are gathered again for weight gradients; None: they
+    are saved."""
     length: int = 0
-    """Of the whole sequence, in the run of a layer that is under way; set at its start."""
+    """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """The whole sequence."""
+        """Return the whole sequence."""
         whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
         if self.registry is not None and whole is not tensor:
             self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length))
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """This rank's piece of the sum."""
+        """Return this rank's piece of the sum."""
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def piece(self, size: int) -> DimPiece:
-        """Which piece of the sequence this rank has. ModelError where that has not `size` positions."""
+        """Return which piece of the sequence this rank has. ModelError where `size` is not its length."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(
                 f"a dropout was given a tensor whose dim {self.dim} has {size} elements, where this rank has "
-                f"{len(own)} of the {self.length} positions of the sequence: let it drop before the "
-                "dims are changed, or take the rule sequence off its layer."
+                f"{len(own)} of the {self.length} positions of the sequence: put it before the "
+                "operation that changes the dims, or remove the rule sequence of its layer."
             )
         return DimPiece(own.start, self.length)

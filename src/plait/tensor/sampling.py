@@ -1,4 +1,4 @@
-"""Continuing a sequence: what the model is shown, and how the next token is drawn from its logits."""
+"""Sampling: the model's input while a sequence grows, and the next token from its logits."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from plait.errors import DataError, NonFiniteError
 from plait.tensor.vocabulary import Vocabulary
 
 LENGTH_STEP = 64
-"""Sequences are padded to multiples of it, so that few shapes occur while one grows token by token."""
+"""Sequences are padded to multiples of it, so that a growing sequence has few shapes."""
 
 
 def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
-    """The last `context` tokens of `sequence` `[rows, length]`, padded on the right, and how many are real.
+    """Return the last `context` tokens of `sequence` `[rows, length]`, padded on the right, and their number.
 
-    A causal model does not look at the padding. Without a context nothing is cut or padded.
+    A causal model does not see the padding. Without a context returns `sequence` itself.
     """
     if context is None:
         return sequence, sequence.shape[1]
@@ -28,7 +28,7 @@ def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
 
 
 def require_prompt(prompt: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
-    """DataError for what cannot be continued."""
+    """Raise DataError for a prompt or options that do not allow sampling."""
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise DataError(f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1.")
     if tokens < 0:
@@ -47,15 +47,16 @@ def next_token(
     generator: torch.Generator,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """One token per row, int64 `[rows]`, of whole logits, or of this rank's piece `[rows, len(own)]`.
+    """Return one token per row, int64 `[rows]`, of whole logits or of this rank's piece `[rows, len(own)]`.
 
-    Drawn from the softmax of the logits over `temperature` by the Gumbel-max trick (Gumbel 1954; Maddison et
-    al. 2014): with noise on each logit, the largest wins. The noise of all classes comes from `generator`, on
-    the CPU and in float64, the same on every rank. So the token is the same on every rank, on every device
-    and for any number of ranks, but for the rounding of logits. `temperature` 0 takes the likeliest; of equal
-    ones the smallest number wins. `top_k`: only logits that are not below the k-th largest are drawn.
+    Samples the softmax of `logits / temperature` by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014):
+    the argmax of logits plus noise. The noise of all classes comes from `generator`, on the CPU and in
+    float64, so the token is the same on every rank, on every device and for any number of ranks, up to the
+    rounding of logits. `temperature` 0 takes the argmax; of equal logits the smallest token. `top_k`: only
+    logits that are not below the k-th largest are sampled.
     Communication, with a vocabulary: an all-gather of 16 bytes a row; with `top_k` one more, of 8 · k.
-    ModelError for logits that are not this rank's piece, NonFiniteError for a row without a finite largest.
+    ModelError for logits that are not this rank's piece, NonFiniteError for a row whose maximum is not
+    finite.
     """
     if vocabulary is not None:
         vocabulary.require_piece(logits)
@@ -67,40 +68,40 @@ def next_token(
             values = _likeliest(values, top_k, vocabulary, logits.device)
         total = len(classes) if vocabulary is None else vocabulary.classes
         values = values + _gumbel(values.shape[0], total, generator)[:, classes.start : classes.stop]
-    # One more column, below all, gives an empty piece something to offer; argmax finds the first of equals.
+    # One more column of -inf, because a piece may be empty; argmax finds the first of equals.
     best = functional.pad(values, (0, 1), value=-torch.inf).max(dim=-1)
-    offers = torch.stack([best.values, (best.indices + classes.start).double()])
-    largest, tokens = _from_all(offers, vocabulary, logits.device).unbind(1)
-    winner = largest.argmax(dim=0, keepdim=True)
-    _require_finite(largest.gather(0, winner)[0])
-    return tokens.gather(0, winner)[0].long().to(logits.device)
+    own = torch.stack([best.values, (best.indices + classes.start).double()])
+    largest, tokens = _all_gathered(own, vocabulary, logits.device).unbind(1)
+    rank = largest.argmax(dim=0, keepdim=True)
+    _require_finite(largest.gather(0, rank)[0])
+    return tokens.gather(0, rank)[0].long().to(logits.device)
 
 
 def _likeliest(values: Tensor, top_k: int, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
-    """`values` with -inf for what is below the k-th largest of its row on all ranks."""
+    """Return `values` with -inf where they are below the k-th largest of their row on all ranks."""
     pieces = (values.shape[-1],) if vocabulary is None else vocabulary.sizes
     if top_k >= sum(pieces):
         return values
-    # Every rank offers as many: as the largest piece has, at most.
-    wanted = min(top_k, max(pieces))
-    offered = values.topk(min(wanted, values.shape[-1]), dim=-1).values
-    offered = functional.pad(offered, (0, wanted - offered.shape[-1]), value=-torch.inf)
-    everyone = torch.cat(list(_from_all(offered, vocabulary, device)), dim=-1)
-    smallest = everyone.topk(top_k, dim=-1).values[:, -1:]
+    # Every rank sends the same number of values: at most the size of the largest piece.
+    count = min(top_k, max(pieces))
+    own = values.topk(min(count, values.shape[-1]), dim=-1).values
+    own = functional.pad(own, (0, count - own.shape[-1]), value=-torch.inf)
+    gathered = torch.cat(list(_all_gathered(own, vocabulary, device)), dim=-1)
+    smallest = gathered.topk(top_k, dim=-1).values[:, -1:]
     return values.masked_fill(values < smallest, -torch.inf)
 
 
 def _gumbel(rows: int, classes: int, generator: torch.Generator) -> Tensor:
-    """Standard Gumbel noise `[rows, classes]`, float64."""
+    """Return standard Gumbel noise `[rows, classes]`, float64."""
     return -(-torch.rand(rows, classes, dtype=torch.float64, generator=generator).log()).log()
 
 
-def _from_all(offer: Tensor, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
-    """The ranks' tensors `[...]`, on the CPU: `[ranks, ...]`; they travel from `device` to `device`."""
+def _all_gathered(own: Tensor, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
+    """Return the ranks' tensors `[...]` as `[ranks, ...]` on the CPU; the all-gather runs on `device`."""
     if vocabulary is None:
-        return offer[None]
-    gathered = all_gather(offer.to(device), vocabulary.group, checked=False).wait()
-    return gathered.view(vocabulary.group.size, *offer.shape).cpu()
+        return own[None]
+    gathered = all_gather(own.to(device), vocabulary.group, checked=False).wait()
+    return gathered.view(vocabulary.group.size, *own.shape).cpu()
 
 
 def _require_finite(largest: Tensor) -> None:

@@ -46,12 +46,12 @@ def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Sequence
         sent = output if following is None and not last else following
         found.append(SequenceDims(previous, own, output, sent))
         previous = sent
-    strangers = {path for path, rule in matched.items() if rule.kind == "sequence"} - {p for p, _ in layers}
-    if strangers:
-        path = min(strangers)
+    others = {path for path, rule in matched.items() if rule.kind == "sequence"} - {p for p, _ in layers}
+    if others:
+        path = min(others)
         raise PlanError(
-            f"{path} has the rule sequence, but is no layer of the model: give it to a whole layer, that is, "
-            f"to one of {', '.join(name or 'the model' for name, _ in layers[:3])} …"
+            f"{path} has the rule sequence, but is no layer of the model: give that rule to a whole layer, "
+            f"such as {', '.join(name or 'the model' for name, _ in layers[:3])} …"
         )
     return tuple(found)
 
@@ -59,10 +59,10 @@ def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Sequence
 def summed_over_tp(
     layers: Layers, matched: Mapping[str, Rule], layouts: Mapping[int, Layout]
 ) -> dict[int, int]:
-    """By the `id` of each parameter how many neighbours along `tp` have a summand of its gradient each.
+    """Return, by the `id` of each parameter, how many ranks along `tp` have a summand of its gradient.
 
-    Those that hold the same piece of it; and all ranks, where it is whole and its layer runs on pieces of the
-    sequence. PlanError for one that is whole in such a layer and in another one.
+    Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
+    of the sequence, else 1. PlanError for a parameter that is whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:
@@ -84,20 +84,20 @@ def summed_over_tp(
 
 
 def _dim(rule: Rule | None) -> int | None:
-    """Along which dim a layer with this rule takes pieces."""
+    """Return the sequence dim of the input of a layer with this rule, or None."""
     return rule.dim if rule is not None and rule.kind == "sequence" else None
 
 
 def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
-    """Whether what leaves the last region of a layer that takes pieces is in pieces again."""
+    """Whether the output of a layer with the rule `sequence` is in pieces: not if it is a model's head."""
     kinds = set()
     for name, module in layer.named_modules(remove_duplicate=False):
         full = join(path, name)
         rule = matched.get(full)
         if rule is not None and rule.kind == "vocabulary" and isinstance(module, nn.Embedding):
             raise PlanError(
-                f"{full} is an embedding cut by vocabulary, whose ranks all look up the same tokens, but its "
-                "layer has the rule sequence: take that rule off this layer."
+                f"{full} is an embedding partitioned by vocabulary, whose ranks all look up the same tokens, "
+                "but its layer has the rule sequence: remove that rule."
             )
         if rule is not None:
             kinds.add(rule.kind)

@@ -1,4 +1,4 @@
-"""A model's layers as a rank of `tp` holds them: the rules applied, and proved to fit."""
+"""The tensor parallelism of a model: its rules applied to layers, and proved to fit them."""
 
 from __future__ import annotations
 
@@ -20,27 +20,27 @@ from plait.tensor.vocabulary import Vocabulary
 
 
 def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:
-    """The layers as pairs of path and module."""
+    """Return the layers as pairs of path and module."""
     return [(layer.path, layer.module) for layer in layers]
 
 
 @dataclass(frozen=True)
 class TensorParallelism:
-    """The rules of the modules that are cut over `tp`, applied to layers."""
+    """The rules that partition modules over `tp`, ready to be applied to layers on one rank."""
 
     cuts: Mapping[str, Rule]
     sequence_dims: Mapping[str, SequenceDims]
-    """How the sequence flows through each layer."""
+    """By the layer's path."""
     regathers: bool
-    """Whether what enters a region in pieces is gathered again for weight gradients."""
+    """Whether the input of a region is gathered again for weight gradients."""
     group: Group
 
     def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
     ) -> list[NamedLayer]:
-        """The layers, private copies on this rank's pieces, with their matched modules made parallel.
+        """Return the layers, private copies with this rank's shards, with matched modules made parallel.
 
-        `queue` may do weight work while the gradient of what enters a region is summed.
+        `queue` may run while the gradient of a region's input is reduced.
         """
         if self.group.size == 1:
             return list(layers)
@@ -62,7 +62,7 @@ class TensorParallelism:
         return SequenceBoundary(self.group, dims.input, overlap, registry)
 
     def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
-        """Return how a layer runs that takes, makes or passes on pieces of a sequence; None for any other."""
+        """Return how to run a layer with pieces of a sequence around it; None for any other layer."""
         if dims == SequenceDims():
             return None
 
@@ -79,7 +79,7 @@ class TensorParallelism:
         return self.cuts.get(join(layer.path, name))
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
-        """What the model's logits are pieces of, if they are."""
+        """Return how the model's logits are partitioned, or None where they are whole."""
         if self.group.size == 1:
             return None
         classes = partitioned_classes((last.path, last.module), self.cuts)
@@ -87,15 +87,15 @@ class TensorParallelism:
 
 
 def _redistributed(
-    value: Value, group: Group, now: int | None, then: int | None, length: int
+    value: Value, group: Group, old: int | None, new: int | None, length: int
 ) -> tuple[Value, int]:
-    """Return `value`, whose first tensor is a piece along dim `now` (None: whole), with one along `then`.
+    """Return `value` with its first tensor, a piece along dim `old` (None: whole), as a piece along `new`.
 
-    `length` is that of the whole sequence; also returns that of the one of which the result holds a piece.
+    `length` is that of the whole sequence; also returns the length of the sequence in the result.
     """
-    if now == then:
+    if old == new:
         return value, length
     first, *others = tensors_of(value)
-    whole = first if now is None else to_whole(first, group, now, length)
-    changed = whole if then is None else to_pieces(whole, group, then)
-    return with_tensors(value, [changed, *others]), length if then is None else whole.shape[then]
+    whole = first if old is None else to_whole(first, group, old, length)
+    changed = whole if new is None else to_pieces(whole, group, new)
+    return with_tensors(value, [changed, *others]), length if new is None else whole.shape[new]

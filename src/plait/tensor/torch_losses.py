@@ -1,10 +1,10 @@
-"""Losses as users give them: plait's form, those of PyTorch, or a function whose mean is over what they say.
+"""Conversion of a user's loss to `total` and `weight`: PyTorch's losses, and functions that return a mean.
 
     given                                            total(output, targets)     weight(targets)
     an object with total and weight                  its own                    its own
     nn.CrossEntropyLoss(), functional.cross_entropy  the same, reduction 'sum'  targets, or class weights
     nn.MSELoss(), functional.mse_loss …              the same, reduction 'sum'  elements of the targets
-    mean_loss(function, over="rows")                 function · weight          rows, elements, or as told
+    mean_loss(function, over="rows")                 function · weight          rows, elements, or `over`
 
 With `reduction="sum"` the loss of a step is the sum over the global batch: it is divided by 1.
 """
@@ -27,17 +27,17 @@ from plait.tensor.losses import CrossEntropy, Loss
 from plait.tensor.vocabulary import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
-"""What `parallelize` takes as a loss: see `as_loss`."""
+"""A loss as `parallelize` takes it: see `as_loss`."""
 Over = Literal["rows", "targets"]
 
-# Each function with the module that calls it, and the options that both have: attributes, and keywords.
+# Each function with the module that calls it, and the options of both: attributes, and keyword arguments.
 _CLASSES: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
     {
         functional.cross_entropy: (nn.CrossEntropyLoss, ("weight", "ignore_index", "label_smoothing")),
         functional.nll_loss: (nn.NLLLoss, ("weight", "ignore_index")),
     }
 )
-"""Of a class, or of probabilities of classes, for each row of the output."""
+"""Losses of a class, or of class probabilities, for each row of the output."""
 _ELEMENTS: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
     {
         functional.mse_loss: (nn.MSELoss, ()),
@@ -51,23 +51,23 @@ _ELEMENTS: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]
         functional.poisson_nll_loss: (nn.PoissonNLLLoss, ("log_input", "full", "eps")),
     }
 )
-"""Of each element of the output and that of the targets in its place."""
+"""Losses of each element of the output and the same element of the targets."""
 _KNOWN = MappingProxyType({**_CLASSES, **_ELEMENTS})
 _FUNCTION_OF = MappingProxyType({module: function for function, (module, _) in _KNOWN.items()})
 
 
 def as_loss(given: object) -> Loss:
-    """Return `given` as an object with `total` and `weight`; `print` it to read what the two are.
+    """Return `given` as an object with `total` and `weight`; `print` shows the two.
 
-    That is the object itself, if it has both; a loss of `torch.nn` or `torch.nn.functional` whose reduction
-    is "mean" or "sum", with its options (as attributes of the module, or as keywords of a
-    `functools.partial`); or what `mean_loss` gives. PlanError for anything else, with the way to wrap it.
+    `given` is an object that has both, such as the result of `mean_loss`, or a loss of `torch.nn` or
+    `torch.nn.functional` whose reduction is "mean" or "sum", with its options (as attributes of the module,
+    or as keywords of a `functools.partial`). PlanError for anything else, with the way to wrap it.
     """
     if isinstance(given, type):
         raise PlanError(f"the loss is the class {given.__name__}: give an object of it, {given.__name__}().")
     if isinstance(given, Loss):
         return given
-    if isinstance(given, nn.Module) and type(given) in _FUNCTION_OF:  # not those derived from them
+    if isinstance(given, nn.Module) and type(given) in _FUNCTION_OF:  # no subclasses
         function = _FUNCTION_OF[type(given)]
         _, names = _KNOWN[function]
         options = {name: getattr(given, name) for name in names}
@@ -85,13 +85,13 @@ def _refusal(given: object) -> str:
     if not callable(given):
         return (
             f"the loss is {given!r}: give an object with total(output, targets), a sum, and weight(targets), "
-            "what it is divided by, such as plait.cross_entropy."
+            "its divisor, such as plait.cross_entropy."
         )
     return (
         f"the loss is {_name_of(given)}, and what its mean is over is not known: give "
         "plait.tensor.mean_loss(function, over='rows') where that is dim 0 of the targets, over='targets' "
-        "where it is all of their elements, over=count where count(targets) says how many; or an object with "
-        "total(output, targets), a sum, and weight(targets), what it is divided by."
+        "where it is all of their elements, over=count where count(targets) returns their number; or an "
+        "object with total(output, targets), a sum, and weight(targets), its divisor."
     )
 
 
@@ -103,19 +103,19 @@ def _name_of(given: object) -> str:
 def _torch_loss(
     function: Callable[..., Tensor], options: dict[str, Any], reduction: str, given: object
 ) -> Loss:
-    """The loss that calls a function of PyTorch with `options`. PlanError for what it cannot keep."""
+    """Return the loss that calls a function of PyTorch. PlanError for options that are not supported."""
     _, names = _KNOWN[function]
-    strange = sorted(set(options) - set(names))
-    if strange:
+    unknown = sorted(set(options) - set(names))
+    if unknown:
         among = ", ".join([*names, "reduction"])
         raise PlanError(
-            f"the loss {given!r} has {strange[0]} = {options[strange[0]]!r}, which is not carried over: "
+            f"the loss {given!r} has {unknown[0]} = {options[unknown[0]]!r}, which is not supported: "
             f"choose among {among}, or wrap it with plait.tensor.mean_loss."
         )
     reductions = ("mean", "sum", *(("batchmean",) if function is functional.kl_div else ()))
     if reduction not in reductions:
         raise PlanError(
-            f"the loss {given!r} has reduction {reduction!r}, but has to give one number: choose "
+            f"the loss {given!r} has reduction {reduction!r}, but has to return one number: choose "
             f"{' or '.join(map(repr, reductions))}."
         )
     return (ClassLoss if function in _CLASSES else ElementLoss)(function, options, reduction)
@@ -123,7 +123,7 @@ def _torch_loss(
 
 @dataclass(frozen=True)
 class TorchLoss:
-    """A loss of `torch.nn.functional`, as a sum and what that is divided by."""
+    """A loss of `torch.nn.functional`, as a sum and its divisor."""
 
     function: Callable[..., Tensor]
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -135,7 +135,7 @@ class TorchLoss:
         return self.reduction == "sum"
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The sum, 0-d, in at least float32."""
+        """Return the sum, 0-d, in at least float32."""
         wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
         tensors = {
             name: value.to(wide) if isinstance(value, Tensor) else value
@@ -145,7 +145,7 @@ class TorchLoss:
         return self.function(wide, wanted, **tensors, reduction="sum")
 
     def weight(self, targets: Tensor) -> Tensor:
-        """How many elements of the targets count, 0-d."""
+        """Return the number of counted elements of the targets, 0-d."""
         counts = len(targets) if self.reduction == "batchmean" else targets.numel()
         return torch.tensor(counts, device=targets.device)
 
@@ -163,21 +163,21 @@ class TorchLoss:
 
 @dataclass(frozen=True)
 class ElementLoss(TorchLoss):
-    """A loss of each element of the output, and of the targets in its place."""
+    """A loss of each element of the output and the same element of the targets."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The sum. ModelError for targets of another shape, and for weights of the rows of one batch."""
+        """Return the sum. ModelError for targets of another shape, and for options with one value a row."""
         name = self.function.__name__
         if output.shape != targets.shape:
             raise ModelError(
                 f"{name} was given an output {list(output.shape)} and targets {list(targets.shape)}, whose "
-                "mean would be over what they broadcast to: give targets of the output's shape."
+                "mean would be over their broadcast shape: give targets of the output's shape."
             )
         for option, value in self.options.items():
             if isinstance(value, Tensor) and value.dim() == output.dim() and len(value) > 1:
                 raise ModelError(
                     f"{name} has a {option} {list(value.shape)} with a value for each row of a batch, but "
-                    "rows are cut into micro-batches: give them with the targets, to a loss of your own."
+                    "rows are split into micro-batches: give them with the targets, to a loss of your own."
                 )
         return super().total(output, targets)
 
@@ -187,7 +187,7 @@ class ClassLoss(TorchLoss):
     """A loss of the logits or log-probabilities of classes, dim 1 of the output as PyTorch has it."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """The sum. ModelError where the classes are the last of more than two dims."""
+        """Return the sum. ModelError where the classes are the last of more than two dims."""
         shape = (*output.shape[:1], *output.shape[2:])
         if not targets.is_floating_point() and output.dim() > 2 and tuple(targets.shape) != shape:
             raise ModelError(
@@ -198,7 +198,7 @@ class ClassLoss(TorchLoss):
         return super().total(output, targets)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """The number of counted targets, or the sum of their classes' weights; of probabilities, of rows."""
+        """Return the number of counted targets, the sum of their class weights, or the number of rows."""
         if targets.is_floating_point():
             classes = targets.shape[1] if targets.dim() > 1 else targets.shape[0]
             return torch.tensor(targets.numel() // max(classes, 1), device=targets.device)
@@ -210,10 +210,10 @@ class ClassLoss(TorchLoss):
         return known.double().where(counted, 0).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """`total` of the whole logits, from this rank's `[rows, len(own)]`.
+        """Return `total` of the whole logits, from the ranks' `[rows, len(own)]`.
 
-        Cross-entropy of class numbers without class weights is that of `CrossEntropy`, with its
-        communication; for anything else the logits are gathered: one all-gather of them.
+        Uses `CrossEntropy`, with its communication, for class numbers without class weights; else one
+        all-gather of the logits.
         """
         terms = {name: value for name, value in self.options.items() if value is not None}
         plain = self.function is functional.cross_entropy and "weight" not in terms
@@ -229,32 +229,32 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A function that gives a mean, and what that mean is over."""
+    """A function that returns a mean, and the count that the mean is over."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """The mean times what it is over; zero where that is nothing (on the CPU, where it can be seen)."""
+        """Return the mean times the count; on the CPU, zero where the count is zero."""
         mean, weight = self.function(output, targets), self.weight(targets)
         if not isinstance(mean, Tensor) or mean.dim():
             shape = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
             raise ModelError(
-                f"{_name_of(self.function)} gave {shape}: a function in mean_loss gives its mean, a 0-d "
-                "tensor."
+                f"{_name_of(self.function)} returned {shape}: a function in mean_loss returns its mean, a "
+                "0-d tensor."
             )
         if not weight.is_cuda and not weight:
             return torch.zeros_like(mean).detach()
         return mean * weight.to(mean)
 
     def weight(self, targets: Any) -> Tensor:
-        """How much the targets count, 0-d."""
+        """Return the count of the targets, 0-d."""
         if callable(self.over):
             return torch.as_tensor(self.over(targets))
         if not isinstance(targets, Tensor) or not targets.dim():
             raise ModelError(
                 f"mean_loss(over={self.over!r}) was given a {type(targets).__name__} without rows as "
-                "targets: give over=count, where count(targets) says how much they count."
+                "targets: give over=count, where count(targets) returns their number."
             )
         counts = len(targets) if self.over == "rows" else targets.numel()
         return torch.tensor(counts, device=targets.device)
@@ -263,10 +263,10 @@ class MeanLoss:
 def mean_loss(
     function: Callable[[Any, Any], Tensor], over: Over | Callable[[Any], Tensor | float] = "rows"
 ) -> Loss:
-    """Return `function(output, targets)`, which gives a mean as a 0-d tensor, as a loss.
+    """Return `function(output, targets)`, which returns a mean as a 0-d tensor, as a loss.
 
-    `over` says what that mean is over: "rows", dim 0 of the targets; "targets", all of their elements; or a
-    function of the targets that gives their number, additive over micro-batches, such as
+    `over` is what that mean is over: "rows", dim 0 of the targets; "targets", all of their elements; or a
+    function that returns the number of the targets, additive over micro-batches, such as
     `lambda targets: (targets != -100).sum()`. The loss of a step is then one mean over the global batch.
     """
     if not callable(function) or not (callable(over) or over in ("rows", "targets")):
@@ -278,5 +278,5 @@ def mean_loss(
 
 
 def divisor(loss: Loss, weight: Tensor) -> Tensor:
-    """Return what a sum with this weight is divided by: the weight, or 1 where the loss is a sum."""
+    """Return the divisor of a sum with this weight: the weight, or 1 where the loss is a sum."""
     return torch.ones_like(weight) if getattr(loss, "sums", False) else weight

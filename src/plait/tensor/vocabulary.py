@@ -1,4 +1,4 @@
-"""The vocabulary as the ranks of `tp` hold it: each has the logits of a few consecutive classes."""
+"""The vocabulary, partitioned over `tp`: each rank has the logits of consecutive classes."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from plait.layout import divide
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`classes` class numbers, cut over the ranks of `group` as `divide` does: evenly or not, some empty."""
+    """`classes` class numbers, partitioned over `group` as `divide` does: evenly or not, some ranks empty."""
 
     classes: int
     group: Group
 
     @cached_property
     def own(self) -> range:
-        """The class numbers of this rank, which are the rows of the head that it holds."""
+        """This rank's class numbers, which are its rows of the head."""
         return divide(self.classes, self.group.size)[self.group.index]
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
-        """How many classes each rank of the group has."""
+        """The number of classes of each rank of the group."""
         return tuple(map(len, divide(self.classes, self.group.size)))
 
     def require_piece(self, output: Any) -> Tensor:
-        """`output` as this rank's logits `[..., len(own)]`; ModelError for anything else."""
+        """Return `output` if it is this rank's logits `[..., len(own)]`, else raise ModelError."""
         if isinstance(output, Tensor) and output.dim() and output.shape[-1] == len(self.own):
             return output
         given = f"of shape {list(output.shape)}" if isinstance(output, Tensor) else type(output).__name__
         raise ModelError(
-            f"the model's output on rank {self.group.rank} is {given}: with its head cut by vocabulary over "
-            f"{self.group.name} it has to be one tensor of logits [..., {len(self.own)}], {len(self.own)} of "
-            f"the {self.classes} classes, so let the head be the model's last operation."
+            f"the model's output on rank {self.group.rank} is {given}: with its head partitioned by "
+            f"vocabulary over {self.group.name} it has to be one tensor of logits [..., {len(self.own)}], "
+            f"{len(self.own)} of the {self.classes} classes, so make the head the model's last operation."
         )

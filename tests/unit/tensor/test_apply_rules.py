@@ -152,12 +152,14 @@ class TestLayouts:
     def test_an_attribute_that_is_no_number_is_refused(self, name: str, heads: object) -> None:
         layers = [("blocks.0", Gated(heads=heads))]
         matched = match_modules({"blocks.*.up": column.by(name)}, layers)
-        with pytest.raises(PlanError, match=rf"^the rule of blocks\.0\.up cuts by '{name}', but the module"):
+        with pytest.raises(
+            PlanError, match=rf"^the rule of blocks\.0\.up partitions by '{name}', but the module"
+        ):
             layouts_of(layers, matched, AXES)
 
     def test_a_layer_that_is_itself_cut_has_nothing_to_ask_for_parts(self) -> None:
         layers = [("head", nn.Linear(4, 8))]
-        with pytest.raises(PlanError, match="the rule of head cuts by 'heads'"):
+        with pytest.raises(PlanError, match="the rule of head partitions by 'heads'"):
             layouts_of(layers, match_modules({"head": column.by("heads")}, layers), AXES)
 
 
@@ -302,7 +304,7 @@ class TestWeave:
     def test_what_cannot_be_gathered_is_named(self) -> None:
         layers = [("0", Gated(heads=1))]
         rule = replace(column.by("heads", repeated=True), gather_output=True)
-        with pytest.raises(PlanError, match=r"^0\.up with a weight of shape \[12, 8\] gives the same"):
+        with pytest.raises(PlanError, match=r"^0\.up with a weight of shape \[12, 8\] has the same"):
             woven(layers, match_modules({"0.up": rule}, layers), lonely(2))
 
 

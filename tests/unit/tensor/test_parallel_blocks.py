@@ -193,4 +193,4 @@ def test_what_cannot_be_cut_is_refused(rank_pool: RankPool) -> None:
     assert "each of 4 ranks of tp holds key and value heads of its own: leave copies out" in told[2]
     assert "4 heads and 3 of keys and values" in told[3]
     assert "each of 4 ranks" in told[4]
-    assert "up with a weight of shape [6, 12] cannot be cut" in told[5]
+    assert "up with a weight of shape [6, 12] cannot be partitioned" in told[5]

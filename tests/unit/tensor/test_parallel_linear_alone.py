@@ -223,8 +223,8 @@ def test_a_refusal_names_path_shape_and_degree(layer):
     with pytest.raises(PlanError) as caught:
         layer(10, 10, lonely(4), path="blocks.0.up")
     assert str(caught.value) == (
-        "blocks.0.up with a weight of shape [10, 10] cannot be cut over tp = 4: its 10 features do not "
-        "divide into 4; set tp to 1 or 2, or change the model's sizes."
+        "blocks.0.up with a weight of shape [10, 10] cannot be partitioned over tp = 4: its 10 features do "
+        "not divide into 4; set tp to 1 or 2, or change the model's sizes."
     )
 
 

@@ -12,8 +12,8 @@ from plait.tensor.partition import (
     UNEVEN,
     Partition,
     column_layouts,
-    is_cut,
-    piece_of,
+    is_sharded,
+    local_shard,
     row_layouts,
 )
 
@@ -111,7 +111,9 @@ def test_copies_of_a_piece(features: int, ranks: int, cut: Partition, copies: in
     ],
 )
 def test_refuses_what_would_divide_a_part(features: int, ranks: int, cut: Partition, reason: str) -> None:
-    start = rf"^blocks\.0\.up with a weight of shape \[{features}, 3\] cannot be cut over tp = {ranks}: "
+    start = (
+        rf"^blocks\.0\.up with a weight of shape \[{features}, 3\] cannot be partitioned over tp = {ranks}: "
+    )
     with pytest.raises(PlanError, match=start + reason):
         column_layouts(features, 3, cut, {"tp": ranks}, "blocks.0.up")
 
@@ -150,18 +152,18 @@ def test_a_row_never_repeats_a_part() -> None:
 
 def test_what_counts_as_cut() -> None:
     layouts = row_layouts(6, 8, EVEN, AXES, "down")
-    assert is_cut(layouts["weight"])
-    assert not is_cut(layouts["bias"])
-    assert not is_cut(row_layouts(6, 8, EVEN, {**AXES, "tp": 1}, "down")["weight"])
-    assert is_cut(column_layouts(8, 6, Partition(1, repeated=True), AXES, "keys")["weight"])
-    assert not is_cut(Layout((6,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Replicate()}))
+    assert is_sharded(layouts["weight"])
+    assert not is_sharded(layouts["bias"])
+    assert not is_sharded(row_layouts(6, 8, EVEN, {**AXES, "tp": 1}, "down")["weight"])
+    assert is_sharded(column_layouts(8, 6, Partition(1, repeated=True), AXES, "keys")["weight"])
+    assert not is_sharded(Layout((6,), {"shard": 2, "tp": 2}, {"shard": Shard(0), "tp": Replicate()}))
 
 
 @pytest.mark.parametrize("trainable", [True, False])
 def test_a_piece_is_a_parameter_of_its_own(trainable: bool) -> None:
     group = Group("tp", (4, 5, 6), 1, None, Traffic(), 1.0)
     full = nn.Parameter(torch.arange(12.0).view(6, 2), trainable)
-    piece = piece_of(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
+    piece = local_shard(full, Layout((6, 2), {"tp": 3}, {"tp": Shard(0)}), group)
     assert isinstance(piece, nn.Parameter)
     assert piece.requires_grad == trainable
     assert torch.equal(piece, full[2:4])
@@ -170,5 +172,5 @@ def test_a_piece_is_a_parameter_of_its_own(trainable: bool) -> None:
 
 def test_a_rank_alone_holds_everything() -> None:
     full = nn.Parameter(torch.arange(12.0).view(6, 2))
-    piece = piece_of(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
+    piece = local_shard(full, Layout((6, 2), {"tp": 1}, {"tp": Shard(0)}), Mesh().group("tp"))
     assert torch.equal(piece, full)

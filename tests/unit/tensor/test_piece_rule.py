@@ -91,13 +91,13 @@ def refused(rules: Rules, kind: Any = nn.Dropout) -> str:
 
 
 MISSING = (
-    "0: the dropout drop stands inside a region, where each rank has another part, but would draw the same "
-    "for all: give it the rule piece.along(d), d being the dim that is cut (-1 for features, 1 for heads in "
-    "[rows, heads, ...])."
+    "0: the dropout drop is inside a region, where each rank has another part, but its mask would be the "
+    "same on every rank: give it the rule piece.along(d), d being the partitioned dim (-1 for features, 1 "
+    "for heads in [rows, heads, ...])."
 )
 TOO_MUCH = (
-    "0: the dropout after has the rule piece, but what it is given is whole on every rank, and each would "
-    "drop other elements of it: take the rule away."
+    "0: the dropout after has the rule piece, but its input is whole on every rank, of which each rank would "
+    "drop other elements: remove the rule."
 )
 
 

@@ -92,12 +92,12 @@ def tokens() -> Tensor:
     return torch.zeros(2, 3, dtype=torch.long)
 
 
-def prove(layer: Layer, *inputs: Tensor, ends_inside: bool = False, path: str = "blocks.0") -> None:
+def prove(layer: Layer, *inputs: Tensor, output_inside: bool = False, path: str = "blocks.0") -> None:
     given = layer(*inputs)
     outputs = given if isinstance(given, tuple) else (given,)
     parameters = {f"{path}.{name}": parameter for name, parameter in layer.named_parameters()}
     cut = {f"{path}.{name}" for name in layer.cut}
-    prove_layer(path, inputs, outputs, parameters, Claims(cut=cut, ends_inside=ends_inside))
+    prove_layer(path, inputs, outputs, parameters, Claims(sharded=cut, output_inside=output_inside))
 
 
 def refused(layer: Layer, *inputs: Tensor) -> str:
@@ -184,7 +184,7 @@ def head(*, gathered: bool) -> Layer:
 
 
 def test_logits_ends_inside_or_gathered() -> None:
-    prove(head(gathered=False), hidden(), ends_inside=True)
+    prove(head(gathered=False), hidden(), output_inside=True)
     prove(head(gathered=True), hidden())
 
 
@@ -198,8 +198,8 @@ def test_a_cut_parameter_is_known_by_each_of_its_names() -> None:
     x, weight = hidden(), nn.Parameter(torch.empty(HIDDEN, HIDDEN // 2))
     names = {"table": weight, "head.table": weight}
     for cut in names:
-        with pytest.raises(ModelError, match=r"^layer: table is cut over tp but reads a value"):
-            prove_layer("layer", [x], [x @ weight], names, Claims(cut={cut}, ends_inside=True))
+        with pytest.raises(ModelError, match=r"^layer: table is sharded over tp but reads a value"):
+            prove_layer("layer", [x], [x @ weight], names, Claims(sharded={cut}, output_inside=True))
 
 
 def test_a_deep_graph_with_shared_parts() -> None:
@@ -250,13 +250,13 @@ def test_a_layer_of_which_nothing_is_cut_passes(
 
 def test_a_forgotten_entrance() -> None:
     assert refused(attention(lambda layer, x: x + attend(layer, layer.norm(x))), hidden()) == (
-        "blocks.0: query.weight is cut over tp but reads a value that has not entered a region (nearest "
-        "behind it: norm.weight): give the module whose output it reads the rule entrance (column, if it is "
-        "cut by row), or leave entrances out of this layer."
+        "blocks.0: query.weight is sharded over tp but reads a value that has not entered a region (computed "
+        "from norm.weight): give the module whose output it reads the rule entrance (column, if query.weight "
+        "has the rule row), or use no entrances in this layer."
     )
     message = refused(mlp(lambda layer, x: x + widen(layer, x)), hidden())
-    assert message.startswith("blocks.0: up.weight is cut over tp but reads a value that has not entered")
-    assert "(nearest behind it: the layer's input)" in message
+    assert message.startswith("blocks.0: up.weight is sharded over tp but reads a value that has not entered")
+    assert "(computed from the layer's input)" in message
 
 
 def test_one_column_of_three_reads_past_the_entrance() -> None:
@@ -266,7 +266,7 @@ def test_one_column_of_three_reads_past_the_entrance() -> None:
         return x + mix(layer, query, key, value)
 
     assert refused(attention(run), hidden()).startswith(
-        "blocks.0: key.weight is cut over tp but reads a value"
+        "blocks.0: key.weight is sharded over tp but reads a value"
     )
 
 
@@ -276,8 +276,8 @@ def test_an_entrance_whose_output_goes_around_the_region() -> None:
         return entered + widen(layer, entered)
 
     assert refused(mlp(run), hidden()) == (
-        "blocks.0: the output of the entrance also goes around the region (Add joins it with a whole value, "
-        "nearest behind it: down.bias): remove the entrance of this layer, so that each column linear copies "
+        "blocks.0: the output of the entrance also bypasses the region (Add combines it with a whole value, "
+        "computed from down.bias): remove the entrance of this layer, so that each column linear copies "
         "its input by itself."
     )
 
@@ -287,7 +287,7 @@ def test_the_layers_input_entered_and_goes_around_the_region() -> None:
         entered = copy(x, TP)
         return widen(layer, entered) + entered
 
-    assert refused(mlp(run), hidden()).startswith("blocks.0: the output of the entrance also goes around")
+    assert refused(mlp(run), hidden()).startswith("blocks.0: the output of the entrance also bypasses")
 
 
 def test_an_entrance_whose_output_leaves_the_layer() -> None:
@@ -313,26 +313,26 @@ def test_a_column_behind_a_column() -> None:
         return widen(layer, copy(layer.query(copy(x, TP)), TP))
 
     assert refused(mlp(run, query=nn.Linear(HIDDEN, HIDDEN)), hidden()) == (
-        "blocks.0: what comes of query.weight, cut over tp, is one rank's part, but enters a region as if it "
-        "were whole: give the linear that reads it the rule row and no entrance, or leave one of the two "
-        "uncut."
+        "blocks.0: a value computed with query.weight, which is sharded over tp, is one rank's part, but "
+        "enters a region as if it were whole: give the linear that reads it the rule row and no entrance, or "
+        "give one of the two no rule."
     )
 
 
 def test_a_column_without_a_row_at_the_end_of_the_layer() -> None:
     assert refused(mlp(lambda layer, x: layer.up(copy(x, TP)).relu()), hidden()) == (
-        "blocks.0: its output is one rank's part, for up.weight is cut over tp: give the linear that reads "
-        "what comes of it the rule row, or leave it uncut (a linear with the rule vocabulary may only stand "
-        "at the model's end)."
+        "blocks.0: its output is one rank's part, because up.weight is sharded over tp: give the linear "
+        "behind it the rule row, or give it no rule (a linear with the rule vocabulary has to be the model's "
+        "last)."
     )
 
 
 def test_a_column_without_a_row_in_a_sum() -> None:
     layer = mlp(lambda layer, x: x.repeat(1, 1, 2) + layer.up(copy(x, TP)).tanh())
     assert refused(layer, hidden()) == (
-        "blocks.0: what comes of up.weight, cut over tp, is one rank's part, but Add joins it with a whole "
-        "value (nearest behind it: the layer's input): give the linear that reads it before the rule row, or "
-        "the module that makes the whole value the rule entrance."
+        "blocks.0: a value computed with up.weight, which is sharded over tp, is one rank's part, but Add "
+        "combines it with a whole value (computed from the layer's input): give a linear between them the "
+        "rule row, or the module that makes the whole value the rule entrance."
     )
 
 
@@ -344,12 +344,14 @@ def test_a_column_whose_result_a_whole_linear_reads() -> None:
 def test_a_row_without_a_column_trained_or_frozen() -> None:
     layer = mlp(lambda layer, x: x + row(layer.down, layer.wide(x)), wide=nn.Linear(HIDDEN, 16))
     message = refused(layer, hidden())
-    assert message.startswith("blocks.0: down.weight is cut over tp but reads a value that has not entered")
-    assert "(nearest behind it: wide.weight): give" in message
+    assert message.startswith(
+        "blocks.0: down.weight is sharded over tp but reads a value that has not entered"
+    )
+    assert "(computed from wide.weight): give" in message
     layer.down.requires_grad_(False)
     assert refused(layer, hidden()) == (
-        "blocks.0: a module sums over tp what is whole on every rank already (nearest behind it: "
-        "wide.weight): give the linear whose output it reads the rule column, or leave it uncut."
+        "blocks.0: a module sums over tp a value that is whole on every rank (computed from wide.weight): "
+        "give the linear whose output it reads the rule column, or give it no rule."
     )
 
 
@@ -362,8 +364,8 @@ def test_a_whole_parameter_inside_a_region() -> None:
     layer = attention(run, query_norm=nn.LayerNorm(HIDDEN // HEADS))
     assert refused(layer, hidden()) == (
         "blocks.0: the whole parameter query_norm.weight is used inside a region, where each rank sees only "
-        "its part of the gradient: move it out, give its module a rule that cuts it, or leave this region "
-        "uncut."
+        "its part of the gradient: move it out, give its module a rule that shards it, or remove the "
+        "rules of this region."
     )
     layer.query_norm.requires_grad_(False)
     prove(layer, hidden())
@@ -375,7 +377,7 @@ def test_a_learned_mask_that_has_not_entered() -> None:
 
     message = refused(attention(run), hidden(), torch.zeros(3, 3, requires_grad=True))
     assert "is one rank's part, but" in message
-    assert "(nearest behind it: the layer's input)" in message
+    assert "(computed from the layer's input)" in message
 
 
 def test_writing_a_cut_value_into_a_view_of_a_whole_one() -> None:
@@ -386,7 +388,7 @@ def test_writing_a_cut_value_into_a_view_of_a_whole_one() -> None:
         return base
 
     assert refused(mlp(run), hidden()).startswith(
-        "blocks.0: what comes of up.weight, cut over tp, is one rank"
+        "blocks.0: a value computed with up.weight, which is sharded over tp, is one rank"
     )
 
 
@@ -409,9 +411,9 @@ def test_a_frozen_parameter_may_be_used_inside() -> None:
     x = hidden()
     parameters = dict(layer.named_parameters())
     cut = {"up.weight", "up.bias", "down.weight"}
-    prove_layer("0", [x], [layer(x)], parameters, Claims(cut=cut, frozen={"scale.weight"}))
+    prove_layer("0", [x], [layer(x)], parameters, Claims(sharded=cut, frozen={"scale.weight"}))
 
 
 def test_a_model_that_ends_inside_has_to() -> None:
-    with pytest.raises(ModelError, match="its output is whole on every rank, though it holds a linear with"):
-        prove(mlp(lambda layer, x: x + widen(layer, copy(x, TP))), hidden(), ends_inside=True)
+    with pytest.raises(ModelError, match="its output is whole on every rank, though it has a linear with"):
+        prove(mlp(lambda layer, x: x + widen(layer, copy(x, TP))), hidden(), output_inside=True)

@@ -63,7 +63,9 @@ def prove(run: Run, *inputs: Tensor, begins: bool = True, ends: bool = True, sum
     layer = Layer()
     output = run(layer, *inputs)
     outputs = output if isinstance(output, tuple) else (output,)
-    claims = Claims(cut=CUT, summed=SUMMED if summed else (), begins_in_pieces=begins, ends_in_pieces=ends)
+    claims = Claims(
+        sharded=CUT, summed=SUMMED if summed else (), input_in_pieces=begins, output_in_pieces=ends
+    )
     prove_layer("a", inputs, outputs, dict(layer.named_parameters()), claims)
 
 
@@ -105,22 +107,20 @@ def test_a_summed_parameter_may_stand_inside() -> None:
     prove(lambda layer, x: block(layer, x) + leave(layer.product(enter(x) * layer.norm.weight)), own())
 
 
-MIXED = "a: what is whole on every rank and what is in pieces of the sequence meet at "
-MEND = (
-    "let the layer work on each position by itself outside of its regions, or take the rule sequence off it."
-)
+MIXED = "a: a value that is whole on every rank and a piece of the sequence meet at "
+MEND = "let the layer work on each position by itself outside of its regions, or remove its rule sequence."
 REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool], str]] = {
     "a piece and a whole value": (
         lambda layer, x, other: block(layer, x) + other[:, :3],
         (own, whole),
         {},
-        f"{MIXED}Add (nearest behind it: down.bias): {MEND}",
+        f"{MIXED}Add (computed from down.bias): {MEND}",
     ),
     "a summed parameter and a whole value": (
         lambda layer, x: layer.norm(x),
         (whole,),
         {"begins": False, "ends": False},
-        f"{MIXED}NativeLayerNorm (nearest behind it: norm.weight): {MEND}",
+        f"{MIXED}NativeLayerNorm (computed from norm.weight): {MEND}",
     ),
     "copy of a piece": (lambda layer, x: copy(x, TP) * 1, (own,), {}, MIXED),
     "split of a piece": (lambda layer, x: split(x, TP, -1) * 1, (own,), {}, MIXED),
@@ -136,25 +136,25 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
         lambda layer, x: leave(x * 1),
         (own,),
         {},
-        "a: a module sums over tp what is whole on every rank already",
+        "a: a module sums over tp a value that is whole on every rank",
     ),
     "reduce of a piece": (
         lambda layer, x: reduce(x * 1, TP),
         (own,),
         {},
-        "a: a module sums over tp what is whole on every rank already",
+        "a: a module sums over tp a value that is whole on every rank",
     ),
     "a region around which a piece goes": (
         lambda layer, x: leave(layer.product(enter(x)) + x[:, :1]),
         (own,),
         {},
-        "a: what comes of down.weight, cut over tp, is one rank's part, but Add joins it with a whole value",
+        "a: a value computed with down.weight, which is sharded over tp, is one rank's part, but Add",
     ),
     "a region entered by nobody": (
         lambda layer, x: leave(layer.product(x)),
         (own,),
         {},
-        "a: up.weight is cut over tp but reads a value that has not entered a region",
+        "a: up.weight is sharded over tp but reads a value that has not entered a region",
     ),
     "entered twice": (
         lambda layer, x: leave(layer.product(enter(enter(x).sin()))),
@@ -166,7 +166,7 @@ REFUSED: dict[str, tuple[Run, tuple[Callable[[], Tensor], ...], dict[str, bool],
         lambda layer, x: to_whole(layer.product(enter(x)), TP, 1, LENGTH),
         (own,),
         {"ends": False},
-        "a: what comes of",
+        "a: a value computed with",
     ),
     "ends in pieces": (block, (own,), {"ends": False}, MIXED),
     "ends whole": (lambda layer, x: to_whole(x, TP, 1, LENGTH), (own,), {}, MIXED),
@@ -194,6 +194,6 @@ def test_a_summed_parameter_may_not_leave(ends: bool) -> None:
     layer = Layer()
     x = own()
     outputs = [layer.norm(x) if ends else to_whole(layer.norm(x), TP, 1, LENGTH), layer.norm.weight * 1]
-    claims = Claims(summed={"norm.weight", "norm.bias"}, begins_in_pieces=True, ends_in_pieces=ends)
-    with pytest.raises(ModelError, match=r"^a: what is whole on every rank and what is in pieces"):
+    claims = Claims(summed={"norm.weight", "norm.bias"}, input_in_pieces=True, output_in_pieces=ends)
+    with pytest.raises(ModelError, match=r"^a: a value that is whole on every rank and a piece"):
         prove_layer("a", [x], outputs, dict(layer.named_parameters()), claims)

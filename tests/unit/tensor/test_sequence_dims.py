@@ -74,8 +74,8 @@ def test_a_rule_on_what_is_no_layer() -> None:
     with pytest.raises(PlanError) as caught:
         sequence_dims([("a", block()), ("b", block())], {"b.1": sequence, "a": sequence})
     assert str(caught.value) == (
-        "b.1 has the rule sequence, but is no layer of the model: give it to a whole layer, that is, to one "
-        "of a, b …"
+        "b.1 has the rule sequence, but is no layer of the model: give that rule to a whole layer, such as "
+        "a, b …"
     )
 
 
@@ -84,8 +84,8 @@ def test_an_embedding_cut_by_vocabulary() -> None:
     with pytest.raises(PlanError) as caught:
         sequence_dims([("a", layer)], {"a": sequence, "a.0": vocabulary})
     assert str(caught.value) == (
-        "a.0 is an embedding cut by vocabulary, whose ranks all look up the same tokens, but its layer has "
-        "the rule sequence: take that rule off this layer."
+        "a.0 is an embedding partitioned by vocabulary, whose ranks all look up the same tokens, but its "
+        "layer has the rule sequence: remove that rule."
     )
 
 

@@ -178,7 +178,7 @@ def test_a_mean_over_something_else_than_what_is_there_is_refused() -> None:
         as_loss(nn.BCEWithLogitsLoss(weight=torch.ones(2, 1))).total(torch.ones(2, 3), torch.ones(2, 3))
     with pytest.raises(ModelError, match=r"classes as dim 1, so give plait.cross_entropy"):
         as_loss(nn.CrossEntropyLoss()).total(torch.ones(2, 3, 5), torch.ones(2, 3, dtype=torch.int64))
-    with pytest.raises(ModelError, match=r"gave \[2\]: a function in mean_loss gives its mean"):
+    with pytest.raises(ModelError, match=r"returned \[2\]: a function in mean_loss returns its mean"):
         mean_loss(lambda output, targets: output).total(torch.ones(2), torch.ones(2))
     with pytest.raises(ModelError, match=r"given a dict without rows"):
         mean_loss(mean_of_rows).weight({"a": torch.ones(2)})
