@@ -10,7 +10,7 @@ from torch import Tensor
 from plait.engine import Runtime
 from plait.layout import shard
 from plait.schedules.action import Kind
-from plait.tensor.partition import is_cut
+from plait.tensor.partition import is_sharded
 from plait.verification.findings import Findings, origin_of
 from plait.verification.formats import epsilon_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
@@ -50,7 +50,7 @@ class WeightGradientChecker:
                 gradients |= unit.gradients_of(stage.number)
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
-                if any(is_cut(self.blueprint.whole_layouts[name]) for name in used):
+                if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
                     findings.partitioned.add(sum(self.blueprint.layers_per_stage[: stage.number]) + number)
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.gradients_of[stage.number, number] = [
