@@ -1,7 +1,4 @@
-"""The blueprint of a woven model: all that a model and a plan decide, before there are ranks or tensors.
-
-Every rank draws the same one, for the whole model; so does whoever only wants to know what a plan would cost.
-"""
+"""The blueprint of a parallel model: all that a model and a plan decide, before there are ranks or tensors."""
 
 from __future__ import annotations
 
@@ -28,7 +25,7 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
-from plait.sharding.owners import Owners, pp_owners, replica_count
+from plait.sharding.owners import Owners, pp_owners
 from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.apply_rules import layouts_of, match_modules
 from plait.tensor.meta_layers import MetaLayers
@@ -38,40 +35,39 @@ from plait.tensor.tensor_parallelism import TensorParallelism, named
 
 @dataclass(frozen=True)
 class Blueprint:
-    """See above."""
+    """Stages, layouts, flat buffers and schedule of a whole model under a plan; the same on every rank."""
 
     plan: Plan
     sequence: LayerSequence
     module_rules: Mapping[str, Rule]
-    """The rule of each module that is cut over `tp`."""
+    """The rule of each module that is partitioned over `tp`."""
     whole_layouts: Mapping[str, Layout]
-    """Which piece of each parameter the layers of a rank use."""
+    """The layout of each parameter as layers use it: sharded over `tp` only."""
     summed: Mapping[str, int]
-    """Over how many neighbours along `tp` the gradient of each parameter is summed."""
+    """The number of neighbours along `tp` over which the gradient of each parameter is summed."""
     sequence_dims: tuple[SequenceDims, ...]
-    """How the sequence flows through each layer."""
+    """The sequence dims of each layer."""
     buffer_specs: BufferSpecs
     """The flat buffers of each unit."""
     schedule: Schedule
     layers_per_stage: tuple[int, ...]
-    """Layers per stage."""
     recompute: tuple[Recompute, ...]
-    """How much of each layer's activations is made again in its backward."""
+    """How much of its forward each layer runs again in its backward."""
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """Which piece of each parameter the optimizer of a rank updates."""
+        """The layout of each parameter as optimizers update it."""
         return piece_layouts(self.buffer_specs, self.whole_layouts)
 
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
-        """Return the layers of the model that each stage runs."""
+        """The layers of the model that each stage runs."""
         bounds = accumulate(self.layers_per_stage, initial=0)
         return tuple(range(first, stop) for first, stop in pairwise(bounds))
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """What lowering must know."""
+        """What the lowering of a schedule needs to know of the model."""
         users = unit_users(self.sequence, self.layers_per_stage)
         return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 
@@ -81,13 +77,9 @@ class Blueprint:
         units = {name: self.sequence.unit_of(name) for name in self.sequence.parameters}
         return pp_owners(units, self.lowering_spec.units, self.schedule.rank_of)
 
-    def replica_count(self, name: str) -> int:
-        """Return the number of ranks that sum the gradient of a parameter, or of its piece, all-reduced."""
-        return replica_count(name, self.owners, self.summed, self.plan)
-
     @cached_property
     def shard_plan(self) -> ShardPlan:
-        """Which piece of each parameter and buffer each rank holds."""
+        """The distribution of parameters and buffers over ranks, as checkpoints need it."""
         layers, rank_of = self.sequence.layers, self.schedule.rank_of
         names = (name for specs in self.buffer_specs.values() for spec in specs for name in spec.names)
         buffers = {
@@ -104,18 +96,18 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Those of `stages` whose layers use a unit, in order."""
+        """Return those of `stages` whose layers use a unit, in order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
     @property
     def trains_in_fp16(self) -> bool:
-        """Whether gradients may overflow: something that trains is computed, or travels, in fp16."""
+        """Whether gradients may overflow: something that trains is computed or reduced in fp16."""
         kinds = (spec.kind for specs in self.buffer_specs.values() for spec in specs)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
     def tensor_parallel(self, group: Group) -> TensorParallelism:
-        """The rules, to be applied to layers as a rank of `tp` holds them."""
+        """Return the rules, to be applied to layers on a rank of `group`."""
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
         return TensorParallelism(
@@ -144,9 +136,9 @@ def build_blueprint(
     rules: Rules | None = None,
     order_of: Callable[..., tuple[Schedule, StageCut]] = schedule_and_cut,
 ) -> Blueprint:
-    """The blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
+    """Return the blueprint of `model` under `plan`. Raises PlanError, ModelError or ScheduleError.
 
-    `order_of` is asked as `schedule_and_cut` is; who draws many plans gives one that remembers.
+    `order_of` is `schedule_and_cut`, or a cached version of it for many plans.
     """
     sequence = sequence_of(model)
     refuse_compiled_modules(model)
@@ -172,12 +164,12 @@ def build_blueprint(
 
 
 def estimated_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
-    """What layers cost as long as nobody has measured them."""
+    """Return the costs of layers from counted operations, for a model that has not been measured."""
     return LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(ranks)
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
-    """How much of each layer's activations is made again. PlanError unless the plan speaks of all layers."""
+    """Return the recomputation of each layer. PlanError where the plan has another number of layers."""
     if isinstance(plan.recompute, str):
         return (plan.recompute,) * layers
     if len(plan.recompute) != layers:
@@ -189,7 +181,7 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 
 
 def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
-    """PlanError where pieces of gradients would add up micro-batches in fewer digits than was asked for."""
+    """Raise PlanError where sharded gradients would be accumulated in less precision than was asked for."""
     if sharding_of(plan).scatters != "each":
         return
     for unit, buffers in specs.items():
@@ -203,7 +195,7 @@ def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
 
 
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[LayerIndex, ...]]:
-    """For each unit, the layers whose backward adds to its gradients."""
+    """Return for each unit the layers that use it."""
     places = [LayerIndex(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
     return {
         sequence.unit_of(name): tuple(places[layer] for layer in layers)
@@ -214,10 +206,10 @@ def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tupl
 def rules_of_partitioned_modules(
     model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
 ) -> dict[str, Rule]:
-    """The rule of each module that is cut. PlanError where `tp` asks for rules and there are none."""
+    """Return the rule of each partitioned module. PlanError where `tp` asks for rules and there are none."""
     if plan.tp == 1:
         if rules is not None:
-            match_modules(rules, named(sequence.layers))  # to hear of mistakes before there are ranks
+            match_modules(rules, named(sequence.layers))  # raises for rules that are wrong
         return {}
     chosen = getattr(model, "rules", None) if rules is None else rules
     if chosen is None:
@@ -239,7 +231,7 @@ def rules_of_partitioned_modules(
 def parameter_layouts(
     sequence: LayerSequence, cuts: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
-    """Which piece of each parameter the layers of a rank of its stage use; see `summed_over_tp`, too."""
+    """Return each parameter's layout over `tp` and the number of neighbours that sum its gradient."""
     inside = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     layers = named(sequence.layers)
     layouts = layouts_of(layers, cuts, inside)

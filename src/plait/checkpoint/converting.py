@@ -17,14 +17,13 @@ from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import (
     WriterAssignment,
     parameter_key,
-    replica_ranks,
     replicated_layout,
     state_key,
     state_keys,
 )
 from plait.checkpoint.save_task import file_name
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
-from plait.comm.coordinates import sizes_of
+from plait.comm.coordinates import replica_ranks, sizes_of
 from plait.layout import Layout
 from plait.layout.boxes import piece_boxes
 from plait.layout.shard_plan import ShardPlan

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.checkpoint.optimizer_state import state_of
-from plait.comm.coordinates import rank_at
+from plait.comm.coordinates import replica_ranks
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
 from plait.plan import Plan
@@ -130,14 +130,6 @@ def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
     """Yield the pieces that `rank` writes."""
     writers = WriterAssignment()
     return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)
-
-
-def replica_ranks(
-    layout: Layout, where: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
-) -> tuple[int, ...]:
-    """Return the ranks that hold the same piece as coordinate `where`, in `stages` (ranks of `pp`)."""
-    replicas = [dict(zip(layout.axes, other, strict=True)) for other in layout.replicas(where)]
-    return tuple(sorted(rank_at({"pp": stage, **other}, sizes) for stage in stages for other in replicas))
 
 
 def replicated_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:

@@ -1,4 +1,4 @@
-"""Ranks and coordinates of a mesh: pure arithmetic, without torch.
+"""Ranks and coordinates of a mesh: pure arithmetic.
 
 `sizes` maps each axis to its number of ranks, outermost first: row-major, so that consecutive ranks are
 neighbours along the last axis. The axes may be those of a plan, or any others; `world` combines all of them.
@@ -6,10 +6,11 @@ neighbours along the last axis. The axes may be those of a plan, or any others; 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from math import prod
 
 from plait.errors import MeshError
+from plait.layout import Layout
 
 AXES = ("pp", "replicate", "shard", "tp")
 """The axes of a plan."""
@@ -82,6 +83,14 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
                 f"the mesh has no {name} = {coordinate[name]}: there are {sizes[name]}, counted from 0."
             )
     return index_along("world", coordinate, sizes)
+
+
+def replica_ranks(
+    layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
+) -> tuple[int, ...]:
+    """Return the ranks that hold the same piece as the one at `coordinate`, on the ranks `stages` of `pp`."""
+    alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
+    return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:

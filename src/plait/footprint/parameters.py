@@ -21,6 +21,7 @@ from plait.schedules.program import (
     ScatterGradient,
 )
 from plait.sharding.buffer_specs import BufferSpec, FlatSpec
+from plait.sharding.owners import replica_count
 
 
 @dataclass(frozen=True)
@@ -99,11 +100,12 @@ def rank_buffers(
 ) -> dict[str, list[RankBuffer]]:
     """Return the buffers of each unit that `stages` use, for a rank that runs them on `device`."""
     buffers = {}
+    decided = blueprint.owners, blueprint.summed, blueprint.plan
     for unit, specs in blueprint.buffer_specs.items():
         users = len(blueprint.stages_with(unit, stages)) if specs else 0
         if users:
             buffers[unit] = [
-                RankBuffer(spec, device, users, blueprint.replica_count(spec.names[0])) for spec in specs
+                RankBuffer(spec, device, users, replica_count(spec.names[0], *decided)) for spec in specs
             ]
     return buffers
 
