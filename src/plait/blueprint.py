@@ -1,4 +1,4 @@
-"""The blueprint of a parallel model: all that a model and a plan decide, before there are ranks or tensors."""
+"""The blueprint: all that a model and a plan decide, before there are ranks or tensors."""
 
 from __future__ import annotations
 

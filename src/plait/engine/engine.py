@@ -33,7 +33,7 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.sharding.norm import scale_to, start_norm
 from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
-from plait.sharding.replicas import LocalReplicas, check_replicas, local_replicas
+from plait.sharding.replicas import check_replicas
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor
@@ -246,7 +246,8 @@ class Engine:
         With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
         model over `dp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
         """
-        check_replicas(self._held(), optimizer)
+        parameters, owners = dict(self.named_parameters()), self._runtime.blueprint.owners
+        check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
@@ -333,10 +334,8 @@ class Engine:
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
         """For each parameter that several ranks of `pp` hold, those ranks."""
-        return self._held().tied
-
-    def _held(self) -> LocalReplicas:
-        return local_replicas(self._runtime.units.values(), self.layouts, self._runner.steps, self.mesh)
+        owners = self._runtime.blueprint.owners
+        return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
 
     @property
     def run_state(self) -> dict[str, Any]:

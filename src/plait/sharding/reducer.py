@@ -98,7 +98,6 @@ class Reducer:
 
     def open(self, name: str) -> None:
         """Allocate a unit's whole gradient, of zeros."""
-        assert self.states[name] is not GradientState.REDUCING
         self.states[name] = GradientState.ACCUMULATING
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
