@@ -46,21 +46,22 @@ def launch(
     may use them too.
 
     Args:
-        function: called by every rank. arguments: passed to it. ranks: number of ranks; by default the number
-        of GPUs, or 1 without any; under a launcher the world's size. threads: of torch, in each rank; by
-        default this process's, divided by ranks; under a launcher unchanged. timeout: seconds that a rank
-        waits for its peers in the default group; a `Mesh` has its own. device: `cpu`, `cuda`, or `auto`: CUDA
-        where every rank on a host has a GPU of its own. ranks_as: `processes`, or `threads` of this process
-        that run one at a time, for debugging: one
+        function: called by every rank.
+        arguments: passed to it.
+        ranks: their number; by default that of GPUs, or 1 without any; under a launcher the world's size.
+        threads: of torch, in each rank; by default this process's, divided; under a launcher unchanged.
+        timeout: seconds that a rank waits for its peers in the default group; a `Mesh` has its own.
+        device: `cpu`, `cuda`, or `auto`: CUDA where every rank on a host has a GPU of its own.
+        ranks_as: `processes`, or `threads` of this process that run one at a time, for debugging: one
             debugger, prints in order of ranks, deadlocks reported at once; on the CPU, without a launcher.
 
     Returns:
         The results, rank 0 first.
 
     Raises:
-        MeshError: `ranks` is not the size of the world, the environment is incomplete, or this is inside a
-        rank. RankError: a local rank failed or died; names it and shows its traceback. PlaitError: raised by
-        a rank.
+        MeshError: `ranks` is not the world's size, the environment is incomplete, or this is inside a rank.
+        RankError: a local rank failed or died; names it and shows its traceback.
+        PlaitError: raised by a rank.
     """
     world = find_world()
     _require_possible(world, ranks, ranks_as, device)

@@ -15,8 +15,8 @@ from plait.plan import Plan
 class Mesh(GridMesh):
     """Ranks along the axes `pp`, `replicate`, `shard`, `tp`: outermost first, row-major, `tp` innermost.
 
-    `dp` stands for `replicate` × `shard`, `model` for `pp` × `tp` (ranks that see the same data and hold one
-    copy of the model between them), `world` for all. `index("dp")` is replicate index · shard + shard index.
+    `dp` combines `replicate` × `shard`, `model` combines `pp` × `tp` (ranks with the same data that hold one
+    copy of the model together), `world` all axes. `index("dp")` is replicate index · shard + shard index.
     """
 
     def __init__(
@@ -58,15 +58,12 @@ class Mesh(GridMesh):
 
     def check_plan(self, plan: Plan) -> None:
         """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
-        name = self._first_difference(plan)
+        name = next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
         if name is not None:
             raise MeshError(
                 f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
                 "make the mesh from the same plan, Mesh(plan)."
             )
-
-    def _first_difference(self, plan: Plan) -> str | None:
-        return next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
 
     def _connect_neighbours(self) -> None:
         """Send a first message between all neighbours along `pp`, in one order.

@@ -80,9 +80,10 @@ class RankPool:
         """Make a pool without processes.
 
         Args:
-            ranks: number of ranks of a run, unless `run` is given another. threads: of torch, in each rank.
-            timeout: seconds that a rank waits for its peers, and that a run may take unless `run` is given
-            more. device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
+            ranks: default number of ranks of a run.
+            threads: of torch, in each rank.
+            timeout: seconds that a rank waits for its peers; by default also the limit of a whole run.
+            device: `cpu`, `cuda`, or `auto`: CUDA where every rank has a GPU of its own.
         """
         self.ranks = ranks
         self.threads = threads

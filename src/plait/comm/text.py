@@ -63,11 +63,11 @@ def first_nonempty_text(text: str, group: Group, device: torch.device) -> str:
 
 
 def _broadcast(text: str, failed: bool, group: Group, device: torch.device) -> tuple[str, bool]:
-    data = torch.frombuffer(bytearray(text.encode() or b" "), dtype=torch.uint8).to(device)
-    # The sign of the length marks an error.
-    size = torch.tensor([-len(data) if failed else len(data)], device=device)
-    length = int(broadcast(size, group, checked=False).about("the length of a text").wait())
-    if group.index != 0:
-        data = data.new_empty(abs(length))
+    encoded = text.encode()
+    size = torch.tensor([~len(encoded) if failed else len(encoded)], device=device)  # below 0 for an error
+    size = broadcast(size, group, checked=False).about("the length of a text").wait()
+    failed, length = int(size) < 0, max(int(size), ~int(size))
+    padded = encoded.ljust(1) if group.index == 0 else bytes(max(1, length))  # a tensor is never empty
+    data = torch.frombuffer(bytearray(padded), dtype=torch.uint8).to(device)
     data = broadcast(data, group, checked=False).about("a text").wait()
-    return bytes(data.tolist()).decode(), length < 0
+    return bytes(data.tolist()[:length]).decode(), failed

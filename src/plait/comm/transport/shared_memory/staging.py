@@ -1,9 +1,9 @@
 """Shared-memory segments of the ranks of a group on one host, and staging buffers in them.
 
-Each rank makes one segment, the only one that it writes to, and maps those of all others. To stage a tensor,
-it copies it to a free block of its segment and sends the offset; ranks that have received the offset may read
-the block until they acknowledge. Then the block is free again: mostly the next tensor of that size is staged
-where the last but one was, which is still in the cache.
+Each rank makes one segment and maps those of all others. To stage a tensor, a rank copies it to a free block
+of its own segment and sends the offset; ranks that have received the offset may read the block until they
+acknowledge. Then the block is free again: mostly a tensor of that size is staged where the last but one was,
+which is still in the cache.
 """
 
 from __future__ import annotations
