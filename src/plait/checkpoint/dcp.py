@@ -1,9 +1,9 @@
-"""To and from checkpoints of torch.distributed.checkpoint (DCP), in one process and without any ranks.
+"""Export to and import from torch.distributed.checkpoint (DCP), in one process without ranks.
 
-    export_dcp    dcp_planning    what torch is to write, box by box
-    import_dcp    dcp_source      what torch wrote, entry by entry
-                  dcp_metadata    what there is, read without running anything
-                  dcp_names       what the keys mean
+    export_dcp    dcp_planner     which boxes torch writes
+    import_dcp    dcp_reader      reads what torch wrote, entry by entry
+                  dcp_metadata    reads the metadata without running code in it
+                  dcp_keys        finds model and optimizer among the keys
 
 Keys are as in a native checkpoint, `model.NAME` and `optim.state.NAME.KEY`; nested, they are the dictionaries
 `{"model": …, "optim": {"state": …, "param_groups": …}}` of torch's `get_state_dict`.
@@ -17,7 +17,6 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
 from importlib.metadata import version
-from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +25,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
+from plait.checkpoint.dcp_metadata import chunk_boxes
 from plait.checkpoint.dcp_planner import OWN, OWN_PARTS, ExportPlanner, ExportWriter
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
@@ -40,53 +40,52 @@ from plait.layout.boxes import is_tiling
 
 
 def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> None:
-    """Write the checkpoint `source`, or the newest in that folder, to the folder `target` as torch does.
+    """Write the checkpoint `source`, or the newest one in that folder, to the folder `target` as torch does.
 
-    `dcp.load` reads it into `{"model": …, "optim": …}` as `get_state_dict` gives them, and into a flat
-    dictionary of native keys; `dcp_to_torch_save` makes such nested dictionaries of it, with the options of
-    the optimizer's groups. One key more, `plait`, is text: what `import_dcp` needs to make the same
-    checkpoint again. `names`: for plait's name of each parameter the one that it gets, such as the
-    `huggingface_names` of a model, or `renaming.LLAMA_NAMES`; None: plait's. Memory: what goes into one file,
-    at most 256 MiB, or one box if that is larger. Raises `CheckpointError` where the source is damaged, or
-    the target cannot be written; then there is none.
+    `dcp.load` reads it into the dictionaries `{"model": …, "optim": …}` of `get_state_dict`, and into a flat
+    dictionary of native keys; `dcp_to_torch_save` turns it into such nested dictionaries, with the options of
+    the optimizer's groups. A further key, `plait`, is text that lets `import_dcp` restore the same
+    checkpoint. `names`: the exported name of each parameter by plait's name, such as the `huggingface_names`
+    of a model, or `renaming.LLAMA_NAMES`; None: plait's names. Memory: one file, at most 256 MiB, or one
+    larger box. Raises `CheckpointError`, and leaves no target, where the source is damaged or the target
+    cannot be written.
     """
     opened = FullTensors(source)
-    _require_all(opened.folder, opened.manifest)
+    _require_complete(opened.folder, opened.manifest)
     planner = ExportPlanner(opened.folder, opened.manifest, names)
-    with _folder_for(target, Disk()) as place, warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # as it should be here
-        save({}, storage_writer=ExportWriter(place), planner=planner, no_dist=True)
+    with _atomic_folder(target, Disk()) as folder, warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # `no_dist` is intended
+        save({}, storage_writer=ExportWriter(folder), planner=planner, no_dist=True)
 
 
 def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> tuple[str, ...]:
-    """Write what torch wrote to the folder `source` as a native checkpoint, to the folder `target`.
+    """Write the DCP checkpoint `source` as a native checkpoint to the folder `target`.
 
-    It may be of `{"model": …, "optim": …}`, as `get_state_dict` gives them, in further dictionaries or not,
-    or of a model alone. What else is in it (states of schedulers, of random numbers, values that are no
-    tensors) is not taken along; its keys are returned. `names`: for plait's name of each parameter the one
-    that it has there, as for `export_dcp`; None: the same. Of the optimizer's class nothing is known:
-    `plait.load` gives its state to one whose options have the same names.
-    Nothing in the files is run. Memory: three pieces of tensors, as torch stored them. Raises
-    `CheckpointError` for what is damaged, not torch's, or has no place in a checkpoint; then there is none.
+    The source may hold the dictionaries `{"model": …, "optim": …}` of `get_state_dict`, nested in further
+    dictionaries or not, or a model alone. All else in it (schedulers, random states, values that are no
+    tensors) is left out; the keys left out are returned. `names`: as for `export_dcp`. The optimizer's class
+    is unknown: `plait.load` accepts an optimizer whose options have the same names. No code in the files is
+    run. Memory: three pieces of tensors, as torch stored them. Raises `CheckpointError`, and leaves no
+    target, for a source that is damaged, not of DCP, or holds what a checkpoint cannot.
     """
-    found = DcpReader(source)
-    told, own = parse_keys(found), _own(found)
+    reader = DcpReader(source)
+    keys, own = parse_keys(reader), _plait_parts(reader)
     table = None
     if names is not None:
         table = inverse(names)
-        told.rename(table)
+        keys.rename(table)
         own = {**own, "aliases": _renamed_aliases(own.get("aliases", {}), table)}
-    told.model = {key: name for key, name in told.model.items() if name not in own.get("aliases", {})}
+    keys.model = {key: name for key, name in keys.model.items() if name not in own.get("aliases", {})}
     manifest = Manifest(
-        tensors=_tensors(found, told),
+        tensors=_tensors(reader, keys),
         files=(),
-        optimizer=optimizer_of(found, told, own.get("class", ""), table),
+        optimizer=optimizer_of(reader, keys, own.get("class", ""), table),
         **{name: own.get(name, {}) for name in OWN_PARTS},
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
     require_form(manifest, source)
-    write_checkpoint(target, manifest, _items(found, told), max_bytes=None, disk=Disk())
-    return tuple(key for key in told.left_out if key != OWN)
+    write_checkpoint(target, manifest, _items(reader, keys), max_bytes=None, disk=Disk())
+    return tuple(key for key in keys.left_out if key != OWN)
 
 
 def _renamed_aliases(aliases: Mapping[str, str], table: Mapping[str, str]) -> dict[str, str]:
@@ -94,8 +93,8 @@ def _renamed_aliases(aliases: Mapping[str, str], table: Mapping[str, str]) -> di
     return {names[alias]: names[name] for alias, name in aliases.items()}
 
 
-def _require_all(folder: Path, manifest: Manifest) -> None:
-    """CheckpointError unless every tensor is there: torch would read what is not as anything."""
+def _require_complete(folder: Path, manifest: Manifest) -> None:
+    """Raise CheckpointError unless all elements are there: torch would read uninitialised memory instead."""
     boxes: dict[str, list[Box]] = {name: [] for name in manifest.tensors}
     for file in manifest.files:
         for box in file.boxes:
@@ -107,62 +106,56 @@ def _require_all(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _tensors(source: DcpReader, told: DcpKeys) -> dict[str, TensorEntry]:
+def _tensors(reader: DcpReader, keys: DcpKeys) -> dict[str, TensorEntry]:
     found: dict[str, TensorEntry] = {}
-    for key, name in told.tensors(source).items():
-        one = source.tensors[key]
+    for key, name in keys.tensors(reader).items():
+        one = reader.tensors[key]
         if one.properties.dtype not in DTYPES:
             raise CheckpointError(
-                f"the checkpoint {source.folder} has {key} as {one.properties.dtype}, which no safetensors "
+                f"the checkpoint {reader.folder} has {key} as {one.properties.dtype}, which no safetensors "
                 "file can hold: write it without, or as another dtype."
             )
-        found[name] = TensorEntry(tuple(one.size), str(one.properties.dtype).partition(".")[2])
+        found[name] = TensorEntry.of(one.size, one.properties.dtype)
     return found
 
 
-def _items(source: DcpReader, told: DcpKeys) -> list[BoxToWrite]:
-    """The pieces that torch stored, to be read one by one."""
+def _items(reader: DcpReader, keys: DcpKeys) -> list[BoxToWrite]:
     return [
-        BoxToWrite(name, box, source.tensors[key].properties.dtype, partial(source.read, key, box))
-        for key, name in told.tensors(source).items()
-        for box in source.boxes(key)
-        if prod(box.sizes)
+        BoxToWrite(name, box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
+        for key, name in keys.tensors(reader).items()
+        for box in chunk_boxes(reader.tensors[key])
+        if box.numel
     ]
 
 
-def _own(source: DcpReader) -> Mapping[str, Any]:
-    """What `export_dcp` said beside; nothing, where torch alone wrote."""
-    if OWN not in source.keys or OWN in source.tensors:
+def _plait_parts(reader: DcpReader) -> Mapping[str, Any]:
+    """Return the parts of a manifest that `export_dcp` stored as text; empty for other checkpoints."""
+    if OWN not in reader.keys or OWN in reader.tensors:
         return {}
     try:
-        told = json.loads(source.value(OWN))
+        parts = json.loads(reader.value(OWN))
     except (TypeError, ValueError, RecursionError):
-        told = None
-    kinds = {"class": str} | dict.fromkeys(OWN_PARTS, dict)
-    if not isinstance(told, dict) or not all(isinstance(told.get(key), kind) for key, kind in kinds.items()):
+        parts = None
+    types = {"class": str} | dict.fromkeys(OWN_PARTS, dict)
+    if not isinstance(parts, dict) or not all(isinstance(parts.get(key), of) for key, of in types.items()):
         raise CheckpointError(
-            f"the checkpoint {source.folder} has a key {OWN} that plait did not write: write it without."
+            f"the checkpoint {reader.folder} has a key {OWN} that plait did not write: write it without."
         )
-    return told
+    return parts
 
 
 @contextmanager
-def _folder_for(target: Path, disk: Disk) -> Iterator[Path]:
-    """As `atomic_folder`, where any failure is a CheckpointError, whatever torch has wrapped it in."""
-    with atomic_folder(target, disk) as place:
+def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
+    """`atomic_folder` that turns errors of torch into a CheckpointError."""
+    with atomic_folder(target, disk) as folder:
         try:
-            yield place
-        except BaseException as error:  # torch's is no Exception
-            cause = _cause(error)
+            yield folder
+        except BaseException as error:  # CheckpointException is no Exception
+            cause = error
+            if isinstance(error, CheckpointException):  # has the error of each rank, here of one
+                cause = next((cause for cause, _ in error.failures.values()), error)
             if isinstance(cause, CheckpointError | OSError) or not isinstance(cause, Exception):
                 raise cause from None
             raise CheckpointError(
                 f"{target} was not written ({cause}): make room, or choose another folder."
             ) from None
-
-
-def _cause(error: BaseException) -> BaseException:
-    """Of what torch gathered from its ranks, which is one, the error itself."""
-    if isinstance(error, CheckpointException):
-        return next((cause for cause, _ in error.failures.values()), error)
-    return error

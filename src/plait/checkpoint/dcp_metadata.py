@@ -1,7 +1,7 @@
-"""The metadata of torch.distributed.checkpoint, read without running anything that stands in them.
+"""Reads the metadata of torch.distributed.checkpoint, a pickle, without running code in it.
 
-They are a pickle. Of the classes in it only names are taken, and only those that torch writes; what they
-would have been is told by objects of one harmless class, looked over, and said anew in torch's own words.
+The unpickler replaces the classes that torch writes by an inert class that only keeps the pickled state, and
+refuses all others. The state is validated, and torch's own objects are built from it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from plait.layout import Box
 from plait.layout.boxes import is_tiling
 
 METADATA = ".metadata"
-"""The file that says what is where; torch writes it last."""
+"""The metadata file, which torch writes last."""
 _PATHS = frozenset({"PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath"})
 _KNOWN: Mapping[str, frozenset[str]] = {
     "torch.distributed.checkpoint.metadata": frozenset(
@@ -47,22 +47,22 @@ _KNOWN: Mapping[str, frozenset[str]] = {
     "pathlib": _PATHS,
     "pathlib._local": _PATHS,
 }
-"""What a pickle of torch's names, by module."""
+"""The classes that torch's metadata names, by module."""
 _MOST_TOLD = 160
-"""Characters of an error of torch's."""
+"""Characters of torch's error messages that are shown."""
 
 
 def metadata_of(folder: Path) -> Metadata:
-    """What is in a checkpoint, and where; every tensor is all there.
+    """Return the metadata of a checkpoint in which all tensors are complete.
 
-    `planner_data` is a dictionary, if an empty one. CheckpointError where there are no metadata, where they
-    name what torch does not write, and where they are damaged.
+    `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
+    damaged, or name classes that torch does not write.
     """
     path = folder / METADATA
     try:
         with path.open("rb") as file:
-            told = _Unpickler(file, path).load()
-        return _metadata(told, folder)
+            pickled = _Unpickler(file, path).load()
+        return _metadata(pickled, folder)
     except FileNotFoundError:
         raise CheckpointError(
             f"{folder} is no checkpoint of torch.distributed.checkpoint, or was never finished: "
@@ -70,23 +70,23 @@ def metadata_of(folder: Path) -> Metadata:
         ) from None
     except CheckpointError:
         raise
-    except Exception as error:  # a pickle that was cut off, or changed, fails in any way
+    except Exception as error:  # a damaged pickle can raise any error
         raise damaged(folder, f"{METADATA}: {brief(error)}") from None
 
 
 def chunk_boxes(entry: TensorStorageMetadata) -> list[Box]:
-    """In which a tensor is stored."""
+    """Return the boxes in which a tensor is stored."""
     return [Box(tuple(chunk.offsets), tuple(chunk.sizes)) for chunk in entry.chunks]
 
 
 def brief(error: Exception) -> str:
-    """An error of torch's, in a few words."""
+    """Return type and first line of an error of torch."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__} {lines[0]}".strip()[:_MOST_TOLD]
 
 
 def damaged(folder: Path, what: str) -> CheckpointError:
-    """To be raised where a checkpoint is not as it was written."""
+    """Return the error for a damaged checkpoint."""
     return CheckpointError(
         f"the checkpoint {folder} is damaged ({what}): take another checkpoint.", damaged=True
     )
@@ -104,15 +104,15 @@ class _Unpickler(pickle.Unpickler):
         if isinstance(value, torch.dtype | torch.layout):
             return value
         if name in _KNOWN.get(module, ()):
-            return type(name, (_Told,), {})
+            return type(name, (_Pickled,), {})
         raise CheckpointError(
             f"{self._path} names {module}.{name}, which does not belong there and was not run: "
             "do not load this checkpoint with other tools either, unless you trust who wrote it."
         )
 
 
-class _Told:
-    """What a pickle says of an object: the state that it had, and nothing of what it could do."""
+class _Pickled:
+    """The state of a pickled object, without its behaviour."""
 
     state: Any = None
 
@@ -123,8 +123,8 @@ class _Told:
 
 
 @dataclass(frozen=True)
-class _Place:
-    """Where the bytes of an entry are, in the words in which torch's reader asks for it."""
+class _FileRange:
+    """The bytes of an entry, with the attributes that torch's reader uses."""
 
     relative_path: str
     offset: int
@@ -132,23 +132,23 @@ class _Place:
     transform_descriptors: tuple[str, ...]
 
 
-def _metadata(told: object, folder: Path) -> Metadata:
-    """The metadata, of objects that are known to be what they should be. Any error: they are not."""
-    state = _state(told, "Metadata")
+def _metadata(pickled: object, folder: Path) -> Metadata:
+    """Build the metadata from pickled state. Raises any error where the state is not as torch writes it."""
+    state = _state(pickled, "Metadata")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():
         if isinstance(entry, TensorStorageMetadata) and not is_tiling(entry.size, chunk_boxes(entry)):
             raise damaged(folder, f"its pieces of {key} do not make up {list(entry.size)}")
-    places = {_index(key): _place(one, folder) for key, one in state["storage_data"].items()}
+    ranges = {_index(key): _file_range(one, folder) for key, one in state["storage_data"].items()}
     paths = state.get("planner_data")
     paths = {key: _path(key, path) for key, path in paths.items()} if isinstance(paths, dict) else {}
-    return Metadata(entries, planner_data=paths, storage_data=places)
+    return Metadata(entries, planner_data=paths, storage_data=ranges)
 
 
-def _entry(told: object) -> TensorStorageMetadata | BytesStorageMetadata:
-    if type(told).__name__ == "BytesStorageMetadata":
+def _entry(pickled: object) -> TensorStorageMetadata | BytesStorageMetadata:
+    if type(pickled).__name__ == "BytesStorageMetadata":
         return BytesStorageMetadata()
-    state = _state(told, "TensorStorageMetadata")
+    state = _state(pickled, "TensorStorageMetadata")
     dtype = _state(state["properties"], "TensorProperties")[0]
     if not isinstance(dtype, torch.dtype):
         raise TypeError(f"{dtype} is no dtype")
@@ -160,44 +160,44 @@ def _entry(told: object) -> TensorStorageMetadata | BytesStorageMetadata:
     )
 
 
-def _index(told: object) -> MetadataIndex:
-    state = _state(told, "MetadataIndex")
+def _index(pickled: object) -> MetadataIndex:
+    state = _state(pickled, "MetadataIndex")
     offset = state.get("offset")
     return MetadataIndex(_text(state["fqn"]), None if offset is None else _size(offset))
 
 
-def _place(told: object, folder: Path) -> _Place:
-    state = _state(told, "_StorageInfo")
+def _file_range(pickled: object, folder: Path) -> _FileRange:
+    state = _state(pickled, "_StorageInfo")
     name, (offset, length) = _text(state["relative_path"]), _size((state["offset"], state["length"]))
     if Path(name).name != name or not (folder / name).is_file():
         raise damaged(folder, f"it has no file {name}")
     if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
         raise damaged(folder, f"its file {name} is a link that leads out of it")
-    return _Place(name, offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
+    return _FileRange(name, offset, length, tuple(map(_text, state.get("transform_descriptors") or ())))
 
 
-def _path(key: object, told: object) -> tuple[str | int, ...]:
-    """The keys of nested dictionaries, and places in lists, which make up a key."""
-    if not isinstance(told, tuple | list) or not all(isinstance(part, str | int) for part in told):
-        raise TypeError(f"{told} is no path")
-    if ".".join(map(str, told)) != key:
-        raise ValueError(f"the path {told} is not that of {key}")
-    return tuple(told)
+def _path(key: object, pickled: object) -> tuple[str | int, ...]:
+    """Return the path of a key in nested dictionaries and lists."""
+    if not isinstance(pickled, tuple | list) or not all(isinstance(part, str | int) for part in pickled):
+        raise TypeError(f"{pickled} is no path")
+    if ".".join(map(str, pickled)) != key:
+        raise ValueError(f"the path {pickled} is not that of {key}")
+    return tuple(pickled)
 
 
-def _state(told: object, kind: str) -> Any:
-    if type(told).__name__ != kind or not isinstance(told, _Told):
-        raise TypeError(f"a {type(told).__name__} stands for a {kind}")
-    return told.state
+def _state(pickled: object, kind: str) -> Any:
+    if type(pickled).__name__ != kind or not isinstance(pickled, _Pickled):
+        raise TypeError(f"a {type(pickled).__name__} stands for a {kind}")
+    return pickled.state
 
 
-def _size(told: object) -> torch.Size:
-    if not isinstance(told, tuple) or not all(type(size) is int and size >= 0 for size in told):
-        raise TypeError(f"{told} is no size")
-    return torch.Size(told)
+def _size(pickled: object) -> torch.Size:
+    if not isinstance(pickled, tuple) or not all(type(size) is int and size >= 0 for size in pickled):
+        raise TypeError(f"{pickled} is no size")
+    return torch.Size(pickled)
 
 
-def _text(told: object) -> str:
-    if not isinstance(told, str):
-        raise TypeError(f"{told} is no text")
-    return told
+def _text(pickled: object) -> str:
+    if not isinstance(pickled, str):
+        raise TypeError(f"{pickled} is no text")
+    return pickled

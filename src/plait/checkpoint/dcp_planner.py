@@ -1,4 +1,4 @@
-"""A checkpoint of plait in the words of torch.distributed.checkpoint: what it is to write, and where."""
+"""Planner and writer with which torch.distributed.checkpoint exports a checkpoint of plait."""
 
 from __future__ import annotations
 
@@ -33,22 +33,23 @@ from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.renaming import renamed_manifest
 from plait.checkpoint.tensor_file import TensorFileReader
 from plait.layout import Box
+from plait.layout.boxes import full_box
 
 OWN = "plait"
-"""The key of what is plait's alone: JSON, of the optimizer's class and these parts of the manifest."""
+"""Key of an entry for plait: JSON of the optimizer's class and of `OWN_PARTS` of the manifest."""
 OWN_PARTS = ("run", "state", "plan", "aliases")
 FILE_BYTES = 1 << 28
-"""Of tensors in one file; a larger box has one of its own."""
+"""Most bytes of tensors in a file; a larger box has a file of its own."""
 
 KeyPath = tuple[str | int, ...]
-"""The keys of nested dictionaries, and places in lists."""
+"""Path of an entry in nested dictionaries and lists."""
 
 
 class ExportPlanner(DefaultSavePlanner):
-    """Has every box of a checkpoint written as a chunk of its tensor, and read when its turn comes."""
+    """Writes every box of a checkpoint as a chunk of its tensor, and reads it only when it is written."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
-        """`names`: for each parameter the name that it gets; None: those in `manifest`. CheckpointError."""
+        """`names`: the exported name of each parameter; None: those in `manifest`. CheckpointError."""
         super().__init__()
         self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors
@@ -56,7 +57,7 @@ class ExportPlanner(DefaultSavePlanner):
         for file in manifest.files:
             for box in file.boxes:
                 self._boxes.setdefault(box.tensor, {})[box.offsets] = file.name, box
-        self._names = {name: name for name in manifest.tensors}  # by the keys that torch is to have
+        self._names = {name: name for name in manifest.tensors}  # by exported key
         if names is not None:
             manifest, self._names = renamed_manifest(manifest, names)
         self._names |= {
@@ -68,18 +69,17 @@ class ExportPlanner(DefaultSavePlanner):
         self._paths |= {key: path for key, (path, _) in values.items()}
 
     def create_local_plan(self) -> SavePlan:
-        """All of it: there is one process."""
+        """Return the plan of all entries, since there is one process."""
         items: list[WriteItem] = []
         for key, name in self._names.items():
             one = self._tensors[name]
             boxes = [box.box for _, box in self._boxes.get(name, {}).values()]
-            nothing = Box((0,) * len(one.shape), one.shape)  # what has no elements has no boxes
-            items += (_item(key, box, one) for box in boxes or [nothing])
+            items += (_item(key, box, one) for box in boxes or [full_box(one.shape)])  # no elements: no boxes
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
         return SavePlan(items, planner_data=self._paths)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """What is to be written, read now."""
+        """Read and return the value of an entry."""
         index = write_item.index
         if write_item.type is WriteItemType.BYTE_IO:
             data = BytesIO()
@@ -88,19 +88,19 @@ class ExportPlanner(DefaultSavePlanner):
         name = self._names[index.fqn]
         if name not in self._boxes:
             one = self._tensors[name]
-            return torch.empty(one.shape, dtype=getattr(torch, one.dtype))
+            return torch.empty(one.shape, dtype=one.torch_dtype)
         file, stored = self._boxes[name][tuple(index.offset or ())]
-        return self._reader.read(file, stored.key, (), getattr(torch, self._tensors[name].dtype))
+        return self._reader.read(file, stored.key, (), self._tensors[name].torch_dtype)
 
 
 class ExportWriter(FileSystemWriter):
-    """Torch's writer, file after file: until one is finished it keeps all tensors that it wrote into it."""
+    """Torch's writer, one file at a time: it keeps the tensors of a file in memory until that is finished."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write files of about `FILE_BYTES`, one after the other."""
+        """Write files of at most `FILE_BYTES`, one after the other."""
         results: list[WriteResult] = []
         for part in self.prepare_global_plan([SavePlan(items) for items in _files(plan.items)]):
             results += super().write_data(part, planner).wait()
@@ -109,29 +109,29 @@ class ExportWriter(FileSystemWriter):
         return done
 
     def storage_meta(self) -> StorageMeta:
-        """Without the folder, which gets its name when it is complete."""
+        """Return the metadata without the folder, which is renamed when it is complete."""
         return StorageMeta(save_id=self.save_id)
 
 
 def key_of(path: KeyPath) -> str:
-    """The key under which torch stores what has this path."""
+    """Return the key under which torch stores the entry at a path."""
     return ".".join(map(str, path))
 
 
 def _path(name: str) -> KeyPath:
-    """Of a tensor, in the dictionaries of `get_state_dict`."""
+    """Return the path of a tensor in the dictionaries of `get_state_dict`."""
     if name.startswith("optim.state."):
-        of, _, key = name.removeprefix("optim.state.").rpartition(".")
-        return "optim", "state", of, key
+        parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
+        return "optim", "state", parameter, key
     return "model", name.removeprefix("model.")
 
 
 def _values(manifest: Manifest) -> dict[KeyPath, object]:
-    """What is no tensor."""
+    """Return the entries that are no tensors, by path."""
     optimizer = manifest.optimizer or {"class": "", "groups": [], "group_of": {}, "plain": {}}
     found: dict[KeyPath, object] = {}
     for number, options in enumerate(optimizer["groups"]):
-        for key, value in options.items():  # JSON has no tuples, which is what torch's options are
+        for key, value in options.items():  # torch's options are tuples, which JSON has not
             found["optim", "param_groups", number, key] = tuple(value) if isinstance(value, list) else value
         names = [name for name, group in optimizer["group_of"].items() if group == number]
         found["optim", "param_groups", number, "params"] = names
@@ -145,13 +145,12 @@ def _values(manifest: Manifest) -> dict[KeyPath, object]:
 def _item(name: str, box: Box, one: TensorEntry) -> WriteItem:
     offsets = torch.Size(box.offsets)
     chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
-    dtype: torch.dtype = getattr(torch, one.dtype)
-    data = TensorWriteData(chunk, TensorProperties(dtype), torch.Size(one.shape))
+    data = TensorWriteData(chunk, TensorProperties(one.torch_dtype), torch.Size(one.shape))
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
 
 
 def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """What goes into one file, and the next."""
+    """Divide the items, in their order, into files."""
     file: list[WriteItem] = []
     size = 0
     for item in items:

@@ -1,4 +1,4 @@
-"""What torch.distributed.checkpoint wrote, entry by entry: read as tensors and plain values, or refused."""
+"""`DcpReader`: reads tensors and plain values from a checkpoint of torch.distributed.checkpoint."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.layout import Box
 
 
 class DcpReader:
-    """A checkpoint that torch.distributed.checkpoint wrote. CheckpointError where it is none, or damaged."""
+    """A checkpoint of torch.distributed.checkpoint. CheckpointError where it is none, or is damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -27,27 +27,22 @@ class DcpReader:
         metadata = self._reader.read_metadata()
         self._reader.set_up_storage_reader(metadata, True)
         self.paths: Mapping[str, tuple[str | int, ...]] = metadata.planner_data
-        """For keys that came of nested dictionaries, the keys of these."""
+        """For each key of a flattened nested dictionary, the keys of its levels."""
         entries = metadata.state_dict_metadata
         self.keys = tuple(entries)
         self.tensors = {key: one for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
 
-    def boxes(self, key: str) -> list[Box]:
-        """In which a tensor is stored."""
-        return chunk_boxes(self.tensors[key])
-
     def read(self, key: str, box: Box) -> Tensor:
-        """One of the boxes, on the CPU; meanwhile there is memory for it twice. CheckpointError."""
-        index = MetadataIndex(key, box.offsets)
-        taken = self._read(index, LoadItemType.TENSOR, box.sizes)
-        assert isinstance(taken, Tensor)
-        return taken
+        """Return a stored box of a tensor, on the CPU. CheckpointError. Memory: the box twice."""
+        found = self._read(MetadataIndex(key, box.offsets), LoadItemType.TENSOR, box.sizes)
+        assert isinstance(found, Tensor)
+        return found
 
     def value(self, key: str) -> Any:
-        """What stands under a key, if it is plain: numbers, text, lists, a small tensor. CheckpointError."""
+        """Return a plain value: a number, text, list or tensor of one chunk. CheckpointError for others."""
         if key not in self.tensors:
             return self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
-        boxes = self.boxes(key)
+        boxes = chunk_boxes(self.tensors[key])
         if len(boxes) != 1:
             raise damaged(self.folder, f"{key} is a tensor in {len(boxes)} pieces")
         return self.read(key, boxes[0])
@@ -56,36 +51,36 @@ class DcpReader:
         start, dtype = torch.Size([0] * len(sizes)), None
         if kind is LoadItemType.TENSOR:
             dtype = self.tensors[index.fqn].properties.dtype
-        planner = _Taking(dtype)
+        planner = _SingleEntryPlanner(dtype)
         item = ReadItem(kind, index, start, index, start, torch.Size(sizes))
         try:
             self._reader.read_data(LoadPlan([item]), planner).wait()
-        except Exception as error:  # whatever torch says of bytes that are not what it wrote
+        except Exception as error:  # damaged bytes can make torch raise any error
             raise damaged(self.folder, f"{index.fqn} cannot be read: {brief(error)}") from None
-        return planner.taken
+        return planner.entry
 
 
-class _Taking(DefaultLoadPlanner):
-    """Takes the one entry that it is asked for."""
+class _SingleEntryPlanner(DefaultLoadPlanner):
+    """Loads one entry."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()
         self._dtype = dtype
-        self.taken: object = None
+        self.entry: object = None
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Memory for it: asked for when it has been found to have that size."""
-        self.taken = memory = torch.empty(read_item.lengths, dtype=self._dtype)
+        """Return the memory to read into; torch has compared the sizes before."""
+        self.entry = memory = torch.empty(read_item.lengths, dtype=self._dtype)
         return memory
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """What is no tensor."""
-        self.taken = torch.load(value, map_location="cpu", weights_only=True)
+        """Load an entry that is no tensor."""
+        self.entry = torch.load(value, map_location="cpu", weights_only=True)
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, but for how it reads the metadata."""
+    """Torch's reader, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Without running what stands there. CheckpointError."""
+        """Return the metadata. CheckpointError."""
         return metadata_of(Path(self.path))
