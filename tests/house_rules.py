@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules.simulation",),
     ("schedules",),
     ("layout",),
-    ("plan", "rules", "sizes", "weight_files"),
+    ("plan", "rules", "default_sizes", "weight_files"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
@@ -43,7 +43,7 @@ WITHOUT_TORCH = {
     "schedules",
     "plan",
     "rules",
-    "sizes",
+    "default_sizes",
     "weight_files",
     "errors",
 }

@@ -26,8 +26,7 @@ from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
-from plait.models.rank_zero import FromRankZero
-from plait.models.values import Source, Values, places_of
+from plait.models.tensor_sources import LocalSource, RankZeroSource, TensorSource, locate_tensors
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.pipeline_rank import PipelineRank
@@ -103,20 +102,20 @@ def accepted_loss(given: GivenLoss) -> Loss:
 
 def agreed_source(
     blueprint: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
-) -> Source:
+) -> TensorSource:
     """Return the initial values of parameters and buffers, after all ranks have compared model and plan.
 
     ModelError where the values of a rank differ from rank 0's.
     """
     world, sequence = mesh.group("world"), blueprint.sequence
-    own = Values(places_of(named(sequence.layers)), seed, given)
+    own = LocalSource(locate_tensors(named(sequence.layers)), seed, given)
     print_of_model = fingerprint(
         sequence, blueprint.plan, blueprint.layers_per_stage, blueprint.module_rules, seed
     )
     start = "start from the values of rank 0" if broadcast else "start from each rank's own values"
     require_same_text(f"{start}, {print_of_model}", world, mesh.device)
     if broadcast:
-        return FromRankZero(own, world, mesh.device)
+        return RankZeroSource(own, world, mesh.device)
     others = ranks_unlike_first(fingerprint_of_values(own.known()), world, mesh.device)
     if others:
         raise ModelError(
@@ -135,7 +134,7 @@ def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
 
 
 def build_units(
-    blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: Source
+    blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
 ) -> dict[str, Unit]:
     """Return the units of this rank's layers, with initial values. All ranks iterate over all units."""
     plan = blueprint.plan
@@ -169,7 +168,7 @@ def build_stages(
     units: Mapping[str, Unit],
     tensor_parallel: TensorParallelism,
     mesh: Mesh,
-    source: Source,
+    source: TensorSource,
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of their layers, with the units' parameters and real buffers."""
@@ -203,12 +202,12 @@ def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) ->
 
 
 def read_buffers(
-    sequence: LayerSequence, mine: Iterable[NamedLayer], source: Source, plan: Plan, mesh: Mesh
+    sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
     """Return the buffers of this rank's layers, by the `id` of the model's. All ranks iterate over all."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
-    for name, place in places_of(named(sequence.layers)).items():
+    for name, place in locate_tensors(named(sequence.layers)).items():
         if place.is_buffer and id(place.tensor) in held:
             dtype = DTYPES[plan.precision] or place.tensor.dtype
             read[id(place.tensor)] = convert(source.read(name), dtype, mesh.device)

@@ -1,4 +1,4 @@
-"""Values that are given, or broadcast from rank 0: the same training as of one process with them."""
+"""LocalSource that are given, or broadcast from rank 0: the same training as of one process with them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from parity.outcome import Outcome
 from parity.parity import compare
 from plait.engine import Engine
 from plait.errors import CommunicationError, ModelError
-from plait.models.rank_zero import FromRankZero
+from plait.models.tensor_sources import RankZeroSource
 from plait.plan import Plan
 
 START = 29
@@ -137,16 +137,16 @@ def test_values_in_a_file(rank_pool: Any, tmp_path: Path) -> None:
 def watch_what_is_held(plan: Plan) -> tuple[int, int]:
     """Weave, and see that no tensor is held when the next is read: how many were read, and are kept."""
     last: list[weakref.ref[Any]] = []
-    read = FromRankZero.read
+    read = RankZeroSource.read
 
-    def watched(source: FromRankZero, name: str) -> Tensor:
+    def watched(source: RankZeroSource, name: str) -> Tensor:
         assert all(memory() is None for memory in last), f"{name} is read while another tensor is held"
         memory = read(source, name).numpy().copy()  # lives as long as any tensor that lies in it
         last.append(weakref.ref(memory))
         return torch.from_numpy(memory)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(FromRankZero, "read", watched)
+        patch.setattr(RankZeroSource, "read", watched)
         mesh = plait.Mesh(plan)
         engine = broadcast_model(gpt2(), plan, mesh)
     return len(last), len(list(engine.parameters()))

@@ -104,7 +104,7 @@ def _names_of(model: str | None) -> Mapping[str, str] | None:
         )
     with importing():
         from plait.checkpoint.renaming import LLAMA_NAMES
-        from plait.models.huggingface.folder import model_in
+        from plait.models.huggingface.pretrained import model_in
     if model == "llama":
         return LLAMA_NAMES
     names: Mapping[str, str] = model_in(Path(model).expanduser()).huggingface_names  # type: ignore[assignment]
@@ -116,7 +116,7 @@ def _export(options: Namespace) -> None:
         from plait.checkpoint.full_tensor_files import FullTensors
         from plait.checkpoint.huggingface.exporting import export_adapted, export_own
         from plait.checkpoint.huggingface.model_sizes import sizes_from_manifest
-        from plait.models.huggingface.folder import model_in
+        from plait.models.huggingface.pretrained import model_in
 
     wholes = FullTensors(options.path)
     more: dict[str, Any] = {"dtype": _dtype(options), "max_bytes": options.file_size}

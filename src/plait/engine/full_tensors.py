@@ -23,8 +23,13 @@ from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
 from plait.layers.layer_sequence import saved_buffers
 from plait.layout import shard
-from plait.models.rank_zero import FromRankZero
-from plait.models.values import Place, Source, Values, places_of
+from plait.models.tensor_sources import (
+    LocalSource,
+    RankZeroSource,
+    TensorLocation,
+    TensorSource,
+    locate_tensors,
+)
 from plait.rules import join
 from plait.tensor.tensor_parallelism import named
 
@@ -56,7 +61,7 @@ def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
 def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_rank_zero: bool) -> None:
     """Copy whole tensors into this rank's pieces and buffers; see `Engine.load_state_dict`."""
     places = _places(runtime)
-    source = _agreed(runtime, Values(places, 0, given or {}), from_rank_zero=from_rank_zero)
+    source = _agreed(runtime, LocalSource(places, 0, given or {}), from_rank_zero=from_rank_zero)
     pieces, buffers = _pieces(runtime), dict(_buffers(runtime))
     for name, place in places.items():
         here = [buffers[alias] for alias in place.saved_as if alias in buffers]
@@ -72,7 +77,7 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
             source.skip(name)
 
 
-def _agreed(runtime: Runtime, values: Values, *, from_rank_zero: bool) -> Source:
+def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> TensorSource:
     """Return what tensors are read from, after a check of the values on all ranks.
 
     ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
@@ -88,7 +93,7 @@ def _agreed(runtime: Runtime, values: Values, *, from_rank_zero: bool) -> Source
     if errors:
         raise ModelError(errors[0])
     if from_rank_zero:
-        return FromRankZero(values, world, mesh.device)
+        return RankZeroSource(values, world, mesh.device)
     require_same_text(f"load a state dict of values {digest}", world, mesh.device)
     return values
 
@@ -125,10 +130,10 @@ def _full(
         yield name, whole if receives else None
 
 
-def _places(runtime: Runtime) -> dict[str, Place]:
+def _places(runtime: Runtime) -> dict[str, TensorLocation]:
     """Return where each parameter and saved buffer of the model is, with its full shape, by first name."""
     found = {}
-    for name, place in places_of(named(runtime.meta_layers.layers)).items():
+    for name, place in locate_tensors(named(runtime.meta_layers.layers)).items():
         if place.saved_as:
             shape = place.tensor.shape if place.is_buffer else runtime.blueprint.layouts[name].shape
             empty = torch.empty(shape, dtype=place.tensor.dtype, device="meta")

@@ -1,4 +1,4 @@
-"""What the models are built with: checks of sizes, and the sequence itself."""
+"""Helpers that build plait's models: checks of sizes, and the sequence of layers."""
 
 from __future__ import annotations
 
@@ -10,29 +10,29 @@ from torch import nn
 from plait.errors import ModelError
 from plait.rules import Rules
 
-SPREAD = 0.02
+INITIAL_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018, section 4.1)."""
 
 
 def assemble(
     embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, *, context: int, rules: Rules
 ) -> nn.Sequential:
-    """The sequence embedding → blocks.0 … → head, with what plait reads of a model: `context`, `rules`."""
+    """Return the sequence embedding → blocks.0 … → head, with the attributes `context` and `rules`."""
     model = nn.Sequential(OrderedDict(embedding=embedding, blocks=nn.Sequential(*blocks), head=head))
-    model.context = context  # type: ignore[assignment]  # what Engine.generate must not exceed
-    model.rules = rules  # type: ignore[assignment]  # how tensor parallelism cuts it
+    model.context = context  # type: ignore[assignment]  # the longest sequence of Engine.generate
+    model.rules = rules  # type: ignore[assignment]
     return model
 
 
 def require_positive(**sizes: int) -> None:
-    """ModelError for a size below one."""
+    """Raise ModelError for a size below one."""
     for name, size in sizes.items():
         if size < 1:
             raise ModelError(f"model.{name} is {size}: give at least 1.")
 
 
 def require_whole_heads(hidden: int, heads: int) -> None:
-    """ModelError unless every head has equally many of the `hidden` features."""
+    """Raise ModelError unless `heads` divides `hidden`."""
     if hidden % heads:
         raise ModelError(
             f"model.hidden = {hidden} is not divisible by model.heads = {heads}: "
@@ -41,7 +41,7 @@ def require_whole_heads(hidden: int, heads: int) -> None:
 
 
 def require_length(length: int, context: int) -> None:
-    """ModelError when a sequence is longer than the context."""
+    """Raise ModelError where a sequence is longer than the context."""
     if length > context:
         raise ModelError(
             f"a sequence of {length} tokens is longer than the model's context of {context}: "

@@ -1,8 +1,8 @@
-"""GPT-2 (Radford et al. 2019) as a plain sequence of layers. Nothing in it knows of ranks.
+"""GPT-2 (Radford et al. 2019) as a plain sequence of layers, for a single device.
 
     embedding → blocks.0.attention → blocks.0.mlp → … → head
 
-Attention and MLP are layers of their own: finer cuts between stages, smaller pieces to move.
+Attention and MLP are separate layers, for finer cuts between stages and smaller gathers.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.models.building import SPREAD, assemble, require_length, require_positive, require_whole_heads
+from plait.models.building import INITIAL_STD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
@@ -34,7 +34,7 @@ RULES: Rules = {
     "head.norm": entrance,
     "head.output": vocabulary,
 }
-"""How tensor parallelism cuts it; what is not named is whole on every rank, such as the positions."""
+"""The rules of tensor parallelism; other modules, such as the position embedding, are whole on every rank."""
 
 
 def gpt2(
@@ -46,7 +46,7 @@ def gpt2(
     context: int = 1024,
     tied: bool = True,
 ) -> nn.Sequential:
-    """GPT-2 on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
+    """Return GPT-2 on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
 
     `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
     token embedding's. ModelError when the sizes do not fit each other.
@@ -63,12 +63,12 @@ def gpt2(
 
 
 def block(hidden: int, heads: int, layers: int, context: int) -> nn.Sequential:
-    """One transformer block: an attention layer and an MLP layer, each with its residual connection."""
-    # Residual projections start smaller, so that the sum over all layers keeps its size
+    """Return one transformer block: an attention layer and an MLP layer."""
+    # A smaller start for residual projections, so that the sum over all layers keeps its size
     # (Radford et al. 2019, section 2.3).
-    spread = SPREAD / math.sqrt(2 * layers)
-    attention = Attention(hidden, heads, context, spread)
-    return nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, spread)))
+    std = INITIAL_STD / math.sqrt(2 * layers)
+    attention = Attention(hidden, heads, context, std)
+    return nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, std)))
 
 
 class Embedding(nn.Module):
@@ -80,7 +80,7 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(context, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up and add. ModelError when the sequence is longer than the context."""
+        """Return the sum of both embeddings. ModelError for a sequence longer than the context."""
         length = tokens.shape[1]
         require_length(length, self.position.num_embeddings)
         positions = torch.arange(length, device=tokens.device)
@@ -88,19 +88,19 @@ class Embedding(nn.Module):
         return embedded
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts."""
-        return {"token.weight": Normal(SPREAD), "position.weight": Normal(SPREAD / 2)}
+        """Return the initial distribution of each parameter."""
+        return {"token.weight": Normal(INITIAL_STD), "position.weight": Normal(INITIAL_STD / 2)}
 
 
 class Attention(nn.Module):
     """`[batch, length, hidden]` → the same: x + causal attention of its layer norm, several heads."""
 
-    def __init__(self, hidden: int, heads: int, context: int, spread: float) -> None:
+    def __init__(self, hidden: int, heads: int, context: int, std: float) -> None:
         super().__init__()
-        self.heads = heads  # the rules read it
+        self.heads = heads  # read by the rules
         self.head_size = hidden // heads
         self.context = context
-        self.spread = spread
+        self.std = std
         self.norm = nn.LayerNorm(hidden)
         self.query = nn.Linear(hidden, hidden)
         self.key = nn.Linear(hidden, hidden)
@@ -108,7 +108,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside. The linears may hold some of the heads only."""
+        """Return the output, with the residual connection. The linears may hold only some of the heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -119,13 +119,13 @@ class Attention(nn.Module):
         return result
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts."""
-        inner = {f"{name}.weight": Normal(SPREAD) for name in ("query", "key", "value")}
+        """Return the initial distribution of each parameter."""
+        inner = {f"{name}.weight": Normal(INITIAL_STD) for name in ("query", "key", "value")}
         biases = {f"{name}.bias": Normal(0.0) for name in ("query", "key", "value", "output")}
-        return {**inner, **biases, "output.weight": Normal(self.spread)}
+        return {**inner, **biases, "output.weight": Normal(self.std)}
 
     def cost(self) -> float:
-        """Multiplications a token: four matrices, and the scores and the mix over a whole context."""
+        """Return multiplications a token: four matrices, and scores and weighted values over the context."""
         hidden = self.query.in_features
         return 4.0 * hidden * hidden + 2.0 * self.context * hidden
 
@@ -133,24 +133,24 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`[batch, length, hidden]` → the same: x + two linears with a GELU between, of its layer norm."""
 
-    def __init__(self, hidden: int, spread: float) -> None:
+    def __init__(self, hidden: int, std: float) -> None:
         super().__init__()
-        self.spread = spread
+        self.std = std
         self.norm = nn.LayerNorm(hidden)
         self.up = nn.Linear(hidden, 4 * hidden)
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside."""
+        """Return the output, with the residual connection."""
         result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x)), approximate="tanh"))
         return result
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts."""
+        """Return the initial distribution of each parameter."""
         return {
-            "up.weight": Normal(SPREAD),
+            "up.weight": Normal(INITIAL_STD),
             "up.bias": Normal(0.0),
-            "down.weight": Normal(self.spread),
+            "down.weight": Normal(self.std),
             "down.bias": Normal(0.0),
         }
 
@@ -164,10 +164,10 @@ class Head(nn.Module):
         self.output = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; the softmax belongs to the loss."""
+        """Return the logits."""
         logits: Tensor = self.output(self.norm(x))
         return logits
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts."""
-        return {"output.weight": Normal(SPREAD)}
+        """Return the initial distribution of each parameter."""
+        return {"output.weight": Normal(INITIAL_STD)}

@@ -1,8 +1,8 @@
-"""Llama (Touvron et al. 2023) as a plain sequence of layers. Nothing in it knows of ranks.
+"""Llama (Touvron et al. 2023) as a plain sequence of layers, for a single device.
 
     embedding → blocks.0.attention → blocks.0.mlp → … → head
 
-GPT-2's sequence with other parts: RMS norm (Zhang & Sennrich 2019), rotary position embedding (Su et al.
+Differs from GPT-2 by RMS norm (Zhang & Sennrich 2019), rotary position embedding (Su et al.
 2021), query heads that share key and value heads (Ainslie et al. 2023), SwiGLU (Shazeer 2020), no biases.
 """
 
@@ -15,15 +15,15 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from plait.default_sizes import default_inner
 from plait.errors import ModelError
-from plait.models.building import SPREAD, assemble, require_length, require_positive, require_whole_heads
+from plait.models.building import INITIAL_STD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
 from plait.models.rotary import rotary_angles, rotate
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
-from plait.sizes import usual_inner
 
 EPSILON = 1e-5
-"""Of the norms, as in Llama 2."""
+"""Epsilon of the norms, as in Llama 2."""
 RULES: Rules = {
     "embedding.token": vocabulary,
     "blocks.*.attention": sequence,
@@ -41,7 +41,7 @@ RULES: Rules = {
     "head.norm": entrance,
     "head.output": vocabulary,
 }
-"""How tensor parallelism cuts it; what is not named is whole on every rank."""
+"""The rules of tensor parallelism; other modules are whole on every rank."""
 
 
 def llama(
@@ -56,29 +56,29 @@ def llama(
     tied: bool = False,
     rope_base: float = 10000.0,
 ) -> nn.Sequential:
-    """Llama on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
+    """Return Llama on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
 
     The defaults are those of Llama 2 7B. `layers` counts transformer blocks, each two layers of the sequence.
     `kv_heads`: key and value heads, each shared by `heads / kv_heads` query heads in a row; None: as many as
     heads. `inner`: width inside the MLP; None: 2/3 · 4 · hidden, rounded up to a multiple of 256. `tied`: the
-    head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError when
+    head's weight is the token embedding's. `rope_base`: the base of the rotary frequencies. ModelError where
     the sizes do not fit each other.
     """
     kv_heads = heads if kv_heads is None else kv_heads
-    inner = usual_inner(hidden) if inner is None else inner
+    inner = default_inner(hidden) if inner is None else inner
     require_positive(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     require_positive(inner=inner, vocab=vocab, context=context)
     _require_fitting_heads(hidden, heads, kv_heads)
     if not (math.isfinite(rope_base) and rope_base > 0):
         raise ModelError(f"model.rope_base is {rope_base}: give a number above 0, such as 10000.")
-    # Residual projections start smaller, as in GPT-2 (Radford et al. 2019, section 2.3).
-    spread = SPREAD / math.sqrt(2 * layers)
+    # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
+    std = INITIAL_STD / math.sqrt(2 * layers)
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
         blocks = []
         for _ in range(layers):
-            attention = Attention(hidden, heads, kv_heads, context, rope_base, spread)
-            blocks.append(nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, inner, spread))))
+            attention = Attention(hidden, heads, kv_heads, context, rope_base, std)
+            blocks.append(nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, inner, std))))
         head = Head(hidden, vocab)
     if tied:
         head.output.weight = embedding.token.weight
@@ -96,12 +96,12 @@ def _require_fitting_heads(hidden: int, heads: int, kv_heads: int) -> None:
     if hidden // heads % 2:
         raise ModelError(
             f"model.hidden = {hidden} over model.heads = {heads} makes heads of {hidden // heads} features, "
-            f"and rotary embedding turns pairs of them: set hidden to a multiple of {2 * heads}."
+            f"and rotary embedding rotates pairs of them: set hidden to a multiple of {2 * heads}."
         )
 
 
 class Embedding(nn.Module):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions come in with attention."""
+    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
 
     def __init__(self, vocab: int, hidden: int, context: int) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocab, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up. ModelError when the sequence is longer than the context."""
+        """Return the embeddings. ModelError for a sequence longer than the context."""
         require_length(tokens.shape[1], self.context)
         embedded: Tensor = self.token(tokens)
         return embedded
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts."""
-        return {"token.weight": Normal(SPREAD)}
+        """Return the initial distribution of each parameter."""
+        return {"token.weight": Normal(INITIAL_STD)}
 
 
 class Attention(nn.Module):
@@ -126,14 +126,14 @@ class Attention(nn.Module):
     """
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, context: int, rope_base: float, spread: float
+        self, hidden: int, heads: int, kv_heads: int, context: int, rope_base: float, std: float
     ) -> None:
         super().__init__()
-        self.heads, self.kv_heads = heads, kv_heads  # the rules read them
+        self.heads, self.kv_heads = heads, kv_heads  # read by the rules
         self.head_size = hidden // heads
         self.context = context
         self.rope_base = rope_base
-        self.spread = spread
+        self.std = std
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key = nn.Linear(hidden, kv_heads * self.head_size, bias=False)
@@ -141,7 +141,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside. The linears may hold some of the heads only."""
+        """Return the output, with the residual connection. The linears may hold only some of the heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -159,12 +159,12 @@ class Attention(nn.Module):
         return result
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts; the norm at one."""
-        inner = {f"{name}.weight": Normal(SPREAD) for name in ("query", "key", "value")}
-        return {**inner, "output.weight": Normal(self.spread)}
+        """Return the initial distribution of each parameter but the norm's, which is 1."""
+        inner = {f"{name}.weight": Normal(INITIAL_STD) for name in ("query", "key", "value")}
+        return {**inner, "output.weight": Normal(self.std)}
 
     def cost(self) -> float:
-        """Multiplications a token: four matrices, and the scores and the mix over a whole context."""
+        """Return multiplications a token: four matrices, and scores and weighted values over the context."""
         hidden = self.query.in_features
         return 2.0 * hidden * (hidden + self.kv_heads * self.head_size) + 2.0 * self.context * hidden
 
@@ -172,26 +172,26 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     """`[batch, length, hidden]` → the same: x + down(silu(gate) · up) of its norm (SwiGLU)."""
 
-    def __init__(self, hidden: int, inner: int, spread: float) -> None:
+    def __init__(self, hidden: int, inner: int, std: float) -> None:
         super().__init__()
-        self.spread = spread
+        self.std = std
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside."""
+        """Return the output, with the residual connection."""
         normed = self.norm(x)
         result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
         return result
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts; the norm at one."""
+        """Return the initial distribution of each parameter but the norm's, which is 1."""
         return {
-            "gate.weight": Normal(SPREAD),
-            "up.weight": Normal(SPREAD),
-            "down.weight": Normal(self.spread),
+            "gate.weight": Normal(INITIAL_STD),
+            "up.weight": Normal(INITIAL_STD),
+            "down.weight": Normal(self.std),
         }
 
 
@@ -204,10 +204,10 @@ class Head(nn.Module):
         self.output = nn.Linear(hidden, vocab, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; the softmax belongs to the loss."""
+        """Return the logits."""
         logits: Tensor = self.output(self.norm(x))
         return logits
 
     def initial_values(self) -> dict[str, Initial]:
-        """How each parameter starts; the norm at one."""
-        return {"output.weight": Normal(SPREAD)}
+        """Return the initial distribution of each parameter but the norm's, which is 1."""
+        return {"output.weight": Normal(INITIAL_STD)}

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from plait.models import gpt2, llama
-from plait.models.huggingface.folder import model_in, weights_in
+from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.train.sections import ModelConfig, TrainConfig
 
 

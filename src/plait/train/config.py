@@ -6,10 +6,10 @@ from typing import Self
 
 from pydantic import model_validator
 
+from plait.default_sizes import default_inner
 from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
 from plait.schedules.search.api import default_chunks
-from plait.sizes import usual_inner
 from plait.train.model_folder import invalid_path
 from plait.train.sections import (
     DataConfig,
@@ -179,7 +179,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
             f"model.kv_heads = {kv_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
             f"set model.kv_heads to {_divisors(tp)}, or change parallel.tp."
         )
-    inner = usual_inner(model.hidden) if model.inner is None else model.inner
+    inner = default_inner(model.hidden) if model.inner is None else model.inner
     if inner % tp:
         origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
         raise ConfigError(

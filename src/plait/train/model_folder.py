@@ -30,7 +30,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
             "give one of these."
         )
     # Late: it imports torch and transformers, which other configurations need not wait for.
-    from plait.models.huggingface.folder import sizes_in
+    from plait.models.huggingface.pretrained import sizes_in
 
     try:
         sizes = asdict(sizes_in(folder))

@@ -204,7 +204,7 @@ def ours(kind: str, folder: Path, tied: bool) -> tuple[nn.Sequential, dict[str, 
     if kind == "own":
         return plait.models.llama(layers=11, **SIZES, tied=tied), dict(LLAMA_NAMES)
     theirs(tied).save_pretrained(folder / "hf")
-    from plait.models.huggingface.folder import model_in
+    from plait.models.huggingface.pretrained import model_in
 
     layers = model_in(folder / "hf")
     names: dict[str, str] = layers.huggingface_names  # type: ignore[assignment]

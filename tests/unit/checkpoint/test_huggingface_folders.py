@@ -36,7 +36,7 @@ from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
 from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
 from plait.errors import CheckpointError
-from plait.models.huggingface.folder import model_in
+from plait.models.huggingface.pretrained import model_in
 from plait.models.rotary import rotary_angles
 from plait.weight_files import INDEX
 

@@ -171,7 +171,7 @@ def test_a_state_of_one_s_own(state: dict[str, object], tmp_path: Path) -> None:
 def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     from parity import huggingface_cases as cases
-    from plait.models.huggingface.folder import model_in
+    from plait.models.huggingface.pretrained import model_in
 
     folder = tmp_path / "theirs"
     cases.qwen2().save_pretrained(folder)

@@ -157,7 +157,7 @@ def test_configurations_that_transformers_refuses(
 ) -> None:
     pytest.importorskip("transformers")
     from plait.errors import PlaitError
-    from plait.models.huggingface.folder import model_in, sizes_in
+    from plait.models.huggingface.pretrained import model_in, sizes_in
 
     usual = {"model_type": "llama", "hidden_size": 8, "intermediate_size": 8, "num_attention_heads": 2}
     usual |= {"num_hidden_layers": 1, "vocab_size": 9, "max_position_embeddings": 4}

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import MOST_TOLD, ModelError
-from plait.models.values import Values, places_of
+from plait.models.tensor_sources import LocalSource, locate_tensors
 
 
 class Shift(nn.Module):
@@ -82,13 +82,13 @@ def on_meta() -> nn.Sequential:
         return small()
 
 
-def values_of(model: nn.Sequential, given: Any = None, seed: int = 0) -> Values:
-    return Values(places_of(layers_of(model)), seed, given)
+def values_of(model: nn.Sequential, given: Any = None, seed: int = 0) -> LocalSource:
+    return LocalSource(locate_tensors(layers_of(model)), seed, given)
 
 
 def test_places_have_the_names_of_the_state_dict() -> None:
     model = small()
-    places = places_of(layers_of(model))
+    places = locate_tensors(layers_of(model))
     assert {name: place.saved_as for name, place in places.items()} == {
         "0.weight": ("0.weight", "2.weight", "3.weight"),
         "1.linear.weight": ("1.linear.weight",),
@@ -106,7 +106,7 @@ def test_tensors_shared_within_a_layer() -> None:
     layer = nn.Module()
     layer.first, layer.second = nn.Linear(2, 2), nn.Linear(2, 2)
     layer.second.weight = layer.first.weight
-    places = places_of([("", layer)])
+    places = locate_tensors([("", layer)])
     assert places["first.weight"].saved_as == ("first.weight", "second.weight")
     assert list(places) == ["first.weight", "first.bias", "second.bias"]
 
@@ -119,8 +119,8 @@ def test_plaits_own_models_take_their_state_dicts(family: Any) -> None:
     tied = [name for name in given if name.startswith("head.") and given[name].shape == (5, 8)]
     for name in tied:
         given[name] = given["embedding.token.weight"]
-    places = places_of([(name, module) for name, module in model._modules.items()])
-    values = Values(places, 0, given)
+    places = locate_tensors([(name, module) for name, module in model._modules.items()])
+    values = LocalSource(places, 0, given)
     assert all(torch.equal(values.read(name), given[name]) for name in places)
 
 

@@ -11,7 +11,7 @@ from plait.errors import ModelError
 from plait.layers.layer_sequence import sequence_of
 from plait.layers.validation import refuse_layout_dependence
 from plait.models import gpt2
-from plait.models.building import SPREAD
+from plait.models.building import INITIAL_STD
 from plait.models.gpt2 import RULES, Attention
 
 SMALL = {"layers": 2, "hidden": 16, "heads": 4, "vocab": 11, "context": 8}
@@ -93,15 +93,15 @@ def test_initial_values() -> None:
     values = {
         name: value.detach() for name, value in real(hidden=64, vocab=300, tied=False).named_parameters()
     }
-    residual = SPREAD / math.sqrt(2 * SMALL["layers"])
+    residual = INITIAL_STD / math.sqrt(2 * SMALL["layers"])
     spreads = {
-        "embedding.token.weight": SPREAD,
-        "embedding.position.weight": SPREAD / 2,
-        "blocks.0.attention.query.weight": SPREAD,
+        "embedding.token.weight": INITIAL_STD,
+        "embedding.position.weight": INITIAL_STD / 2,
+        "blocks.0.attention.query.weight": INITIAL_STD,
         "blocks.0.attention.output.weight": residual,
-        "blocks.1.mlp.up.weight": SPREAD,
+        "blocks.1.mlp.up.weight": INITIAL_STD,
         "blocks.1.mlp.down.weight": residual,
-        "head.output.weight": SPREAD,
+        "head.output.weight": INITIAL_STD,
     }
     for name, spread in spreads.items():
         assert values[name].std().item() == pytest.approx(spread, rel=0.1), name

@@ -15,9 +15,9 @@ import plait
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
-from plait.models.huggingface.parts import Rotary, attend
+from plait.models.huggingface.common import Rotary, attend
 from plait.models.initial import initial_value
-from plait.models.values import places_of
+from plait.models.tensor_sources import locate_tensors
 from plait.tensor.tensor_parallelism import named
 from plait.train.meter import flops_per_token
 
@@ -52,7 +52,7 @@ def test_a_model_on_meta_begins_as_transformers_would_begin(name: str) -> None:
     with torch.device("meta"):
         model = cases.MODELS[name]()
     sequence = plait.models.from_huggingface(model)
-    places = places_of(named(sequence_of(sequence).layers))
+    places = locate_tensors(named(sequence_of(sequence).layers))
     names: Any = sequence.huggingface_names
     theirs = dict(real.named_parameters(remove_duplicate=False))
     for key, place in places.items():

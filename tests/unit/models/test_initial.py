@@ -118,6 +118,6 @@ def test_torchs_own_random_numbers_are_not_disturbed(layer: Ruled) -> None:
 def test_an_error_when_nothing_says_how(layer: Ruled) -> None:
     with pytest.raises(
         ModelError,
-        match=r"^head\.bare is on the meta device and nothing says how it starts: give layer 'head'",
+        match=r"^head\.bare is on the meta device and has no initial value: give layer 'head'",
     ):
         initial_value(layer, "head", "bare", 0)

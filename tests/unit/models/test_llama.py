@@ -7,14 +7,14 @@ import torch
 from model_cases import filled, half_of, uncut
 from torch import Tensor, nn
 
+from plait.default_sizes import default_inner
 from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.validation import refuse_layout_dependence
 from plait.models import llama
-from plait.models.building import SPREAD
+from plait.models.building import INITIAL_STD
 from plait.models.llama import RULES, Attention
 from plait.models.rotary import rotary_angles, rotate
-from plait.sizes import usual_inner
 
 SMALL = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "inner": 20, "vocab": 11, "context": 8}
 
@@ -143,9 +143,9 @@ def theirs_name(name: str) -> str:
 def test_the_default_has_as_many_parameters_as_the_published_7b() -> None:
     model = llama()
     assert sum(parameter.numel() for parameter in model.parameters()) == 6_738_415_616
-    assert usual_inner(4096) == 11008
-    assert usual_inner(96) == 256
-    assert usual_inner(97) == 512
+    assert default_inner(4096) == 11008
+    assert default_inner(96) == 256
+    assert default_inner(97) == 512
 
 
 def test_it_stands_on_meta_and_is_a_flat_sequence() -> None:
@@ -217,16 +217,16 @@ def test_angles_are_wide_and_what_is_turned_keeps_its_dtype(dtype: torch.dtype, 
 def test_initial_values() -> None:
     model = real(hidden=64, inner=96, vocab=300)
     values = {name: value.detach() for name, value in model.named_parameters()}
-    residual = SPREAD / math.sqrt(2 * SMALL["layers"])
+    residual = INITIAL_STD / math.sqrt(2 * SMALL["layers"])
     spreads = {
-        "embedding.token.weight": SPREAD,
-        "blocks.0.attention.query.weight": SPREAD,
-        "blocks.0.attention.key.weight": SPREAD,
+        "embedding.token.weight": INITIAL_STD,
+        "blocks.0.attention.query.weight": INITIAL_STD,
+        "blocks.0.attention.key.weight": INITIAL_STD,
         "blocks.1.attention.output.weight": residual,
-        "blocks.0.mlp.gate.weight": SPREAD,
-        "blocks.1.mlp.up.weight": SPREAD,
+        "blocks.0.mlp.gate.weight": INITIAL_STD,
+        "blocks.1.mlp.up.weight": INITIAL_STD,
         "blocks.1.mlp.down.weight": residual,
-        "head.output.weight": SPREAD,
+        "head.output.weight": INITIAL_STD,
     }
     for name, spread in spreads.items():
         assert values[name].std().item() == pytest.approx(spread, rel=0.1), name

@@ -18,7 +18,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface.adapter import from_huggingface
-from plait.models.huggingface.folder import weights_in
+from plait.models.huggingface.pretrained import weights_in
 from plait.train.banner import banner
 from plait.train.build import build_model
 from plait.train.config import Config

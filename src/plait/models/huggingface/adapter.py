@@ -1,4 +1,4 @@
-"""From a model of transformers to a sequence of layers: the family's own way, and the names of both sides."""
+"""Conversion of a model of transformers to a sequence of layers, with the parameter names of both."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
     "MistralForCausalLM": llama.adapt,
     "Qwen2ForCausalLM": llama.adapt,
 }
-"""The classes of transformers that are known, by name: their package need not be there."""
+"""Converters by class name of transformers, which may not be installed."""
 
 
 def from_huggingface(model: nn.Module) -> nn.Sequential:
-    """`model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
+    """Return `model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
 
     Tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`. The layers hold the modules of
-    `model` itself, which stays as it is; a model on the meta device gets values by name and seed, as
-    transformers would draw them. The sequence has `context` and `rules`, as plait's own models have, and
-    `huggingface_names`: by each name of its `state_dict()` the one in that of `model`. ModelError for a class
-    that is not known here, and for settings that plait does not compute.
+    `model` itself, unchanged; a model on the meta device gets values by name and seed, from the distributions
+    of transformers. The sequence has `context` and `rules`, as plait's own models have, and
+    `huggingface_names`, which maps each name of its `state_dict()` to that of `model`. ModelError for other
+    classes, and for settings that plait does not support.
     """
     kind = type(model)
     known = FAMILIES if kind.__module__.startswith("transformers.") else {}
@@ -42,7 +42,7 @@ def from_huggingface(model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Of what both have, the name in `model` by that in `sequence`, also where one tensor has several."""
+    """Return the parameter names in `model` by those in `sequence`; a shared tensor has several."""
     theirs: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs.setdefault(id(parameter), []).append(name)
@@ -53,5 +53,5 @@ def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
 
 
 def _end(name: str) -> list[str]:
-    """Module and attribute, which are called alike on both sides."""
+    """Return the names of module and attribute, which are the same on both sides."""
     return name.split(".")[-2:]

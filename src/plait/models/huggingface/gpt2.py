@@ -1,4 +1,4 @@
-"""`GPT2LMHeadModel` of transformers."""
+"""Conversion of `GPT2LMHeadModel` of transformers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.building import assemble, require_length
-from plait.models.huggingface.parts import Layer, attend, attention_cost, heads_of
+from plait.models.huggingface.common import ConvertedLayer, attend, attention_cost, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -32,37 +32,37 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """The sequence of `model`. ModelError for cross-attention."""
+    """Return `model` as a sequence. ModelError for cross-attention."""
     config, body = model.config, model.transformer
     if config.add_cross_attention:
         raise ModelError(
             "the model has cross-attention, which needs an encoder: set add_cross_attention off."
         )
-    spread, context = config.initializer_range, config.n_positions
-    # Residual projections start smaller (Radford et al. 2019, section 2.3).
-    smaller = {"c_proj": spread / math.sqrt(2 * config.n_layer)}
+    std, context = config.initializer_range, config.n_positions
+    # A smaller start for residual projections (Radford et al. 2019, section 2.3).
+    smaller = {"c_proj": std / math.sqrt(2 * config.n_layer)}
     blocks = [
         nn.Sequential(
             OrderedDict(
-                attention=Attention(block.ln_1, block.attn, context, spread, smaller),
-                mlp=MLP(block.ln_2, block.mlp, spread, smaller),
+                attention=Attention(block.ln_1, block.attn, context, std, smaller),
+                mlp=MLP(block.ln_2, block.mlp, std, smaller),
             )
         )
         for block in body.h
     ]
-    embedding = Embedding(body.wte, body.wpe, body.drop, spread)
-    return assemble(embedding, blocks, Head(body.ln_f, model.lm_head, spread), context=context, rules=RULES)
+    embedding = Embedding(body.wte, body.wpe, body.drop, std)
+    return assemble(embedding, blocks, Head(body.ln_f, model.lm_head, std), context=context, rules=RULES)
 
 
-class Embedding(Layer):
+class Embedding(ConvertedLayer):
     """Tokens `[batch, length]` → `[batch, length, hidden]`: token embedding plus position embedding."""
 
-    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Module, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Module, std: float) -> None:
+        super().__init__(std)
         self.wte, self.wpe, self.drop = wte, wpe, drop
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up and add. ModelError when the sequence is longer than the context."""
+        """Return the sum of both embeddings. ModelError for a sequence longer than the context."""
         length = tokens.shape[1]
         require_length(length, self.wpe.num_embeddings)
         positions = torch.arange(length, device=tokens.device)
@@ -70,17 +70,17 @@ class Embedding(Layer):
         return embedded
 
 
-class Attention(Layer):
+class Attention(ConvertedLayer):
     """`[batch, length, hidden]` → the same: x + causal attention of its norm."""
 
     def __init__(
-        self, ln_1: nn.Module, attn: Any, context: int, spread: float, smaller: dict[str, float]
+        self, ln_1: nn.Module, attn: Any, context: int, std: float, smaller: dict[str, float]
     ) -> None:
-        super().__init__(spread, smaller)
+        super().__init__(std, smaller)
         self.ln_1, self.attn, self.context = ln_1, attn, context
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside. The projections may hold some of the heads only."""
+        """Return the output, with the residual connection. The projections may have only some heads."""
         attn = self.attn
         projected = attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         query, key, value = (heads_of(one, attn.head_dim) for one in projected)
@@ -89,31 +89,31 @@ class Attention(Layer):
         return result
 
     def cost(self) -> float:
-        """Multiplications a token."""
+        """Return multiplications a token."""
         return attention_cost(self, self.context, self.attn.embed_dim)
 
 
-class MLP(Layer):
+class MLP(ConvertedLayer):
     """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
 
-    def __init__(self, ln_2: nn.Module, mlp: nn.Module, spread: float, smaller: dict[str, float]) -> None:
-        super().__init__(spread, smaller)
+    def __init__(self, ln_2: nn.Module, mlp: nn.Module, std: float, smaller: dict[str, float]) -> None:
+        super().__init__(std, smaller)
         self.ln_2, self.mlp = ln_2, mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside."""
+        """Return the output, with the residual connection."""
         result: Tensor = x + self.mlp(self.ln_2(x))
         return result
 
 
-class Head(Layer):
+class Head(ConvertedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
-    def __init__(self, ln_f: nn.Module, lm_head: nn.Module, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, ln_f: nn.Module, lm_head: nn.Module, std: float) -> None:
+        super().__init__(std)
         self.ln_f, self.lm_head = ln_f, lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; the softmax belongs to the loss."""
+        """Return the logits."""
         logits: Tensor = self.lm_head(self.ln_f(x))
         return logits

@@ -1,4 +1,4 @@
-"""`GPTNeoXForCausalLM` of transformers: a layer a block, because attention and MLP read the same input."""
+"""Conversion of `GPTNeoXForCausalLM` of transformers: attention and MLP share a layer, as their input."""
 
 from __future__ import annotations
 
@@ -7,7 +7,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.models.building import assemble, require_length
-from plait.models.huggingface.parts import Layer, Rotary, attend, attention_cost, heads_of, rotate_first
+from plait.models.huggingface.common import (
+    ConvertedLayer,
+    Rotary,
+    attend,
+    attention_cost,
+    heads_of,
+    rotate_first,
+)
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -27,34 +34,34 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """The sequence of `model`. ModelError for rotary embeddings that depend on a sequence's length."""
+    """Return `model` as a sequence. ModelError for rotary embeddings that depend on a sequence's length."""
     config, body = model.config, model.gpt_neox
-    spread, context = config.initializer_range, config.max_position_embeddings
-    embedding = Embedding(body.embed_in, body.emb_dropout, context, spread)
-    blocks = [Block(block, body.rotary_emb, spread) for block in body.layers]
-    head = Head(body.final_layer_norm, model.lm_head, spread)
+    std, context = config.initializer_range, config.max_position_embeddings
+    embedding = Embedding(body.embed_in, body.emb_dropout, context, std)
+    blocks = [Block(block, body.rotary_emb, std) for block in body.layers]
+    head = Head(body.final_layer_norm, model.lm_head, std)
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
-class Embedding(Layer):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions come in with attention."""
+class Embedding(ConvertedLayer):
+    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
 
-    def __init__(self, embed_in: nn.Module, emb_dropout: nn.Module, context: int, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, embed_in: nn.Module, emb_dropout: nn.Module, context: int, std: float) -> None:
+        super().__init__(std)
         self.embed_in, self.emb_dropout, self.context = embed_in, emb_dropout, context
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up. ModelError when the sequence is longer than the context."""
+        """Return the embeddings. ModelError for a sequence longer than the context."""
         require_length(tokens.shape[1], self.context)
         embedded: Tensor = self.emb_dropout(self.embed_in(tokens))
         return embedded
 
 
-class Block(Layer):
-    """`[batch, length, hidden]` → the same: x + attention + MLP, side by side or one after the other."""
+class Block(ConvertedLayer):
+    """`[batch, length, hidden]` → the same: x + attention + MLP, in parallel or one after the other."""
 
-    def __init__(self, block: Any, rotary: Any, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, block: Any, rotary: Any, std: float) -> None:
+        super().__init__(std)
         self.input_layernorm, self.attention = block.input_layernorm, block.attention
         self.post_attention_layernorm, self.mlp = block.post_attention_layernorm, block.mlp
         self.post_attention_dropout, self.post_mlp_dropout = (
@@ -62,20 +69,22 @@ class Block(Layer):
             block.post_mlp_dropout,
         )
         self.rotary = Rotary(rotary)
-        # Theirs is a function inside; ours a module, which can be replaced and is told of by name.
+        # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(block.attention.attention_dropout)
         self.attention_dropout.train(block.training)
         self.parallel: bool = block.use_parallel_residual
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connections are inside. The projections may hold some of the heads only."""
-        between = x + self.post_attention_dropout(self._attention(self.input_layernorm(x)))
-        read = x if self.parallel else between
-        result: Tensor = between + self.post_mlp_dropout(self.mlp(self.post_attention_layernorm(read)))
+        """Return the output, with residual connections. The projections may hold only some of the heads."""
+        after_attention = x + self.post_attention_dropout(self._attention(self.input_layernorm(x)))
+        mlp_input = x if self.parallel else after_attention
+        result: Tensor = after_attention + self.post_mlp_dropout(
+            self.mlp(self.post_attention_layernorm(mlp_input))
+        )
         return result
 
     def _attention(self, normed: Tensor) -> Tensor:
-        # Of each head, query, key and value stand together.
+        # Query, key and value of a head are adjacent.
         heads = heads_of(self.attention.query_key_value(normed), 3 * self.attention.head_size)
         query, key, value = heads.chunk(3, dim=-1)
         angles = self.rotary(query)
@@ -85,19 +94,19 @@ class Block(Layer):
         return output
 
     def cost(self) -> float:
-        """Multiplications a token."""
+        """Return multiplications a token."""
         config = self.attention.config
         return attention_cost(self, config.max_position_embeddings, config.hidden_size)
 
 
-class Head(Layer):
+class Head(ConvertedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
-    def __init__(self, final_layer_norm: nn.Module, lm_head: nn.Module, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, final_layer_norm: nn.Module, lm_head: nn.Module, std: float) -> None:
+        super().__init__(std)
         self.final_layer_norm, self.lm_head = final_layer_norm, lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; the softmax belongs to the loss."""
+        """Return the logits."""
         logits: Tensor = self.lm_head(self.final_layer_norm(x))
         return logits

@@ -1,4 +1,4 @@
-"""`LlamaForCausalLM` of transformers, and those built like it: `Qwen2ForCausalLM`, `MistralForCausalLM`."""
+"""Conversion of `LlamaForCausalLM`, `Qwen2ForCausalLM` and `MistralForCausalLM` of transformers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.models.building import assemble, require_length
-from plait.models.huggingface.parts import Layer, Rotary, attend, attention_cost, heads_of, rotate_first
+from plait.models.huggingface.common import (
+    ConvertedLayer,
+    Rotary,
+    attend,
+    attention_cost,
+    heads_of,
+    rotate_first,
+)
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -32,50 +39,50 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """The sequence of `model`. ModelError for rotary embeddings that depend on a sequence's length."""
+    """Return `model` as a sequence. ModelError for rotary embeddings that depend on a sequence's length."""
     config, body = model.config, model.model
-    spread, context = config.initializer_range, config.max_position_embeddings
+    std, context = config.initializer_range, config.max_position_embeddings
     blocks = [
         nn.Sequential(
             OrderedDict(
-                attention=Attention(block.input_layernorm, block.self_attn, body.rotary_emb, spread),
-                mlp=MLP(block.post_attention_layernorm, block.mlp, spread),
+                attention=Attention(block.input_layernorm, block.self_attn, body.rotary_emb, std),
+                mlp=MLP(block.post_attention_layernorm, block.mlp, std),
             )
         )
         for block in body.layers
     ]
-    embedding = Embedding(body.embed_tokens, context, spread)
-    return assemble(embedding, blocks, Head(body.norm, model.lm_head, spread), context=context, rules=RULES)
+    embedding = Embedding(body.embed_tokens, context, std)
+    return assemble(embedding, blocks, Head(body.norm, model.lm_head, std), context=context, rules=RULES)
 
 
-class Embedding(Layer):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions come in with attention."""
+class Embedding(ConvertedLayer):
+    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
 
-    def __init__(self, embed_tokens: nn.Module, context: int, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, embed_tokens: nn.Module, context: int, std: float) -> None:
+        super().__init__(std)
         self.embed_tokens, self.context = embed_tokens, context
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Look up. ModelError when the sequence is longer than the context."""
+        """Return the embeddings. ModelError for a sequence longer than the context."""
         require_length(tokens.shape[1], self.context)
         embedded: Tensor = self.embed_tokens(tokens)
         return embedded
 
 
-class Attention(Layer):
+class Attention(ConvertedLayer):
     """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions."""
 
-    def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, std: float) -> None:
+        super().__init__(std)
         self.input_layernorm, self.self_attn = input_layernorm, self_attn
         self.rotary = Rotary(rotary)
-        # Theirs is a function inside; ours a module, which can be replaced and is told of by name.
+        # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(self_attn.attention_dropout)
         self.attention_dropout.train(self_attn.training)
         self.window: int | None = _window(self_attn)
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside. The projections may hold some of the heads only."""
+        """Return the output, with the residual connection. The projections may have only some heads."""
         attn, normed = self.self_attn, self.input_layernorm(x)
         query, key, value = (
             heads_of(project(normed), attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
@@ -93,41 +100,41 @@ class Attention(Layer):
         return result
 
     def cost(self) -> float:
-        """Multiplications a token."""
+        """Return multiplications a token."""
         config = self.self_attn.config
         context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
         return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
 
 
 def _window(self_attn: Any) -> int | None:
-    """How far back a token sees. Qwen2's layers say it themselves, for Mistral the configuration says it."""
+    """Return the attention window: an attribute of the module in Qwen2, of the configuration in Mistral."""
     if hasattr(self_attn, "sliding_window"):
         found: int | None = self_attn.sliding_window
         return found
     return getattr(self_attn.config, "sliding_window", None)
 
 
-class MLP(Layer):
+class MLP(ConvertedLayer):
     """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
 
-    def __init__(self, post_attention_layernorm: nn.Module, mlp: nn.Module, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, post_attention_layernorm: nn.Module, mlp: nn.Module, std: float) -> None:
+        super().__init__(std)
         self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """The residual connection is inside."""
+        """Return the output, with the residual connection."""
         result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
         return result
 
 
-class Head(Layer):
+class Head(ConvertedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, spread: float) -> None:
-        super().__init__(spread)
+    def __init__(self, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
+        super().__init__(std)
         self.norm, self.lm_head = norm, lm_head
 
     def forward(self, x: Tensor) -> Tensor:
-        """Logits; the softmax belongs to the loss."""
+        """Return the logits."""
         logits: Tensor = self.lm_head(self.norm(x))
         return logits

@@ -10,8 +10,7 @@ from torch import Tensor, nn
 
 import plait
 from plait.errors import ModelError
-from plait.models.rank_zero import FromRankZero
-from plait.models.values import Values, places_of
+from plait.models.tensor_sources import LocalSource, RankZeroSource, locate_tensors
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64, torch.bool, torch.complex64)
 
@@ -30,16 +29,16 @@ class Tensors(nn.Module):
         self.register_buffer("turned", torch.randn(2, 5, generator=generator).t())
 
 
-def sources(make: Any, given: Any = None, **sizes: int) -> tuple[plait.Mesh, Values, FromRankZero]:
+def sources(make: Any, given: Any = None, **sizes: int) -> tuple[plait.Mesh, LocalSource, RankZeroSource]:
     mesh = plait.Mesh(**sizes)
-    own = Values(places_of([("layer", make(mesh.rank))]), 0, None if mesh.rank else given)
-    return mesh, own, FromRankZero(own, mesh.group("world"), mesh.device)
+    own = LocalSource(locate_tensors([("layer", make(mesh.rank))]), 0, None if mesh.rank else given)
+    return mesh, own, RankZeroSource(own, mesh.group("world"), mesh.device)
 
 
 def read_all(sizes: dict[str, int]) -> dict[str, Tensor]:
     mesh, own, source = sources(Tensors, **sizes)
     read = {}
-    for number, name in enumerate(own.places):
+    for number, name in enumerate(own.locations):
         if number % mesh.world == mesh.rank:
             source.skip(name)  # as a rank that does not hold it
         else:
@@ -49,20 +48,20 @@ def read_all(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"pp": 2, "tp": 2}], ids=str)
 def test_every_rank_gets_what_rank_zero_has(rank_pool: Any, sizes: dict[str, int]) -> None:
-    expected = Values(places_of([("layer", Tensors(0))]), 0)
+    expected = LocalSource(locate_tensors([("layer", Tensors(0))]), 0)
     ranks = rank_pool.run(read_all, sizes, ranks=4 if "pp" in sizes else 3)
     for read in ranks:
-        assert 0 < len(read) < len(expected.places)
+        assert 0 < len(read) < len(expected.locations)
         for name, value in read.items():
             assert value.dtype == expected.read(name).dtype
             assert torch.equal(value, expected.read(name)), name
-    assert set().union(*ranks) == expected.places.keys()
+    assert set().union(*ranks) == expected.locations.keys()
 
 
 def test_alone_it_reads_its_own() -> None:
     mesh, own, source = sources(Tensors)
     assert mesh.world == 1
-    assert all(torch.equal(source.read(name), own.read(name)) for name in own.places)
+    assert all(torch.equal(source.read(name), own.read(name)) for name in own.locations)
 
 
 def linear_on_meta_elsewhere(rank: int) -> nn.Module:
@@ -115,5 +114,5 @@ def test_a_failure_of_rank_zero_is_told_on_all_ranks(rank_pool: Any) -> None:
     given = {"layer.weight": Broken(), "layer.bias": torch.zeros(2)}
     first, *others = rank_pool.run(hear_of_failure, given, ranks=3)
     assert first == ("OSError", "the disk is gone")
-    told = "rank 0 cannot read layer.weight (OSError: the disk is gone): see what it has there."
+    told = "rank 0 cannot read layer.weight (OSError: the disk is gone): check its values."
     assert others == [("ModelError", told)] * 2

@@ -1,4 +1,4 @@
-"""Models that lie in a folder, as `save_pretrained` of transformers leaves them: sizes, layers, weights."""
+"""Models in a folder that `save_pretrained` of transformers wrote: their sizes, layers and weights."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from plait.errors import ModelError, PlaitError, listed
 from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 from plait.weight_files import NO_WEIGHTS, files_of_tensors
 
-_MOST_TOLD = 5
+_MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
 MOST_LAYERS, MOST = 10_000, 2**31 - 1
-"""Of layers, and of any other size: more would only take time, or overflow, until it is refused."""
+"""The largest number of layers, and of any other size."""
 
 
 @dataclass(frozen=True)
-class Sizes:
-    """What `config.json` says, in plait's words."""
+class HuggingFaceSizes:
+    """The sizes in `config.json`, under plait's names."""
 
     layers: int
     hidden: int
@@ -32,11 +32,11 @@ class Sizes:
     tied: bool
 
 
-def sizes_in(folder: Path) -> Sizes:
-    """The sizes of the model in `folder`. ModelError where it cannot be read."""
+def sizes_in(folder: Path) -> HuggingFaceSizes:
+    """Return the sizes of the model in `folder`. ModelError where `config.json` cannot be read."""
     config = _config(folder)
     try:
-        sizes = Sizes(
+        sizes = HuggingFaceSizes(
             layers=config.num_hidden_layers,
             hidden=config.hidden_size,
             heads=config.num_attention_heads,
@@ -59,10 +59,10 @@ def sizes_in(folder: Path) -> Sizes:
 
 
 def model_in(folder: Path) -> nn.Sequential:
-    """The model in `folder` as layers on the meta device. ModelError as `from_huggingface`."""
+    """Return the model in `folder` as layers on the meta device. ModelError as `from_huggingface`."""
     transformers = _transformers()
     config = _config(folder)
-    if getattr(config, "num_hidden_layers", None) is not None:  # else the family is not known either
+    if getattr(config, "num_hidden_layers", None) is not None:  # else from_huggingface refuses the model
         sizes_in(folder)
     try:
         with torch.device("meta"):
@@ -70,9 +70,9 @@ def model_in(folder: Path) -> nn.Sequential:
         return from_huggingface(model)
     except PlaitError:
         raise
-    except Exception as error:  # of any kind, likewise
+    except Exception as error:  # any error of transformers
         raise ModelError(
-            f"transformers makes no model of {folder / 'config.json'}: {_brief(error)}."
+            f"transformers cannot build the model of {folder / 'config.json'}: {_brief(error)}."
         ) from None
 
 
@@ -93,9 +93,9 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
     names: dict[str, str] = model.huggingface_names  # type: ignore[assignment]
     found, used = {}, set()
     for name, full in names.items():
-        body = full.partition(".")[2]  # how models were saved before they had a head
-        older = full.replace("lm_head.", "embed_out.")  # how GPT-NeoX calls it in files
-        key = next((key for key in (full, body, older) if key in file_of), None)
+        headless = full.partition(".")[2]  # the name in files of models without a head
+        older = full.replace("lm_head.", "embed_out.")  # GPT-NeoX's name in files
+        key = next((key for key in (full, headless, older) if key in file_of), None)
         if key is not None:
             found[name] = opened[file_of[key]].get_slice(key)
             used.add(key)
@@ -105,20 +105,20 @@ def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
 
 
 def _require_fit(folder: Path, model: nn.Sequential, found: Mapping[str, Any], unused: list[str]) -> None:
-    """ModelError unless the files have each parameter in its shape, under one of its names, and no others."""
+    """Raise ModelError unless the files have exactly the model's parameters, in their shapes."""
     parameters = dict(model.named_parameters(remove_duplicate=False))
-    there = {id(one) for name, one in parameters.items() if name in found}
-    flaws = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in there]
-    flaws += [
+    present = {id(one) for name, one in parameters.items() if name in found}
+    faults = [f"{name} is missing" for name, one in model.named_parameters() if id(one) not in present]
+    faults += [
         f"{name} is {list(one.get_shape())} and not {list(parameters[name].shape)}"
         for name, one in found.items()
         if list(one.get_shape()) != list(parameters[name].shape)
     ]
-    flaws += [f"{key} is unexpected" for key in unused]
-    if flaws:
+    faults += [f"{key} is unexpected" for key in unused]
+    if faults:
         raise ModelError(
             f"the weights in {folder} do not fit its config.json "
-            f"({listed(flaws, between='; ', most=_MOST_TOLD)}): give a folder that is whole."
+            f"({listed(faults, between='; ', most=_MOST_LISTED)}): give a folder that is whole."
         )
 
 
@@ -126,7 +126,7 @@ def _config(folder: Path) -> Any:
     transformers = _transformers()
     try:
         return transformers.AutoConfig.from_pretrained(folder, local_files_only=True)
-    except Exception as error:  # of any kind: what transformers meets in a file that it does not expect
+    except Exception as error:  # any error of transformers
         raise ModelError(
             f"{folder / 'config.json'} describes no model of transformers: {_brief(error)}."
         ) from None

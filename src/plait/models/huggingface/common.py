@@ -1,4 +1,4 @@
-"""What the families share: a layer around modules of others, rotary positions, and causal attention."""
+"""Code shared by the converters: a base class of layers, rotary positions, and causal attention."""
 
 from __future__ import annotations
 
@@ -14,43 +14,43 @@ from plait.models.initial import Constant, Initial, Normal
 from plait.models.rotary import rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
-"""Kinds of rotary embedding whose frequencies do not depend on a sequence's length."""
+"""Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
 
 
-class Layer(nn.Module):
-    """Base of the layers: how their parameters start, and what they cost."""
+class ConvertedLayer(nn.Module):
+    """Base of the layers, with initial values."""
 
-    def __init__(self, spread: float, exceptions: Mapping[str, float] | None = None) -> None:
-        """`spread`: of initial matrices; `exceptions`: of those of modules of these names."""
+    def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
+        """`std`: the initial standard deviation of matrices; `exceptions`: that of other modules, by name."""
         super().__init__()
-        self.spread, self.exceptions = spread, dict(exceptions or {})
+        self.std, self.exceptions = std, dict(exceptions or {})
 
     def initial_values(self) -> dict[str, Initial]:
-        """As transformers draws them: matrices normally, norms at one, biases at zero."""
+        """Return the initial distributions of transformers: normal matrices, norms of 1, biases of 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             module = name.split(".")[-2]
             if parameter.dim() > 1:
-                found[name] = Normal(self.exceptions.get(module, self.spread))
+                found[name] = Normal(self.exceptions.get(module, self.std))
             else:
                 found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
         return found
 
 
 def attention_cost(layer: nn.Module, context: int, width: int) -> float:
-    """Multiplications a token: all matrices, and scores and mix of `width` features over a whole context."""
+    """Return multiplications a token: all matrices, and attention of `width` features over the context."""
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1) + (
         2.0 * context * width
     )
 
 
 class Rotary(nn.Module):
-    """The angles of rotary positions, as a rotary module of transformers would give them."""
+    """The angles of rotary positions, equal to those of a rotary module of transformers."""
 
     bits: Tensor
 
     def __init__(self, source: Any) -> None:
-        """With the frequencies of `source`, or, if that is on the meta device, those of its configuration."""
+        """Take the frequencies of `source`; if it is on the meta device, those of its configuration."""
         super().__init__()
         if source.rope_type not in STEADY_ROTARY:
             raise ModelError(
@@ -61,27 +61,27 @@ class Rotary(nn.Module):
             with torch.device("cpu"):
                 source = type(source)(source.config)
         self.scaling = float(source.attention_scaling)
-        # As bits, which a plan's precision does not round: in 16 bits they would turn far positions wrongly.
+        # As int32, which a plan's precision does not cast: 16-bit angles are wrong at distant positions.
         frequencies = source.inv_freq.detach().to(torch.float32, copy=True)
         self.register_buffer("bits", frequencies.view(torch.int32), persistent=False)
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[length, frequencies]` for `[batch, heads, length, size]`, in its dtype."""
+        """Return cosines and sines `[length, frequencies]` for `like` `[batch, heads, length, size]`."""
         positions = torch.arange(like.shape[2], dtype=torch.float32, device=like.device)
         angles = torch.outer(positions, self.bits.view(torch.float32))
         return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)
 
 
 def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """`rotate` for as many features of each head as there are angles for; the rest stay."""
-    turning = 2 * cosines.shape[-1]
-    if turning == x.shape[-1]:
+    """Rotate the first features of each head, two for each angle; the others stay."""
+    rotated = 2 * cosines.shape[-1]
+    if rotated == x.shape[-1]:
         return rotate(x, cosines, sines)
-    return torch.cat((rotate(x[..., :turning], cosines, sines), x[..., turning:]), dim=-1)
+    return torch.cat((rotate(x[..., :rotated], cosines, sines), x[..., rotated:]), dim=-1)
 
 
 def heads_of(projected: Tensor, size: int) -> Tensor:
-    """`[batch, length, heads · size]` as `[batch, heads, length, size]`, for any number of heads."""
+    """Return `[batch, length, heads · size]` as `[batch, heads, length, size]`, for any number of heads."""
     heads: Tensor = projected.unflatten(-1, (-1, size))  # type: ignore[no-untyped-call]
     return heads.transpose(1, 2)
 
@@ -89,11 +89,11 @@ def heads_of(projected: Tensor, size: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: nn.Dropout, window: int | None = None
 ) -> Tensor:
-    """Causal attention of `[batch, heads, length, size]`: `[batch, length, heads · size]`.
+    """Return causal attention of `[batch, heads, length, size]`: `[batch, length, heads · size]`.
 
-    Fewer heads of keys and values are each read by as many query heads in a row. `window`: how many tokens
-    back, itself included, a token sees. `dropout` drops weights; if it does, the fused kernel is not used,
-    because its random numbers would depend on the layout.
+    With fewer heads of keys and values, consecutive query heads share one. `window`: the number of tokens
+    that a token attends to, itself included. `dropout` applies to the weights; if it is active, the fused
+    kernel is not used, because its random numbers would depend on the layout.
     """
     length = query.shape[2]
     narrow = window is not None and window < length
@@ -101,14 +101,14 @@ def attend(
         groups = query.shape[1] // key.shape[1]
         key, value = (tensor.repeat_interleave(groups, dim=1) for tensor in (key, value))
         scores = query @ key.transpose(-1, -2) * scale
-        seen = _seen(length, window, query.device)
-        mixed: Tensor = dropout(scores.masked_fill(~seen, -torch.inf).softmax(-1)) @ value
+        mask = _causal_mask(length, window, query.device)
+        mixed: Tensor = dropout(scores.masked_fill(~mask, -torch.inf).softmax(-1)) @ value
     else:
         mixed = functional.scaled_dot_product_attention(
             query,
             key,
             value,
-            attn_mask=_seen(length, window, query.device) if narrow else None,
+            attn_mask=_causal_mask(length, window, query.device) if narrow else None,
             is_causal=not narrow,
             scale=scale,
             enable_gqa=query.shape[1] != key.shape[1],
@@ -116,7 +116,7 @@ def attend(
     return mixed.transpose(1, 2).flatten(2)
 
 
-def _seen(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Which tokens (columns) a token (row) sees."""
-    seen = torch.ones(length, length, dtype=torch.bool, device=device).tril()
-    return seen if window is None else seen.triu(1 - window)
+def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
+    """Return the causal mask: the tokens (columns) that a token (row) attends to."""
+    mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
+    return mask if window is None else mask.triu(1 - window)

@@ -1,0 +1,217 @@
+"""Sources of a model's start values: its own tensors, given tensors, or those of rank 0, read one at a time.
+
+source = LocalSource(locate_tensors(layers), seed, given)    each rank reads the tensors that it needs
+source = RankZeroSource(source, world, device)               rank 0 reads and broadcasts, in one order
+source.read("head.weight")                                   to be sharded, and freed before the next
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from plait.comm.collectives import broadcast
+from plait.comm.group import Group
+from plait.comm.text import broadcast_text
+from plait.errors import ModelError, PlaitError, listed
+from plait.models.initial import initial_value
+from plait.rules import join
+
+
+@dataclass(frozen=True)
+class TensorLocation:
+    """Where a parameter or a buffer is in a model."""
+
+    layer: nn.Module
+    path: str
+    """The layer's path."""
+    name: str
+    """The tensor's name in the layer."""
+    tensor: Tensor
+    is_buffer: bool
+    saved_as: tuple[str, ...]
+    """The names in `model.state_dict()`: several if shared, none for a buffer that is not saved."""
+
+
+def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorLocation]:
+    """Return the parameters and buffers of layers (path and module), each once, by its first full name."""
+    names: dict[int, list[str]] = {}
+    for path, layer in layers:
+        saved = layer.state_dict().keys()
+        for name, parameter in layer.named_parameters(remove_duplicate=False):
+            names.setdefault(id(parameter), []).append(join(path, name))
+        for name, buffer in layer.named_buffers(remove_duplicate=False):
+            names.setdefault(id(buffer), []).extend([join(path, name)] if name in saved else [])
+    locations: dict[str, TensorLocation] = {}
+    for path, layer in layers:
+        for is_buffer, tensors in ((False, layer.named_parameters()), (True, layer.named_buffers())):
+            for name, tensor in tensors:
+                if id(tensor) in names:
+                    saved_as = tuple(names.pop(id(tensor)))
+                    locations[join(path, name)] = TensorLocation(
+                        layer, path, name, tensor, is_buffer, saved_as
+                    )
+    return locations
+
+
+class TensorSource(Protocol):
+    """Whole tensors by the first full names of parameters and buffers.
+
+    Every rank goes through all names of the model in one order, and reads or skips each.
+    """
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor, not to be written to. Raises ModelError for one without a value."""
+
+    def skip(self, name: str) -> None:
+        """Pass over a tensor that this rank does not need."""
+
+
+class LocalSource:
+    """This rank's source: given tensors, else the model's own, else initial values under `seed`."""
+
+    def __init__(
+        self, locations: Mapping[str, TensorLocation], seed: int, given: Mapping[str, Any] | None = None
+    ) -> None:
+        """`given`: for each name in `model.state_dict()` a whole tensor, or a slice of a safetensors file.
+
+        A shared tensor may be given under any of its names. Tensors are read lazily.
+        """
+        self.locations = locations
+        self._seed = seed
+        self._given = given
+
+    def read(self, name: str) -> Tensor:
+        """Return a tensor, see `TensorSource`. Its floating-point dtype may differ from the model's."""
+        location = self.locations[name]
+        if name not in self._found or self._given is None:
+            return initial_value(location.layer, location.path, location.name, self._seed)
+        value = _whole(self._given[self._found[name]])
+        if value.is_floating_point() == location.tensor.is_floating_point():
+            return value if value.is_floating_point() else value.to(location.tensor.dtype)
+        raise ModelError(
+            f"the given value of {name} is {value.dtype}, but the model has {location.tensor.dtype}: "
+            "convert it."
+        )
+
+    def skip(self, name: str) -> None:
+        """Do nothing: reading is not collective."""
+
+    def known(self) -> Iterator[Tensor]:
+        """Yield all tensors that need no initial value, in the order of the locations."""
+        for name, location in self.locations.items():
+            if name in self._found or not location.tensor.is_meta:
+                yield self.read(name)
+
+    @cached_property
+    def _found(self) -> Mapping[str, str]:
+        """By tensor, the name in `given`. ModelError where the given tensors do not fit the model."""
+        if self._given is None:
+            return {}
+        if not isinstance(self._given, Mapping):
+            kind = type(self._given).__name__
+            raise ModelError(f"values is a {kind}: give tensors by name, such as model.state_dict().")
+        found, faults = _match(self._given, self.locations)
+        if faults:
+            raise ModelError(
+                f"the given values do not fit the model ({'; '.join(faults)}): give a tensor of the right "
+                "shape for each name in model.state_dict()."
+            )
+        return found
+
+
+class RankZeroSource:
+    """The source of rank 0 of a group, for all its ranks.
+
+    Reading and skipping are collective: a broadcast of the dtype or an error message, then of the tensor.
+    """
+
+    def __init__(self, source: LocalSource, group: Group, device: torch.device) -> None:
+        """`device`: this rank's, for the broadcasts."""
+        self._source = source
+        self._group = group
+        self._device = device
+
+    def read(self, name: str) -> Tensor:
+        """Return the whole tensor on `device`. Where rank 0 fails, the other ranks raise ModelError."""
+        value, failure, text = None, None, ""
+        if self._group.index == 0:
+            try:
+                value = self._source.read(name).to(self._device).contiguous()
+                text = str(value.dtype)
+            except Exception as raised:  # any error, because the other ranks wait
+                failure, text = raised, _described(name, raised)
+        text = broadcast_text(text, self._group, self._device)
+        if failure is not None:
+            raise failure
+        if value is None:
+            dtype = getattr(torch, text.removeprefix("torch."), None)
+            if not isinstance(dtype, torch.dtype):
+                raise ModelError(text)
+            value = torch.empty(self._source.locations[name].tensor.shape, dtype=dtype, device=self._device)
+        return broadcast(value, self._group, checked=False).wait()
+
+    def skip(self, name: str) -> None:
+        """Take part in the broadcasts, and free the tensor."""
+        self.read(name)
+
+
+def _match(
+    given: Mapping[str, Any], locations: Mapping[str, TensorLocation]
+) -> tuple[dict[str, str], list[str]]:
+    """Return by tensor the name in `given`, and the faults, one text for each kind."""
+    found: dict[str, str] = {}
+    missing, misfits, unequal = [], [], []
+    for name, location in locations.items():
+        here = [alias for alias in location.saved_as if alias in given]
+        wrong = [fault for alias in here for fault in _misfit(alias, given[alias], location.tensor.shape)]
+        if here:
+            found[name] = here[0]
+        elif location.saved_as:
+            missing.append(name)
+        misfits += wrong
+        if not wrong:
+            unequal += [f"{here[0]} and {one}" for one in here[1:] if not _equal(given[here[0]], given[one])]
+    saved = {alias for location in locations.values() for alias in location.saved_as}
+    kinds = {
+        "missing": missing,
+        "unexpected": [str(name) for name in given if name not in saved],
+        "unfit": misfits,
+        "one tensor in the model but two values": unequal,
+    }
+    return found, [f"{kind}: {listed(names)}" for kind, names in kinds.items() if names]
+
+
+def _misfit(name: str, value: Any, shape: torch.Size) -> Iterable[str]:
+    if not isinstance(value, Tensor) and not hasattr(value, "get_shape"):
+        yield f"{name} is a {type(value).__name__}"
+    elif isinstance(value, Tensor) and value.is_meta:
+        yield f"{name} is on the meta device"
+    elif _shape_of(value) != tuple(shape):
+        yield f"{name} is {list(_shape_of(value))} and not {list(shape)}"
+
+
+def _shape_of(value: Any) -> tuple[int, ...]:
+    return tuple(value.shape if isinstance(value, Tensor) else value.get_shape())
+
+
+def _whole(value: Any) -> Tensor:
+    """Return a value as a tensor: itself, or the content of a slice of a file."""
+    whole: Tensor = value if isinstance(value, Tensor) else value[...]
+    return whole.detach()
+
+
+def _equal(one: Any, other: Any) -> bool:
+    one, other = _whole(one), _whole(other)
+    return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
+
+
+def _described(name: str, failure: Exception) -> str:
+    if isinstance(failure, PlaitError):
+        return f"rank 0 refuses: {failure}"
+    return f"rank 0 cannot read {name} ({type(failure).__name__}: {failure}): check its values."
