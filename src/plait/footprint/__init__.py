@@ -1,1 +1,1 @@
-"""What a plan takes in memory, foretold: the programs of a step run on a ledger in place of tensors."""
+"""Prediction of the memory that a plan takes: the program of a step runs on a ledger instead of tensors."""

@@ -1,4 +1,4 @@
-"""The memory of what flows through the stages of one rank, and of what their backwards wait for."""
+"""The memory of activations: inputs and outputs of layers, and what is saved for their backwards."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ from plait.schedules.program import (
     TakeBatch,
 )
 
-Names = dict[int, MemoryBlock | None]
-"""Which block stands for each number of a trace, in one micro-batch."""
+Blocks = dict[int, MemoryBlock | None]
+"""The blocks of one micro-batch, by the number of their storage in a trace."""
 
 
 class ActivationAccount:
@@ -38,25 +38,25 @@ class ActivationAccount:
         traces: ModelTraces,
         inputs: Sequence[MemoryBlock],
     ) -> None:
-        """`stages` are this rank's, layer by layer; `inputs` its batch, of which micro-batches are views."""
+        """`stages` has the traces of this rank's layers; micro-batches are views of `inputs`."""
         self._ledger = ledger
         self._messages = messages
         self._stages = stages
         self._loss, self._clones = traces.loss, traces.clones
         self._inputs = inputs
-        self._flowing: dict[Hashable, Sequence[MemoryBlock | None]] = {}
-        """Forward and backward, per stage and micro-batch."""
-        self._runs: dict[tuple[int, int, int], Names] = {}
-        """Per stage, micro-batch and layer."""
-        self._losses: dict[int, Names] = {}
+        self._current: dict[Hashable, Sequence[MemoryBlock | None]] = {}
+        """Activations and gradients between layers, by direction, stage and micro-batch."""
+        self._runs: dict[tuple[int, int, int], Blocks] = {}
+        """By stage, micro-batch and layer."""
+        self._losses: dict[int, Blocks] = {}
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """What each pipeline instruction changes."""
+        """Return a function for each pipeline instruction."""
         return {
-            TakeBatch: lambda i: self._flow(i.action, self._inputs),
+            TakeBatch: lambda i: self._put(i.action, self._inputs),
             PostReceive: lambda i: self._messages.post(i.action),
             AwaitReceive: lambda i: self._await_receive(i.action),
-            LocalTransfer: lambda i: self._hand_over(i.action),
+            LocalTransfer: lambda i: self._transfer(i.action),
             Send: lambda i: self._send(i.action, i.peer),
             RunLayer: lambda i: self._run_layer(i.action, i.layer),
             ComputeLoss: lambda i: self._compute_loss(i.action),
@@ -65,30 +65,30 @@ class ActivationAccount:
             Finish: lambda i: self._messages.finish(),
         }
 
-    def _flow(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
-        """What flows into or out of a stage, forward or backward, is held until somebody takes it."""
-        flow = _flow_of(action)
-        self._flowing[flow] = blocks
-        self._ledger.hold(flow, blocks)
+    def _put(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
+        """Hold the current activations, or gradients, of a stage and micro-batch until they are taken."""
+        key = _key(action)
+        self._current[key] = blocks
+        self._ledger.hold(key, blocks)
 
     def _take(self, action: Action) -> Sequence[MemoryBlock | None]:
-        """What flows, once; who takes it has to hold it."""
-        flow = _flow_of(action)
-        self._ledger.drop(flow)
-        return self._flowing.pop(flow)
+        """Return the current activations, or gradients, and hold them no longer."""
+        key = _key(action)
+        self._ledger.drop(key)
+        return self._current.pop(key)
 
     def _await_receive(self, action: Action) -> None:
         received = self._messages.take(action)
         if action.kind is Kind.F:
-            self._flow(action, received)
+            self._put(action, received)
         else:
             blocks = iter(received)
             last = self._stages[action.stage][-1]
-            self._flow(action, [None if seed is None else next(blocks) for seed in last.seeds])
+            self._put(action, [None if seed is None else next(blocks) for seed in last.output_gradients])
 
-    def _hand_over(self, action: Action) -> None:
+    def _transfer(self, action: Action) -> None:
         source = action.stage - 1 if action.kind is Kind.F else action.stage + 1
-        self._flow(action, self._take(action._replace(stage=source)))
+        self._put(action, self._take(action._replace(stage=source)))
 
     def _send(self, action: Action, peer: int) -> None:
         blocks = self._take(action)
@@ -103,37 +103,37 @@ class ActivationAccount:
             self._runs[run] = {}
             self._phase(run, action, trace.forward, trace.inputs)
         if action.kind in (Kind.I, Kind.B):
-            self._phase(run, action, trace.backward, trace.seeds)
+            self._phase(run, action, trace.backward, trace.output_gradients)
         if action.kind in (Kind.W, Kind.B):
-            self._ledger.reach(trace.weights)
+            self._ledger.record_temporary(trace.weight_peak)
             self._ledger.drop(("run", run))
             del self._runs[run]
 
     def _phase(
         self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]
     ) -> None:
-        """Take what flows, make what the phase makes, keep what it keeps, and let its results flow."""
-        self._ledger.reach(phase.most)
-        names = self._runs[run]
-        names |= _named(given, self._take(action)) | _made(phase)
-        self._ledger.hold(("run", run), _blocks(phase.held, names))
-        self._flow(action, _blocks(phase.flows, names))
+        """Take the current values, allocate and save what the phase does; its results are the new ones."""
+        self._ledger.record_temporary(phase.peak)
+        known = self._runs[run]
+        known |= _named(given, self._take(action)) | _made(phase)
+        self._ledger.hold(("run", run), _blocks(phase.saved, known))
+        self._put(action, _blocks(phase.results, known))
 
     def _compute_loss(self, action: Action) -> None:
         forward = self._loss.forward
-        self._ledger.reach(self._clones + forward.most)
+        self._ledger.record_temporary(self._clones + forward.peak)
         given = self._take(action)
         if self._clones:
             given = [MemoryBlock(self._clones, Category.ACTIVATIONS)]
-        names = _named(self._loss.inputs, given) | _made(forward)
-        self._losses[action.microbatch] = names
-        self._ledger.hold(("loss", action.microbatch), _blocks(forward.held, names))
+        known = _named(self._loss.inputs, given) | _made(forward)
+        self._losses[action.microbatch] = known
+        self._ledger.hold(("loss", action.microbatch), _blocks(forward.saved, known))
 
     def _seed(self, action: Action) -> None:
         backward = self._loss.backward
-        self._ledger.reach(backward.most)
-        names = self._losses.pop(action.microbatch) | _made(backward)
-        self._flow(action, _blocks(backward.flows, names))
+        self._ledger.record_temporary(backward.peak)
+        known = self._losses.pop(action.microbatch) | _made(backward)
+        self._put(action, _blocks(backward.results, known))
         self._ledger.drop(("loss", action.microbatch))
 
     def _release(self, action: Action) -> None:
@@ -142,18 +142,18 @@ class ActivationAccount:
         self._messages.release(action.stage, action.microbatch)
 
 
-def _flow_of(action: Action) -> Hashable:
+def _key(action: Action) -> Hashable:
     return "forward" if action.kind is Kind.F else "backward", action.stage, action.microbatch
 
 
-def _named(numbers: Iterable[int | None], blocks: Iterable[MemoryBlock | None]) -> Names:
+def _named(numbers: Iterable[int | None], blocks: Iterable[MemoryBlock | None]) -> Blocks:
     pairs = zip(numbers, blocks, strict=True)
     return {number: block for number, block in pairs if number is not None}
 
 
-def _made(phase: PhaseTrace) -> Names:
-    return {number: MemoryBlock(nbytes, Category.ACTIVATIONS) for number, nbytes in phase.made.items()}
+def _made(phase: PhaseTrace) -> Blocks:
+    return {number: MemoryBlock(nbytes, Category.ACTIVATIONS) for number, nbytes in phase.allocated.items()}
 
 
-def _blocks(numbers: Iterable[int | None], names: Names) -> list[MemoryBlock | None]:
-    return [None if number is None else names[number] for number in numbers]
+def _blocks(numbers: Iterable[int | None], known: Blocks) -> list[MemoryBlock | None]:
+    return [None if number is None else known[number] for number in numbers]

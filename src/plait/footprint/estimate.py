@@ -1,4 +1,4 @@
-"""`memory`: what each rank of a plan would hold, found without ranks and without memory."""
+"""`memory`: the predicted memory of each rank of a plan, without ranks and without allocating it."""
 
 from __future__ import annotations
 
@@ -38,30 +38,30 @@ def memory(
     moments: int = 2,
     device: torch.device | str | None = None,
 ) -> Memory:
-    """What each rank of `plan` would hold of `model` during a step and between steps, in bytes.
+    """Return the bytes that each rank of `plan` would allocate for `model`, during a step and between steps.
 
     `inputs` and `targets` are one data-parallel rank's share of a batch, as `Engine.forward_backward` takes
-    it; tensors on meta will do. Without `inputs` a model that has a `context`, as plait's own have, is taken
-    to be given `rows` whole sequences of tokens (one a micro-batch); of any other no activations are counted.
-    Without `targets` there is a class for each row of the output. `moments`: how many tensors of a
-    parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with momentum. `device` is where
-    layers run, by default CUDA where that is available.
+    it; tensors on meta will do. Without `inputs`, a model that has a `context`, as plait's own have, is
+    assumed to get `rows` full sequences of tokens (default: one a micro-batch); for other models no
+    activations are counted. Without `targets` there is a class for each row of the output. `moments`: how
+    many tensors of a parameter's size the optimizer keeps for it: 2 for AdamW, 1 for SGD with momentum.
+    `device` is where layers run, by default CUDA where that is available.
 
-    Nothing is allocated and nobody is asked: layers run once, on the meta device. Not counted: what the
-    optimizer takes within its own step, what a backend of communication keeps for itself, and what an
-    allocator loses between blocks. Gradients of an earlier step are gone, as after `zero_grad()`. A loss that
-    does not run on meta is taken to copy its input; attention inside `nn.MultiheadAttention` counts with its
-    matrix of weights, and recurrent layers as PyTorch composes them. Raises PlanError, ModelError, DataError
+    Layers run once, on the meta device, and ranks do not communicate. Not counted: temporaries of the
+    optimizer's step, memory of communication backends, and fragmentation. Gradients of an earlier step are
+    gone, as after `zero_grad()`. A loss that does not run on meta is assumed to copy its input; attention
+    inside `nn.MultiheadAttention` counts with its matrix of weights, and recurrent layers as PyTorch composes
+    them. Raises PlanError, ModelError, DataError
     or ScheduleError, as `parallelize` and the first step would.
     """
-    return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).forecast(plan)
+    return MemoryEstimator(model, inputs, targets, as_loss(loss), rules, rows, moments, device).estimate(plan)
 
 
 @dataclass
 class MemoryEstimator:
-    """All that `memory` is given but the plan.
+    """The arguments of `memory` without the plan: predicts the memory of several plans.
 
-    What layers do, and the order of a step, are found once for all plans that share them.
+    Plans that share schedules or the shapes of layers share their simulation.
     """
 
     model: nn.Module
@@ -86,35 +86,35 @@ class MemoryEstimator:
         if self.rows is not None and self.inputs is not None:
             raise PlanError(f"inputs have rows of their own: give them, or rows = {self.rows}, not both.")
 
-    def forecast(self, plan: Plan) -> Memory:
-        """What the plan takes."""
+    def estimate(self, plan: Plan) -> Memory:
+        """Return the predicted memory of a plan."""
         whole = replace(plan, strategy="none", offload="none", reduce="last")
         unsharded = max(rank.peak for rank in self.ranks(whole))
         return Memory(plan, self.ranks(plan), unsharded, has_activations=self._batch(plan) is not None)
 
-    def ranks(self, plan: Plan, watcher: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
-        """What each rank of `pp` holds; `watcher` is told of each moment of its second step."""
+    def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
+        """Return the memory of each rank of `pp`; `observer` is called after each instruction of the step."""
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
         traces = self._traces(blueprint)
         return tuple(
-            simulate_step(blueprint, rank, program, traces, self.where, self.moments, watcher)
+            simulate_step(blueprint, rank, program, traces, self.where, self.moments, observer)
             for rank, program in enumerate(lower(blueprint.schedule, blueprint.lowering_spec))
         )
 
     def rows_of(self, plan: Plan) -> int | None:
-        """The rows of a data-parallel rank's share of a batch, if something says how many."""
+        """Return the rows of a data-parallel rank's share of a batch, or None where they are unknown."""
         batch = self._batch(plan)
         return None if batch is None else next(tensors_of(batch)).shape[0]
 
     @property
     def where(self) -> torch.device:
-        """Where layers run."""
+        """The device where layers run."""
         if self.device is None:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
     def _batch(self, plan: Plan) -> Value:
-        """The inputs, on meta; None where nothing says what they look like."""
+        """Return the inputs on meta, or None where their shape is unknown."""
         if self.inputs is not None:
             return map_tensors(lambda tensor: as_input(tensor, DTYPES[plan.precision]), self.inputs)
         context = getattr(self.model, "context", None)

@@ -1,4 +1,4 @@
-"""The smallest change of a plan that makes it fit a limit of memory."""
+"""`fit_plan`: the smallest change of a plan that makes it fit a memory limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUT_GRADIENTS = ("gradients", "full")
 
 
 class Change(NamedTuple):
-    """Another value of one field of a plan, and its place among all such, the cheapest first."""
+    """Another value of one field of a plan; changes of lower cost are tried first."""
 
     cost: int
     field: str
@@ -22,16 +22,15 @@ class Change(NamedTuple):
 
 
 def fit_plan(estimator: MemoryEstimator, plan: Plan, limit: int) -> Plan | None:
-    """The plan nearest to `plan` of which no rank holds more than `limit` bytes; None where there is none.
+    """Return the plan nearest to `plan` whose ranks need at most `limit` bytes, or None.
 
     `plan` itself, if it fits. Else with one field changed, in this order: gradients reduced each micro-batch;
-    the strategies optimizer, gradients, full; more and so smaller micro-batches of the same batch; offload
-    of parameters, or of all. Then with two fields, and so on. What counts is the most that a rank holds,
-    within operations too.
+    the strategies optimizer, gradients, full; more, smaller micro-batches of the same batch; offload of
+    parameters, or of all. Then with two fields, and so on. The peak within operations counts.
     """
     rows = estimator.rows_of(plan)
     if estimator.inputs is None:
-        estimator = replace(estimator, rows=rows)  # the batch stays as it is, however it is cut
+        estimator = replace(estimator, rows=rows)  # the batch keeps its size, whatever the micro-batches
     for candidate in nearest(plan, rows, offloads=estimator.where.type != "cpu"):
         if max(rank.most for rank in estimator.ranks(candidate)) <= limit:
             return candidate
@@ -39,15 +38,15 @@ def fit_plan(estimator: MemoryEstimator, plan: Plan, limit: int) -> Plan | None:
 
 
 def changed_fields(before: Plan, after: Plan) -> dict[str, Any]:
-    """The fields in which two plans differ, with the values of the second."""
+    """Return the fields in which two plans differ, with the values of the second."""
     values = {field.name: getattr(after, field.name) for field in fields(Plan)}
     return {name: value for name, value in values.items() if value != getattr(before, name)}
 
 
 def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
-    """`plan` and those that may take less, the nearest first.
+    """Yield `plan` and plans that may take less memory, the nearest first.
 
-    `rows` are those of a rank's share of a batch, if known. `offloads`: whether that frees memory at all.
+    `rows`: those of a rank's share of a batch, if known. `offloads`: whether offload frees device memory.
     """
     by_field: dict[str, list[Change | None]] = {}
     for change in _changes(plan, rows, offloads=offloads):
@@ -60,7 +59,7 @@ def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
 
 
 def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
-    """All changes of one field, the cheapest first."""
+    """Return all changes of one field, the cheapest first."""
     strategies, offload = get_args(Strategy), get_args(Offload)
     found: list[tuple[str, Any]] = []
     if plan.reduce == "last":
@@ -76,12 +75,12 @@ def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
 
 
 def _distance(changes: Sequence[Change]) -> tuple[int, list[int]]:
-    """Few changes first; of as many, those whose dearest is the cheapest."""
+    """Return a sort key: few changes first, then those whose most costly change is the cheapest."""
     return len(changes), sorted((change.cost for change in changes), reverse=True)
 
 
 def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:
-    """Whether each of the changes has an effect."""
+    """Return whether each of the changes has an effect."""
     strategy, offload = changed.get("strategy", plan.strategy), changed.get("offload", plan.offload)
     if "reduce" in changed and strategy not in CUT_GRADIENTS:
         return False

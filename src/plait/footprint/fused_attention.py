@@ -1,7 +1,6 @@
-"""Attention as devices compute it, for the meta device, where PyTorch takes its parts one by one.
+"""Fused attention on the meta device, where PyTorch would compose it of its parts.
 
-A fused kernel keeps its inputs, its output and one number a row for the backward, never the matrix of
-weights.
+A fused kernel saves its inputs, its output and one number per row for the backward, but no matrix of weights.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ def fuses(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Whether devices have a fused kernel for this call of `scaled_dot_product_attention`."""
+    """Return whether devices have a fused kernel for this call of `scaled_dot_product_attention`."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
@@ -32,7 +31,7 @@ def fuses(
 def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """What a fused kernel gives for `[batch, heads, length, size]`, and keeps."""
+    """Return the output for `[batch, heads, length, size]`, and save what a fused kernel saves."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
@@ -53,9 +52,9 @@ class _Fused(torch.autograd.Function):
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Like the output of a fused kernel, in memory too, and like the numbers that it keeps of each row.
+    """Return the output of a fused kernel and the numbers that it saves for each row.
 
-    An operation without a public name: the one that a CPU runs, whose result recomputation may keep.
+    From the CPU's operation, which has no public name: recomputation may keep its result.
     """
     output, normalisers = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(query, key, value)
     return output, normalisers

@@ -1,4 +1,4 @@
-"""The traces of a model's layers and of its loss, for one shape of micro-batch."""
+"""Traces of all layers of a model and of its loss, for one shape of micro-batch."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from plait.tensor.tensor_parallelism import TensorParallelism
 
 @dataclass(frozen=True)
 class ModelTraces:
-    """What the layers of a model, in order, and its loss do with a micro-batch."""
+    """The traces of a model's layers, in order, and of its loss."""
 
     layers: Sequence[Trace]
     infos: Sequence[LayerInfo]
     loss: Trace
     clones: int
-    """Bytes of the output, where that is copied for the loss."""
+    """Bytes of a copy of the output for the loss; 0 where it is not copied."""
     inputs: Sequence[int]
     """Bytes of each tensor of the input."""
     targets: Sequence[int]
 
 
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
-    """Of the first rank along `tp`, which has the largest pieces. ModelError as `infer`.
+    """Return the traces on the first rank along `tp`, which has the largest pieces. ModelError as `infer`.
 
-    Without `targets` they are taken to be a class for each row of the output.
+    Without `targets` there is a class for each row of the output.
     """
     queue = WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(
@@ -60,7 +60,11 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
     clones = vocabulary is not None and traces[-1].output_is_read
-    classes = _classes_like(value) if targets is None else map_tensors(_on_meta, targets)
+    classes = (
+        _classes_like(value)
+        if targets is None
+        else map_tensors(lambda tensor: as_input(tensor, None), targets)
+    )
     return ModelTraces(
         traces,
         infos,
@@ -74,7 +78,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
 def _skeleton(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
-    """All layers of the model as a rank runs them, with gradients to add to, on the meta device."""
+    """Return all layers as a rank runs them, with gradients to add to, on the meta device."""
     coordinate = {"replicate": 0, "shard": 0, "tp": 0}
     shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
@@ -91,17 +95,13 @@ def _skeleton(
 
 
 def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    """On meta what the engine makes of an input: in the plan's precision, if floating-point."""
+    """Return an input on meta as the engine converts it: in the plan's precision, if floating-point."""
     dtype = precision if tensor.is_floating_point() else None
     return torch.empty_like(tensor, dtype=dtype, device="meta")
 
 
-def _on_meta(tensor: Tensor) -> Tensor:
-    return torch.empty_like(tensor, device="meta")
-
-
 def _classes_like(output: Value) -> Value:
-    """A class for each row of an output that is one tensor."""
+    """Return targets on meta: a class for each row of the output."""
     return map_tensors(lambda tensor: tensor.new_empty(tensor.shape[:-1], dtype=torch.int64), output)
 
 

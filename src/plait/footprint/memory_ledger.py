@@ -1,4 +1,4 @@
-"""A ledger of the blocks of memory that a rank holds, and of the moment when they are most."""
+"""A ledger of the memory blocks that are allocated on a rank, and of their peak."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ from plait.schedules.program import Instruction
 
 
 class Category(StrEnum):
-    """What a block is for."""
+    """The use of a block."""
 
     PARAMETERS = "parameters"
-    """Whole ones that stay, pieces that the optimizer updates, and a model's own buffers."""
+    """Whole parameters that are kept, pieces that the optimizer updates, and the model's buffers."""
     GATHERED = "gathered"
-    """Whole parameters between their gathering and their release."""
+    """Whole parameters between all-gather and release."""
     GRADIENTS = "gradients"
     STATE = "optimizer"
-    """The optimizer's state."""
+    """Optimizer state."""
     ACTIVATIONS = "activations"
-    """What backwards will need, what flows between layers, and the loss."""
+    """Tensors saved for the backward, inputs and outputs of layers, and the loss."""
     MESSAGES = "messages"
-    """Buffers of messages between stages."""
+    """Buffers for sends and receives between stages."""
     BATCH = "batch"
 
     # Blocks are counted by category all the time; the hash that Enum defines is a Python function.
@@ -32,23 +32,23 @@ class Category(StrEnum):
 
 @dataclass(eq=False, slots=True, frozen=True)
 class MemoryBlock:
-    """A piece of memory. What holds the same memory holds the same block."""
+    """An allocation. Tensors that share memory share a block."""
 
     nbytes: int
     category: Category
     on_host: bool = False
-    """Offloaded: on the CPU, wherever layers run."""
+    """Whether it is offloaded to the CPU while layers run elsewhere."""
 
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What is held after an instruction."""
+    """What is allocated after an instruction."""
 
     after: Instruction
     held: Counter[Category]
-    """Bytes on the device where layers run."""
+    """Bytes on the device where layers run, by use."""
     host: int
-    """Bytes that are offloaded."""
+    """Offloaded bytes."""
 
     @property
     def total(self) -> int:
@@ -57,7 +57,7 @@ class MemorySnapshot:
 
 
 class MemoryLedger:
-    """Who holds which blocks now. A block counts once, as long as anybody holds it."""
+    """The blocks that are allocated, by holder. A block counts once, as long as it has a holder."""
 
     def __init__(self) -> None:
         self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
@@ -65,13 +65,13 @@ class MemoryLedger:
         self._held: Counter[Category] = Counter()
         self._host = 0
         self.peak: MemorySnapshot | None = None
-        """The moment of the most bytes on the device."""
+        """The snapshot with the most bytes on the device."""
         self.host_peak = 0
         self.most = 0
         """The most bytes on the device, within instructions too."""
 
     def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
-        """From now on `holder` holds `blocks`, and nothing else; None stands for no memory."""
+        """Let `holder` hold `blocks` instead of its former ones; None stands for no memory."""
         held = tuple(block for block in blocks if block is not None)
         for block in held:
             self._holders[block] += 1
@@ -81,30 +81,30 @@ class MemoryLedger:
         self._holds[holder] = held
 
     def drop(self, holder: Hashable) -> None:
-        """From now on `holder` holds nothing."""
+        """Let `holder` hold nothing."""
         for block in self._holds.pop(holder, ()):
             self._holders[block] -= 1
             if not self._holders[block]:
                 del self._holders[block]
                 self._count(block, -block.nbytes)
 
-    def reach(self, extra: int) -> None:
-        """For a moment `extra` bytes more than now are held on the device."""
+    def record_temporary(self, extra: int) -> None:
+        """Record that `extra` more bytes are allocated on the device within an instruction."""
         self.most = max(self.most, self._held.total() + extra)
 
-    def mark(self, instruction: Instruction) -> None:
-        """`instruction` was carried out."""
-        self.reach(0)
+    def record(self, instruction: Instruction) -> None:
+        """Record what is allocated after `instruction`."""
+        self.record_temporary(0)
         self.host_peak = max(self.host_peak, self._host)
         if self.peak is None or self._held.total() > self.peak.total:
-            self.peak = self.moment(instruction)
+            self.peak = self.snapshot(instruction)
 
-    def moment(self, instruction: Instruction) -> MemorySnapshot:
-        """What is held now, after `instruction`."""
+    def snapshot(self, instruction: Instruction) -> MemorySnapshot:
+        """Return what is allocated now, after `instruction`."""
         return MemorySnapshot(instruction, self._held.copy(), self._host)
 
-    def begin(self) -> None:
-        """Forget the peaks: another step begins."""
+    def reset_peaks(self) -> None:
+        """Forget the peaks, before another step."""
         self.peak, self.host_peak, self.most = None, 0, 0
 
     def _count(self, block: MemoryBlock, nbytes: int) -> None:

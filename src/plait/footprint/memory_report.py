@@ -1,4 +1,4 @@
-"""The answer: what each rank holds when it holds most, as numbers and as a table."""
+"""`Memory`: the predicted peak of each rank, as numbers and as a table."""
 
 from __future__ import annotations
 
@@ -20,55 +20,55 @@ COLUMNS = (
     "at rest",
 )
 DIGITS = ((10**7, 3), (10**10, 1))
-"""Below so many bytes, so many digits of a megabyte are shown."""
+"""Pairs of an upper bound in bytes and the decimals of a megabyte shown below it."""
 
 
 @dataclass(frozen=True)
 class RankMemory:
-    """What a rank holds, in bytes on the device where its layers run. Ranks along `dp` hold alike.
+    """Predicted memory of a rank, in bytes on the device where its layers run; equal along `dp`.
 
     `peak` is the most after an instruction of the second step, `most` the most within instructions too, and
-    `at_rest` what is held between steps.
+    `at_rest` what is allocated between steps.
     """
 
     rank: int
-    """Along `pp`; along `tp` it is the first, which holds most."""
+    """Index along `pp`; along `tp` it is the first rank, which has the largest pieces."""
     peak: int
     at_peak: Mapping[Category, int]
-    """What is held then, by what it is for."""
+    """The bytes at the peak, by use."""
     at: str
-    """After what that is."""
+    """The instruction after which the peak is reached."""
     most: int
     at_rest: int
     host: int
-    """The most that is offloaded to the CPU besides; where layers run on the CPU it counts as all else."""
+    """The most that is offloaded to the CPU; 0 where layers run there."""
 
 
 @dataclass(frozen=True)
 class Memory:
-    """What a plan takes. `print` it for a table of megabytes."""
+    """Predicted memory of a plan. `print` it for a table of megabytes."""
 
     plan: Plan
     ranks: tuple[RankMemory, ...]
-    """Per rank of `pp`."""
+    """One for each rank of `pp`."""
     unsharded: int
     """The peak of the same plan with strategy `none`, in bytes."""
     has_activations: bool
-    """Whether activations are counted: something said what a batch looks like."""
+    """Whether activations are counted: the shape of a batch is known."""
 
     @property
     def peak(self) -> int:
-        """Of the rank that holds most, after an instruction, in bytes."""
+        """The largest peak of a rank after an instruction, in bytes."""
         return max(rank.peak for rank in self.ranks)
 
     @property
     def most(self) -> int:
-        """Likewise, within instructions too: what the device must have."""
+        """The largest peak within instructions too, in bytes: what a device must have."""
         return max(rank.most for rank in self.ranks)
 
     @property
     def saving(self) -> float:
-        """The part of the peak with strategy `none` that the plan saves."""
+        """The fraction of the peak with strategy `none` that the plan saves."""
         return 1 - self.peak / self.unsharded if self.unsharded else 0.0
 
     def __str__(self) -> str:

@@ -149,7 +149,7 @@ class ParameterAccount:
         self._ledger.hold(("opened", name), _gradients(sizes))
 
     def _scatter(self, name: str) -> None:
-        self._ledger.reach(sum(one.converted for one in self._units[name]))
+        self._ledger.record_temporary(sum(one.converted for one in self._units[name]))
         self._ledger.hold(("scattering", name), _gradients(one.scattering for one in self._units[name]))
 
     def _collect(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""The memory of messages between stages, as `plait.pipeline.exchange` has it."""
+"""The memory of sends and receives between stages, as `plait.pipeline.exchange` allocates it."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from plait.schedules.action import Action, Kind
 
 
 class ReceiveBufferAccount:
-    """Enters in a ledger what an `Exchange` of one rank holds."""
+    """Enters in a ledger what the `Exchange` of one rank allocates."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
-        """All micro-batches have the shapes of the first."""
+        """`crossing` has one micro-batch, whose shapes all have."""
         self._ledger = ledger
         self._crossing = crossing
         self._sizes = buffer_sizes(crossing)
@@ -26,18 +26,18 @@ class ReceiveBufferAccount:
         self._sent = 0
 
     def post(self, action: Action) -> None:
-        """A receive is posted into buffers of the pool."""
+        """Post the receives of `action` into buffers of the pool."""
         received = receive_buffers(action._replace(microbatch=0), self._crossing, self._sizes)
         self._posted[action] = [self._take(size) for _, size in received]
 
     def take(self, action: Action) -> list[MemoryBlock]:
-        """What `action` needs has come."""
+        """Return the received blocks of `action`."""
         blocks = self._posted.pop(action)
         self._lent[action.stage, action.microbatch] += blocks
         return blocks
 
     def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
-        """A send starts, which holds what it sends until the next but one has started."""
+        """Start a send, which holds its blocks until the next but one has started."""
         under_way = self._sends[peer, action.kind]
         if len(under_way) == SENDS_UNDER_WAY:
             self._ledger.drop(("send", under_way.pop(0)))
@@ -46,7 +46,7 @@ class ReceiveBufferAccount:
         under_way.append(self._sent)
 
     def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
-        """Likewise, with zeros where no gradient flows."""
+        """Start a send of gradients, with zeros for those that are None."""
         pairs = zip(self._crossing[action.stage - 1][0], gradients, strict=True)
         blocks = [
             MemoryBlock(info.nbytes, Category.MESSAGES) if gradient is None else gradient
@@ -56,16 +56,16 @@ class ReceiveBufferAccount:
         self.send(action, blocks, peer)
 
     def safe_to_keep(self, block: MemoryBlock) -> MemoryBlock:
-        """`block`, or a copy where it is a buffer of the pool."""
+        """Return `block`, or a copy where it is a buffer of the pool."""
         return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 
     def release(self, stage: int, microbatch: int) -> None:
-        """The buffers that a stage was lent for a micro-batch are free."""
+        """Return the buffers of a stage's micro-batch to the pool."""
         for block in self._lent.pop((stage, microbatch), ()):
             self._free[block.nbytes].append(block)
 
     def finish(self) -> None:
-        """Every send is out."""
+        """Finish all sends."""
         for under_way in self._sends.values():
             for number in under_way:
                 self._ledger.drop(("send", number))

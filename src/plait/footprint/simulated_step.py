@@ -1,9 +1,9 @@
-"""A step of one rank, rehearsed: its program runs, and a ledger is kept of what it would hold."""
+"""A simulated step of one rank: its program runs on a ledger of the memory that it would allocate."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, get_args
+from collections.abc import Callable, Iterable, Mapping
+from typing import get_args
 
 import torch
 
@@ -19,7 +19,7 @@ from plait.pipeline.executor import Executor
 from plait.schedules.program import Instruction, Program, RunLayer
 
 MemoryObserver = Callable[[int, MemorySnapshot], None]
-"""Told the rank, and what it holds after each instruction of the rehearsed step."""
+"""Called with the rank and its memory after each instruction of the simulated step."""
 
 
 def simulate_step(
@@ -29,30 +29,29 @@ def simulate_step(
     traces: ModelTraces | None,
     device: torch.device,
     moments: int,
-    watcher: MemoryObserver | None = None,
+    observer: MemoryObserver | None = None,
 ) -> RankMemory:
-    """What a rank of `pp` that computes on `device` holds in its second step.
+    """Return the memory of a rank of `pp` with layers on `device`, in its second step.
 
-    What the first one makes, receive buffers say, is there then. Without `traces` nothing is known of what
-    flows. `moments` are the tensors of the optimizer's state a parameter.
+    What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
+    are not. `moments`: tensors of optimizer state per parameter.
     """
     ledger = MemoryLedger()
     spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
     layers = [layer for stage in spans.values() for layer in stage]
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
-    handlers = [_nothing(), units.handlers()]
+    handlers = [dict.fromkeys(get_args(Instruction), _ignore), units.handlers()]
     if traces is not None:
-        inputs = _hold_batch(ledger, blueprint, spans, traces, device)
-        handlers.append(_flow(ledger, blueprint, spans, traces, inputs).handlers())
+        handlers.append(_activations(ledger, blueprint, spans, traces, device).handlers())
     Executor(*handlers).run(program)
-    ledger.begin()
+    ledger.reset_peaks()
     units.begin()
 
     def observe(instruction: Instruction) -> None:
-        ledger.mark(instruction)
-        if watcher is not None:
-            watcher(rank, ledger.moment(instruction))
+        ledger.record(instruction)
+        if observer is not None:
+            observer(rank, ledger.snapshot(instruction))
 
     Executor(*handlers, dict.fromkeys(get_args(Instruction), observe)).run(program)
     assert ledger.peak is not None
@@ -64,58 +63,50 @@ def simulate_step(
         at_peak=ledger.peak.held,
         at=_described(ledger.peak.after, blueprint),
         most=ledger.most,
-        at_rest=ledger.moment(program[-1]).total,
+        at_rest=ledger.snapshot(program[-1]).total,
         host=ledger.host_peak,
     )
 
 
 def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
-    """What these layers keep beside parameters."""
+    """Return the bytes of the modules' buffers."""
     modules = (blueprint.sequence.layers[layer].module for layer in layers)
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
-    told = DTYPES[blueprint.plan.precision]
+    precision = DTYPES[blueprint.plan.precision]
     return sum(
-        buffer.numel() * (told if told and buffer.is_floating_point() else buffer.dtype).itemsize
+        buffer.numel() * (precision if precision and buffer.is_floating_point() else buffer.dtype).itemsize
         for buffer in buffers.values()
     )
 
 
-def _hold_batch(
+def _activations(
     ledger: MemoryLedger,
     blueprint: Blueprint,
     spans: Mapping[int, range],
     traces: ModelTraces,
     device: torch.device,
-) -> list[MemoryBlock]:
-    """The first stage reads inputs, the last targets; where layers run on the CPU, all is there anyway."""
-    count, last = blueprint.plan.microbatches, len(blueprint.layers_per_stage) - 1
+) -> ActivationAccount:
+    """Hold the batch and return the account of activations.
+
+    The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both.
+    """
+    count, last = blueprint.plan.microbatches, len(blueprint.stage_layers) - 1
     inputs = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.inputs]
     targets = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.targets]
     everywhere = device.type == "cpu"
     ledger.hold("inputs", inputs if everywhere or 0 in spans else [])
     ledger.hold("targets", targets if everywhere or last in spans else [])
-    return inputs
-
-
-def _flow(
-    ledger: MemoryLedger,
-    blueprint: Blueprint,
-    spans: Mapping[int, range],
-    traces: ModelTraces,
-    inputs: Sequence[MemoryBlock],
-) -> ActivationAccount:
     crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
-    messages = ReceiveBufferAccount(ledger, crossing)
     stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
-    return ActivationAccount(ledger, messages, stages, traces, inputs)
+    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), stages, traces, inputs)
 
 
-def _nothing() -> Mapping[type, Callable[[Any], None]]:
-    return {kind: lambda _: None for kind in get_args(Instruction)}
+def _ignore(instruction: Instruction) -> None:
+    pass
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:
-    """The instruction as a few words."""
+    """Return the instruction as a few words."""
     name = type(instruction).__name__
     if isinstance(instruction, RunLayer):
         action = instruction.action

@@ -1,8 +1,8 @@
-"""Which memory is alive while layers run on the meta device, where tensors have storages without bytes.
+"""Tracking of the storages that are alive while layers run on the meta device, where they have no bytes.
 
-Three public hooks see them: what each function gives (`TorchFunctionMode`), what autograd saves
-(`saved_tensors_hooks`), and the gradients that go into and come out of each node of a graph. What was seen is
-then followed by a weak reference: whoever keeps it, autograd, a closure or a list, it counts as alive.
+Three public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
+(`saved_tensors_hooks`), and the input and output gradients of each node of a graph. A weak reference to each
+storage tells how long it is alive: in autograd, a closure or a list.
 """
 
 from __future__ import annotations
@@ -23,27 +23,27 @@ from plait.layers.nested import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
-    """Numbers the storages that it sees, and remembers which were alive when something was seen."""
+    """Numbers the storages of reported tensors, and samples which are alive at each report."""
 
     def __init__(self) -> None:
         super().__init__()
         self.sizes: list[int] = []
-        """Bytes, by number."""
+        """The bytes of each storage, by number."""
         self.samples: list[frozenset[int]] = []
-        """What was alive whenever something was seen."""
+        """The storages alive at each report."""
         self._numbers: dict[int, tuple[ref[torch.UntypedStorage], int]] = {}
         self._in_node = False
         self._at_begin: frozenset[int] = frozenset()
 
     @contextmanager
-    def watching(self) -> Iterator[None]:
-        """See all that happens on the meta device; gradients are enabled."""
+    def tracking(self) -> Iterator[None]:
+        """Track everything that runs on the meta device; gradients are enabled."""
         saving = saved_tensors_hooks(self._save, lambda saved: saved)
         with torch.device("meta"), torch.enable_grad(), saving, self:
             yield
 
     def number(self, tensor: Tensor) -> int:
-        """The number of a tensor's storage."""
+        """Return the number of a tensor's storage."""
         storage = tensor.untyped_storage()
         found = self._numbers.get(id(storage))
         if found is not None:
@@ -53,12 +53,12 @@ class StorageTracker(TorchFunctionMode):
         self._numbers[key] = ref(storage, lambda _: self._forget(key)), number
         return number
 
-    def alive(self) -> frozenset[int]:
-        """The numbers of the storages that somebody keeps."""
+    def live(self) -> frozenset[int]:
+        """Return the numbers of the storages that are alive."""
         return frozenset(number for _, number in self._numbers.values())
 
-    def follow(self, roots: Iterable[Tensor]) -> None:
-        """See the gradients of the graph that ends in `roots`, when it is run backward."""
+    def track_backward(self, roots: Iterable[Tensor]) -> None:
+        """Track the backward of the graph that ends in `roots`."""
         seen: set[Node] = set()
         waiting = [root.grad_fn for root in roots]
         while waiting:
@@ -73,44 +73,44 @@ class StorageTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func`, and see what it gives."""
+        """Run `func` and record its results."""
         kwargs = kwargs or {}
         if func is Tensor.__bool__ and args[0].is_meta:
-            return True  # that all is well is all that is ever asked of values that are not there
+            return True  # there are no values: checks of them pass
         if func is functional.scaled_dot_product_attention and fuses(*args, **kwargs):
-            with self:  # a mode is off while it is told of a function
+            with self:  # a mode is off within its own hook
                 result = fused(*args, **kwargs)
         else:
             result = func(*args, **kwargs)
-        self._see(result)
+        self._record(result)
         return result
 
     def _begin_node(self, gradients: Any) -> None:
-        self._see(gradients)
-        # A mode is off while a function runs that it was told of, and a backward is one such function.
+        self._record(gradients)
+        # A mode is off within its own hook, and a backward is called through it.
         self.__enter__()  # type: ignore[no-untyped-call]
         self._in_node = True
-        self._at_begin = self.alive()
+        self._at_begin = self.live()
 
-    def _end_node(self, given: Any, come: Any) -> None:
+    def _end_node(self, gradients: Any, outer: Any) -> None:
         self._in_node = False
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        self._see((given, come))
-        # What a node reads is there until it ends, also where it is made again for it alone.
-        self.samples.append(self.alive() | self._at_begin)
+        self._record((gradients, outer))
+        # What a node reads is alive until the node ends, also where it is recomputed for the node alone.
+        self.samples.append(self.live() | self._at_begin)
 
     def _save(self, tensor: Tensor) -> Tensor:
-        self._see(tensor)
+        self._record(tensor)
         return tensor.detach()
 
-    def _see(self, value: Any) -> None:
+    def _record(self, value: Any) -> None:
         tensors = [tensor for tensor in tensors_of(value) if tensor.is_meta]
         for tensor in tensors:
             self.number(tensor)
-        # Within a node of a graph devices take less than the meta device, which composes some of them; but
-        # where gradients are enabled there, a forward runs again.
+        # Within a node devices need less than the meta device, which composes some operations; but where
+        # gradients are enabled in a node, it runs a forward again.
         if tensors and (not self._in_node or torch.is_grad_enabled()):
-            self.samples.append(self.alive())
+            self.samples.append(self.live())
 
     def _forget(self, key: int) -> None:
         del self._numbers[key]

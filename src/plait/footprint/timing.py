@@ -1,4 +1,4 @@
-"""`balance`: stages cut by what layers really take, measured before training on the ranks that will train."""
+"""`balance`: cut a model into stages by the measured times of its layers."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ from plait.tensor.tensor_parallelism import TensorParallelism
 from plait.tensor.torch_losses import GivenLoss, as_loss
 
 REPEATS = 5
-"""Runs of each layer, of which the median counts; one more goes before them."""
+"""Timed runs of each layer, of which the median counts; one untimed run precedes them."""
 SPREAD = 0.02
-"""Of the random values of parameters: what a layer takes hardly depends on them."""
+"""Standard deviation of the random parameters; times hardly depend on it."""
 
 
 def balance(
@@ -47,11 +47,11 @@ def balance(
     *,
     rules: Rules | None = None,
 ) -> Plan:
-    """`plan` with stages cut by what the layers take on this mesh: its `layers_per_stage` says how.
+    """Return `plan` with `layers_per_stage` set from the times of the layers on this mesh.
 
     `inputs` and `targets` are as in `Engine.forward_backward`; their first micro-batch runs through the
     model, layer by layer, a few times, on every rank at once, with one layer's parameters in memory at a
-    time. What rank 0 measures counts. Communication: what regions sum over `tp`, the batch's shapes (256
+    time. The times of rank 0 count. Communication: what regions sum over `tp`, the batch's shapes (256
     bytes) and the costs as text over `world`. Raises what `parallelize` would.
     """
     mesh.check_plan(plan)
@@ -61,7 +61,9 @@ def balance(
     looks = f"balance on micro-batches of {signature(given)} with targets {signature(wanted)}"
     require_same_text(looks, mesh.group("world"), mesh.group("world").device_for_text(mesh.device))
     mine = measured_costs(blueprint, mesh, given, wanted, as_loss(loss))
-    costs = _read(broadcast_text(_written(mine), mesh.group("world"), mesh.device))
+    text = broadcast_text(json.dumps([mine.F, mine.I, mine.W]), mesh.group("world"), mesh.device)
+    forward, backward, weights = map(tuple, json.loads(text))
+    costs = LayerCosts(forward, backward, weights)
     _, counts = schedule_and_cut(
         plan.schedule,
         costs.with_messages(plan.pp),
@@ -74,9 +76,9 @@ def balance(
 
 
 def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
-    """Seconds that each layer takes here; the loss belongs to the last. All ranks of `tp` measure at once.
+    """Return the seconds of each layer on this rank of `tp`, the last one's with the loss.
 
-    Communication: what the layers sum over `tp`.
+    All ranks of `tp` measure at once. Communication: what the layers sum over `tp`.
     """
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     dtype = DTYPES[blueprint.plan.precision]
@@ -103,7 +105,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
 def _stage_of(
     layer: NamedLayer, info: LayerInfo, blueprint: Blueprint, tensor_parallel: TensorParallelism, mesh: Mesh
 ) -> Stage:
-    """A stage of one layer as this rank of `tp` runs it, on random parameters."""
+    """Return a stage of one layer as this rank of `tp` runs it, on random parameters."""
     dtype, tensors = DTYPES[blueprint.plan.precision], dict[int, Tensor]()
     names = {id(parameter): name for name, parameter in blueprint.sequence.parameters.items()}
     for parameter in layer.module.parameters():
@@ -126,7 +128,7 @@ def _stage_of(
 def _run(
     stage: Stage, given: Value, ending: LossLike | None, targets: Value, clock: Callable[[], float]
 ) -> tuple[Value, tuple[float, float, float]]:
-    """What the layer gives, and the seconds of its forward, input gradient and weight gradient."""
+    """Return the layer's output, and the seconds of its forward, input gradient and weight gradient."""
     with torch.enable_grad():
         stage.feed(0, map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given))
         start = clock()
@@ -155,7 +157,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Seconds, when the device has done all that it was given."""
+    """Return a clock in seconds that first waits for the device."""
 
     def read() -> float:
         if device.type == "cuda":
@@ -163,12 +165,3 @@ def _clock(device: torch.device) -> Callable[[], float]:
         return perf_counter()
 
     return read
-
-
-def _written(costs: LayerCosts) -> str:
-    return json.dumps([costs.F, costs.I, costs.W])
-
-
-def _read(text: str) -> LayerCosts:
-    forward, inputs, weights = map(tuple, json.loads(text))
-    return LayerCosts(forward, inputs, weights)

@@ -1,7 +1,7 @@
-"""What a layer, and the loss, leave in memory: found by running them once on the meta device.
+"""Traces of the memory that a layer, or the loss, allocates and saves, from one run on the meta device.
 
-Numbers stand for storages, so that a trace also says what is the same memory: an output that is kept for the
-backward, a gradient that flows on and that weight work waits for.
+Storages are numbered, so that a trace also shows what shares memory: an output that is saved for the
+backward, or an output gradient that is passed on and saved for the weight gradient.
 """
 
 from __future__ import annotations
@@ -18,85 +18,87 @@ from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
 
-Numbers = tuple[int | None, ...]
+StorageNumbers = tuple[int | None, ...]
+"""The storages of several tensors; None where there is no tensor."""
 
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """A forward, or the backward of the input."""
+    """The memory of a forward, or of a backward of the input."""
 
-    made: Mapping[int, int]
-    """The bytes of each storage that is made here and outlives it."""
-    held: tuple[int, ...]
-    """What is kept for what comes later."""
-    flows: Numbers
-    """The outputs, or the gradients of the inputs; none where no gradient flows."""
-    most: int
-    """The most bytes within it, beyond those that it begins with."""
+    allocated: Mapping[int, int]
+    """The bytes of each new storage that outlives the phase."""
+    saved: tuple[int, ...]
+    """The storages that are saved for later phases."""
+    results: StorageNumbers
+    """The outputs, or the gradients of the inputs."""
+    peak: int
+    """The most bytes within the phase, beyond those at its start."""
 
 
 @dataclass(frozen=True)
 class Trace:
-    """One layer, or the loss, of one micro-batch."""
+    """The memory of one layer, or of the loss, for one micro-batch."""
 
-    inputs: Numbers
-    seeds: Numbers
-    """The gradients of the outputs."""
+    inputs: StorageNumbers
+    output_gradients: StorageNumbers
     forward: PhaseTrace
     backward: PhaseTrace
-    weights: int = 0
-    """The most bytes within the weight work, beyond those that it begins with."""
+    weight_peak: int = 0
+    """The most bytes within the backward of the weights, beyond those at its start."""
     output_is_read: bool = False
-    """Whether the backward looks at the output."""
+    """Whether the backward reads the output."""
 
 
 def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
-    """Trace the only layer of a stage on meta, for an input like `given`; and a value like its output.
+    """Return the trace of the only layer of a stage, for an input like `given`, and a value like its output.
 
-    A layer whose backward does not run on meta is taken to keep until `W` what it keeps for `I`.
+    A layer whose backward does not run on meta is assumed to save for `W` all that it saves for `I`.
     """
-    watch = StorageTracker()
-    with watch.watching():
-        value = map_tensors(_like, given)
-        inputs = _numbers(watch, tensors_of(value))
+    tracker = StorageTracker()
+    with tracker.tracking():
+        value = map_tensors(_meta_leaf, given)
+        inputs = _numbers(tracker, tensors_of(value))
         stage.feed(0, value)
         del value
-        forward = _Recording(watch)
+        forward = _PhaseRecorder(tracker)
         stage.forward(0, 0)
         output_is_read = stage.output_is_read(0)
         output = stage.take_output(0)
         forward.end(tensors_of(output))
-        following = map_tensors(_like, output)
-        seeds: Gradients = [_like(t) if t.requires_grad else None for t in tensors_of(output)]
+        following = map_tensors(_meta_leaf, output)
+        seeds: Gradients = [_meta_leaf(t) if t.requires_grad else None for t in tensors_of(output)]
         del output
-        apart, numbers = _numbers(watch, tensors_of(following)), _numbers(watch, seeds)
-        forward.keep(watch.alive() - {*apart, *numbers})
-        watch.follow(stage.runs[0, 0].outputs)
+        next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
+        forward.save(tracker.live() - {*next_inputs, *numbers})
+        tracker.track_backward(stage.runs[0, 0].outputs)
         stage.seed(0, seeds)
         del seeds
-        backward = _trace_backward(watch, stage, apart)
-        weights = _Recording(watch)
+        backward = _trace_backward(tracker, stage, next_inputs)
+        weights = _PhaseRecorder(tracker)
         if backward is not None:
             stage.backward_weight(0, 0)
         weights.end(())
         stage.clear()
-    resident = watch.alive()
+    resident = tracker.live()
     first = forward.phase(resident)
-    second = _unknown(first, given) if backward is None else backward.phase(resident)
-    return Trace(inputs, numbers, first, second, weights.phase(resident).most, output_is_read), following
+    second = _unknown_backward(first, given) if backward is None else backward.phase(resident)
+    return Trace(inputs, numbers, first, second, weights.phase(resident).peak, output_is_read), following
 
 
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    """Trace the loss of an output like `given`. One that does not run on meta is taken to copy its input."""
+    """Return the trace of the loss; one that does not run on meta is assumed to copy its input."""
     try:
         return _trace_loss(loss, given, targets)
     except Exception:
-        return _copying(given)
+        return _copying_loss(given)
 
 
-def _trace_backward(watch: StorageTracker, stage: Stage, apart: Numbers) -> _Recording | None:
-    """From the seeds to the gradients of the input; None where it does not run."""
-    backward = _Recording(watch)
+def _trace_backward(
+    tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
+) -> _PhaseRecorder | None:
+    """Record the backward of the input; None where it does not run on meta."""
+    backward = _PhaseRecorder(tracker)
     try:
         stage.backward_input(0, 0)
     except Exception:
@@ -104,102 +106,104 @@ def _trace_backward(watch: StorageTracker, stage: Stage, apart: Numbers) -> _Rec
     gradients = stage.take_gradients(0)
     backward.end(gradients)
     del gradients
-    backward.keep(watch.alive() - {*apart})
+    backward.save(tracker.live() - {*next_inputs})
     return backward
 
 
-def _unknown(forward: PhaseTrace, given: Value) -> PhaseTrace:
-    """A backward of which nothing is known: all that was kept still is, and gradients are like the inputs."""
-    first = max((*forward.held, *forward.made), default=0) + 1
+def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
+    """Return the trace of an unknown backward: all stays saved, and gradients are like the inputs."""
+    first = max((*forward.saved, *forward.allocated), default=0) + 1
     tensors = dict(enumerate(tensors_of(given), start=first))
-    made = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
-    flows = tuple(number if number in made else None for number in tensors)
-    return PhaseTrace(made, forward.held, flows, sum(made.values()))
+    allocated = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
+    results = tuple(number if number in allocated else None for number in tensors)
+    return PhaseTrace(allocated, forward.saved, results, sum(allocated.values()))
 
 
 def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    watch = StorageTracker()
-    end = LossStage(_Followed(loss, watch))
-    with watch.watching():
-        output = map_tensors(_like, given)
-        inputs = _numbers(watch, tensors_of(output))
+    tracker = StorageTracker()
+    end = LossStage(_TrackedLoss(loss, tracker))
+    with tracker.tracking():
+        output = map_tensors(_meta_leaf, given)
+        inputs = _numbers(tracker, tensors_of(output))
         end.begin([targets], torch.ones((), dtype=torch.float64))
-        forward = _Recording(watch)
+        forward = _PhaseRecorder(tracker)
         end.compute(0, output)
         forward.end(())
         del output
-        forward.keep(watch.alive())
-        backward = _Recording(watch)
+        forward.save(tracker.live())
+        backward = _PhaseRecorder(tracker)
         gradients = end.seed(0)
         backward.end(gradients)
         del gradients
-    resident = watch.alive()
+    resident = tracker.live()
     return Trace(inputs, (), forward.phase(resident), backward.phase(resident))
 
 
-def _copying(given: Value) -> Trace:
-    """A loss that keeps a copy of its input in float32 at least, as losses are computed."""
+def _copying_loss(given: Value) -> Trace:
+    """Return the trace of a loss that saves a copy of its input, in float32 at least."""
     tensors = list(tensors_of(given))
     count = len(tensors)
-    learning = [place for place, tensor in enumerate(tensors) if tensor.requires_grad]
-    copies = {count + place: tensors[place].numel() * max(4, tensors[place].itemsize) for place in learning}
-    gradients = {2 * count + place: tensors[place].nbytes for place in learning}
-    flows = tuple(2 * count + place if place in learning else None for place in range(count))
+    learning = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
+    copies = {count + index: tensors[index].numel() * max(4, tensors[index].itemsize) for index in learning}
+    gradients = {2 * count + index: tensors[index].nbytes for index in learning}
+    results = tuple(2 * count + index if index in learning else None for index in range(count))
     forward = PhaseTrace(copies, (*range(count), *copies), (), sum(copies.values()))
     return Trace(
-        tuple(range(count)), (), forward, PhaseTrace(gradients, (), flows, 2 * sum(gradients.values()))
+        tuple(range(count)), (), forward, PhaseTrace(gradients, (), results, 2 * sum(gradients.values()))
     )
 
 
-class _Recording:
-    """What is alive while a phase runs, from when this is made."""
+class _PhaseRecorder:
+    """Records the storages that are alive during a phase, which starts when it is created."""
 
-    def __init__(self, watch: StorageTracker) -> None:
-        self._watch = watch
-        self._start = watch.alive()
-        self._first = len(watch.samples)
+    def __init__(self, tracker: StorageTracker) -> None:
+        self._tracker = tracker
+        self._start = tracker.live()
+        self._first = len(tracker.samples)
         self._samples: Sequence[frozenset[int]] = ()
-        self._held: Collection[int] = ()
-        self._flows: Numbers = ()
+        self._saved: Collection[int] = ()
+        self._results: StorageNumbers = ()
 
-    def end(self, flows: Iterable[Tensor | None]) -> None:
-        """The phase is over, and this flows on."""
-        self._samples = [*self._watch.samples[self._first :], self._watch.alive()]
-        self._flows = _numbers(self._watch, flows)
+    def end(self, results: Iterable[Tensor | None]) -> None:
+        """End the phase, with these results."""
+        self._samples = [*self._tracker.samples[self._first :], self._tracker.live()]
+        self._results = _numbers(self._tracker, results)
 
-    def keep(self, held: Collection[int]) -> None:
-        """This is kept for later."""
-        self._held = held
+    def save(self, saved: Collection[int]) -> None:
+        """Set the storages that are saved for later phases."""
+        self._saved = saved
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
-        """The phase; what is `resident`, parameters say, was there before and stays."""
-        sizes = self._watch.sizes
+        """Return the trace, without `resident` storages (such as parameters), which stay throughout."""
+        sizes = self._tracker.sizes
 
         def total(numbers: Iterable[int]) -> int:
             return sum(sizes[number] for number in numbers if number not in resident)
 
-        held = tuple(number for number in sorted(self._held) if number not in resident)
-        left = {*held, *(number for number in self._flows if number is not None)}
-        made = {number: sizes[number] for number in sorted(left - self._start)}
-        return PhaseTrace(made, held, self._flows, max(map(total, self._samples)) - total(self._start))
+        saved = tuple(number for number in sorted(self._saved) if number not in resident)
+        left = {*saved, *(number for number in self._results if number is not None)}
+        allocated = {number: sizes[number] for number in sorted(left - self._start)}
+        return PhaseTrace(
+            allocated, saved, self._results, max(map(total, self._samples)) - total(self._start)
+        )
 
 
 @dataclass(frozen=True)
-class _Followed:
-    """A loss whose backward is watched."""
+class _TrackedLoss:
+    """A loss whose backward is tracked."""
 
     loss: LossLike
-    watch: StorageTracker
+    tracker: StorageTracker
 
     def total(self, output: Any, targets: Any) -> Tensor:
         total = self.loss.total(output, targets)
-        self.watch.follow([total])
+        self.tracker.track_backward([total])
         return total
 
 
-def _like(tensor: Tensor) -> Tensor:
+def _meta_leaf(tensor: Tensor) -> Tensor:
     return leaf_of(torch.empty_like(tensor, device="meta"), tensor.requires_grad)
 
 
-def _numbers(watch: StorageTracker, tensors: Iterable[Tensor | None]) -> Numbers:
-    return tuple(None if tensor is None else watch.number(tensor) for tensor in tensors)
+def _numbers(tracker: StorageTracker, tensors: Iterable[Tensor | None]) -> StorageNumbers:
+    return tuple(None if tensor is None else tracker.number(tensor) for tensor in tensors)

@@ -23,7 +23,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
     Raises `ConfigError` where a rank exceeds `run.memory_limit`, with the smallest change that fits.
     """
     estimator = MemoryEstimator(model, rows=config.train.batch // plan.dp, device=device)
-    memory, limit = estimator.forecast(plan), config.run.memory_limit
+    memory, limit = estimator.estimate(plan), config.run.memory_limit
     if limit is not None and memory.most > limit * GIGA:
         other = fit_plan(estimator, plan, int(limit * GIGA))
         changes = {} if other is None else changed_fields(plan, other)

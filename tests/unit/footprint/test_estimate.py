@@ -163,9 +163,9 @@ def test_the_table_says_where_the_peak_is() -> None:
 def test_plans_share_what_layers_do() -> None:
     estimator = MemoryEstimator(gpt2(), rows=4, device="cpu")
     for strategy in ("none", "optimizer", "full"):
-        estimator.forecast(Plan(dp=2, microbatches=2, strategy=strategy))
+        estimator.estimate(Plan(dp=2, microbatches=2, strategy=strategy))
     assert len(estimator.traces) == 1
-    estimator.forecast(Plan(dp=2, microbatches=4))
+    estimator.estimate(Plan(dp=2, microbatches=4))
     assert len(estimator.traces) == 2
 
 
@@ -183,11 +183,11 @@ def test_plans_share_the_order_of_a_step(monkeypatch: pytest.MonkeyPatch) -> Non
         MemoryEstimator(gpt2(), rows=4, device="cpu"),
     )
     for other in ({}, {"strategy": "full"}, {"strategy": "full", "reduce": "each"}, {"precision": "fp64"}):
-        estimator.forecast(replace(plan, **other))
+        estimator.estimate(replace(plan, **other))
     assert len(searches) == 1
     for other in ({"microbatches": 4}, {"memory_limit": 2}, {"layers_per_stage": (3, 3)}, {"chunks": 1}):
-        estimator.forecast(replace(plan, **other))
-        estimator.forecast(replace(plan, strategy="optimizer", **other))
+        estimator.estimate(replace(plan, **other))
+        estimator.estimate(replace(plan, strategy="optimizer", **other))
     assert len(searches) == 5
-    MemoryEstimator(gpt2(), rows=4, device="cpu").forecast(plan)
+    MemoryEstimator(gpt2(), rows=4, device="cpu").estimate(plan)
     assert len(searches) == 6

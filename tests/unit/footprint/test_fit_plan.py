@@ -73,14 +73,14 @@ def test_micro_batches_divide_the_batch() -> None:
 @pytest.mark.parametrize("part", [1.0, 0.9, 0.7, 0.5, 0.3])
 def test_the_first_that_fits(part: float) -> None:
     plan, given = Plan(dp=2, microbatches=2), estimator()
-    limit = int(given.forecast(plan).most * part)
+    limit = int(given.estimate(plan).most * part)
     found = fit_plan(given, plan, limit)
     assert found is not None
-    assert given.forecast(found).most <= limit
+    assert given.estimate(found).most <= limit
     for nearer in nearest(plan, ROWS, offloads=True):
         if nearer == found:
             break
-        assert given.forecast(nearer).most > limit
+        assert given.estimate(nearer).most > limit
 
 
 def test_a_plan_that_fits_is_the_answer() -> None:
@@ -99,7 +99,7 @@ def test_plans_that_are_tried_share_the_order_of_a_step() -> None:
         replace(estimator(), order_of=cache(order_of)),
         Plan(pp=2, dp=2, schedule="auto", microbatches=4),
     )
-    assert fit_plan(given, plan, int(given.forecast(plan).most * 0.5)) is not None
+    assert fit_plan(given, plan, int(given.estimate(plan).most * 0.5)) is not None
     assert sorted(orders) in ([4], [4, 8])
 
 
@@ -109,7 +109,7 @@ def test_none_fits() -> None:
 
 def test_on_a_cpu_offloading_is_not_tried() -> None:
     given, plan = estimator("cpu"), Plan(dp=2, microbatches=8)
-    least = min(given.forecast(other).most for other in nearest(plan, ROWS, offloads=False))
+    least = min(given.estimate(other).most for other in nearest(plan, ROWS, offloads=False))
     assert fit_plan(given, plan, least) is not None
     assert fit_plan(given, plan, least - 1) is None
 
@@ -117,6 +117,6 @@ def test_on_a_cpu_offloading_is_not_tried() -> None:
 def test_without_a_known_batch_parameters_still_count() -> None:
     given = MemoryEstimator(nn.Sequential(nn.Linear(64, 64)), device="cuda")
     plan = Plan(dp=4)
-    found = fit_plan(given, plan, int(given.forecast(plan).most * 0.9))
+    found = fit_plan(given, plan, int(given.estimate(plan).most * 0.9))
     assert found is not None
     assert found.strategy == "optimizer"

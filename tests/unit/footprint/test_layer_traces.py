@@ -20,7 +20,7 @@ def traced(model: nn.Module, given: Tensor, **plan: Any) -> ModelTraces:
 def until_weights(traces: ModelTraces, layer: int) -> int:
     """Bytes that the backward of a layer makes and its weight work waits for."""
     backward = traces.layers[layer].backward
-    return sum(backward.made.get(number, 0) for number in backward.held)
+    return sum(backward.allocated.get(number, 0) for number in backward.saved)
 
 
 def test_gradients_that_are_not_deferred_wait_where_each_micro_batch_is_reduced() -> None:
@@ -39,8 +39,8 @@ def test_all_is_in_the_precision_of_the_plan() -> None:
     tokens = torch.empty(ROWS, 8, dtype=torch.int64)
     half, whole = (traced(model, tokens, precision=precision) for precision in ("bf16", "fp32"))
     for one, other in zip(half.layers, whole.layers, strict=True):
-        (small,), (large,) = one.forward.flows, other.forward.flows
-        assert 2 * one.forward.made[small] == other.forward.made[large]
+        (small,), (large,) = one.forward.results, other.forward.results
+        assert 2 * one.forward.allocated[small] == other.forward.allocated[large]
     assert half.inputs == whole.inputs == [ROWS * 8 * 8]
     assert half.targets == [ROWS * 8 * 8]
     floats = traced(
@@ -55,14 +55,14 @@ def test_cut_logits_are_spent_by_the_loss() -> None:
     tokens = torch.empty(ROWS, 8, dtype=torch.int64)
     whole, cut = traced(model, tokens), traced(model, tokens, tp=2)
     logits = ROWS * 8 * 512 * 4
-    assert sum(whole.loss.forward.made.values()) >= logits
-    assert sum(cut.loss.forward.made.values()) < logits / 4
-    assert cut.loss.backward.flows == cut.loss.inputs
+    assert sum(whole.loss.forward.allocated.values()) >= logits
+    assert sum(cut.loss.forward.allocated.values()) < logits / 4
+    assert cut.loss.backward.results == cut.loss.inputs
     assert cut.clones == 0
 
 
 def test_a_layer_that_stands_twice_is_traced_twice() -> None:
     shared = nn.Linear(4, 4, device="meta")
     traces = traced(nn.Sequential(shared, nn.ReLU(), shared), torch.empty(ROWS, 4))
-    assert traces.layers[0].forward.made == traces.layers[2].forward.made
+    assert traces.layers[0].forward.allocated == traces.layers[2].forward.allocated
     assert len(traces.layers) == len(traces.infos) == 3

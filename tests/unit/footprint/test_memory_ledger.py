@@ -9,7 +9,7 @@ HOST = MemoryBlock(7, Category.STATE, on_host=True)
 
 
 def total(ledger: MemoryLedger) -> int:
-    return ledger.moment(Finish()).total
+    return ledger.snapshot(Finish()).total
 
 
 def test_a_block_counts_once_as_long_as_anybody_holds_it() -> None:
@@ -35,36 +35,36 @@ def test_who_holds_something_else_lets_go_of_the_first() -> None:
     ledger = MemoryLedger()
     ledger.hold("value", [A])
     ledger.hold("value", [G])
-    assert ledger.moment(Finish()).held == {Category.GRADIENTS: 30, Category.ACTIVATIONS: 0}
+    assert ledger.snapshot(Finish()).held == {Category.GRADIENTS: 30, Category.ACTIVATIONS: 0}
 
 
 def test_the_peak_is_the_first_moment_of_the_most() -> None:
     ledger = MemoryLedger()
     first, second, third = AllocateGradient("a"), AllocateGradient("b"), AllocateGradient("c")
     ledger.hold("a", [A])
-    ledger.mark(first)
+    ledger.record(first)
     ledger.hold("b", [G])
-    ledger.mark(second)
-    ledger.mark(third)
+    ledger.record(second)
+    ledger.record(third)
     ledger.drop("a")
-    ledger.mark(Finish())
+    ledger.record(Finish())
     assert ledger.peak is not None
     assert ledger.peak.after is second
     assert ledger.peak.held == {Category.ACTIVATIONS: 100, Category.GRADIENTS: 30}
     assert ledger.peak.total == ledger.most == 130
-    ledger.reach(50)
+    ledger.record_temporary(50)
     assert ledger.most == 130
-    ledger.reach(120)
+    ledger.record_temporary(120)
     assert ledger.most == 150
-    ledger.begin()
+    ledger.reset_peaks()
     assert (ledger.peak, ledger.most) == (None, 0)
 
 
 def test_what_is_offloaded_is_counted_apart() -> None:
     ledger = MemoryLedger()
     ledger.hold("a", [A, HOST])
-    ledger.mark(Finish())
+    ledger.record(Finish())
     ledger.drop("a")
-    ledger.mark(Finish())
+    ledger.record(Finish())
     assert ledger.peak is not None
     assert (ledger.peak.total, ledger.peak.host, ledger.host_peak) == (100, 7, 7)

@@ -46,7 +46,7 @@ class Account:
         for kind in instructions:
             instruction = kind() if kind is Finish else kind("0")
             handlers[kind](instruction)
-        return self.ledger.moment(Finish())
+        return self.ledger.snapshot(Finish())
 
 
 @pytest.mark.parametrize(
@@ -169,4 +169,4 @@ def test_frozen_parameters_have_no_gradient_and_no_state() -> None:
         account = ParameterAccount(ledger, rank_buffers(blueprint, [0], DEVICE), 2)
         for kind in (AllocateGradient, ScatterGradient, ReduceGradient):
             account.handlers()[kind](kind("0"))
-        assert ledger.moment(Finish()).total == parameters * P
+        assert ledger.snapshot(Finish()).total == parameters * P

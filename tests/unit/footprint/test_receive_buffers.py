@@ -20,7 +20,7 @@ def account() -> tuple[MemoryLedger, ReceiveBufferAccount]:
 
 
 def total(ledger: MemoryLedger) -> int:
-    return ledger.moment(Finish()).total
+    return ledger.snapshot(Finish()).total
 
 
 def test_buffers_are_reused_when_they_are_released() -> None:

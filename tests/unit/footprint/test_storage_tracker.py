@@ -11,36 +11,36 @@ from torch import Tensor
 from plait.footprint.storage_tracker import StorageTracker
 
 
-def alive(watch: StorageTracker) -> list[int]:
+def live(tracker: StorageTracker) -> list[int]:
     """Bytes."""
-    return sorted(watch.sizes[number] for number in watch.alive())
+    return sorted(tracker.sizes[number] for number in tracker.live())
 
 
 @pytest.fixture
-def watch() -> StorageTracker:
+def tracker() -> StorageTracker:
     return StorageTracker()
 
 
-def test_memory_counts_until_the_last_view_of_it_is_gone(watch: StorageTracker) -> None:
-    with watch.watching():
+def test_memory_counts_until_the_last_view_of_it_is_gone(tracker: StorageTracker) -> None:
+    with tracker.tracking():
         tensor = torch.empty(6)
         view = tensor.view(2, 3)[1:]
-        assert watch.number(tensor) == watch.number(view)
+        assert tracker.number(tensor) == tracker.number(view)
         del tensor
-        assert alive(watch) == [24]
+        assert live(tracker) == [24]
         del view
-        assert alive(watch) == []
+        assert live(tracker) == []
 
 
-def test_what_autograd_saves_is_seen_inside_functions_too(watch: StorageTracker) -> None:
-    with watch.watching():
+def test_what_autograd_saves_is_seen_inside_functions_too(tracker: StorageTracker) -> None:
+    with tracker.tracking():
         given = torch.empty(4, 8, requires_grad=True)
         output = torch.nn.functional.layer_norm(given, (8,))  # keeps a mean and a deviation of each row
-        assert alive(watch) == [16, 16, 128, 128]
+        assert live(tracker) == [16, 16, 128, 128]
         del given
-        assert alive(watch) == [16, 16, 128, 128]
+        assert live(tracker) == [16, 16, 128, 128]
         del output
-        assert alive(watch) == []
+        assert live(tracker) == []
 
 
 class Keeping(torch.autograd.Function):
@@ -57,34 +57,34 @@ class Keeping(torch.autograd.Function):
         return gradient + 1, None
 
 
-def test_what_a_backward_leaves_behind_is_seen(watch: StorageTracker) -> None:
+def test_what_a_backward_leaves_behind_is_seen(tracker: StorageTracker) -> None:
     kept: list[Tensor] = []
-    with watch.watching():
+    with tracker.tracking():
         given = torch.empty(5, requires_grad=True)
         output = Keeping.apply(given, kept)
-        watch.follow([output])
+        tracker.track_backward([output])
         torch.autograd.backward(output, torch.empty_like(output))
         del output, given
-        assert alive(watch) == [12, 20]
+        assert live(tracker) == [12, 20]
         kept.clear()
-        assert alive(watch) == []
+        assert live(tracker) == []
 
 
-def test_samples_hold_what_passed_as_well(watch: StorageTracker) -> None:
-    with watch.watching():
+def test_samples_hold_what_passed_as_well(tracker: StorageTracker) -> None:
+    with tracker.tracking():
         given = torch.empty(10)
         given = given + 1
-    assert max(len(sample) for sample in watch.samples) == 2
-    assert alive(watch) == [40]
+    assert max(len(sample) for sample in tracker.samples) == 2
+    assert live(tracker) == [40]
 
 
 def test_afterwards_all_is_as_before() -> None:
-    watch = StorageTracker()
-    with watch.watching():
+    tracker = StorageTracker()
+    with tracker.tracking():
         torch.empty(3)
-    seen = len(watch.samples)
+    seen = len(tracker.samples)
     tensor = torch.ones(3, requires_grad=True)
     (tensor * 2).sum().backward()
-    assert len(watch.samples) == seen
+    assert len(tracker.samples) == seen
     assert tensor.grad is not None
     assert tensor.grad.device.type == "cpu"

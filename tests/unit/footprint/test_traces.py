@@ -48,19 +48,19 @@ def traced(module: nn.Module, *, learns: bool = True, adds_late: bool = False) -
 
 def sizes(trace: Trace) -> tuple[int, int]:
     """Bytes that the layer makes and keeps: from `F` to `I`, and from `I` to `W`, its input left out."""
-    made = {**trace.forward.made, **trace.backward.made}
+    allocated = {**trace.forward.allocated, **trace.backward.allocated}
     return tuple(  # type: ignore[return-value]
-        sum(made.get(number, 0) for number in phase.held) for phase in (trace.forward, trace.backward)
+        sum(allocated.get(number, 0) for number in phase.saved) for phase in (trace.forward, trace.backward)
     )
 
 
 def test_a_linear_keeps_its_input_and_then_the_gradient_of_its_output() -> None:
     trace = traced(nn.Linear(WIDTH, WIDTH))
-    (given,), (output,), (seed,) = trace.inputs, trace.forward.flows, trace.seeds
-    assert trace.forward.made == {output: SIZE}
-    assert set(trace.forward.held) == {given, output}
-    assert set(trace.backward.held) == {given, seed}
-    assert trace.backward.made == {trace.backward.flows[0]: SIZE}
+    (given,), (output,), (seed,) = trace.inputs, trace.forward.results, trace.output_gradients
+    assert trace.forward.allocated == {output: SIZE}
+    assert set(trace.forward.saved) == {given, output}
+    assert set(trace.backward.saved) == {given, seed}
+    assert trace.backward.allocated == {trace.backward.results[0]: SIZE}
 
 
 def test_what_the_backward_of_the_input_computes_waits_for_weights_only_if_told() -> None:
@@ -71,33 +71,33 @@ def test_what_the_backward_of_the_input_computes_waits_for_weights_only_if_told(
 
 def test_a_layer_in_place_gives_a_copy_of_its_input() -> None:
     trace = traced(nn.ReLU(inplace=True))
-    assert trace.forward.made == {trace.forward.flows[0]: SIZE}
-    assert not trace.backward.held
+    assert trace.forward.allocated == {trace.forward.results[0]: SIZE}
+    assert not trace.backward.saved
 
 
 def test_a_view_is_the_same_memory() -> None:
     trace = traced(nn.Flatten())
-    assert trace.forward.flows == trace.inputs
-    assert not trace.forward.made
+    assert trace.forward.results == trace.inputs
+    assert not trace.forward.allocated
 
 
 def test_what_passes_through_is_the_same_memory_forward() -> None:
     trace = traced(Call(lambda value: (value, value.sin())))
-    assert trace.forward.flows[0] == trace.inputs[0]
-    assert trace.forward.made == {trace.forward.flows[1]: SIZE}
+    assert trace.forward.results[0] == trace.inputs[0]
+    assert trace.forward.allocated == {trace.forward.results[1]: SIZE}
 
 
 def test_nothing_flows_back_through_what_does_not_learn() -> None:
     trace = traced(nn.Tanh(), learns=False)
-    assert trace.seeds == (None,)
-    assert trace.backward.flows == (None,)
-    assert not trace.backward.made
+    assert trace.output_gradients == (None,)
+    assert trace.backward.results == (None,)
+    assert not trace.backward.allocated
 
 
 def test_the_most_within_a_phase_counts_what_passes() -> None:
     trace = traced(Call(lambda value: torch.cat([value, value]).sum(0)))
-    assert trace.forward.made == {trace.forward.flows[0]: WIDTH * 4}
-    assert trace.forward.most == 2 * SIZE + WIDTH * 4
+    assert trace.forward.allocated == {trace.forward.results[0]: WIDTH * 4}
+    assert trace.forward.peak == 2 * SIZE + WIDTH * 4
 
 
 class Stubborn(torch.autograd.Function):
@@ -116,9 +116,9 @@ class Stubborn(torch.autograd.Function):
 def test_a_backward_that_does_not_run_on_meta_is_taken_to_keep_all() -> None:
     trace = traced(Call(Stubborn.apply))
     assert sizes(trace)[0] == sizes(trace)[1] == 2 * SIZE
-    (flow,) = trace.backward.flows
-    assert trace.backward.made == {flow: SIZE}
-    assert flow not in (*trace.forward.made, *trace.inputs, *trace.seeds)
+    (flow,) = trace.backward.results
+    assert trace.backward.allocated == {flow: SIZE}
+    assert flow not in (*trace.forward.allocated, *trace.inputs, *trace.output_gradients)
 
 
 def logits(dtype: torch.dtype = torch.float32) -> Tensor:
@@ -128,9 +128,9 @@ def logits(dtype: torch.dtype = torch.float32) -> Tensor:
 def test_cross_entropy_keeps_the_logarithms_of_probabilities() -> None:
     targets = torch.empty(ROWS, dtype=torch.int64, device="meta")
     trace = trace_loss(cross_entropy, logits(), targets)
-    assert sorted(trace.forward.made.values()) == [4, SIZE]
-    assert trace.backward.made == {trace.backward.flows[0]: SIZE}
-    assert not trace.backward.held
+    assert sorted(trace.forward.allocated.values()) == [4, SIZE]
+    assert trace.backward.allocated == {trace.backward.results[0]: SIZE}
+    assert not trace.backward.saved
 
 
 class Looking:
@@ -144,6 +144,6 @@ class Looking:
 def test_a_loss_that_does_not_run_on_meta_is_taken_to_copy_its_input(dtype: torch.dtype, wide: int) -> None:
     trace = trace_loss(Looking(), logits(dtype), None)
     output = ROWS * WIDTH * dtype.itemsize
-    assert list(trace.forward.made.values()) == [wide * output]
-    assert set(trace.forward.held) == {*trace.inputs, *trace.forward.made}
-    assert trace.backward.made == {trace.backward.flows[0]: output}
+    assert list(trace.forward.allocated.values()) == [wide * output]
+    assert set(trace.forward.saved) == {*trace.inputs, *trace.forward.allocated}
+    assert trace.backward.allocated == {trace.backward.results[0]: output}
