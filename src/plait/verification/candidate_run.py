@@ -6,47 +6,32 @@ from collections.abc import Callable
 
 import torch
 
-from plait.engine import Engine, Runtime
-from plait.layers.layer_sequence import LayerSequence
+from plait.engine import Runtime
 from plait.layers.nested import Value, split
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.schedules.program import Instruction
 from plait.verification.candidate_update import CandidateUpdate
-from plait.verification.findings import Findings
-from plait.verification.formats import GROWTH_INTERVAL, INITIAL_LOSS_SCALE, NumberFormats, epsilon_of
+from plait.verification.formats import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.options import VerifyOptions
-from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
+from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.start_values import ValueChange
 from plait.verification.step_comparison import StepComparison
 
 
 class CandidateRun:
-    """Trains with the engine as one rank, and compares every result; `findings` has the differences."""
+    """Trains with the engine as one rank, and compares every result, by means of `comparison`."""
 
-    def __init__(
-        self,
-        engine: Engine,
-        options: VerifyOptions,
-        recording: ReferenceRecording,
-        sequence: LayerSequence,
-        formats: NumberFormats,
-    ) -> None:
-        self.engine = engine
-        self.options = options
-        self.recording = recording
-        self.sequence = sequence
-        self.formats = formats
-        self.comparison = StepComparison(engine, options, recording, sequence, formats)
-        self.update = CandidateUpdate(self.comparison)
+    def __init__(self, comparison: StepComparison) -> None:
+        self.comparison = comparison
+        self.engine = comparison.engine
+        self.options = comparison.options
+        self.recording = comparison.recording
+        self.sequence = comparison.sequence
+        self.formats = comparison.formats
+        self.update = CandidateUpdate(comparison)
         self.checker: InstructionChecker | None = None
-
-    @property
-    def findings(self) -> Findings:
-        """Tallies and differences of this rank so far."""
-        return self.comparison.findings
 
     @property
     def is_dynamic(self) -> bool:
@@ -63,7 +48,7 @@ class CandidateRun:
             master = self.formats.master_of(self.sequence.parameters[name])
             expected = convert(self.comparison.piece(name, whole), master, parameter.device)
             location, origin = Location(0, StepPhase.INITIAL, name=name), self.comparison.origin(name)
-            self.findings.compare(location, parameter, expected, NO_TOLERANCE, origin=origin)
+            self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, origin=origin)
             with torch.no_grad():
                 parameter.copy_(self.comparison.piece(name, change(name, whole)))
         first = INITIAL_LOSS_SCALE if self.is_dynamic else self.formats.loss_scale or 1.0
@@ -111,29 +96,12 @@ class CandidateRun:
 
         def observe(instruction: Instruction, runtime: Runtime) -> None:
             if self.checker is None:
-                self.checker = self._checker_of(runtime)
+                self.checker = InstructionChecker(runtime, self.comparison)
             if self.checker.step != step:
                 self.checker.begin_step(step, split(targets, runtime.blueprint.plan.microbatches, "targets"))
             self.checker.check(instruction)
 
         return observe
-
-    def _checker_of(self, runtime: Runtime) -> InstructionChecker:
-        formats, parameters = self.formats, self.sequence.parameters
-        epsilon = 0.0
-        if self.options.mode != "exact":
-            dtypes = {formats.gradient_of(parameters[name]) for name in self.comparison.parameters}
-            epsilon = max(map(epsilon_of, dtypes), default=0.0)
-        return InstructionChecker(
-            runtime,
-            self.recording,
-            self.findings,
-            epsilon=epsilon,
-            isolate=self.options.isolate,
-            dtypes={name: (formats.compute_of(p), formats.gradient_of(p)) for name, p in parameters.items()}
-            if self.options.resynchronizes
-            else None,
-        )
 
     def _rows_of_rank(self, value: Value) -> Value:
         """Return this data-parallel rank's rows of a global batch."""

@@ -5,7 +5,7 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -27,53 +27,36 @@ from plait.schedules.program import (
     TakeBatch,
 )
 from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
-from plait.verification.findings import Findings, Origin, origin_of
+from plait.verification.findings import Origin, origin_of
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
+from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.sketches import InnerDifference, ModuleSketches, first_inner_difference
+from plait.verification.step_comparison import StepComparison
 from plait.verification.weight_gradient_checker import WeightGradientChecker
 
 NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class InstructionChecker:
-    """Compares the results of one rank's instructions, and collects differences in `findings`."""
+    """Compares the results of one rank's instructions, by means of `comparison`."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        recording: ReferenceRecording,
-        findings: Findings,
-        *,
-        epsilon: float,
-        isolate: bool,
-        dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]] | None = None,
-    ) -> None:
-        """`epsilon`: machine epsilon of the gradients' dtype; 0 in mode exact, where nothing is sketched.
-
-        `dtypes`: of each parameter as layers use it and of its gradient. If given, gradients and parameters
-        that are equal are reset to the reference's (see `VerifyOptions.resynchronizes`).
-        """
+    def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
         self.runtime, self.blueprint = runtime, runtime.blueprint
-        self.recording = recording
-        self.findings = findings
-        self.isolate = isolate
-        self.dtypes = dtypes
-        self.makes_sketches = epsilon > 0
+        self.comparison = comparison
+        self.recording = comparison.recording
+        self.isolate = comparison.options.isolate
         self.step = -1
         self.targets: list[Value] = []
         """Expected targets of each of this rank's micro-batches."""
         self.sketches: dict[tuple[int, int], ModuleSketches] = {}
         """By stage and layer."""
-        self.weights = WeightGradientChecker(
-            runtime, recording, findings, epsilon=epsilon, isolate=isolate, dtypes=dtypes
-        )
+        self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
         """Start a step. `targets`: those expected for each of this rank's micro-batches."""
         self.step, self.targets = step, targets
         self.weights.begin_step(step)
-        if self.makes_sketches:
+        if self.comparison.options.mode != "exact":
             self.sketches = {
                 (stage.number, number): ModuleSketches(layer.module)
                 for stage in self.runtime.pipeline.stages.values()
@@ -122,8 +105,9 @@ class InstructionChecker:
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
         expected = self.weights.piece(name, expected)
-        if self.dtypes is not None:  # the optimizer's parameters were reset to the reference's
-            expected, tolerance = expected.to(self.dtypes[name][0]), NO_TOLERANCE
+        if self.comparison.options.resynchronizes:  # the optimizer's parameters were reset to the reference's
+            dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
+            expected, tolerance = expected.to(dtype), NO_TOLERANCE
 
         def alternatives() -> NamedTensors:
             before = self.recording.find(RecordScope(self.step - 2), key)
@@ -132,7 +116,7 @@ class InstructionChecker:
                 is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
                 yield text, torch.where(is_right, expected, self.weights.piece(name, before).to(expected))
 
-        equal = self.findings.compare(
+        equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.PARAMETERS, layer, name=name),
             parameter,
             expected,
@@ -185,7 +169,7 @@ class InstructionChecker:
             base = self.recording.find(scope, key._replace(layer=key.layer + neighbour))
         if base is not None and recorded is not None and base.shape == recorded.shape:
             base, _ = self._piece(base, actual, key)
-        equal = self.findings.compare(
+        equal = self.comparison.findings.compare(
             Location(self.step, phase, layer, scope.microbatch, tensor=int(key.name or 0)),
             actual,
             expected,

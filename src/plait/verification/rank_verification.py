@@ -27,6 +27,7 @@ from plait.verification.perturbation import Perturbation
 from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import Batch, ReferenceRun
+from plait.verification.step_comparison import StepComparison
 
 RecordingCache = dict[int, ReferenceRecording]
 """Recordings by the number of micro-batches of the global batch; empty on other ranks than 0."""
@@ -77,14 +78,15 @@ def _compared(
     engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
     sequence = sequence_of(case.model)
     recording = _recorded(case, sequence, engine, formats, batches, recordings)
-    candidate = CandidateRun(engine, case.options, recording, sequence, formats)
+    comparison = StepComparison(engine, case.options, recording, sequence, formats)
+    candidate = CandidateRun(comparison)
     candidate.start(case.change)
     for step, batch in enumerate(batches):
         candidate.train(step, *batch)
     if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
         candidate.overflow(len(batches))
         candidate.evaluate(len(batches), *batches[-1])
-    return candidate.findings, float(recording.values[RecordScope(0)][RecordKey("clip")])
+    return comparison.findings, recording.number(0, "clip")
 
 
 def _recorded(

@@ -43,6 +43,10 @@ class StepComparison:
         self.formats = formats
         self.findings = Findings(len(sequence.layers))
         self.parameters = dict(engine.named_parameters())
+        dtypes = {formats.gradient_of(sequence.parameters[name]) for name in self.parameters}
+        is_exact = options.mode == "exact"
+        self.gradient_epsilon = 0.0 if is_exact else max(map(epsilon_of, dtypes), default=0.0)
+        """Machine epsilon of the dtypes in which gradients are accumulated; 0 in mode exact."""
 
     def compare(
         self,

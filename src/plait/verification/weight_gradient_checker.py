@@ -2,41 +2,31 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 
-import torch
 from torch import Tensor
 
 from plait.engine import Runtime
 from plait.layout import shard
 from plait.schedules.action import Kind
 from plait.tensor.partition import is_sharded
-from plait.verification.findings import Findings, origin_of
+from plait.verification.findings import origin_of
 from plait.verification.formats import epsilon_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.reference_recording import ReferenceRecording, Tolerance
+from plait.verification.reference_recording import Tolerance
+from plait.verification.step_comparison import StepComparison
 
 
 class WeightGradientChecker:
     """Compares the accumulated gradients of one rank after each backward of a layer."""
 
-    def __init__(
-        self,
-        runtime: Runtime,
-        recording: ReferenceRecording,
-        findings: Findings,
-        *,
-        epsilon: float,
-        isolate: bool,
-        dtypes: Mapping[str, tuple[torch.dtype, torch.dtype]] | None,
-    ) -> None:
-        """The arguments are those of `InstructionChecker`."""
+    def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
         self.runtime, self.blueprint = runtime, runtime.blueprint
-        self.recording = recording
-        self.findings = findings
-        self.isolate = isolate
-        self.dtypes = dtypes
+        self.comparison = comparison
+        self.recording = comparison.recording
+        self.isolate = comparison.options.isolate
+        self.resynchronizes = comparison.options.resynchronizes
         self.step = -1
         self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
         gradients: dict[GradientKey, Tensor] = {}
@@ -51,12 +41,14 @@ class WeightGradientChecker:
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
-                    findings.partitioned.add(sum(self.blueprint.layers_per_stage[: stage.number]) + number)
+                    comparison.findings.partitioned.add(
+                        sum(self.blueprint.layers_per_stage[: stage.number]) + number
+                    )
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.gradients_of[stage.number, number] = [
                     keys[name] for name in trained if self._is_complete(name)
                 ]
-        self.tracker = GradientTracker(gradients, 8 * epsilon)
+        self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon)
 
     def begin_step(self, step: int) -> None:
         """Start a step with gradients of zero."""
@@ -113,10 +105,10 @@ class WeightGradientChecker:
         name, _ = key
         contribution = self._contribution(name, use)
         expected, rounding = tracked.expected, None
-        if self.dtypes is not None:
-            expected = expected.to(self.dtypes[name][1])
-            rounding = epsilon_of(expected.dtype)
-        equal = self.findings.compare(
+        if self.resynchronizes:
+            dtype = self.comparison.formats.gradient_of(self.comparison.sequence.parameters[name])
+            expected, rounding = expected.to(dtype), epsilon_of(dtype)
+        equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.WEIGHT_GRADIENT, *use, name),
             tracked.actual,
             expected,
@@ -130,7 +122,7 @@ class WeightGradientChecker:
             self.tracker.accept(key)
         elif not equal:
             tracked.actual.copy_(expected)
-        elif self.dtypes is not None and not self.tracker.is_partial(key):
+        elif self.resynchronizes and not self.tracker.is_partial(key):
             tracked.actual.copy_(expected)
             self.tracker.accept(key, exactly=True)
 

@@ -26,6 +26,7 @@ from plait.verification.rank_verification import verify_rank
 from plait.verification.reference_recording import ReferenceRecording
 from plait.verification.reference_run import ReferenceRun
 from plait.verification.start_values import unchanged
+from plait.verification.step_comparison import StepComparison
 
 PLAN = Plan(microbatches=2, precision="fp64")
 STEPS = 2
@@ -58,12 +59,14 @@ def found(
     """Two steps woven over the plan's ranks, with the rows in another order if asked for."""
     mesh = Mesh(plan)
     engine = parallelize(mlp(), plan, mesh, cross_entropy)
-    woven = CandidateRun(engine, VerifyOptions(isolate=isolate), recording, sequence_of(mlp()), DOUBLE)
+    options = VerifyOptions(isolate=isolate)
+    comparison = StepComparison(engine, options, recording, sequence_of(mlp()), DOUBLE)
+    candidate = CandidateRun(comparison)
     inputs, targets = rows_and_classes()
     for step in range(STEPS):
-        woven.train(step, inputs[list(order)].double(), targets[list(order)])
+        candidate.train(step, inputs[list(order)].double(), targets[list(order)])
     mesh.close()
-    return woven.findings
+    return comparison.findings
 
 
 def compared(findings: Findings) -> dict[StepPhase, int]:
@@ -345,13 +348,14 @@ def scaled(model: Any, plan: Plan) -> list[tuple[StepPhase, int | None, tuple[tu
     for scope, values in run.run(batches, 1):
         recording.add(scope, values)
         recording.widen(scope, values, run.epsilon)
-    woven = CandidateRun(engine, options, recording, sequence_of(model), DOUBLE)
+    comparison = StepComparison(engine, options, recording, sequence_of(model), DOUBLE)
+    candidate = CandidateRun(comparison)
     name = "head.output.weight"
     with torch.no_grad():
         dict(engine.named_parameters())[name][-1].mul_(1.5)
-    woven.train(0, *batches[0])
+    candidate.train(0, *batches[0])
     mesh.close()
-    differences = woven.findings.differences
+    differences = comparison.findings.differences
     return [(d.location.phase, d.location.layer, d.box) for d in differences[:1]]
 
 
