@@ -43,14 +43,14 @@ class CandidateRun:
         """Compare the initial values, then replace them by the changed ones."""
         for name, parameter in self.comparison.parameters.items():
             layer = self.sequence.layers[self.sequence.users[name][0]]
-            local = name.removeprefix(f"{layer.path}.")
+            piece, local = self.comparison.piece(name), name.removeprefix(f"{layer.path}.")
             whole = initial_value(layer.module, layer.path, local, self.options.seed)
             master = self.formats.master_of(self.sequence.parameters[name])
-            expected = convert(self.comparison.piece(name, whole), master, parameter.device)
-            location, origin = Location(0, StepPhase.INITIAL, name=name), self.comparison.origin(name)
-            self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, origin=origin)
+            expected = convert(piece.of(whole), master, parameter.device)
+            location = Location(0, StepPhase.INITIAL, name=name)
+            self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, piece=piece)
             with torch.no_grad():
-                parameter.copy_(self.comparison.piece(name, change(name, whole)))
+                parameter.copy_(piece.of(change(name, whole)))
         first = INITIAL_LOSS_SCALE if self.is_dynamic else self.formats.loss_scale or 1.0
         self.comparison.compare_loss_scale(0, StepPhase.INITIAL, first)
         if self.engine.adapts_loss_scale:

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.verification.findings import WHOLE_TENSOR, one_alternative
+from plait.verification.findings import one_alternative
 from plait.verification.location import Location, RecordKey, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.reference_update import CLIP_EPSILON
@@ -72,9 +72,9 @@ class CandidateUpdate:
         self.engine.step(self.optimizer, 1.0)
         mistake = "it was updated, though the gradients of the step were not finite"
         for name, tensor in self._updated_tensors():
-            origin = WHOLE_TENSOR if "/" in name else self.comparison.origin(name)
+            piece = None if "/" in name else self.comparison.piece(name)
             location = Location(step, StepPhase.OPTIMIZER, name=name)
-            self.comparison.compare_unchanged(location, tensor, before[name], origin, mistake)
+            self.comparison.compare_unchanged(location, tensor, before[name], piece, mistake)
         expected = scale / 2 if dynamic else scale
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
@@ -86,8 +86,8 @@ class CandidateUpdate:
         mistake = "it was scaled, though the norm is below the bound"
         for name in trained:
             gradient, location = self.comparison.gradient(name), Location(step, StepPhase.CLIP, name=name)
-            origin = self.comparison.origin(name)
-            self.comparison.compare_unchanged(location, gradient, before[name], origin, mistake)
+            piece = self.comparison.piece(name)
+            self.comparison.compare_unchanged(location, gradient, before[name], piece, mistake)
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:

@@ -11,7 +11,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from plait.layout import Layout
+from plait.layout import Layout, shard
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference_recording import Tolerance, elementwise_difference, largest_difference
 from plait.verification.sketches import InnerDifference
@@ -28,46 +28,20 @@ INCONCLUSIVE_SHARE = 0.5
 
 
 @dataclass(frozen=True)
-class Origin:
-    """Offset of a rank's piece in the global tensor."""
+class Piece:
+    """A rank's piece of a global tensor of `shape`; `of` takes it out of any tensor of that shape."""
 
-    offsets: tuple[int, ...] = ()
-    """Offset per dim; empty: 0."""
-    flat: tuple[tuple[int, ...], int] | None = None
-    """For an interval of the elements of a box at `offsets`: the sizes of the box, and the first element."""
-    joined: tuple[int, int, int] | None = None
-    """For a piece of several blocks: the dim along which they are joined, the size of a block there, and the
-    distance between blocks in the global tensor."""
+    shape: tuple[int, ...]
+    of: Callable[[Tensor], Tensor]
 
-    def global_indices(self, indices: Tensor) -> Tensor:
-        """Return the indices in the global tensor for indices `[n, dims]` in this rank's piece."""
-        if self.flat is not None:
-            sizes, first = self.flat
-            row = indices.new_tensor([prod(sizes[dim + 1 :]) for dim in range(indices.shape[1])])
-            start = indices @ row if indices.shape[1] > 1 else indices[:, 0]
-            indices = torch.stack(torch.unravel_index(start + first, sizes), 1)
-        if self.joined is not None:
-            dim, piece, stride = self.joined
-            indices = indices.clone()
-            indices[:, dim] = indices[:, dim] // piece * stride + indices[:, dim] % piece
-        return indices + torch.tensor(self.offsets or 0, device=indices.device)
+    def flat_indices(self) -> Tensor:
+        """Return the index in the flattened global tensor of each element of the flattened piece."""
+        return self.of(torch.arange(prod(self.shape)).view(self.shape)).reshape(-1)
 
 
-def origin_of(layout: Layout, coordinate: Mapping[str, int]) -> Origin:
-    """Return the origin of the piece at a coordinate."""
-    boxes, interval = layout.boxes(coordinate), layout.interval(coordinate)
-    if len(boxes) > 1:
-        dim = layout.blocked_dim or 0
-        stride = boxes[1].offsets[dim] - boxes[0].offsets[dim]
-        flat = None if interval is None else (layout.sizes(coordinate), interval.start)
-        return Origin(boxes[0].offsets, flat, (dim, boxes[0].sizes[dim], stride))
-    (region,) = boxes
-    if interval is None:
-        return Origin(region.offsets)
-    return Origin(region.offsets, (region.sizes or (1,), interval.start))
-
-
-WHOLE_TENSOR = Origin()
+def piece_of(layout: Layout, coordinate: Mapping[str, int]) -> Piece:
+    """Return the piece at a coordinate of a layout."""
+    return Piece(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
 Alternatives = Callable[[], Iterable[tuple[str, Tensor]]]
@@ -151,13 +125,13 @@ class Findings:
         expected: Tensor,
         tolerance: Tolerance,
         *,
-        origin: Origin = WHOLE_TENSOR,
+        piece: Piece | None = None,
         alternatives: Alternatives = tuple,
         base: Tensor | None = None,
         rounding: float | None = None,
         inside: Callable[[], InnerDifference | None] = lambda: None,
     ) -> bool:
-        """Compare `actual` with `expected` up to `tolerance`; return whether they are equal.
+        """Compare `actual`, a `piece` or a whole tensor, with `expected`; return whether they are equal.
 
         `rounding`: the largest machine epsilon of a dtype that `actual` may have passed through. If given, a
         tensor that was rounded to a narrower dtype is a difference, within the tolerance too. `alternatives`,
@@ -186,10 +160,10 @@ class Findings:
             shortened = _shortened(base) if base is not None and fits else None
             self.evidence = Evidence(location, _shortened(actual), _shortened(expected), shortened)
             hint = _hint(actual, expected, tolerance, alternatives)
-            found = _describe(location, actual, expected, tolerance, origin, hint)
+            found = _describe(location, actual, expected, tolerance, piece, hint)
             self.differences.insert(0, replace(found, inside=inside()))
         elif len(self.differences) < MAX_LISTED:
-            self.differences.append(_describe(location, actual, expected, tolerance, origin, ""))
+            self.differences.append(_describe(location, actual, expected, tolerance, piece, ""))
         return False
 
 
@@ -237,7 +211,7 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
 
 
 def _describe(
-    location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, origin: Origin, hint: str
+    location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, piece: Piece | None, hint: str
 ) -> Difference:
     """Return where and by how much two tensors differ."""
     if _misfit(actual, expected) or not actual.numel():
@@ -248,25 +222,28 @@ def _describe(
     far = elementwise_difference(actual, expected)
     if actual.is_complex():
         far = far.amax(-1)
-    far = far.reshape(actual.shape or (1,))
-    wrong = (far > tolerance.allowed).nonzero()
-    low, high = wrong.amin(0).tolist(), wrong.amax(0).tolist()
-    worst = torch.stack(torch.unravel_index(far.argmax(), far.shape))
-    here, there = actual.reshape(far.shape)[tuple(worst)], expected.reshape(far.shape)[tuple(worst)]
-    indices = origin.global_indices(wrong)
+    far = far.reshape(-1).cpu()
+    wrong, worst = (far > tolerance.allowed).nonzero()[:, 0], far.argmax()
+    local, whole = actual.shape or (1,), (actual.shape if piece is None else piece.shape) or (1,)
+    flat = torch.arange(len(far)) if piece is None else piece.flat_indices()
     return Difference(
         location=location,
         largest=float(far.max()),
         size=tolerance.size,
         allowed=tolerance.allowed,
         shape=tuple(actual.shape),
-        box=tuple((int(index.min()), int(index.max()) + 1) for index in indices.T),
-        whole_box=all(a == 0 and b + 1 == n for a, b, n in zip(low, high, far.shape, strict=True)),
-        share=len(wrong) / far.numel(),
-        worst=tuple(origin.global_indices(worst[None])[0].tolist()),
-        values=(_number(here), _number(there)),
+        box=_box_of(flat[wrong], whole),
+        whole_box=_box_of(wrong, local) == tuple((0, size) for size in local),
+        share=len(wrong) / len(far),
+        worst=tuple(int(index) for index in torch.unravel_index(flat[worst], whole)),
+        values=(_number(actual.reshape(-1)[worst]), _number(expected.reshape(-1)[worst])),
         hint=hint,
     )
+
+
+def _box_of(flat: Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
+    """Return the bounding box of elements of a tensor of `shape`, start and stop per dim."""
+    return tuple((int(index.min()), int(index.max()) + 1) for index in torch.unravel_index(flat, shape))
 
 
 def _number(element: Tensor) -> float:

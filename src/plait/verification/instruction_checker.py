@@ -27,7 +27,7 @@ from plait.schedules.program import (
     TakeBatch,
 )
 from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
-from plait.verification.findings import Origin, origin_of
+from plait.verification.findings import Piece
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.sketches import InnerDifference, ModuleSketches, first_inner_difference
@@ -104,7 +104,8 @@ class InstructionChecker:
     def _compare_parameter(self, name: str, parameter: Tensor, layer: int) -> None:
         scope, key = RecordScope(self.step - 1), RecordKey("value", name=name)
         expected, tolerance = self.recording.values[scope][key], self.recording.tolerances[scope][key]
-        expected = self.weights.piece(name, expected)
+        piece = self.weights.piece(name)
+        expected = piece.of(expected)
         if self.comparison.options.resynchronizes:  # the optimizer's parameters were reset to the reference's
             dtype = self.comparison.formats.compute_of(self.comparison.sequence.parameters[name])
             expected, tolerance = expected.to(dtype), NO_TOLERANCE
@@ -114,14 +115,14 @@ class InstructionChecker:
             if before is not None:
                 text = "what differs is as it was before the last step of the optimizer"
                 is_right = (parameter.detach() - expected).abs() <= tolerance.allowed
-                yield text, torch.where(is_right, expected, self.weights.piece(name, before).to(expected))
+                yield text, torch.where(is_right, expected, piece.of(before).to(expected))
 
         equal = self.comparison.findings.compare(
             Location(self.step, StepPhase.PARAMETERS, layer, name=name),
             parameter,
             expected,
             tolerance,
-            origin=origin_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate),
+            piece=piece,
             alternatives=alternatives,
         )
         if not equal and self.isolate:
@@ -153,7 +154,7 @@ class InstructionChecker:
             key = RecordKey("gradient", source, str(number))
             recorded = self.recording.find(scope, key)
             if tensor is None and recorded is not None:
-                tensor = torch.zeros_like(self._piece(recorded, recorded, key)[0])
+                tensor = torch.zeros_like(self._expected(recorded, recorded, key)[0])
             if tensor is not None:
                 self._compare(phase, action, layer, key, tensor)
 
@@ -162,19 +163,19 @@ class InstructionChecker:
     ) -> None:
         scope = RecordScope(self.step, self._global_microbatch(action))
         recorded = self.recording.find(scope, key)
-        expected, offsets = self._piece(recorded, actual, key)
+        expected, piece = self._expected(recorded, actual, key)
         neighbour = {StepPhase.FORWARD: -1, StepPhase.INPUT_GRADIENT: 1}.get(phase)
         base = None
         if neighbour is not None:
             base = self.recording.find(scope, key._replace(layer=key.layer + neighbour))
         if base is not None and recorded is not None and base.shape == recorded.shape:
-            base, _ = self._piece(base, actual, key)
+            base, _ = self._expected(base, actual, key)
         equal = self.comparison.findings.compare(
             Location(self.step, phase, layer, scope.microbatch, tensor=int(key.name or 0)),
             actual,
             expected,
             self.recording.tolerances[scope].get(key, NO_TOLERANCE),
-            origin=Origin(offsets),
+            piece=piece,
             alternatives=lambda: self._alternatives(phase, action, scope, key, actual),
             base=base,
             inside=lambda: (
@@ -194,10 +195,10 @@ class InstructionChecker:
         for other in range(self.recording.microbatches(self.step)):
             value = self.recording.find(RecordScope(self.step, other), key)
             if other != scope.microbatch and value is not None and value.shape == recorded.shape:
-                yield f"it is that of micro-batch {other}", self._piece(value, actual, key)[0]
+                yield f"it is that of micro-batch {other}", self._expected(value, actual, key)[0]
         before = self.recording.find(RecordScope(self.step - 1, scope.microbatch), key)
         if before is not None and before.shape == recorded.shape:
-            yield "it is that of the step before", self._piece(before, actual, key)[0]
+            yield "it is that of the step before", self._expected(before, actual, key)[0]
         if phase is StepPhase.FORWARD and self._partition_dim(key) is None:
             parameters, tp = self._parameters_of(key.layer, scope), self.runtime.mesh.size("tp")
             yield from with_other_parameters(recorded, parameters, tp)
@@ -227,19 +228,18 @@ class InstructionChecker:
         tolerances = {key.name: self.recording.tolerances[scope][key] for key in keys}
         return first_inner_difference(sketches.found, expected, tolerances)
 
-    def _piece(
+    def _expected(
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
-    ) -> tuple[Tensor, tuple[int, ...]]:
-        """Return this rank's piece of a recorded tensor, and its offsets; zeros if nothing is recorded."""
+    ) -> tuple[Tensor, Piece | None]:
+        """Return this rank's piece of a recorded tensor; zeros if nothing is recorded."""
         dim = self._partition_dim(key)
         if recorded is None or dim is None:
-            return torch.zeros_like(actual) if recorded is None else recorded, (0,) * actual.dim()
+            return torch.zeros_like(actual) if recorded is None else recorded, None
         # Not the engine's own range, which may be wrong.
         mesh = self.runtime.mesh
         own = divide(recorded.shape[dim], mesh.size("tp"))[mesh.index("tp")]
-        offsets = [0] * recorded.dim()
-        offsets[dim] = own.start
-        return recorded.narrow(dim, own.start, len(own)), tuple(offsets)
+        piece = Piece(tuple(recorded.shape), lambda whole: whole.narrow(dim, own.start, len(own)))
+        return piece.of(recorded), piece
 
     def _partition_dim(self, key: RecordKey) -> int | None:
         """Return the dim along which a recorded tensor is partitioned over `tp`: classes, or the sequence."""

@@ -10,8 +10,7 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.layers.layer_sequence import LayerSequence
-from plait.layout import shard
-from plait.verification.findings import WHOLE_TENSOR, Findings, Origin, one_alternative, origin_of
+from plait.verification.findings import Findings, Piece, one_alternative, piece_of
 from plait.verification.formats import NumberFormats, epsilon_of
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.options import VerifyOptions
@@ -64,7 +63,7 @@ class StepComparison:
         `inherited`: what the tolerance of the tensors that it was computed from adds to its own.
         """
         scope = RecordScope(step)
-        expected, origin = self.expected(self.recording.values[scope][key], parameter, actual)
+        expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)
         tolerance, rounding = self.recording.tolerances[scope][key], None
         resynchronizes = self.options.resynchronizes and parameter != ""
         if resynchronizes:
@@ -77,7 +76,7 @@ class StepComparison:
             actual,
             expected,
             tolerance._replace(allowed=tolerance.allowed + inherited),
-            origin=origin,
+            piece=piece,
             alternatives=lambda: alternatives,
             rounding=rounding,
             base=base,
@@ -87,13 +86,11 @@ class StepComparison:
         return equal
 
     def compare_unchanged(
-        self, location: Location, actual: Tensor, before: Tensor, origin: Origin, mistake: str
+        self, location: Location, actual: Tensor, before: Tensor, piece: Piece | None, mistake: str
     ) -> None:
         """Compare a tensor with its value before a call that must not change it."""
         alternatives = partial(one_alternative, mistake, actual)
-        self.findings.compare(
-            location, actual, before, NO_TOLERANCE, origin=origin, alternatives=alternatives
-        )
+        self.findings.compare(location, actual, before, NO_TOLERANCE, piece=piece, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
         """Compare the engine's loss scale, unless there is none."""
@@ -116,11 +113,11 @@ class StepComparison:
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
                 continue
-            final = self.piece(name, records[RecordKey("final", name=name)])
+            final = self.piece(name).of(records[RecordKey("final", name=name)])
             alternatives = [(text, final * factor) for text, factor in mistakes]
             before = self.recording.find(RecordScope(step - 1), RecordKey("clipped", name=name))
             if before is not None and phase is StepPhase.REDUCTION:
-                wrong = final + self.piece(name, before)
+                wrong = final + self.piece(name).of(before)
                 alternatives.append(("the gradient of the step before is still in it", wrong))
             gradient, key = self.gradient(name), RecordKey(kind, name=name)
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
@@ -151,24 +148,21 @@ class StepComparison:
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]
-                parameter.grad.copy_(self.piece(name, recorded))
+                parameter.grad.copy_(self.piece(name).of(recorded))
 
     def expected(
         self, recorded: Tensor, parameter: str, actual: Tensor | None = None
-    ) -> tuple[Tensor, Origin]:
-        """Return this rank's piece of a recorded tensor of `parameter`, and its origin; of others all.
+    ) -> tuple[Tensor, Piece | None]:
+        """Return this rank's piece of a recorded tensor of `parameter`; of others all.
 
         Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
         """
         has_dims = recorded.dim() or (actual is not None and actual.dim())
         if parameter and has_dims and tuple(recorded.shape) == self.engine.layouts[parameter].shape:
-            return self.piece(parameter, recorded), self.origin(parameter)
-        return recorded, WHOLE_TENSOR
+            piece = self.piece(parameter)
+            return piece.of(recorded), piece
+        return recorded, None
 
-    def origin(self, name: str) -> Origin:
-        """Return the origin of this rank's piece of a parameter."""
-        return origin_of(self.engine.layouts[name], self.engine.mesh.coordinate)
-
-    def piece(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a whole tensor with the layout of a parameter."""
-        return shard(whole, self.engine.layouts[name], self.engine.mesh.coordinate)
+    def piece(self, name: str) -> Piece:
+        """Return this rank's piece of a parameter."""
+        return piece_of(self.engine.layouts[name], self.engine.mesh.coordinate)

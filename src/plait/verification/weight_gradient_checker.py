@@ -7,10 +7,9 @@ from collections.abc import Iterable, Iterator
 from torch import Tensor
 
 from plait.engine import Runtime
-from plait.layout import shard
 from plait.schedules.action import Kind
 from plait.tensor.partition import is_sharded
-from plait.verification.findings import origin_of
+from plait.verification.findings import Piece, piece_of
 from plait.verification.formats import epsilon_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
@@ -95,9 +94,9 @@ class WeightGradientChecker:
             if scope.step == self.step and key.kind == "contribution" and key.name == name
         )
 
-    def piece(self, name: str, whole: Tensor) -> Tensor:
-        """Return this rank's piece of a whole tensor with the layout of an unsharded parameter."""
-        return shard(whole, self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
+    def piece(self, name: str) -> Piece:
+        """Return this rank's piece of a parameter as layers use it: partitioned over tp, not sharded."""
+        return piece_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:
         if tracked is None:
@@ -113,7 +112,7 @@ class WeightGradientChecker:
             tracked.actual,
             expected,
             tracked.tolerance,
-            origin=origin_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate),
+            piece=self.piece(name),
             alternatives=lambda: self._alternatives(name, use, tracked.expected),
             base=None if contribution is None else tracked.expected - contribution[0],
             rounding=rounding,
@@ -139,14 +138,14 @@ class WeightGradientChecker:
                     yield text, expected - own[0] + found[0]
         before = self.recording.find(RecordScope(self.step - 1), RecordKey("clipped", name=name))
         if before is not None:
-            yield "the gradient of the step before is still in it", expected + self.piece(name, before)
+            yield "the gradient of the step before is still in it", expected + self.piece(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
         """Return this rank's piece of a recorded contribution, or None."""
         layer, microbatch = use
         scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
         whole = self.recording.find(scope, key)
-        return None if whole is None else (self.piece(name, whole), self.recording.tolerances[scope][key])
+        return None if whole is None else (self.piece(name).of(whole), self.recording.tolerances[scope][key])
 
     def _is_complete(self, name: str) -> bool:
         """Return whether a gradient is complete without a sum over ranks of tp."""

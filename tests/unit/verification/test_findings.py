@@ -7,19 +7,16 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 from torch import Tensor
 
 from plait.layout import Flat, Layout, Shard, shard
 from plait.verification.findings import (
     EVIDENCE_ELEMENTS,
     MAX_LISTED,
-    WHOLE_TENSOR,
     Findings,
-    Origin,
+    Piece,
     Tally,
-    origin_of,
+    piece_of,
 )
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference_recording import Tolerance
@@ -68,14 +65,24 @@ def test_where_it_differs(findings: Findings) -> None:
     assert findings.tallies[StepPhase.FORWARD] == Tally(1, 1)
 
 
+def box_at(row: int, column: int) -> Piece:
+    """A box of the shape of `EXPECTED` at these offsets."""
+    return Piece((20, 200), lambda whole: whole[row : row + 4, column : column + 6])
+
+
+def interval_of(box: Piece) -> Piece:
+    """Elements 9 to 18 of a box, as a sharded parameter has them."""
+    return Piece(box.shape, lambda whole: box.of(whole).reshape(1, -1)[:, 9:18])
+
+
 def test_places_are_those_of_the_global_tensor(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, origin=Origin((10, 100)))
+    findings.compare(FORWARD, changed((1, 2)), EXPECTED, BOUND, piece=box_at(10, 100))
     assert findings.differences[0].box == ((11, 12), (102, 103))
     assert findings.differences[0].worst == (11, 102)
 
 
 def test_all_of_it_may_differ_without_each_element(findings: Findings) -> None:
-    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, origin=Origin((4, 0)))
+    findings.compare(FORWARD, changed((0, 0), (3, 5)), EXPECTED, BOUND, piece=box_at(4, 0))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((4, 8), (0, 6))
 
@@ -89,52 +96,10 @@ def flat(shape: tuple[int, ...], *tolerances: int, rows_over_tp: bool = False, b
     return Layout(shape, AXES, {"shard": Flat(tolerances)} | over_tp)
 
 
-@pytest.mark.parametrize(
-    ("layout", "origin"),
-    [
-        (Layout((8, 6), AXES), Origin((0, 0))),
-        (Layout((8, 6), AXES, {"tp": Shard(0)}), Origin((4, 0))),
-        (flat((8, 6), 0, 12, 36, 48), Origin((0, 0), ((8, 6), 12))),  # rows 2 to 5
-        (flat((8, 6), 0, 16, 32, 48), Origin((0, 0), ((8, 6), 16))),  # from the middle of a row
-        (flat((8, 6), 0, 6, 18, 24, rows_over_tp=True), Origin((4, 0), ((4, 6), 6))),
-        (flat((8, 6), 0, 16, 24, 24, rows_over_tp=True), Origin((4, 0), ((4, 6), 16))),
-        (flat((5,), 0, 2, 4, 5), Origin((0,), ((5,), 2))),
-        (flat((), 0, 0, 1, 1), Origin((), ((1,), 0))),
-    ],
-)
-def test_where_a_piece_begins(layout: Layout, origin: Origin) -> None:
-    assert origin_of(layout, {"shard": 1, "tp": 1}) == origin
-
-
-@given(st.lists(st.integers(1, 5), max_size=3), st.booleans(), st.data())
-def test_each_element_of_a_piece_has_its_place_in_the_global_tensor(
-    sizes: list[int], rows_over_tp: bool, data: st.DataObject
-) -> None:
-    shape = tuple(sizes)
-    blocks = data.draw(st.sampled_from([n for n in range(1, 6) if sizes and sizes[0] % n == 0] or [1]))
-    numbers = torch.arange(math.prod(shape)).view(shape)
-    cuts = st.integers(0, numbers.numel())
-    one, two = sorted(data.draw(st.tuples(cuts, cuts)))
-    layout = flat(
-        shape, 0, one, two, numbers.numel(), rows_over_tp=rows_over_tp and bool(shape), blocks=blocks
-    )
-    for coordinate in layout.coordinates():
-        piece = shard(numbers, layout, coordinate)
-        where = dict(zip(layout.axes, coordinate, strict=True))
-        indices = torch.ones(piece.shape or (1,)).nonzero()
-        global_indices = origin_of(layout, where).global_indices(indices)
-        assert numbers.reshape(shape or (1,))[tuple(global_indices.T)].tolist() == piece.reshape(-1).tolist()
-
-
-def test_what_is_whole_begins_at_zero() -> None:
-    indices = torch.tensor([[1, 2], [3, 4]])
-    assert torch.equal(WHOLE_TENSOR.global_indices(indices), indices)
-
-
 def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Findings) -> None:
     """Elements 9 to 18 of `EXPECTED`, from the middle of a row to the end of another, in rows 10 to 13."""
     actual, piece = changed((1, 5), (2, 3)).view(1, -1)[:, 9:18], EXPECTED.view(1, -1)[:, 9:18]
-    findings.compare(FORWARD, actual, piece, BOUND, origin=Origin((10, 100), ((4, 6), 9)))
+    findings.compare(FORWARD, actual, piece, BOUND, piece=interval_of(box_at(10, 100)))
     (difference,) = findings.differences
     assert difference.box == ((11, 13), (103, 106))
     assert difference.worst == (11, 105)
@@ -143,7 +108,7 @@ def test_places_of_a_flat_piece_are_those_of_the_global_tensor(findings: Finding
 
 def test_all_of_a_flat_piece_may_differ(findings: Findings) -> None:
     piece = EXPECTED.view(1, -1)[:, 9:18]
-    findings.compare(FORWARD, piece + 1, piece, BOUND, origin=Origin((0, 0), ((4, 6), 9)))
+    findings.compare(FORWARD, piece + 1, piece, BOUND, piece=interval_of(box_at(0, 0)))
     assert findings.differences[0].whole_box
     assert findings.differences[0].box == ((1, 3), (0, 6))
 
@@ -152,9 +117,9 @@ def test_a_piece_without_elements_is_equal(findings: Findings) -> None:
     """As where there are more ranks than elements."""
     layout = flat((2,), 0, 1, 2, 2)
     nothing = shard(torch.ones(2), layout, {"shard": 2, "tp": 0})
-    origin = origin_of(layout, {"shard": 2, "tp": 0})
+    piece = piece_of(layout, {"shard": 2, "tp": 0})
     assert nothing.shape == (0,)
-    assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, origin=origin)
+    assert findings.compare(FORWARD, nothing, nothing.clone(), BOUND, piece=piece)
     assert findings.tallies[StepPhase.FORWARD].compared == 1
 
 

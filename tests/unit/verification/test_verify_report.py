@@ -15,7 +15,7 @@ from torch import Tensor
 from verification_cases import coordinates_of, mlp_case, verify_here
 
 from plait.plan import Plan
-from plait.verification.findings import Findings, Origin
+from plait.verification.findings import Findings, Piece
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
@@ -48,6 +48,10 @@ EVERYWHERE = (
 FORWARD, REDUCTION = EVERYWHERE[3], EVERYWHERE[9]
 
 
+def columns_from(start: int) -> Piece:
+    return Piece((RIGHT.shape[0], 100), lambda whole: whole[:, start : start + RIGHT.shape[1]])
+
+
 def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) -> list[RankOutcome]:
     """Every rank has compared every phase; some have found something else than `RIGHT`."""
     made = []
@@ -56,7 +60,7 @@ def outcomes(wrong: Mapping[int, Mapping[Location, Tensor]], plan: Plan = PLAN) 
         for location in EVERYWHERE:
             findings.compare(location, RIGHT, RIGHT, BOUND)
         for location, actual in own.items():
-            findings.compare(location, actual, RIGHT, BOUND, origin=Origin((0, 4 * rank)))
+            findings.compare(location, actual, RIGHT, BOUND, piece=columns_from(4 * rank))
         made.append(RankOutcome(rank, coordinate, PATHS, findings, 0.125, 1.25 + rank))
     return made
 
