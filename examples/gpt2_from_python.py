@@ -1,4 +1,4 @@
-"""GPT-2 trained by hand on 2 × 2 ranks: two pipeline stages, each on two data-parallel ranks.
+"""GPT-2 in a training loop in Python on 2 × 2 ranks: two pipeline stages, each on two data-parallel ranks.
 
 .venv/bin/python examples/gpt2_from_python.py                        starts four local ranks
 .venv/bin/torchrun --nproc-per-node 4 examples/gpt2_from_python.py   joins torchrun's four
@@ -26,7 +26,7 @@ def train() -> None:
     text = torch.tensor(list(Path(argparse.__file__).read_bytes()))
 
     def batch(step: int) -> tuple[Tensor, Tensor]:
-        """This data-parallel rank's share of the global batch, which depends on the step alone."""
+        """Return this data-parallel rank's share of the global batch, which depends on the step only."""
         generator = torch.Generator().manual_seed(step)
         starts = torch.randint(len(text) - CONTEXT, (ROWS, 1), generator=generator)
         windows = text[starts + torch.arange(CONTEXT + 1)]

@@ -1,9 +1,9 @@
-"""Your own model on two pipeline stages: an `nn.Sequential` that is fed with a dictionary.
+"""Your own model on two pipeline stages: an `nn.Sequential` whose input is a dictionary.
 
 .venv/bin/python examples/own_model.py                        starts two local ranks
 .venv/bin/torchrun --nproc-per-node 2 examples/own_model.py   joins torchrun's two
 
-The task: does token 7 occur in a sequence? The layers in front hand on two tensors, as a dictionary.
+The task: does token 7 occur in a sequence? The first layers return two tensors, as a dictionary.
 """
 
 import torch
@@ -30,7 +30,7 @@ class Pool(nn.Module):
 
 
 def make_batch(step: int) -> tuple[Batch, Tensor]:
-    """The batch of a step is a function of the step, so that all ranks of the pipeline pass the same."""
+    """Return the batch of a step, the same on all ranks of the pipeline."""
     generator = torch.Generator().manual_seed(step)
     tokens = torch.randint(VOCAB, (ROWS, LENGTH), generator=generator)
     tokens[::2, 0] = 7
@@ -41,7 +41,7 @@ def make_batch(step: int) -> tuple[Batch, Tensor]:
 def train() -> None:
     plan = plait.Plan(pp=2, microbatches=4)
     mesh = plait.Mesh(plan)
-    with torch.device("meta"):  # values are made by name and seed, equal whatever the plan
+    with torch.device("meta"):  # values depend on name and seed, not on the plan
         model = nn.Sequential(
             Embed(), Pool(), nn.Linear(WIDTH, 128), nn.ReLU(inplace=True), nn.Linear(128, 2)
         )

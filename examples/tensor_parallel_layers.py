@@ -3,7 +3,7 @@
 .venv/bin/python examples/tensor_parallel_layers.py                        starts two local ranks
 .venv/bin/torchrun --nproc-per-node 2 examples/tensor_parallel_layers.py   joins torchrun's two
 
-The task: is the product of two numbers positive? Each rank also trains the same network uncut, to compare.
+The task: is the product of two numbers positive? Each rank also trains the whole network, to compare.
 """
 
 import torch
@@ -31,14 +31,14 @@ class Block(nn.Module):
 
 
 def make_batch(step: int) -> tuple[Tensor, Tensor]:
-    """The batch of a step is a function of the step, so that all ranks of `tp` see the same."""
+    """Return the batch of a step, the same on all ranks of `tp`."""
     numbers = torch.randn(ROWS, 2, generator=torch.Generator().manual_seed(step))
     return numbers, (numbers.prod(dim=1) > 0).long()
 
 
 def train_one(tp: Group | None, device: torch.device) -> tuple[list[float], int]:
-    """The losses, and how many parameters this rank holds."""
-    torch.manual_seed(0)  # the same on every rank: what is not cut has to start equal
+    """Return the losses, and the number of parameters on this rank."""
+    torch.manual_seed(0)  # the same on every rank: replicated parameters have to start equal
     model = nn.Sequential(nn.Linear(2, WIDTH), Block(tp), Block(tp), nn.Linear(WIDTH, 2)).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     losses = []
@@ -54,14 +54,14 @@ def train_one(tp: Group | None, device: torch.device) -> tuple[list[float], int]
 
 def train() -> None:
     mesh = plait.Mesh(tp=2)
-    cut, held = train_one(mesh.group("tp"), mesh.device)
+    sharded, held = train_one(mesh.group("tp"), mesh.device)
     sums = mesh.traffic.snapshot()["tp"]["all_reduce"]
-    uncut, all_parameters = train_one(None, mesh.device)
+    whole, all_parameters = train_one(None, mesh.device)
     if mesh.rank == 0:
         print(f"this rank holds {held} of {all_parameters} parameters")
         print(f"{sums.calls / STEPS:.0f} sums over tp a step, {sums.bytes / STEPS:.0f} bytes")
         for step in range(19, STEPS, 20):
-            print(f"step {step + 1}: loss {cut[step]:.6f}, uncut {uncut[step]:.6f}")
+            print(f"step {step + 1}: loss {sharded[step]:.6f}, whole {whole[step]:.6f}")
 
 
 plait.launch(train, ranks=2)
