@@ -209,7 +209,7 @@ def _check_and_count(
         if checked and not alone:
             require_same_text(call, group, torch.device("cuda") if tensor is None else tensor.device)
         if error:
-            sentence = f"rank {group.rank} cannot call {call} over {group.name}: mend the arguments."
+            sentence = f"rank {group.rank} cannot call {call} over {group.name}: correct the arguments."
             raise CommunicationError(sentence)
     if not alone:
         if group.guarded:

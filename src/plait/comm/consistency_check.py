@@ -52,7 +52,7 @@ def _all_gather_headers(text: str, group: Group, device: torch.device) -> list[b
     def start() -> Pending:
         return transport.all_gather(mine, everyone)
 
-    awaited = f"agreement on {text} over {group.name} with ranks {_numbers(group.ranks)}"
+    awaited = f"the consistency check of {text} over {group.name} with ranks {_numbers(group.ranks)}"
     headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()
     return [bytes(header.tolist()) for header in headers]
 

@@ -52,7 +52,7 @@ class FailureLog:
     """One rank's access to the failure records of all ranks of a mesh. Nothing is written until a failure.
 
     All waits for the store after the first failure share one deadline: a store whose host is gone, or cut
-    off, never answers, and each wait for it would come on top of the timeout that has already passed.
+    off, never answers, and each wait for it would add to the timeout that has already passed.
     """
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, timeout: float = 600.0) -> None:

@@ -56,7 +56,7 @@ class GridMesh:
         if not sizes or "world" in sizes:
             raise MeshError(
                 f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
-                "world, which stands for all."
+                "world, which combines all."
             )
         self.sizes = dict(sizes)
         self._ranks = None if alone else current_ranks()
@@ -138,7 +138,7 @@ class GridMesh:
         world = self._ranks if isinstance(self._ranks, Processes) else joined_processes()
         if world is None:
             raise MeshError(
-                "torch's tools need an initialised world of processes, be it of one rank: use plait.launch "
+                "a DeviceMesh needs an initialised world of processes, even for one rank: use plait.launch "
                 "or torchrun, and no threads as ranks."
             )
         sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}

@@ -46,7 +46,7 @@ class Group:
 
     @property
     def on_one_host(self) -> bool:
-        """Whether all its ranks are known to be on one host."""
+        """Whether all ranks are known to be on one host."""
         return self.transport is None or self.transport.on_one_host
 
     def device_for_text(self, device: torch.device) -> torch.device:

@@ -141,13 +141,13 @@ def _call(job: RankJob) -> RankResult | RankFailure:
         return from_exception(job.world.rank, error)
     payload = dumps_result(result, job.world.rank)
     # Leaving closes connections: not while a peer still opens them, and not while it may still read.
-    # A peer that runs on for longer either needs this rank no more, or waits in vain and gets an error.
+    # A peer that runs for longer either does not need this rank, or gets an error when this rank leaves.
     _mark(job, "finished")
     _wait_for_all(job, "joined", job.timeout)
     _wait_for_all(job, "finished", 1.0)
     if not leave_world():
         raise PlaitError(
-            f"rank {job.world.rank} returned while messages of its own were still under way: wait for every "
+            f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
             "asynchronous operation before the function returns."
         )
     return RankResult(job.world.rank, payload)

@@ -107,7 +107,9 @@ def find_world(environment: Mapping[str, str] | None = None) -> World | None:
 def _read(names: _Variables, variables: Mapping[str, str]) -> World:
     rank, size = (_number(name, names, variables) for name in (names.rank, names.size))
     if not 0 <= rank < size:
-        raise MeshError(f"{names.rank} = {rank} is not a rank of {names.size} = {size}: mend or unset both.")
+        raise MeshError(
+            f"{names.rank} = {rank} is not a rank of {names.size} = {size}: correct or unset both."
+        )
     local_size = min(size, _local_size(names, size, variables))
     local_rank = rank % local_size
     if names.local_rank in variables:

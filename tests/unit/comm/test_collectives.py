@@ -399,7 +399,7 @@ def test_a_rank_that_does_not_come_is_an_error_after_the_timeout(rank_pool):
         return "absent"
 
     message = rank_pool.run(body, ranks=2)[0]
-    assert "rank 0 waits for agreement on all_reduce sum of float32[4] over dp" in message
+    assert "rank 0 waits for the consistency check of all_reduce sum of float32[4] over dp" in message
 
 
 def test_a_rank_alone_needs_no_backend():

@@ -1,4 +1,4 @@
-"""Words between ranks of one host, here in one process: nobody waits unless a message is missing."""
+"""Messages between ranks of one host, here in one process: no call blocks unless a message is missing."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def values(messages: list[Message]) -> list[int]:
     return [message.value for message in messages]
 
 
-def test_words_are_heard_in_order_of_the_index():
+def test_messages_are_received_in_order_of_the_index():
     channels = joined(3)
     for index, channel in enumerate(channels):
         channel.send(channel.next_sequence(), 10 + index)
@@ -37,7 +37,7 @@ def test_words_are_heard_in_order_of_the_index():
     ]
 
 
-def test_tickets_may_be_heard_in_any_order():
+def test_sequence_numbers_may_be_received_in_any_order():
     a, b = joined(2)
     for value in (5, 6, 7):
         a.send(a.next_sequence(), value)
@@ -49,7 +49,7 @@ def test_tickets_may_be_heard_in_any_order():
     ]
 
 
-def test_a_rank_speaks_before_the_other_has_lines():
+def test_a_rank_sends_before_the_other_has_channels():
     listeners = [Listener(), Listener()]
     names = [listener.name for listener in listeners]
     first = Channels(listeners[0], names, 0, "tp", 10.0)
@@ -59,7 +59,7 @@ def test_a_rank_speaks_before_the_other_has_lines():
     assert (values(first.receive(0, OWN)), values(second.receive(0, OWN))) == ([-1, 4], [3, -1])
 
 
-def test_groups_at_one_door_do_not_hear_each_other():
+def test_groups_at_one_listener_are_separate():
     listeners = [Listener(), Listener()]
     names = [listener.name for listener in listeners]
     tp, dp = (
@@ -72,7 +72,7 @@ def test_groups_at_one_door_do_not_hear_each_other():
     assert values(tp[1].receive(0, OWN)) == [1, -1]
 
 
-def test_a_file_travels_with_a_word():
+def test_a_file_descriptor_is_sent_with_a_message():
     a, b = joined(2)
     read, write = os.pipe()
     a.send(a.next_sequence(), 1, write)
@@ -85,17 +85,17 @@ def test_a_file_travels_with_a_word():
     os.close(read)
 
 
-def test_a_peer_that_is_gone_is_an_error_but_what_it_said_is_heard():
+def test_a_peer_that_is_gone_is_an_error_but_its_messages_are_received():
     a, b = joined(2)
     a.send(a.next_sequence(), 1)
     a.close()
     assert values(b.receive(b.next_sequence(), OWN)) == [1, -1]
-    b.send(b.next_sequence())  # nobody hears it; hearing tells
+    b.send(b.next_sequence())  # no error: receiving raises it
     with pytest.raises(ConnectionError, match="closed by peer"):
         b.receive(1, OWN)
 
 
-def test_a_peer_that_never_came_and_closed_its_door_is_an_error_at_once():
+def test_a_peer_that_closed_its_listener_before_connecting_is_an_error_at_once():
     listeners = [Listener(), Listener()]
     names = [listener.name for listener in listeners]
     for close_first in (False, True):
@@ -118,7 +118,7 @@ def test_one_of_three_is_gone():
         c.receive(c.next_sequence(), OWN)
 
 
-def test_silence_is_an_error_and_ends_the_lines_for_all():
+def test_a_timeout_closes_the_channels_for_all():
     a, b = joined(2, timeout=0.05)
     with pytest.raises(TimeoutError, match="timed out"):
         a.receive(a.next_sequence(), OWN)
@@ -128,60 +128,60 @@ def test_silence_is_an_error_and_ends_the_lines_for_all():
         b.receive(b.next_sequence(), OWN)
 
 
-def test_closed_lines_say_so():
+def test_closed_channels_raise():
     a, _ = joined(2)
     a.close()
     with pytest.raises(ConnectionError, match="the mesh is closed"):
         a.send(a.next_sequence())
 
 
-def test_more_words_than_the_system_keeps():
+def test_more_messages_than_the_send_buffer_holds():
     a, b = joined(2)
     count = 3000
 
-    def speak() -> None:
+    def send_all() -> None:
         for value in range(count):
             a.send(a.next_sequence(), value)
 
-    speaker = threading.Thread(target=speak)
-    speaker.start()
+    sender = threading.Thread(target=send_all)
+    sender.start()
     time.sleep(0.1)
-    heard = [b.receive(b.next_sequence(), OWN)[0].value for _ in range(count)]
-    speaker.join()
-    assert heard == list(range(count))
+    received = [b.receive(b.next_sequence(), OWN)[0].value for _ in range(count)]
+    sender.join()
+    assert received == list(range(count))
 
 
-def test_a_peer_that_never_listens_is_an_error_after_the_timeout():
+def test_a_peer_that_never_receives_is_an_error_after_the_timeout():
     a, _b = joined(2, timeout=0.1)
 
-    def speak() -> None:
+    def send_all() -> None:
         for _ in range(100_000):
             a.send(a.next_sequence())
 
     with pytest.raises(TimeoutError):
-        speak()
+        send_all()
 
 
-def test_both_speak_more_than_the_other_has_heard():
+def test_both_send_more_than_the_send_buffer_holds():
     channels = joined(2)
-    heard: dict[int, list[int]] = {}
+    received: dict[int, list[int]] = {}
 
-    def talk(channel: Channels) -> None:
+    def exchange(channel: Channels) -> None:
         for value in range(2000):
             channel.send(channel.next_sequence(), value)
-        heard[channel.index] = [
+        received[channel.index] = [
             channel.receive(sequence, OWN)[1 - channel.index].value for sequence in range(2000)
         ]
 
-    threads = [threading.Thread(target=talk, args=(channel,)) for channel in channels]
+    threads = [threading.Thread(target=exchange, args=(channel,)) for channel in channels]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert heard == {0: list(range(2000)), 1: list(range(2000))}
+    assert received == {0: list(range(2000)), 1: list(range(2000))}
 
 
-def test_what_is_finished_is_known_with_the_next_word():
+def test_the_next_message_carries_the_acknowledgement():
     a, b = joined(2)
     first = [a.next_sequence(), b.next_sequence()][0]
     b.send(first)
@@ -194,10 +194,10 @@ def test_what_is_finished_is_known_with_the_next_word():
     assert a.is_acknowledged(first)
 
 
-def test_what_is_finished_is_told_where_others_are_under_way():
+def test_an_acknowledgement_is_sent_while_later_operations_are_pending():
     a, b = joined(2)
     first, second, third = ([a.next_sequence(), b.next_sequence()][0] for _ in range(3))
-    b.acknowledge(second)  # says that the first is not: nothing below it is finished
+    b.acknowledge(second)  # the first is not, so nothing up to it is
     b.acknowledge(first)
     a.wait_acknowledged(second)
     a.acknowledge(first, second)
@@ -215,7 +215,7 @@ def test_a_stranger_is_not_taken_for_a_peer():
     stranger.close()
 
 
-def test_descriptors_are_given_back():
+def test_descriptors_are_closed():
     before = len(os.listdir("/proc/self/fd"))
     channels = joined(3)
     with open(os.devnull) as file:
@@ -227,20 +227,20 @@ def test_descriptors_are_given_back():
     assert len(os.listdir("/proc/self/fd")) == before
 
 
-def test_who_calls_while_another_is_listened_to_is_heard(monkeypatch: pytest.MonkeyPatch):
+def test_a_connection_made_during_a_receive_is_accepted(monkeypatch: pytest.MonkeyPatch):
     listeners = [Listener() for _ in range(3)]
     names = [listener.name for listener in listeners]
     listening = Channels(listeners[0], names, 0, "tp", 5.0)
     late: list[Channels] = []
     ordinary = Channel.receive_pending
 
-    def others_call_meanwhile(channel: Channel) -> None:
-        """The first peer is found to be silent; then both call, before the second is listened to."""
+    def others_connect(channel: Channel) -> None:
+        """The first peer has sent nothing; then both connect, before the second is received from."""
         ordinary(channel)
         if not late:
             late.extend(Channels(listeners[index], names, index, "tp", 5.0) for index in (1, 2))
             for channels in late:
                 channels.send(channels.next_sequence(), channels.index)
 
-    monkeypatch.setattr(Channel, "receive_pending", others_call_meanwhile)
+    monkeypatch.setattr(Channel, "receive_pending", others_connect)
     assert values(listening.receive(listening.next_sequence(), OWN)) == [-1, 1, 2]

@@ -1,4 +1,4 @@
-"""Ranks of one host: what becomes of their channels and of who waits when a rank is gone, late or done."""
+"""Collectives in shared memory, and their errors when a rank is gone, late or has ended."""
 
 from __future__ import annotations
 
@@ -224,7 +224,7 @@ def test_a_rank_that_does_not_come_ends_the_group_for_all(rank_pool):
             return errors
         all_reduce(torch.ones(1), patient).wait()  # too late for the other, which has given up
         tensor = torch.ones(4)
-        assert all_reduce(tensor, hasty, checked=False).wait().tolist() == [2.0] * 4  # it had shown its own
+        assert all_reduce(tensor, hasty, checked=False).wait().tolist() == [2.0] * 4  # its tensor was staged
         return [error_of(hasty), error_of(hasty)]
 
     (silence, after_silence), (gone, after_gone) = rank_pool.run(body, ranks=2)
@@ -288,7 +288,7 @@ def test_any_failed_operation_of_a_group_ends_it_for_all(rank_pool):
     assert "connection closed by peer" in others
 
 
-def test_more_is_under_way_than_the_scratch_holds(rank_pool):
+def test_more_is_pending_than_the_staging_buffers_hold(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=10).group("tp")
         capacity, staging.CAPACITY = staging.CAPACITY, 2**22
@@ -326,7 +326,7 @@ def test_a_mesh_gives_its_connections_back(rank_pool):
 
 
 def test_a_rank_without_room_does_not_wait_for_who_waits_for_it(rank_pool):
-    """The other has room, shows the second tensor, and waits for that first."""
+    """The other has room, stages the second tensor, and waits for that first."""
 
     def body():
         group = Mesh(tp=2, timeout=5).group("tp")

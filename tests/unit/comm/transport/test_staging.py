@@ -1,4 +1,4 @@
-"""Tensors shown in shared memory: each rank's staging, here all of them in one process."""
+"""Staging buffers: those of all ranks, here in one process."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def joined(size: int) -> list[StagingBuffers]:
     ]
 
 
-def show_all(
+def stage_all(
     ranks: list[StagingBuffers], tensors: Sequence[Tensor], seen: list[list[Tensor]]
 ) -> list[PendingRead]:
     def keep(everyone: Sequence[Tensor]) -> None:
@@ -34,17 +34,17 @@ def show_all(
     return [rank.stage(tensor, keep) for rank, tensor in zip(ranks, tensors, strict=True)]
 
 
-def places(rank: StagingBuffers) -> int:
-    """Bytes of its part that have ever been used."""
+def used_bytes(rank: StagingBuffers) -> int:
+    """Bytes of its segment that have ever been used."""
     return int(rank.segments.own.view(-1, 4096).any(1).sum()) * 4096
 
 
-def test_all_see_what_all_show_whatever_its_strides():
+def test_all_ranks_read_all_staged_tensors_of_any_strides():
     ranks = joined(3)
     tensors = [(torch.arange(6.0).view(2, 3) + 10 * rank).t() for rank in range(3)]
     seen: list[list[Tensor]] = []
-    for showing in show_all(ranks, tensors, seen):
-        showing.wait()
+    for pending in stage_all(ranks, tensors, seen):
+        pending.wait()
     wanted = [tensor.reshape(-1).tolist() for tensor in tensors]
     assert [[tensor.tolist() for tensor in everyone] for everyone in seen] == [wanted] * 3
 
@@ -52,7 +52,7 @@ def test_all_see_what_all_show_whatever_its_strides():
 def test_waited_for_in_any_order_and_more_than_once():
     ranks = joined(2)
     seen: list[list[Tensor]] = []
-    shown = [show_all(ranks, [torch.full((5,), 2.0 * n + rank) for rank in (0, 1)], seen) for n in range(3)]
+    shown = [stage_all(ranks, [torch.full((5,), 2.0 * n + rank) for rank in (0, 1)], seen) for n in range(3)]
     for pair, order in zip(reversed(shown), ((0, 1), (1, 0), (0, 1)), strict=True):
         for index in order:
             pair[index].wait()
@@ -61,20 +61,20 @@ def test_waited_for_in_any_order_and_more_than_once():
     assert firsts == [[0.0, 1.0], [2.0, 3.0], [4.0, 5.0]] * 2, "what was shown before is finished first"
 
 
-def test_two_places_are_enough_for_one_at_a_time():
+def test_two_blocks_are_enough_for_one_at_a_time():
     ranks = joined(2)
     for n in range(20):
-        for showing in show_all(ranks, [torch.full((MIB // 4,), 1.0 + n)] * 2, []):
-            showing.wait()
-    assert places(ranks[0]) == places(ranks[1]) == 2 * MIB
+        for pending in stage_all(ranks, [torch.full((MIB // 4,), 1.0 + n)] * 2, []):
+            pending.wait()
+    assert used_bytes(ranks[0]) == used_bytes(ranks[1]) == 2 * MIB
 
 
-def test_a_place_is_not_taken_before_all_have_read_it():
+def test_a_block_is_not_reused_before_all_have_read_it():
     ranks = joined(2)
     seen: list[list[Tensor]] = []
     late = []
     for n in range(4):
-        mine, other = show_all(ranks, [torch.full((7,), float(n)), torch.zeros(7)], seen)
+        mine, other = stage_all(ranks, [torch.full((7,), float(n)), torch.zeros(7)], seen)
         mine.wait()
         late.append(other)
     seen.clear()
@@ -83,11 +83,11 @@ def test_a_place_is_not_taken_before_all_have_read_it():
     assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0]
 
 
-def test_beyond_the_capacity_what_is_under_way_is_finished(monkeypatch: pytest.MonkeyPatch):
+def test_beyond_the_capacity_pending_reads_are_finished(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
     ranks = joined(2)
     seen: list[list[Tensor]] = []
-    shown = [show_all(ranks, [torch.full((MIB // 4,), float(n))] * 2, seen) for n in range(4)]
+    shown = [stage_all(ranks, [torch.full((MIB // 4,), float(n))] * 2, seen) for n in range(4)]
     for _, other in shown:
         other.wait()
     assert len(seen) == 4
@@ -99,7 +99,7 @@ def test_beyond_the_capacity_what_is_under_way_is_finished(monkeypatch: pytest.M
     assert [everyone[0][0].item() for everyone in seen] == [0.0, 1.0, 2.0, 3.0] * 2
 
 
-def test_other_sizes_get_the_places_back(monkeypatch: pytest.MonkeyPatch):
+def test_blocks_are_reused_for_other_sizes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(module, "CAPACITY", 4 * MIB)
     ranks = joined(2)
     for nbytes in (MIB, 2 * MIB, MIB // 2, 4 * MIB, 1, 3 * MIB):
@@ -108,17 +108,17 @@ def test_other_sizes_get_the_places_back(monkeypatch: pytest.MonkeyPatch):
                 rank.channels.send_acknowledgement()  # or each might wait for the other, in this one process
             seen: list[list[Tensor]] = []
             tensors = [torch.full((nbytes,), 2 * n + rank, dtype=torch.uint8) for rank in (0, 1)]
-            for showing in show_all(ranks, tensors, seen):
-                showing.wait()
+            for pending in stage_all(ranks, tensors, seen):
+                pending.wait()
             assert all(
                 torch.equal(*pair) for everyone in seen for pair in zip(everyone, tensors, strict=True)
             )
 
 
-def test_a_showing_that_failed_goes_on_failing():
+def test_a_read_that_failed_fails_again():
     ranks = joined(2)
-    showing = ranks[0].stage(torch.ones(3), lambda everyone: None)
+    pending = ranks[0].stage(torch.ones(3), lambda everyone: None)
     ranks[1].channels.close()
     for _ in range(2):
         with pytest.raises(ConnectionError):
-            showing.wait()
+            pending.wait()

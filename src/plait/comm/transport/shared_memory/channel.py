@@ -19,7 +19,7 @@ _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
 class Message(NamedTuple):
-    """A received number, and a file descriptor if one came with it: the receiver has to close it."""
+    """A received number, and the file descriptor sent with it, if any, which the receiver has to close."""
 
     value: int
     descriptor: int | None = None
@@ -105,7 +105,7 @@ class Channel:
             self._hung_up |= any(other == number and event & gone for other, event in ready)
 
     def close(self) -> None:
-        """Close both connections, and the file descriptors that nobody has taken."""
+        """Close both connections, and the file descriptors of messages that were not taken out."""
         for end in (self._outgoing, self._incoming):
             if end is not None:
                 end.close()

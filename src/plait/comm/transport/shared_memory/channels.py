@@ -124,7 +124,7 @@ class Channels:
                 self._poll(missing, deadline)
 
     def _send_when_possible(self, channel: Channel, packet: bytes, descriptor: int | None) -> None:
-        """Send to a peer with a full buffer, and receive meanwhile: the peer may be blocked likewise."""
+        """Send to a peer with a full buffer, and receive meanwhile: the peer may be blocked in a send too."""
         deadline = time.monotonic() + self._timeout
         while not channel.send(packet, descriptor):
             self._receive_pending(self._channels)

@@ -68,7 +68,7 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
 
 
 def host_identity() -> dict[str, str]:
-    """Return what is equal where ranks reach each other's listener: boot of a host, namespaces, user."""
+    """Return the boot, namespaces and user of this host: equal where ranks can connect to each other."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

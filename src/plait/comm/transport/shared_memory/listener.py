@@ -59,7 +59,7 @@ class Listener:
         return self._socket.fileno()
 
     def close(self) -> None:
-        """Stop listening, and close the accepted connections that nobody has popped."""
+        """Stop listening, and close the accepted connections that were not popped."""
         self._socket.close()
         for connection in self._accepted.values():
             connection.close()
