@@ -238,7 +238,7 @@ class Engine:
         (`tp`, or a strategy that shards them) the update of an element on that element only. An optimizer is
         also checked before its first step. No communication.
         """
-        self._guard.ask(optimizer)
+        self._guard.check(optimizer)
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
         """Raise `ReplicaError` on every rank where ranks that must hold the same bits of a parameter do not.

@@ -1,1 +1,1 @@
-"""Units: the parameters that are reduced together, in flat buffers."""
+"""Sharded data parallelism: units of parameters in flat buffers, gathered, reduced and clipped."""

@@ -14,7 +14,7 @@ from plait.errors import PlanError
 from plait.sharding.unit import Unit
 
 ROW = 1024
-"""Elements whose squares are added up in float32."""
+"""Number of elements whose squares are summed in float32."""
 
 
 def start_norm(
@@ -26,10 +26,9 @@ def start_norm(
 ) -> Callable[[], Tensor]:
     """Start the norm of the gradients of the `counted` parameters of all ranks of `group`.
 
-    Calling what is given waits for it: 0-d float64. The order is that of `torch.linalg.vector_norm`, above 0.
-    No finite number comes of gradients that are not finite. Communication: one all-reduce of 8 bytes over
-    `group`. A parameter, or a piece of one, that several ranks of the group hold has to be counted by one of
-    them only. Raises `PlanError` for the order.
+    Returns a function that waits for it and returns it, 0-d float64; not finite where gradients are not. The
+    order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`. What several ranks of
+    the group hold has to be counted by one of them. Communication: one all-reduce of 8 bytes over `group`.
     """
     if not order > 0:
         raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
@@ -39,7 +38,7 @@ def start_norm(
             power = _powers(gradient, order).to(device)
             total = torch.maximum(total, power) if math.isinf(order) else total + power
     if math.isinf(order):
-        # A backend's maximum may pass over what is no number.
+        # The maximum of a backend may ignore NaN.
         largest = total.nan_to_num(nan=math.inf, posinf=math.inf)
         return all_reduce(largest, group, "max", checked=False).about("the gradient norm").wait
     under_way = all_reduce(total, group, checked=False).about("the gradient norm")
@@ -47,10 +46,10 @@ def start_norm(
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients so that their norm is at most `max_norm`; smaller ones stay as they are."""
+    """Scale all gradients by `max_norm / norm` where that is below 1."""
     # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    # A norm that is no number would spread to every gradient and hide where it began.
+    # A factor of NaN would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
     for unit in units:
         for gradient in _gradients(unit, unit.pieces):
@@ -58,10 +57,10 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 
 
 def _powers(gradient: Tensor, order: float) -> Tensor:
-    """The sum of the elements' powers, or the largest element, 0-d float64.
+    """Return the sum of the elements' powers, or the largest element, 0-d float64.
 
-    In rows: a CPU adds squares up in float32 one after the other, which over the elements of a large layer
-    loses three digits; over a row it loses none to speak of, and takes no longer.
+    By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
+    layer and hardly any over a row, and takes no longer.
     """
     wide = torch.float64 if gradient.dtype == torch.float64 else torch.float32
     flat = gradient.reshape(-1)

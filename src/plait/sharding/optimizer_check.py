@@ -1,9 +1,9 @@
-"""Check that an optimizer does to what each rank has of the parameters what it would do to all of them.
+"""Check that an optimizer updates a rank's parameters as it would update those of the whole model.
 
-Where parameters are cut a rank's optimizer has pieces of them, so the update of an element may depend on that
-element alone; under `pp` it has the parameters of its own stages, so the update of a parameter may depend on
-that parameter alone. Any other optimizer would compute something else, unnoticed: so each is checked before
-its first step.
+Where parameters are sharded a rank's optimizer has pieces of them, so the update of an element may depend on
+that element alone; under `pp` it has the parameters of its own stages, so the update of a parameter may
+depend on that parameter alone. Any other optimizer would silently compute something else: so each is checked
+before its first step.
 """
 
 from __future__ import annotations
@@ -37,74 +37,74 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-"""Exactly these classes: one that inherits from them may do anything."""
+"""Exactly these classes: a subclass may compute anything."""
 PARAMETERWISE = {
     torch.optim.Adafactor: "divides an element by the mean squares of its row and its column",
     torch.optim.Muon: "makes the update of a whole matrix orthogonal",
 }
-"""Those of torch that look at a whole parameter, and what they do."""
+"""Optimizers of torch whose update of an element depends on its whole parameter, and how."""
 COUPLING = {torch.optim.LBFGS: "moves all parameters along one line"}
-"""Those of torch that look at all their parameters together, and what they do."""
+"""Optimizers of torch whose update depends on all their parameters together, and how."""
 
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a plan spreads parameters over ranks, as far as optimizers can tell."""
+    """How a plan distributes parameters over the optimizers of ranks."""
 
     pp: int
-    """Ranks of `pp`: each has the parameters of its own stages."""
-    cut: bool
-    """Whether a rank has pieces of parameters."""
+    """Ranks of `pp`, each with the parameters of its own stages."""
+    sharded: bool
+    """Whether a rank has pieces of parameters, over `shard` or `tp`."""
 
     @staticmethod
     def of(plan: Plan) -> Partitioning:
-        """That of a plan; `offload` alone cuts nothing."""
+        """Return that of a plan; `offload` alone shards nothing."""
         return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
-    """Raise PlanError where an update would depend on what another rank has.
+    """Raise PlanError where an update would depend on parameters, or elements, of another rank.
 
-    A class can vouch for itself with `elementwise = True` or `parameterwise = True` (for itself, not for one
-    that inherits from it). What is neither vouched for nor torch's own is tried out, see `probe`.
+    A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses). A
+    class that does not, and is none of torch's, is tested, see `probe`.
     """
     kind = type(optimizer)
-    if not partitioning.cut and partitioning.pp == 1:
+    if not partitioning.sharded and partitioning.pp == 1:
         return
     if kind is torch.optim.SparseAdam:
         raise PlanError("SparseAdam takes sparse gradients, but plait's are dense: take torch.optim.AdamW.")
     reach, reason = _reach_of(optimizer, partitioning)
     if not reason:
         return
-    if partitioning.cut:
-        where = "where tensors are cut an optimizer has pieces of them only"
+    if partitioning.sharded:
+        where = "where tensors are sharded an optimizer has pieces of them only"
     else:
         where = f"with plan.pp = {partitioning.pp} an optimizer has the parameters of its own stages only"
     way_out = f"{_plan_for(reach, partitioning)}, or take torch.optim.AdamW"
     if kind not in PARAMETERWISE.keys() | COUPLING.keys():
-        word = "elementwise" if partitioning.cut else "parameterwise"
-        way_out += f", or vouch for it with `{word} = True` in class {kind.__name__}"
+        word = "elementwise" if partitioning.sharded else "parameterwise"
+        way_out += f", or declare `{word} = True` in class {kind.__name__}"
     raise PlanError(f"{kind.__name__} {reason}, but {where}: {way_out}.")
 
 
 def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, str]:
-    """What the update of an element depends on, and why that is too much; "" where it is not."""
+    """Return what the update of an element depends on, and why that is too much; "" where it is not."""
     kind = type(optimizer)
     if kind in ELEMENTWISE or vars(kind).get("elementwise") is True:
         return "element", ""
     if kind in COUPLING:
         return "all", COUPLING[kind]
     if kind in PARAMETERWISE:
-        return "parameter", PARAMETERWISE[kind] if partitioning.cut else ""
+        return "parameter", PARAMETERWISE[kind] if partitioning.sharded else ""
     reason = None if vars(kind).get("parameterwise") is True else probe(optimizer, "parameter")
     if reason is not None:
         return "all", reason
-    return "parameter", (probe(optimizer, "element") or "") if partitioning.cut else ""
+    return "parameter", (probe(optimizer, "element") or "") if partitioning.sharded else ""
 
 
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
-    """The plan under which an optimizer has all that it looks at."""
-    if not partitioning.cut:
+    """Return the change of the plan after which an optimizer has all that it depends on."""
+    if not partitioning.sharded:
         return "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
     if reach == "parameter":
         return "set plan.strategy to 'none' and plan.tp to 1"
@@ -112,26 +112,26 @@ def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
 
 
 class OptimizerGuard:
-    """Has each optimizer of an engine's parameters asked before its first step; the engine holds the guard.
+    """Checks each optimizer of an engine's parameters before its first step.
 
-    It hangs on torch's hook before every optimizer's step as long as it lives, and keeps nothing else alive.
+    It registers a hook of torch for all optimizers, as long as the guard is alive; the engine holds it.
     """
 
     def __init__(self, pieces: Iterable[nn.Parameter], partitioning: Partitioning) -> None:
-        """`pieces`: what this rank's optimizer updates."""
+        """`pieces`: the parameters that this rank's optimizer updates."""
         watched = {id(piece): weakref.ref(piece) for piece in pieces}
         checked: weakref.WeakKeyDictionary[Optimizer, int] = weakref.WeakKeyDictionary()
-        # A hook that led back to the guard would keep it for ever: torch keeps the hook.
-        self._ask = partial(_ask, watched, checked, partitioning)
-        handle = register_optimizer_step_pre_hook(self._ask)
+        # Torch holds the hook: a reference to the guard would keep it alive for ever.
+        self._check = partial(_check, watched, checked, partitioning)
+        handle = register_optimizer_step_pre_hook(self._check)
         weakref.finalize(self, handle.remove)
 
-    def ask(self, optimizer: Optimizer) -> None:
+    def check(self, optimizer: Optimizer) -> None:
         """Raise PlanError as `require_elementwise` does, if the optimizer has some of the parameters."""
-        self._ask(optimizer, (), {})
+        self._check(optimizer, (), {})
 
 
-def _ask(
+def _check(
     watched: Mapping[int, weakref.ref[nn.Parameter]],
     checked: weakref.WeakKeyDictionary[Optimizer, int],
     partitioning: Partitioning,
@@ -139,7 +139,7 @@ def _ask(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Before a step: of optimizers of watched parameters, each once, and again when it has more groups."""
+    """Check an optimizer of watched parameters, once, and again when it has more groups."""
     groups = getattr(optimizer, "param_groups", ())
     if checked.get(optimizer) == len(groups):
         return

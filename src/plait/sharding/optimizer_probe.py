@@ -1,8 +1,8 @@
-"""Try an optimizer out: does another one of its class do the same to parts as to all parameters at once?
+"""Test of an optimizer: does another one of its class update parts as it updates all parameters at once?
 
-Matrices and vectors go through a few steps together, then divided between ranks with an optimizer each: whole
-parameters apart, or cut between rows and inside a row. An optimizer that looks at norms, rows, shapes or
-sizes, or at all its parameters together, changes some elements otherwise.
+Matrices and vectors take a few steps together, then divided between optimizers: whole parameters apart, or
+cut between rows and inside a row. An optimizer that depends on norms, rows, shapes or sizes, or on all its
+parameters together, updates some elements differently.
 """
 
 from __future__ import annotations
@@ -19,60 +19,60 @@ from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
 ROWS, COLUMNS = 96, 64
-"""Of the matrix: some optimizers let tensors of less than 4096 elements alone."""
+"""Of the matrix: some optimizers treat tensors of less than 4096 elements differently."""
 ROW_CUT, ELEMENT_CUT = 40, 1616
-"""Where it is cut: between two rows, or inside one."""
+"""The row, and the element inside a row, at which it is cut."""
 STEPS = 12
-"""Some do their particular thing every tenth step only."""
+"""Some optimizers differ in every tenth step only."""
 GRADIENT_SCALES = (1.0, 1e-3, 1e3)
-"""In turn: some do it to large gradients only."""
+"""Used in turn: some optimizers differ for large gradients only."""
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-4}
-"""Of the largest change in a group; the second for those that cannot take double precision."""
+"""Relative to the largest change in a group; float32 for optimizers without double precision."""
 LEARNING_RATE = 0.01
-"""In place of zero, where a warm-up begins."""
+"""Replaces a learning rate of zero, as at the start of a warm-up."""
 PLAIN = (bool, int, float, complex, str, tuple, list, torch.dtype, type(None))
-"""Arguments that another optimizer can be given without any effect on the first."""
+"""Types of arguments that two optimizers can share."""
 
 Reach: TypeAlias = Literal["element", "parameter", "all"]
 """What the update of an element may depend on: that element, its parameter, or all parameters together."""
 Settings: TypeAlias = Mapping[str, Any]
 GroupTensors: TypeAlias = Mapping[str, Tensor]
-"""The matrix and the vector of a parameter group, or what a rank has of them."""
+"""The matrix and the vector of a parameter group, or a rank's part of them."""
 RankTensors: TypeAlias = Sequence[GroupTensors]
-Make: TypeAlias = Callable[[Sequence[Sequence[nn.Parameter]]], Optimizer]
-"""An optimizer of the parameters of each group."""
-Cut: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
-"""From all groups to those of each rank."""
+MakeOptimizer: TypeAlias = Callable[[Sequence[Sequence[nn.Parameter]]], Optimizer]
+"""Returns an optimizer for the parameters of each group."""
+Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
+"""Divides all groups between ranks."""
 
 
 def probe(optimizer: Optimizer, reach: Reach) -> str | None:
     """Return why updates depend on more than `reach`, as the end of a sentence on the optimizer, or None.
 
-    Tried for the settings of all of its groups together, on the device of its first parameter. The optimizer
-    itself and random states are left as they are.
+    Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
+    optimizer nor random states change.
     """
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     device = parameters[0].device if parameters else torch.device("cpu")
     settings = list(_settings_of(optimizer))
-    make = partial(_twin, optimizer, settings)
+    make = partial(_copy_of, optimizer, settings)
     failures = []
     with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
         warnings.simplefilter("ignore")
         for dtype, tolerance in TOLERANCES.items():
             try:
-                return _judged(_changes(make, len(settings), reach, dtype, device), tolerance, reach)
-            except Exception as failure:  # of any kind, when it wants to be made or used in another way
+                return _difference(_changes(make, len(settings), reach, dtype, device), tolerance, reach)
+            except Exception as failure:  # of any kind: it needs other arguments or another use
                 failures.append(f"{type(failure).__name__}: {failure}".partition("\n")[0])
-    return f"cannot be tried out ({failures[0]})"
+    return f"cannot be tested ({failures[0]})"
 
 
-def _judged(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """What changes say: of all parameters together first, then of those divided in several ways."""
+def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
+    """Return how the first of `changes`, of all parameters together, differs from the others, or None."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
         if largest == 0 or not largest.isfinite():
-            return f"cannot be tried out (its largest change is {largest.item()})"
+            return f"cannot be tested (its largest change is {largest.item()})"
         pairs = ((change, other[number][name]) for name, change in group.items() for other in others)
         if not all((mine - theirs).abs().max() <= tolerance * largest for mine, theirs in pairs):
             what = "an element" if reach == "element" else "a parameter"
@@ -81,23 +81,23 @@ def _judged(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> s
 
 
 def _changes(
-    make: Make, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
+    make: MakeOptimizer, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
-    """What some steps change: of all parameters together, and of those divided in several ways."""
+    """Return the changes by some steps: of all parameters together, then divided in several ways."""
     generator = torch.Generator().manual_seed(0)
 
-    def draw() -> GroupTensors:
+    def random_group() -> GroupTensors:
         """Of very different size from row to row, so that all norms differ."""
         matrix = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
         matrix *= torch.logspace(-1, 1, ROWS, dtype=torch.float64)[:, None]
         vector = torch.randn(COLUMNS, generator=generator, dtype=torch.float64)
         return {"matrix": matrix.to(device, dtype), "vector": vector.to(device, dtype)}
 
-    start = [draw() for _ in range(groups)]
+    start = [random_group() for _ in range(groups)]
     gradients = []
     for step in range(STEPS):
         scale = GRADIENT_SCALES[step % len(GRADIENT_SCALES)]
-        gradients.append([{name: scale * one for name, one in draw().items()} for _ in range(groups)])
+        gradients.append([{name: scale * one for name, one in random_group().items()} for _ in range(groups)])
     cuts = [_together, *CUTS[reach]]
     if reach == "parameter" and groups > 1:
         cuts.append(_groups_apart)
@@ -105,9 +105,9 @@ def _changes(
 
 
 def _change(
-    make: Make, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
+    make: MakeOptimizer, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
 ) -> RankTensors:
-    """What the optimizers of all ranks change by taking these steps: per group and parameter, flat."""
+    """Return the change of each parameter by these steps of all ranks' optimizers, flat, by group."""
     changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
     for rank, groups in enumerate(start):
         held = [{name: nn.Parameter(tensor.clone()) for name, tensor in group.items()} for group in groups]
@@ -132,7 +132,7 @@ def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _groups_apart(groups: RankTensors) -> Sequence[RankTensors]:
-    """Each rank has the parameters of one group, and nothing in the others."""
+    """Give each rank the parameters of one group."""
     return [
         [group if number == rank else {} for number, group in enumerate(groups)]
         for rank in range(len(groups))
@@ -145,21 +145,21 @@ def _cut_between_rows(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _cut_inside_a_row(groups: RankTensors) -> Sequence[RankTensors]:
-    """Such pieces are one row long, as those of a `Layout` are."""
+    """Give each rank a part of one row, as a `Layout` does."""
     elements = [group["matrix"].view(1, -1) for group in groups]
     first = [{"matrix": matrix[:, :ELEMENT_CUT]} for matrix in elements]
     pairs = zip(groups, elements, strict=True)
     return first, [{**group, "matrix": matrix[:, ELEMENT_CUT:]} for group, matrix in pairs]
 
 
-CUTS: Mapping[Reach, tuple[Cut, ...]] = {
+CUTS: Mapping[Reach, tuple[Division, ...]] = {
     "element": (_cut_between_rows, _cut_inside_a_row),
     "parameter": (_parameters_apart,),
 }
 
 
 def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
-    """The settings of its groups, those that differ by more than the learning rate."""
+    """Return the settings of its groups, without those that differ in the learning rate only."""
     found: dict[str, Settings] = {}
     for group in optimizer.param_groups:
         settings = {key: group[key] for key in group if key not in ("params", "param_names", "initial_lr")}
@@ -170,10 +170,10 @@ def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
     return found.values()
 
 
-def _twin(
+def _copy_of(
     optimizer: Optimizer, settings: Sequence[Settings], parameters: Sequence[Sequence[nn.Parameter]]
 ) -> Optimizer:
-    """Another optimizer of the same class, whose groups have these settings and parameters."""
+    """Return another optimizer of the same class, whose groups have these settings and parameters."""
     settings = copy.deepcopy([dict(group) for group in settings])
     known = {**optimizer.defaults, **settings[0]}
     names = _arguments(type(optimizer), optimizer.defaults)
@@ -183,7 +183,7 @@ def _twin(
 
 
 def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
-    """By name what a class is made of besides its parameters, with what it hands on to its bases."""
+    """Return the names of a class's arguments besides its parameters, its bases' included."""
     names: set[str] = set()
     for base in kind.__mro__:
         if base is Optimizer:
@@ -201,7 +201,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """What the optimizer was given as `name`, if it has kept that."""
+    """Return the argument `name` of an optimizer, from its attribute. LookupError where it has none."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

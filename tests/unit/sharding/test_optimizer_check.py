@@ -24,8 +24,12 @@ from plait.sharding.optimizer_check import (
 )
 from plait.sharding.optimizer_probe import ROWS, probe
 
-CUT, STAGES, BOTH = Partitioning(1, cut=True), Partitioning(2, cut=False), Partitioning(2, cut=True)
-WHOLE = Partitioning(1, cut=False)
+CUT, STAGES, BOTH = (
+    Partitioning(1, sharded=True),
+    Partitioning(2, sharded=False),
+    Partitioning(2, sharded=True),
+)
+WHOLE = Partitioning(1, sharded=False)
 ADAMW = "or take torch.optim.AdamW"
 
 
@@ -272,8 +276,8 @@ def test_those_of_torch_that_look_at_a_parameter_are_refused_where_it_is_cut(kin
         with pytest.raises(PlanError) as caught:
             require_elementwise(kind(parameters()), partitioning)
         assert str(caught.value) == (
-            f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are cut an optimizer has pieces of "
-            f"them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
+            f"{kind.__name__} {PARAMETERWISE[kind]}, but where tensors are sharded an optimizer has pieces "
+            f"of them only: set plan.strategy to 'none' and plan.tp to 1, {ADAMW}."
         )
     require_elementwise(kind(parameters()), STAGES)
 
@@ -291,8 +295,8 @@ def test_lbfgs_is_refused_wherever_a_rank_has_not_all() -> None:
         with pytest.raises(PlanError) as caught:
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
-            "LBFGS moves all parameters along one line, but where tensors are cut an optimizer has pieces of "
-            f"them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
+            "LBFGS moves all parameters along one line, but where tensors are sharded an optimizer has pieces "
+            f"of them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
         )
 
 
@@ -369,8 +373,8 @@ def test_others_that_look_at_a_parameter_are_refused_where_it_is_cut(
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
             f"{name} updates an element by more than that element's own gradient and state, but where "
-            "tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none' and plan.tp "
-            f"to 1, {ADAMW}, or vouch for it with `elementwise = True` in class {name}."
+            "tensors are sharded an optimizer has pieces of them only: set plan.strategy to 'none' and "
+            f"plan.tp to 1, {ADAMW}, or declare `elementwise = True` in class {name}."
         )
 
 
@@ -394,14 +398,14 @@ def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_
         require_elementwise(optimizer, STAGES)
     assert str(caught.value) == (
         f"{told}with plan.pp = 2 an optimizer has the parameters of its own stages only: set plan.pp to 1 "
-        f"and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}, or vouch for it with "
+        f"and leave plan.tp at 1 and plan.strategy at 'none', {ADAMW}, or declare "
         f"`parameterwise = True` in class {name}."
     )
     with pytest.raises(PlanError) as caught:
         require_elementwise(optimizer, CUT)
     assert str(caught.value) == (
-        f"{told}where tensors are cut an optimizer has pieces of them only: set plan.strategy to 'none', and "
-        f"plan.tp and plan.pp to 1, {ADAMW}, or vouch for it with `elementwise = True` in class {name}."
+        f"{told}where tensors are sharded an optimizer has pieces of them only: set plan.strategy to 'none', "
+        f"and plan.tp and plan.pp to 1, {ADAMW}, or declare `elementwise = True` in class {name}."
     )
 
 
@@ -415,7 +419,7 @@ def test_others_that_look_at_all_parameters_are_refused_wherever_a_rank_has_not_
         ),
         (NeedsClosure, r"\(TypeError: .* missing 1 required positional argument: 'closure'\)"),
         (Sleeper, r"\(its largest change is 0\.0\)"),
-        (lambda params: Lookahead(torch.optim.SGD(params)), r"cannot be tried out \("),
+        (lambda params: Lookahead(torch.optim.SGD(params)), r"cannot be tested \("),
     ],
 )
 def test_what_cannot_be_tried_out_is_refused_unless_it_vouches(
@@ -484,9 +488,9 @@ def test_a_guard_refuses_before_anything_changes() -> None:
 def test_a_guard_can_be_asked_before_a_step() -> None:
     watched, other = parameters(2)
     guard = OptimizerGuard([watched], STAGES)
-    guard.ask(ClipsAll([other]))
+    guard.check(ClipsAll([other]))
     with pytest.raises(PlanError, match="ClipsAll"):
-        guard.ask(ClipsAll([other, watched]))
+        guard.check(ClipsAll([other, watched]))
 
 
 def test_a_guard_sees_through_a_scheduler() -> None:
