@@ -295,8 +295,8 @@ def test_lbfgs_is_refused_wherever_a_rank_has_not_all() -> None:
         with pytest.raises(PlanError) as caught:
             require_elementwise(optimizer, partitioning)
         assert str(caught.value) == (
-            "LBFGS moves all parameters along one line, but where tensors are sharded an optimizer has pieces "
-            f"of them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
+            "LBFGS moves all parameters along one line, but where tensors are sharded an optimizer has "
+            f"pieces of them only: set plan.strategy to 'none', and plan.tp and plan.pp to 1, {ADAMW}."
         )
 
 
