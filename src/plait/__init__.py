@@ -1,7 +1,6 @@
 """plait: 3D-parallel training for PyTorch, woven around an ordinary model.
 
-The names below are what a user meets first. They load on first use, so that `import plait` is instant and
-whoever only wants schedules never waits for torch.
+The public names are imported on first use, so that `import plait` is fast, and schedules work without torch.
 """
 
 from __future__ import annotations

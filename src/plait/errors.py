@@ -1,22 +1,22 @@
-"""Everything that can go wrong for a user, each as one sentence: what, where, which values, how to mend.
+"""Errors that a user can correct. A message is one sentence: what, where, which values, how to correct it.
 
 The command line prints a `PlaitError` without a traceback and exits with code 2.
 """
 
 from collections.abc import Sequence
 
-MOST_TOLD = 20
-"""Names in one sentence."""
+MOST_LISTED = 20
+"""The largest number of names in a message."""
 
 
-def listed(names: Sequence[str], *, most: int = MOST_TOLD, between: str = ", ") -> str:
-    """Names as a sentence tells them: the first ones, and how many more there are."""
+def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", ") -> str:
+    """Return the first `most` names as text, with the number of those left out."""
     more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
 
 class PlaitError(Exception):
-    """Base of all errors that a user can mend."""
+    """Base of all errors that a user can correct."""
 
 
 class ConfigError(PlaitError):
@@ -28,11 +28,11 @@ class PlanError(PlaitError):
 
 
 class MeshError(PlaitError):
-    """A mesh does not fit the world of ranks, or the plan."""
+    """A mesh does not fit the number of ranks, or the plan."""
 
 
 class LayoutError(PlaitError):
-    """A tensor cannot be laid out over the mesh as asked."""
+    """A tensor cannot have the layout asked for."""
 
 
 class ScheduleError(PlaitError):
@@ -48,20 +48,20 @@ class DataError(PlaitError):
 
 
 class CheckpointError(PlaitError):
-    """A checkpoint cannot be written, read, or used here; the message names the file or the tensors."""
+    """A checkpoint cannot be written, read or used; the message names the file or the tensors."""
 
     def __init__(self, message: str, damaged: bool = False) -> None:
-        """`damaged`: it is not what was once written, so that another one may do."""
+        """`damaged`: the files changed since they were written, so that another checkpoint may work."""
         super().__init__(message)
         self.damaged = damaged
 
 
 class CommunicationError(PlaitError):
-    """A collective or a message failed; the message names the operation, the rank and the peer."""
+    """A collective, a send or a receive failed; the message names the operation, the rank and the peer."""
 
 
 class ReplicaError(PlaitError):
-    """Ranks that must hold the same hold something else; the message names the tensor and the ranks."""
+    """Replicas of a tensor differ between ranks; the message names the tensor and the ranks."""
 
 
 class NonFiniteError(PlaitError):
@@ -69,7 +69,7 @@ class NonFiniteError(PlaitError):
 
 
 class RankError(PlaitError):
-    """A rank failed; carries that rank's number and its traceback."""
+    """A rank failed; has the rank's number and traceback."""
 
     def __init__(self, message: str, rank: int, traceback: str) -> None:
         super().__init__(message)

@@ -1,4 +1,4 @@
-"""The plan: what a parallel run looks like, as one frozen value that every rank agrees on."""
+"""The plan of a parallel run: a frozen value, equal on all ranks."""
 
 from __future__ import annotations
 
@@ -28,44 +28,45 @@ _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_pr
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Degrees of parallelism and how the step is run.
+    """Degrees of parallelism, and how a step runs.
 
-    `dp` counts data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
-    `microbatches` is how many each data-parallel rank runs a step. `layers_per_stage` cuts the
-    stages by hand (one count per stage, first stage first); without it the simulated step decides.
+    `dp` is the number of data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
+    `microbatches` is the number per data-parallel rank and step. `layers_per_stage` sets the number of layers
+    of each stage, first stage first; without it a simulated step decides.
 
-    `strategy` says what is cut between the ranks of `shard`: nothing, the optimizer's state, gradients too,
-    or parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
-    last two cut the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
-    gradients anyway, and reduce them once.
+    `strategy` is what is sharded over the axis `shard`: nothing, optimizer state, gradients too, or
+    parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
+    last two shard the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
+    gradients, and reduce them once.
 
-    `precision` is the dtype of parameters and activations; without it they keep the model's.
-    `master_precision` is that of the parameters which the optimizer updates, `gradient_precision` that in
-    which gradients are added up, `reduce_precision` that in which they travel; without them each is like the
-    one before (gradients like the master). `offload` keeps on the CPU what a rank holds of parameters while a
-    step runs, or that, its gradients and so the optimizer's state (`full`), at all times.
+    `precision` is the dtype of parameters and activations, by default the model's. `master_precision` is that
+    of the parameters that the optimizer updates, `gradient_precision` that of gradient accumulation,
+    `reduce_precision` that of gradient reduction; each defaults to the one before (gradients to the
+    master's). `offload` keeps on the CPU a rank's parameters except during a step, or also its gradients and
+    optimizer state at all times (`full`).
 
-    `recompute` says what is made again, from a layer's input, for the layer's backward: nothing, what is
-    cheap (`selective`: products of matrices and attention stay), or everything (`full`). A tuple says it of
+    `recompute` is what a layer's backward recomputes from the layer's input: nothing, cheap operations
+    (`selective`: all but matrix products and attention), or everything (`full`). A tuple has one entry for
     each layer of the model.
 
-    `sequence_parallel` says what the ranks of `tp` do with what is outside of their regions (norms, dropouts,
-    residual connections): all do it for the whole sequence (`none`), or each for a piece of it, so that all
-    activations are cut (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). What enters a region is
-    gathered then; it is kept for weight gradients (`keep`), or gathered again for them (`regather`: less
-    memory, two more all-gathers a transformer block; and two more, of gradients, where `W` waits after `I`).
+    `sequence_parallel` sets whether the operations outside of regions (norms, dropouts, residual connections)
+    run on the whole sequence on every rank of `tp` (`none`), or on a piece of the sequence on each, so that
+    all activations are partitioned (Korthikanti et al. 2022, arXiv:2205.05198, section 4.2.2). The gathered
+    input of a region is then kept for weight gradients (`keep`), or gathered again (`regather`: less memory,
+    two more all-gathers a transformer block, and two more, of gradients, where `W` does not follow `I` at
+    once).
 
     `schedule` is the name of a policy, or `auto`: the shortest step in which no rank holds more than
-    `memory_limit`, by default what 1f1b holds. `memory_limit` counts in activations of one micro-batch on one
-    rank; a policy with a name is refused where it needs more. `chunks` is the number of stages on each rank,
-    by default the policy's own.
+    `memory_limit`, by default that of 1f1b. The unit of `memory_limit` is the activations of one micro-batch
+    on one rank; a named policy that needs more is refused. `chunks` is the number of stages on each rank, by
+    default the policy's own.
 
-    `loss_scale` multiplies the loss, and divides the gradients when they are final; without it fp16 has a
-    dynamic one, and other precisions have none.
+    `loss_scale` multiplies the loss, and final gradients are divided by it; by default fp16 has a dynamic
+    scale, and other precisions have none.
 
     `overlap`: whether a stage's full backward computes input and weight gradients layer by layer, so that
-    weight gradients hide what `tp` sums; else all input gradients come first, so that the stage before can
-    go on. Without it stages whose gradient nobody waits for do the first, others the second.
+    weight gradients overlap the reductions over `tp`; else all input gradients come first, so that the
+    previous stage can continue. By default only stages without a waiting previous stage overlap.
     """
 
     pp: int = 1
@@ -109,7 +110,7 @@ class Plan:
             _require_positive(name, getattr(self, name))
         if self.offload != "none" and self.strategy == "none":
             raise PlanError(
-                f"plan.offload is {self.offload!r}, but with plan.strategy 'none' every rank keeps all: "
+                f"plan.offload is {self.offload!r}, but with plan.strategy 'none' nothing is sharded: "
                 "choose the strategy full, gradients or optimizer."
             )
         if self.dp % self.replicate:
@@ -126,42 +127,44 @@ class Plan:
                 )
             for count in self.layers_per_stage:
                 _require_count("layers_per_stage", count)
-            # A list would make the plan unhashable and unequal to its twin.
+            # A list would make the plan unhashable, and unequal to one with a tuple.
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
 
     def _require_recompute(self) -> None:
         modes = self.recompute
         if isinstance(modes, tuple | list):
-            # A list would make the plan unhashable and unequal to its twin.
+            # A list would make the plan unhashable, and unequal to one with a tuple.
             object.__setattr__(self, "recompute", tuple(modes))
             if not modes:
-                raise PlanError("plan.recompute is (): give one of them for each layer of the model, or one.")
+                raise PlanError(
+                    "plan.recompute is (): give one mode for each layer of the model, or one for all."
+                )
         for mode in modes if isinstance(modes, tuple | list) else (modes,):
             _require_choice("recompute", mode, get_args(Recompute))
 
     @property
     def shard(self) -> int:
-        """Ranks along the `shard` axis."""
+        """The degree of the axis `shard`."""
         return self.dp // self.replicate
 
     @property
     def shards(self) -> bool:
-        """Whether the optimizer updates pieces, or offloaded copies, of what layers use."""
+        """Whether the optimizer updates shards, or offloaded copies, of the parameters."""
         return self.strategy != "none" and (self.shard > 1 or self.offload != "none")
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether layers run on pieces of the sequence."""
+        """Whether layers may run on pieces of the sequence."""
         return self.tp > 1 and self.sequence_parallel != "none"
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates parameters of another dtype than layers use."""
+        """Whether the optimizer updates parameters in another dtype than the layers'."""
         return self.master_precision not in (None, self.precision)
 
     @property
     def world(self) -> int:
-        """Ranks in the whole run: the product of the degrees."""
+        """The number of ranks: the product of the degrees."""
         return self.pp * self.dp * self.tp
 
 

@@ -1,16 +1,16 @@
-"""Rules of tensor parallelism: which module of a model is cut how, as data beside the model.
+"""Rules of tensor parallelism: how the modules of a model are partitioned, as data beside the model.
 
     RULES = {
-        "embedding.token": vocabulary,                          rows of the table
-        "blocks.*.attention.norm": entrance,                    what it gives is read by the linears below
-        "blocks.*.attention.query": column.by("heads"),         output features, whole heads to a rank
-        "blocks.*.attention.output": row.by("heads"),           input features; its result is summed
-        "blocks.*.attention": sequence,                         the rest may run on pieces of the sequence
-        "blocks.*.attention.dropout": piece.along(1),           draws for this rank's heads
+        "embedding.token": vocabulary,                     partition the rows of the table
+        "blocks.*.attention.norm": entrance,               its output is the input of the column linears
+        "blocks.*.attention.query": column.by("heads"),    partition output features by whole heads
+        "blocks.*.attention.output": row.by("heads"),      partition input features; the output is summed
+        "blocks.*.attention": sequence,                    the rest may run on pieces of the sequence
+        "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
     }
 
-A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match
-something, and no module may be matched twice.
+A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match a module,
+and no module may be matched twice.
 """
 
 from __future__ import annotations
@@ -29,38 +29,38 @@ NEAREST = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """What happens to a module.
+    """How one module is partitioned.
 
-    `entrance`: its output enters a region, that is, the linears of the layer that are cut by `column` read
-    it; the gradient that comes back is summed over `tp`, once. `column`: a linear whose output features are
-    cut. `row`: a linear whose input features are cut; its result is summed over `tp`. `vocabulary`: an
-    embedding, or the linear at the model's end, whose rows are cut, evenly or not. `piece`: a dropout in a
-    region, which draws for this rank's piece of a dim, all pieces being equal: features that `column` cut, or
-    heads, but not those that ranks hold repeatedly. `sequence`: a layer of the model whose work outside of
-    regions (norms, dropouts, residual connections) is done for each position of the sequence by itself; with
-    `Plan.sequence_parallel` each rank does it for a piece of the sequence.
+    `entrance`: the module's output enters a region, that is, the layer's column linears read it; its gradient
+    is summed over `tp`, once. `column`: a linear with partitioned output features. `row`: a linear with
+    partitioned input features, whose output is summed over `tp`. `vocabulary`: an embedding, or the model's
+    last linear, with partitioned rows, evenly or not. `piece`: a dropout in a region, whose mask is that of
+    this rank's piece of a dim with equal pieces: features of a column linear, or heads, but no repeated
+    heads. `sequence`: a layer of the model that, outside of regions (norms, dropouts, residual connections),
+    treats each position of the sequence by itself; with `Plan.sequence_parallel` each rank does so for a
+    piece of the sequence.
 
-    Layers without an entrance copy the input of each of their column linears by itself: right, but with as
-    many sums.
+    In a layer without an entrance, each column linear enters the region by itself: correct, but with one sum
+    of gradients for each.
     """
 
     kind: Literal["entrance", "column", "row", "vocabulary", "piece", "sequence"]
     parts: str | None = None
-    """The attribute of the module that holds this one which says of how many equal parts the cut dim is made,
-    such as heads; a part is never cut. None: of single features."""
+    """The attribute of the parent module that is the number of equal parts in the partitioned dim, such as
+    heads; a part is never divided. None: single features."""
     repeated: bool = False
-    """Of a column: whether there may be fewer parts than ranks, so that neighbours hold the same part."""
+    """Column: whether there may be fewer parts than ranks, so that neighbouring ranks hold the same part."""
     blocks: int = 1
-    """Of a column: of how many equal blocks, one after another, its features are made, each of which is cut:
-    3 for query, key and value in one linear. `parts` are those of one block."""
+    """Column: the number of equal blocks of features, each partitioned by itself: 3 for query, key and value
+    in one linear. `parts` are those of one block."""
     gather_output: bool = False
-    """Of a column or a vocabulary linear: whether every rank gets the whole output."""
+    """Column, vocabulary linear: whether every rank gets the whole output."""
     input_is_parallel: bool = True
-    """Of a row: whether the input is this rank's piece; else it is whole, and cut here."""
+    """Row: whether the input is this rank's piece; else it is whole, and split here."""
     dim: int = -1
-    """Of a piece: the dim that is cut, -1 for features, 1 for heads in `[rows, heads, ...]`. Of a sequence:
-    that of the first tensor that the layer is given, and gives, 1 for `[batch, length, hidden]`; other
-    tensors stay whole."""
+    """Piece: the partitioned dim, -1 for features, 1 for heads in `[rows, heads, ...]`. Sequence: the dim of
+    the sequence in the layer's first input and output tensor, 1 for `[batch, length, hidden]`; other tensors
+    stay whole."""
 
     def __post_init__(self) -> None:
         fitting = _FIELDS.get(self.kind)
@@ -69,32 +69,32 @@ class Rule:
         for one in fields(self):
             if one.name not in ("kind", *fitting) and getattr(self, one.name) != one.default:
                 raise PlanError(
-                    f"a rule {self.kind} has {one.name} = {getattr(self, one.name)!r}, which says nothing "
-                    f"there: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
+                    f"a rule {self.kind} has {one.name} = {getattr(self, one.name)!r}, which does not apply "
+                    f"to it: leave it out{', or set ' + ' or '.join(fitting) if fitting else ''}."
                 )
         if not isinstance(self.dim, int) or (self.kind == "piece" and self.dim == 0):
             raise PlanError(
                 f"a rule {self.kind} has dim = {self.dim!r}: give a dim of the tensor, but not 0, its rows, "
-                "which tp never cuts."
+                "which tp never partitions."
             )
         if self.kind == "sequence" and self.dim < 0:
             raise PlanError(f"a rule sequence has dim = {self.dim}: count the dims from 0.")
         if self.blocks > 1 and self.gather_output:
             raise PlanError(
-                f"a rule {self.kind} has gather_output and blocks = {self.blocks}, whose pieces do not stand "
-                "in a row: leave one of them out."
+                f"a rule {self.kind} has gather_output and blocks = {self.blocks}, whose pieces are not "
+                "contiguous: leave one of them out."
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """The same rule for features that belong together in `parts`; see the fields."""
+        """Return the rule with `parts`, the name of an attribute, and `repeated`; see the fields."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
-        """The same rule for a dim; see the field."""
+        """Return the rule with `dim`; see the field."""
         return replace(self, dim=dim)
 
     def joined(self, blocks: int) -> Rule:
-        """The same rule for a linear that is `blocks` linears in one, their features one after another."""
+        """Return the rule for a linear that is `blocks` linears in one, with their features concatenated."""
         return replace(self, blocks=blocks)
 
 
@@ -108,7 +108,7 @@ _FIELDS: Mapping[str, tuple[str, ...]] = {
     "sequence": ("dim",),
     "piece": ("dim",),
 }
-"""Of each kind of rule, what more it can say."""
+"""The fields that apply to each kind of rule."""
 
 entrance = Rule("entrance")
 column = Rule("column")
@@ -119,9 +119,9 @@ piece = Rule("piece")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
-    """The rule of each path that has one.
+    """Return the rules by path.
 
-    PlanError for a rule that matches nothing, with the nearest paths, and for a path matched twice.
+    PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """
     names = list(dict.fromkeys(paths))
     found: dict[str, tuple[str, Rule]] = {}
@@ -147,23 +147,23 @@ def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
 
 
 def join(path: str, name: str) -> str:
-    """`path.name`, where either may be empty."""
+    """Return `path.name`, where either may be empty."""
     return f"{path}.{name}" if path and name else path or name
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """`*` within a pattern is a part of a name without dots."""
+    """Whether `name` matches `pattern`, in which `*` stands for one or more characters but dots."""
     pieces = (re.escape(piece) for piece in pattern.split("*"))
     return re.fullmatch(r"[^.]+".join(pieces), name) is not None
 
 
 def _nearest(pattern: str, names: list[str]) -> str:
-    # Numbers would make blocks.0, blocks.1 … three "different" neighbours: one of each kind is told.
+    # Without numbers, so that the nearest paths are not blocks.0, blocks.1 and blocks.2.
     kinds = dict.fromkeys(_kind(name) for name in names if name)
     near = get_close_matches(_kind(pattern), kinds, n=NEAREST, cutoff=0.4)
     return f"the nearest are {', '.join(near)}" if near else "see model.named_modules() for its paths"
 
 
 def _kind(name: str) -> str:
-    """The name with `*` in place of numbers that stand beside names."""
+    """Return the name with `*` in place of numbers."""
     return re.sub(r"(?<![^.])\d+(?=\.)|(?<=\.)\d+(?![^.])", "*", name)

@@ -177,12 +177,16 @@ def test_rules_that_do_not_fit_are_refused(thread_ranks, build, rules, told):
     ("kind", "options", "told"),
     [
         ("colum", {}, "a rule is of kind 'colum': choose one of entrance, column, row, vocabulary"),
-        ("row", {"gather_output": True}, "a rule row has gather_output = True, which says nothing there"),
-        ("vocabulary", {"parts": "heads"}, "a rule vocabulary has parts = 'heads', which says nothing there"),
+        ("row", {"gather_output": True}, "a rule row has gather_output = True, which does not apply to it"),
+        (
+            "vocabulary",
+            {"parts": "heads"},
+            "a rule vocabulary has parts = 'heads', which does not apply to it",
+        ),
         (
             "entrance",
             {"repeated": True},
-            "a rule entrance has repeated = True, which says nothing there: leave",
+            "a rule entrance has repeated = True, which does not apply to it: leave",
         ),
     ],
 )

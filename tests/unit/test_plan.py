@@ -119,7 +119,7 @@ def test_without_a_strategy_nothing_is_offloaded(offload: Any) -> None:
     with pytest.raises(PlanError) as caught:
         Plan(dp=2, offload=offload)
     assert str(caught.value) == (
-        f"plan.offload is {offload!r}, but with plan.strategy 'none' every rank keeps all: "
+        f"plan.offload is {offload!r}, but with plan.strategy 'none' nothing is sharded: "
         "choose the strategy full, gradients or optimizer."
     )
 

@@ -102,7 +102,7 @@ def test_by_keeps_everything_else() -> None:
     assert rule.by("heads") == Rule("column", "heads", gather_output=True)
     assert rule == Rule("column", gather_output=True)
     assert Rule("column").by("heads").joined(3) == Rule("column", "heads", blocks=3)
-    with pytest.raises(PlanError, match="gather_output and blocks = 3, whose pieces do not stand in a row"):
+    with pytest.raises(PlanError, match="gather_output and blocks = 3, whose pieces are not contiguous"):
         rule.joined(3)
-    with pytest.raises(PlanError, match="a rule row has blocks = 3, which says nothing there"):
+    with pytest.raises(PlanError, match="a rule row has blocks = 3, which does not apply to it"):
         Rule("row").joined(3)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from plait.errors import MOST_TOLD, ModelError
+from plait.errors import MOST_LISTED, ModelError
 from plait.models.tensor_sources import LocalSource, locate_tensors
 
 
@@ -211,7 +211,7 @@ def test_all_that_does_not_fit_is_told_at_once() -> None:
 
 
 def test_of_very_many_names_the_first_are_told() -> None:
-    given = {f"layer.{number}": torch.zeros(1) for number in range(MOST_TOLD + 7)}
+    given = {f"layer.{number}": torch.zeros(1) for number in range(MOST_LISTED + 7)}
     with pytest.raises(ModelError, match=r"unexpected: layer\.0, .*, layer\.19 and 7 more\)"):
         values_of(on_meta(), given).read("0.weight")
 

@@ -51,7 +51,7 @@ def test_rows_are_never_cut(dim: Any) -> None:
 
 
 def test_other_rules_have_no_dim() -> None:
-    with pytest.raises(PlanError, match="a rule column has dim = 1, which says nothing there"):
+    with pytest.raises(PlanError, match="a rule column has dim = 1, which does not apply to it"):
         column.along(1)
 
 
