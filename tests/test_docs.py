@@ -244,3 +244,10 @@ def test_every_example_is_listed() -> None:
         file for file in (ROOT / "examples").rglob("*.*") if file.suffix in (".py", ".toml", ".sh", ".sbatch")
     ]
     assert [file.name for file in files if f"({file.relative_to(ROOT / 'examples')})" not in listed] == []
+
+
+def test_make_help_describes_every_verb() -> None:
+    makefile = (ROOT / "Makefile").read_text()
+    verbs = re.search(r"^\.PHONY: (.*)$", makefile, re.MULTILINE)
+    assert verbs is not None
+    assert re.findall(r"^([a-z-]+):.*  ## \w", makefile, re.MULTILINE) == verbs[1].split()
