@@ -153,7 +153,7 @@ def build_blueprint(
     check_accumulation_dtype(plan, specs)
     order, counts = order_of(
         plan.schedule,
-        estimated_costs(sequence, plan.pp),
+        LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(plan.pp),
         ranks=plan.pp,
         microbatches=plan.microbatches,
         chunks=plan.chunks,
@@ -161,11 +161,6 @@ def build_blueprint(
         cut=plan.layers_per_stage,
     )
     return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, specs, order, counts, recompute)
-
-
-def estimated_costs(sequence: LayerSequence, ranks: int) -> LayerCosts:
-    """Return the costs of layers from counted operations, for a model that has not been measured."""
-    return LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(ranks)
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:

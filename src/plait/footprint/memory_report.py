@@ -8,17 +8,9 @@ from dataclasses import dataclass
 from plait.footprint.memory_ledger import Category
 from plait.plan import Plan
 
-COLUMNS = (
-    "rank",
-    "parameters",
-    "gathered",
-    "gradients",
-    "optimizer",
-    "activations",
-    "other",
-    "peak",
-    "at rest",
-)
+OTHER = (Category.MESSAGES, Category.BATCH)
+"""Uses that share a column of the table."""
+NAMED = tuple(category for category in Category if category not in OTHER)
 DIGITS = ((10**7, 3), (10**10, 1))
 """Pairs of an upper bound in bytes and the decimals of a megabyte shown below it."""
 
@@ -75,20 +67,13 @@ class Memory:
         return "\n".join([*self._table(), *self._below()])
 
     def _table(self) -> list[str]:
-        rows = [COLUMNS, *(self._row(rank) for rank in self.ranks)]
-        widths = [max(len(row[column]) for row in rows) for column in range(len(COLUMNS))]
+        rows = [("rank", *NAMED, "other", "peak", "at rest"), *(self._row(rank) for rank in self.ranks)]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
         return [" ".join(map(str.rjust, row, widths)) for row in rows]
 
     def _row(self, rank: RankMemory) -> tuple[str, ...]:
-        other = rank.at_peak[Category.MESSAGES] + rank.at_peak[Category.BATCH]
-        named = (
-            Category.PARAMETERS,
-            Category.GATHERED,
-            Category.GRADIENTS,
-            Category.STATE,
-            Category.ACTIVATIONS,
-        )
-        sizes = (*(rank.at_peak[category] for category in named), other, rank.peak, rank.at_rest)
+        other = sum(rank.at_peak[category] for category in OTHER)
+        sizes = (*(rank.at_peak[category] for category in NAMED), other, rank.peak, rank.at_rest)
         return (str(rank.rank), *map(self._megabytes, sizes))
 
     def _below(self) -> list[str]:

@@ -138,36 +138,33 @@ class ParameterAccount:
             self._ledger.drop(("device copies", name))
 
     def _gather(self, name: str) -> None:
-        whole = [one.spec.whole for one in self._units[name]]
-        self._ledger.hold(
-            ("gathered", name), [MemoryBlock(one.nbytes, Category.GATHERED) for one in whole if not one.kept]
-        )
+        freed = [one.spec.whole.nbytes for one in self._units[name] if not one.spec.whole.kept]
+        self._hold("gathered", name, freed, Category.GATHERED)
 
     def _open(self, name: str) -> None:
         pairs = [(one.stages, one.spec.gradient) for one in self._units[name]]
         sizes = (count * flat.nbytes for count, flat in pairs if flat is not None and not flat.kept)
-        self._ledger.hold(("opened", name), _gradients(sizes))
+        self._hold("opened", name, sizes)
 
     def _scatter(self, name: str) -> None:
         self._ledger.record_temporary(sum(one.converted for one in self._units[name]))
-        self._ledger.hold(("scattering", name), _gradients(one.scattering for one in self._units[name]))
+        self._hold("scattering", name, (one.scattering for one in self._units[name]))
 
     def _collect(self, name: str) -> None:
         self._ledger.drop(("scattering", name))
         self._ledger.drop(("opened", name))
 
     def _reduce(self, name: str) -> None:
-        self._ledger.hold(("reducing", name), _gradients(one.reducing for one in self._units[name]))
+        self._hold("reducing", name, (one.reducing for one in self._units[name]))
 
     def _finish(self) -> None:
         for name, buffers in self._units.items():
             self._ledger.drop(("reducing", name))
             copies = [one.spec.device_copy for one in buffers]
-            self._ledger.hold(
-                ("device copies", name),
-                [MemoryBlock(copy.nbytes, Category.PARAMETERS) for copy in copies if copy is not None],
-            )
+            sizes = (copy.nbytes for copy in copies if copy is not None)
+            self._hold("device copies", name, sizes, Category.PARAMETERS)
 
-
-def _gradients(sizes: Iterable[int]) -> list[MemoryBlock]:
-    return [MemoryBlock(size, Category.GRADIENTS) for size in sizes]
+    def _hold(
+        self, what: str, name: str, sizes: Iterable[int], category: Category = Category.GRADIENTS
+    ) -> None:
+        self._ledger.hold((what, name), [MemoryBlock(size, category) for size in sizes])

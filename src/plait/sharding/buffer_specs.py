@@ -150,7 +150,8 @@ def build_buffer_specs(
         shapes: dict[BufferKind, dict[str, torch.Size]] = {}
         for name in names:
             kind = _kind_of(parameters[name], summed[name], policy)
-            shapes.setdefault(kind, {})[name] = _largest_shape(layouts[name])
+            largest = layouts[name].local_shape([0] * len(layouts[name].axes))
+            shapes.setdefault(kind, {})[name] = torch.Size(largest)
         specs[unit] = tuple(
             BufferSpec(kind, compute_offsets(members, ranks if kind.sharded else 1), policy)
             for kind, members in shapes.items()
@@ -163,7 +164,10 @@ def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:
-            pieces[slot.name] = _sharded(layouts[slot.name], Flat(spec.offsets.bounds(slot)))
+            layout = layouts[slot.name]
+            placements = dict(zip(layout.axes, layout.placements, strict=True))
+            flat = {"shard": Flat(spec.offsets.bounds(slot))}
+            pieces[slot.name] = Layout(layout.shape, layout.axis_degrees, placements | flat)
     return pieces
 
 
@@ -178,13 +182,3 @@ def _kind_of(parameter: nn.Parameter, summands: int, policy: StoragePolicy) -> B
         sharded=policy.shards and (parameter.requires_grad or not policy.keeps_parameters),
         summands=summands,
     )
-
-
-def _largest_shape(layout: Layout) -> torch.Size:
-    return torch.Size(layout.local_shape([0] * len(layout.axes)))
-
-
-def _sharded(layout: Layout, flat: Flat) -> Layout:
-    axes = dict(zip(layout.axes, layout.degrees, strict=True))
-    placements = dict(zip(layout.axes, layout.placements, strict=True)) | {"shard": flat}
-    return Layout(layout.shape, axes, placements)

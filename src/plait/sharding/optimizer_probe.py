@@ -39,7 +39,7 @@ Settings: TypeAlias = Mapping[str, Any]
 GroupTensors: TypeAlias = Mapping[str, Tensor]
 """The matrix and the vector of a parameter group, or a rank's part of them."""
 RankTensors: TypeAlias = Sequence[GroupTensors]
-MakeOptimizer: TypeAlias = Callable[[Sequence[Sequence[nn.Parameter]]], Optimizer]
+OptimizerFactory: TypeAlias = Callable[[Sequence[Sequence[nn.Parameter]]], Optimizer]
 """Returns an optimizer for the parameters of each group."""
 Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 """Divides all groups between ranks."""
@@ -81,7 +81,7 @@ def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) 
 
 
 def _changes(
-    make: MakeOptimizer, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
+    make: OptimizerFactory, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
     """Return the changes by some steps: of all parameters together, then divided in several ways."""
     generator = torch.Generator().manual_seed(0)
@@ -98,14 +98,14 @@ def _changes(
     for step in range(STEPS):
         scale = GRADIENT_SCALES[step % len(GRADIENT_SCALES)]
         gradients.append([{name: scale * one for name, one in random_group().items()} for _ in range(groups)])
-    cuts = [_together, *CUTS[reach]]
+    cuts = [lambda groups: [groups], *CUTS[reach]]
     if reach == "parameter" and groups > 1:
         cuts.append(_groups_apart)
     return [_change(make, cut(start), [cut(step) for step in gradients]) for cut in cuts]
 
 
 def _change(
-    make: MakeOptimizer, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
+    make: OptimizerFactory, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
 ) -> RankTensors:
     """Return the change of each parameter by these steps of all ranks' optimizers, flat, by group."""
     changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
@@ -121,10 +121,6 @@ def _change(
             for name, parameter in now.items():
                 found.setdefault(name, []).append((parameter.detach() - then[name]).view(-1))
     return [{name: torch.cat(pieces) for name, pieces in group.items()} for group in changes]
-
-
-def _together(groups: RankTensors) -> Sequence[RankTensors]:
-    return [groups]
 
 
 def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:

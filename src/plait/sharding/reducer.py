@@ -11,13 +11,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
-from plait.schedules.program import (
-    AllocateGradient,
-    AwaitScatter,
-    Finish,
-    ReduceGradient,
-    ScatterGradient,
-)
+from plait.schedules.program import AllocateGradient, AwaitScatter, Finish, ReduceGradient, ScatterGradient
 from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
 
