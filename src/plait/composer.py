@@ -9,6 +9,7 @@ mesh  ─ groups ─────────────────────
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from itertools import chain
 
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from plait.comm.mesh import Mesh
 from plait.engine import Engine, Runtime
 from plait.errors import ModelError, listed
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, without_values
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
@@ -80,7 +81,7 @@ def parallelize(
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     exchange = Exchange(*mesh.pipeline_groups, mesh.device)
     runtime = Runtime(
-        blueprint=blueprint,
+        blueprint=replace(blueprint, sequence=without_values(blueprint.sequence)),
         mesh=mesh,
         loss=loss,
         pipeline=PipelineRank(stages, exchange, loss_stage(loss, vocabulary), blueprint.layers_per_stage),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -128,6 +129,14 @@ def on_meta(
                 if isinstance(value, Tensor):  # a plain attribute, neither parameter nor buffer
                     found[id(value)] = torch.empty_like(value, device=meta)
     return found
+
+
+def without_values(sequence: LayerSequence) -> LayerSequence:
+    """Return the sequence with all tensors on the meta device, which does not keep the model's alive."""
+    shapes = {name: parameter.shape for name, parameter in sequence.parameters.items()}
+    meta = on_meta(sequence, None, shapes)
+    parameters = {name: cast(nn.Parameter, meta[id(one)]) for name, one in sequence.parameters.items()}
+    return replace(sequence, layers=tuple(private_copy(sequence.layers, meta)), parameters=parameters)
 
 
 def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
