@@ -1,4 +1,4 @@
-"""Which files in a folder of Hugging Face hold a model's weights, and which tensor is in which file.
+"""`files_of_tensors`: the files in a folder of Hugging Face that hold a model's weights, by tensor.
 
 The order of precedence is that of transformers:
 
@@ -7,7 +7,7 @@ The order of precedence is that of transformers:
     3. model.safetensors.index.json, and the shards that it names
     4. pytorch_model*.bin, which plait does not read
 
-Only where there is none of these are other *.safetensors read, all of them.
+If none of these exists, all other *.safetensors are read.
 """
 
 from __future__ import annotations
@@ -22,18 +22,17 @@ from plait.errors import ModelError, listed
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 NO_WEIGHTS = (".attn.bias", ".attn.masked_bias", ".attention.bias", ".attention.masked_bias", ".inv_freq")
-"""How names end of what older files hold beside parameters: masks and rotary frequencies."""
+"""Suffixes of tensors in older files that are no parameters: masks and rotary frequencies."""
 _INDEX_ENDS = ".safetensors.index.json"
 _SHARD = re.compile(r"(.*-)(\d{5})-of-(\d{5})\.safetensors")
-_MOST_TOLD = 5
+_MOST_LISTED = 5
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor among the weights in `folder`; empty where there are no weights.
+    """Return the file of each tensor in `folder`, by name; empty where there are no weights.
 
-    Reads headers only. Needs the package safetensors. ModelError for a file that is missing or damaged, for a
-    tensor that stands in two files, for an index that does not fit its files, and for weights in another
-    format.
+    Reads headers only. Needs the package safetensors. ModelError for a missing or damaged file, a tensor in
+    two files, an index that does not fit its files, and weights in another format.
     """
     index = _index_of(folder)
     places = {} if index is None else _weight_map(folder, index)
@@ -43,20 +42,20 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
         for key in _keys(folder, name, index):
             if key in found:
                 raise ModelError(
-                    f"{key} stands in both {found[key]} and {name} of {folder}: remove the file that is old."
+                    f"{key} is in both {found[key]} and {name} of {folder}: remove the file that is old."
                 )
             found[key] = name
     wrong = [f"{key} (in {name})" for key, name in places.items() if found.get(key) != name]
     if wrong:
         raise ModelError(
-            f"{folder / str(index)} names {listed(wrong, most=_MOST_TOLD)}, which is not there: copy the "
+            f"{folder / str(index)} names {listed(wrong, most=_MOST_LISTED)}, which is not there: copy the "
             "folder anew, as save_pretrained wrote it."
         )
     return found
 
 
 def _index_of(folder: Path) -> str | None:
-    """Return the name of the index that transformers would follow, if any."""
+    """Return the name of the index that transformers would use, if any."""
     named = _named_in_config(folder)
     if named is not None:
         return named if named.endswith(_INDEX_ENDS) else None
@@ -81,11 +80,11 @@ def _files_without_index(folder: Path) -> list[str]:
 
 
 def _named_in_config(folder: Path) -> str | None:
-    """Return what config.json gives as `transformers_weights`. ModelError where that is outside."""
+    """Return `transformers_weights` of config.json, or None. ModelError for a path outside the folder."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
-        return None  # whoever reads the configuration says what is wrong with it
+        return None  # reading the configuration itself raises the error
     named = config.get("transformers_weights") if isinstance(config, dict) else None
     if named is None:
         return None
@@ -98,7 +97,7 @@ def _named_in_config(folder: Path) -> str | None:
 
 
 def _weight_map(folder: Path, index: str) -> Mapping[str, str]:
-    """Return the file of each tensor as an index gives it."""
+    """Return the file of each tensor according to an index. ModelError where the index is damaged."""
     path = folder / index
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -117,7 +116,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _require_all_shards(folder: Path, names: Sequence[str]) -> None:
-    """ModelError where files are numbered as shards and one of them is missing."""
+    """Raise ModelError where files are numbered as shards and one of them is missing."""
     present = set(names)
     for matched in filter(None, map(_SHARD.fullmatch, names)):
         stem, count = matched[1], int(matched[3])

@@ -60,7 +60,7 @@ def test_what_has_no_name_that_is_known_is_read_where_it_is_alone(tmp_path: Path
     write(tmp_path, "more.safetensors", "b")
     assert files_of_tensors(tmp_path) == {"a": "mine.safetensors", "b": "more.safetensors"}
     write(tmp_path, "most.safetensors", "b")
-    with pytest.raises(ModelError, match=r"b stands in both more\.safetensors and most\.safetensors"):
+    with pytest.raises(ModelError, match=r"b is in both more\.safetensors and most\.safetensors"):
         files_of_tensors(tmp_path)
 
 
@@ -89,7 +89,7 @@ FLAWS: dict[str, tuple[Callable[[Path], object], str]] = {
     ),
     "a tensor is in two shards": (
         lambda path: write(path, SHARDS(2), "a", "b"),
-        "a stands in both model-00001-of-00002.safetensors and model-00002",
+        "a is in both model-00001-of-00002.safetensors and model-00002",
     ),
     "a tensor is in none": (
         lambda path: write_index(path, {"a": SHARDS(1), "b": SHARDS(2), "c": SHARDS(2)}),

@@ -1,12 +1,13 @@
-"""Checkpoints, and the DTensor edge: how what plait holds is written, read, and shown to torch's own tools.
+"""Checkpoints: saved under one layout, loaded under any; and conversion to and from formats of torch.
 
-    saving → writing → tensor_file, manifest      loading → reading
-    wholes → converting, huggingface              whole tensors, one at a time, in one process
-    inspecting                                    what is in a checkpoint
-    folders                                       which checkpoint stands where
-    dcp → dcp_planning, dcp_names → dcp_source    to and from torch.distributed.checkpoint
-    series                                        the checkpoints of a run
-    dtensor, torch_plan                           parameters as DTensors, plans of torch as rules
+    saving → save_task → tensor_file, manifest       save: agree on all ranks, then write, also in the background
+    loading → compatibility, box_reader              load: check everything, then read each rank's pieces
+    checkpoint_manager                               saves a run repeatedly and removes old checkpoints
+    folders, disk                                    names of folders, atomic creation, file system calls
+    full_tensor_files → converting, huggingface      full tensors, one at a time, in one process
+    inspecting                                       the contents of a checkpoint
+    dcp → dcp_planner, dcp_reader, dcp_keys          to and from torch.distributed.checkpoint
+    dtensor, torch_plan                              pieces as DTensors, plans of parallelize_module as rules
 
-Inside, every tensor is a plain local one with a `Layout`; a `DTensor` is made here, and nowhere else.
+Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` makes a `DTensor`.
 """

@@ -1,7 +1,7 @@
-"""Other names for the parameters of a checkpoint: those of transformers, from and to plait's.
+"""Renames the parameters of a checkpoint, between plait's names and those of transformers.
 
-A table gives for plait's name that of transformers. `#` stands for the number of a block in both, where a
-table is of all models of a family.
+A table maps plait's names to those of transformers. In a table for all models of a family, `#` stands for the
+number of a block.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
-from typing import Any
 
 from plait.checkpoint.huggingface.tensor_names import LLAMA
 from plait.checkpoint.manifest import Manifest
@@ -17,9 +16,9 @@ from plait.checkpoint.rank_contents import parameter_key, state_key, state_keys
 from plait.errors import CheckpointError, listed
 
 LLAMA_NAMES: Mapping[str, str] = {row.ours[0]: row.theirs for row in LLAMA}
-"""Of plait's own `llama`, whose tensors are those of `LlamaForCausalLM` one by one."""
+"""For plait's `llama`, which has the same tensors as `LlamaForCausalLM`."""
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.)")
-_MOST_TOLD = 5
+_MOST_LISTED = 5
 
 
 def inverse(table: Mapping[str, str]) -> dict[str, str]:
@@ -28,32 +27,21 @@ def inverse(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
-    """Return for each name the one in `table`. CheckpointError for names that are not in it."""
+    """Return the new name of each name. CheckpointError for names that are not in the table."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
     if unknown:
         raise CheckpointError(
-            f"the checkpoint has {listed(unknown, most=_MOST_TOLD)}, which the model of --model has not: "
+            f"the checkpoint has {listed(unknown, most=_MOST_LISTED)}, which the model of --model has not: "
             "give the model that was saved, or leave --model out to keep all names."
         )
     return {name: other for name, other in found.items() if other is not None}
 
 
-def renamed_optimizer(optimizer: Mapping[str, Any] | None, names: Mapping[str, str]) -> dict[str, Any] | None:
-    """Return what a manifest says of an optimizer, with other names of parameters."""
-    if optimizer is None:
-        return None
-    by_name = {part: {names[name]: one for name, one in optimizer[part].items()} for part in _BY_NAME}
-    return {**optimizer, **by_name}
-
-
-_BY_NAME = ("group_of", "plain")
-
-
 def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Manifest, dict[str, str]]:
-    """Return a manifest with the names of `table`, and by each new name of a tensor the one that it had.
+    """Return a manifest with the names of `table`, and the old key of each tensor by its new key.
 
-    Its files stay as they are: their boxes have the old names.
+    Its files are unchanged: their boxes have the old keys.
     """
     prefix = parameter_key("")
     own = [name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)]
@@ -61,10 +49,17 @@ def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Mani
     before = {parameter_key(names[name]): parameter_key(name) for name in own}
     for name, keys in state_keys(manifest.tensors).items():
         before |= {state_key(names[name], key): state_key(name, key) for key in keys}
+    optimizer = manifest.optimizer and {
+        **manifest.optimizer,
+        **{
+            part: {names[name]: one for name, one in manifest.optimizer[part].items()}
+            for part in ("group_of", "plain")
+        },
+    }
     return replace(
         manifest,
         tensors={new: manifest.tensors[old] for new, old in before.items()},
-        optimizer=renamed_optimizer(manifest.optimizer, names),
+        optimizer=optimizer,
         aliases={names[alias]: names[name] for alias, name in manifest.aliases.items()},
     ), before
 

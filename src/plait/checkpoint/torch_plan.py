@@ -1,4 +1,4 @@
-"""A plan for torch's `parallelize_module`, read as rules of plait.
+"""`rules_from_torch`: translates a plan for torch's `parallelize_module` into rules of plait.
 
     torch                                                      plait
     ColwiseParallel()                                          column
@@ -7,12 +7,12 @@
     RowwiseParallel()                                          row
     RowwiseParallel(input_layouts=Replicate())                 row, without input_is_parallel
     the same on an embedding                                   vocabulary
-    PrepareModule…, where all is Replicate()                   nothing is to be done
+    PrepareModule… with Replicate() throughout                 no rule
 
-A plan says where layouts change, rules only what is cut: what means something else is refused. Two things a
-plan does not say: what belongs together (heads), and where several linears read one input, so that one sum of
-its gradient is enough. Both can be added to the rules, with `by` and `entrance`; without them features are
-cut one by one, and each linear sums by itself.
+A plan gives the layouts of inputs and outputs, rules only the partitioned modules: layouts that rules cannot
+express are refused. A plan does not say which features belong together (heads), nor which linears share an
+input, so that one all-reduce of its gradient is enough. Both can be added to the rules with `by` and
+`entrance`; otherwise features are partitioned one by one, and each linear reduces by itself.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _CUT = (Shard(-1),)
 
 
 def rules_from_torch(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dict[str, Rule]:
-    """The rules that mean to `model` what `plan` means in `parallelize_module(model, mesh, plan)`.
+    """Return rules equivalent to `plan` in `parallelize_module(model, mesh, plan)`.
 
-    Keys stay as they are, so that rules can be changed: `rules[key] = rules[key].by("heads")`. Only what has
-    a wildcard inside a name, or names modules of several kinds, comes under the full path of each. Raises
-    PlanError that names path, style and option for what plait would do differently, and for a key that
-    matches no module (which torch only warns of).
+    The rules have the keys of the plan, so that they can be refined: `rules[key] = rules[key].by("heads")`.
+    A key with a wildcard inside a name, or for modules that need different rules, is replaced by the full
+    paths. Raises PlanError with path, style and option for what plait would compute differently, and for a
+    key that matches no module (where torch only warns).
     """
     modules = dict(model.named_modules(remove_duplicate=False))
     head = next((path for path in reversed(modules) if isinstance(modules[path], nn.Linear)), None)
@@ -54,30 +54,30 @@ def rules_from_torch(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
     for key, style in plan.items():
         found = {path: modules[path] for path in _matching(key, modules)}
         if not found:
-            match({key: entrance}, modules)  # raises, with the nearest paths
-        read = {path: _rule(path, module, style, path == head) for path, module in found.items()}
-        kept = {path: rule for path, rule in read.items() if rule is not None}
-        plain = all(token == "*" or not set(token) & set("*?[") for token in key.split("."))
-        if plain and len(set(read.values())) == 1:
-            kept = dict.fromkeys([key], next(iter(kept.values()))) if kept else {}
-        rules |= kept
+            match({key: entrance}, modules)  # raises PlanError with the nearest paths
+        translated = {path: _rule(path, module, style, path == head) for path, module in found.items()}
+        if len(set(translated.values())) == 1 and all(
+            token == "*" or not set(token) & set("*?[") for token in key.split(".")
+        ):
+            translated = {key: next(iter(translated.values()))}
+        rules |= {path: rule for path, rule in translated.items() if rule is not None}
     return rules
 
 
 def _matching(key: str, paths: Iterable[str]) -> list[str]:
-    """The paths that `parallelize_module` would find for a key: name by name, with shell wildcards."""
+    """Return the paths that `parallelize_module` finds for a key: name by name, with shell wildcards."""
     tokens = key.split(".")
     return [
         path
         for path in paths
-        if (path or not key)  # a wildcard is for what the model holds, not for the model
+        if (path or not key)  # a wildcard does not match the model itself
         and len(names := path.split(".")) == len(tokens)
         and all(map(fnmatchcase, names, tokens))
     ]
 
 
 def _rule(path: str, module: nn.Module, style: ParallelStyle, is_head: bool) -> Rule | None:
-    """What a style says of a module; None: nothing that plait has to be told."""
+    """Return the rule for a module with this style; None where it needs none."""
     translate = _TRANSLATIONS.get(type(style))
     if translate is None:
         raise PlanError(
@@ -103,7 +103,7 @@ def _colwise(path: str, module: nn.Module, style: Any, is_head: bool) -> Rule:
         raise _differs(path, style, "output_layouts", "features are cut", "Shard(-1) or Replicate()")
     if not style.use_local_output and not is_head:
         remedy = "leave it out, and let the module count its features or heads by -1"
-        reason = "but in plait what follows always sees this rank's piece, a plain tensor"
+        reason = "but in plait the output is always this rank's piece, a plain tensor"
         raise _refused(path, style, "has use_local_output = False,", reason, remedy)
     return vocabulary if is_head else column
 
@@ -122,60 +122,52 @@ def _rowwise(path: str, module: nn.Module, style: Any, is_head: bool) -> Rule:
     return row
 
 
-def _prepare_input(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
-    positional = zip(style.input_layouts or (), style.desired_input_layouts or (), strict=True)
-    wanted = style.desired_input_kwarg_layouts
-    named = ((layout, wanted.get(name)) for name, layout in style.input_kwarg_layouts.items())
-    _require_whole(path, style, "input_layouts", [*positional, *named])
+def _prepare(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
+    inputs = getattr(style, "prepare_module_input", style)
+    if isinstance(inputs, PrepareModuleInput):
+        positional = zip(inputs.input_layouts or (), inputs.desired_input_layouts or (), strict=True)
+        wanted = inputs.desired_input_kwarg_layouts
+        named = ((layout, wanted.get(name)) for name, layout in inputs.input_kwarg_layouts.items())
+        _require_replicated(path, inputs, "input_layouts", [*positional, *named])
+    outputs = getattr(style, "prepare_module_output", style)
+    if isinstance(outputs, PrepareModuleOutput):
+        pairs = zip(outputs.output_layouts, outputs.desired_output_layouts, strict=True)
+        _require_replicated(path, outputs, "output_layouts", pairs)
 
 
-def _prepare_output(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
-    pairs = zip(style.output_layouts, style.desired_output_layouts, strict=True)
-    _require_whole(path, style, "output_layouts", pairs)
-
-
-def _prepare_both(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
-    _prepare_input(path, module, style.prepare_module_input, is_head)
-    _prepare_output(path, module, style.prepare_module_output, is_head)
-
-
-def _require_whole(path: str, style: ParallelStyle, option: str, pairs: Iterable[tuple[Any, Any]]) -> None:
-    """PlanError where a value is not whole before and after."""
+def _require_replicated(
+    path: str, style: ParallelStyle, option: str, pairs: Iterable[tuple[Any, Any]]
+) -> None:
+    """Raise PlanError unless a value is replicated before and after."""
     for given, wanted in pairs:
         if not {given, wanted} <= {None, Replicate()}:
             raise _refused(
                 path,
                 style,
                 f"turns {given} into {wanted} ({option}),",
-                "but in plait what enters and leaves a layer is whole",
-                "give Replicate() for both, and say the rest with ColwiseParallel and RowwiseParallel",
+                "but in plait inputs and outputs of layers are whole",
+                "give Replicate() for both, and use ColwiseParallel and RowwiseParallel for the rest",
             )
 
 
 def _sequence(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
-    """Where sequence parallelism would be read."""
-    raise _refused(
-        path,
-        style,
-        "",
-        "cuts the sequence, which rules say of whole layers",
-        "leave it out, give its neighbours Replicate() for Shard(1), and its layer the rule sequence",
-    )
+    remedy = "leave it out, give its neighbours Replicate() for Shard(1), and its layer the rule sequence"
+    raise _refused(path, style, "", "cuts the sequence, which is a rule of whole layers", remedy)
 
 
 _BY_ROWS = "give RowwiseParallel(input_layouts=Replicate())"
 _TRANSLATIONS: Mapping[type, Callable[[str, nn.Module, Any, bool], Rule | None]] = {
     ColwiseParallel: _colwise,
     RowwiseParallel: _rowwise,
-    PrepareModuleInput: _prepare_input,
-    PrepareModuleOutput: _prepare_output,
-    PrepareModuleInputOutput: _prepare_both,
+    PrepareModuleInput: _prepare,
+    PrepareModuleOutput: _prepare,
+    PrepareModuleInputOutput: _prepare,
     SequenceParallel: _sequence,
 }
 
 
 def _differs(path: str, style: ParallelStyle, option: str, reason: str, fitting: str) -> PlanError:
-    """An option of a style that has a value of which rules know nothing."""
+    """Return the error for an option with a value that rules cannot express."""
     has = f"has {option} = {', '.join(map(str, getattr(style, option)))},"
     return _refused(path, style, has, f"but in plait {reason}", f"give {fitting}")
 

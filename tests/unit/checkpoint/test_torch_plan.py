@@ -120,7 +120,7 @@ REFUSED: dict[str, tuple[str, ParallelStyle, str]] = {
     "a global view": (
         "0.w1",
         ColwiseParallel(use_local_output=False),
-        "0.w1 with the style ColwiseParallel has use_local_output = False, but in plait what follows",
+        "0.w1 with the style ColwiseParallel has use_local_output = False, but in plait the output",
     ),
     "features of a table": ("tokens", ColwiseParallel(), "give RowwiseParallel(input_layouts=Replicate())"),
     "cut tokens": ("tokens", RowwiseParallel(), "tokens with the style RowwiseParallel has input_layouts"),

@@ -1,7 +1,8 @@
-"""Checkpoints from and to folders of Hugging Face: `config.json` and safetensors. In one process, offline.
+"""Checkpoints from and to folders of Hugging Face (`config.json` and safetensors), in one process, offline.
 
-sizes       of plait's own models: all that such a folder says of a model
-naming      which of their tensors is which of ours
-configs     sizes from and to config.json
-exporting   a checkpoint → a folder        importing   a folder → a checkpoint
+model_sizes    the sizes of plait's own models, read from a checkpoint
+tensor_names   the tensors of plait's own models and those of transformers
+configs        sizes from and to config.json
+exporting      a checkpoint → a folder
+importing      a folder → a checkpoint
 """

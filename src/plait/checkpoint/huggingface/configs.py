@@ -1,4 +1,4 @@
-"""`config.json` of transformers, from and to the sizes of plait's own models."""
+"""`config.json` of transformers from and to the sizes of plait's own models."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from plait.checkpoint.huggingface.model_sizes import ModelSizes
 from plait.errors import CheckpointError
 
 FILE = "config.json"
-MOST_BLOCKS, MOST = 10_000, 2**31 - 1
+MOST_BLOCKS, MOST_SIZE = 10_000, 2**31 - 1
 EPSILON = 1e-5
-"""Of the norms of both families."""
-NEEDED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
+"""Epsilon of the norms of both families."""
+FIXED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
     "gpt2": {
         "activation_function": ("gelu_new", ("gelu_new", "gelu_pytorch_tanh")),
         "layer_norm_epsilon": (EPSILON, (EPSILON,)),
@@ -30,16 +30,16 @@ NEEDED: Mapping[str, Mapping[str, tuple[Any, tuple[Any, ...]]]] = {
         "mlp_bias": (False, (False,)),
     },
 }
-"""What is fixed in plait's own models: what stands for it where a file does not say it, and what may."""
+"""What is fixed in plait's own models, by key: the default of transformers, and the accepted values."""
 
 
 def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
-    """The configuration that lets transformers build the same model."""
+    """Return the configuration with which transformers builds the same model."""
     shared = {
         "dtype": dtype,
         "vocab_size": sizes.vocab,
         "tie_word_embeddings": sizes.tied,
-        "bos_token_id": None,  # the tokenizer is not known here
+        "bos_token_id": None,  # the tokenizer is unknown here
         "eos_token_id": None,
     }
     if sizes.family == "gpt2":
@@ -76,7 +76,7 @@ def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """The configuration in a folder. CheckpointError where there is none."""
+    """Return the configuration in a folder. CheckpointError where there is none."""
     try:
         config = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -91,17 +91,17 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
-    """The sizes of the model that `config`, read in the folder `where`, describes.
+    """Return the sizes of the model with this configuration, read in the folder `where`.
 
-    CheckpointError for one that is neither `gpt2` nor `llama` of plait's own, to the last constant.
+    CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
     """
     kind = str(config.get("model_type"))
-    if kind not in NEEDED:
+    if kind not in FIXED:
         raise CheckpointError(
-            f"{where / FILE} is of a model of type {kind!r}, and plait itself has {' and '.join(NEEDED)}: "
+            f"{where / FILE} is of a model of type {kind!r}, and plait itself has {' and '.join(FIXED)}: "
             "let `plait train --model.name FOLDER` read such a folder."
         )
-    for key, (usual, allowed) in NEEDED[kind].items():
+    for key, (usual, allowed) in FIXED[kind].items():
         _require(config, where, key, config.get(key, usual), allowed)
     return _gpt2(config, where) if kind == "gpt2" else _llama(config, where)
 
@@ -126,12 +126,12 @@ def _llama(config: Mapping[str, Any], where: Path) -> ModelSizes:
     hidden, heads = _size(config, where, "hidden_size"), _size(config, where, "num_attention_heads")
     _require(config, where, "head_dim", config.get("head_dim") or hidden // heads, (hidden // heads,))
     known = {key: value for key, value in config.items() if value is not None}
-    rope = {"rope_theta": config.get("rope_theta", ModelSizes.rope_base)}  # where files had it once
+    rope = {"rope_theta": config.get("rope_theta", ModelSizes.rope_base)}  # as in older files
     for key in ("rope_scaling", "rope_parameters"):
-        told = config.get(key) or {}
-        if not isinstance(told, dict):
-            raise CheckpointError(f"{where / FILE} has {key} = {told!r}: give an object with a rope_theta.")
-        rope |= told
+        given = config.get(key) or {}
+        if not isinstance(given, dict):
+            raise CheckpointError(f"{where / FILE} has {key} = {given!r}: give an object with a rope_theta.")
+        rope |= given
     _require(config, where, "rope_type", rope.get("rope_type", rope.get("type", "default")), ("default",))
     base = rope["rope_theta"]
     if not isinstance(base, int | float) or not 0 < base < inf:
@@ -151,7 +151,7 @@ def _llama(config: Mapping[str, Any], where: Path) -> ModelSizes:
 
 
 def _size(config: Mapping[str, Any], where: Path, key: str) -> int:
-    size, most = config.get(key), MOST_BLOCKS if key in ("n_layer", "num_hidden_layers") else MOST
+    size, most = config.get(key), MOST_BLOCKS if key in ("n_layer", "num_hidden_layers") else MOST_SIZE
     if type(size) is not int or not 1 <= size <= most:
         raise CheckpointError(
             f"{where / FILE} has {key} = {size!r}: give a whole number of at least 1, and at most {most}."

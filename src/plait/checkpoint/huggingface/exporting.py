@@ -1,4 +1,4 @@
-"""A checkpoint as a folder that `from_pretrained` of transformers loads."""
+"""Export a checkpoint to a folder that `from_pretrained` of transformers loads."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from plait.errors import CheckpointError, listed
 from plait.layout.boxes import full_box
 from plait.weight_files import INDEX
 
-BESIDE = (
+COPIED = (
     "generation_config.json",
     "tokenizer.json",
     "tokenizer_config.json",
@@ -35,11 +35,11 @@ BESIDE = (
     "merges.txt",
     "chat_template.jinja",
 )
-"""Files that belong to a model and that training does not change."""
+"""Files that are copied from the folder of the original model."""
 
 
 def export_own(
-    wholes: FullTensors,
+    tensors: FullTensors,
     target: Path,
     sizes: ModelSizes,
     *,
@@ -49,16 +49,16 @@ def export_own(
 ) -> None:
     """Write the parameters of one of plait's own models to the new folder `target`.
 
-    `config.json` and `model.safetensors`; with `max_bytes`, in several files of at most that size, with an
-    index. `dtype`: of floating-point numbers; None: as they were saved. Memory: one tensor of theirs and one
-    of ours. Raises CheckpointError where the checkpoint is of other sizes, or the target is taken.
+    `config.json` and `model.safetensors`, or with `max_bytes` several files of at most that size and an
+    index. `dtype`: of the parameters; None: as saved. Memory: one tensor of transformers and one of plait.
+    Raises CheckpointError where the checkpoint has other sizes, or the target exists.
     """
-    config = configs.config_json(sizes, _word(wholes, dtype))
-    _export(wholes, target, tensor_pairs(sizes), config, (), dtype, max_bytes, disk or Disk())
+    config = configs.config_json(sizes, _dtype_name(tensors, dtype))
+    _export(tensors, target, tensor_pairs(sizes), config, (), dtype, max_bytes, disk or Disk())
 
 
 def export_adapted(
-    wholes: FullTensors,
+    tensors: FullTensors,
     target: Path,
     model: nn.Sequential,
     folder: Path,
@@ -67,84 +67,84 @@ def export_adapted(
     max_bytes: int | None = None,
     disk: Disk | None = None,
 ) -> None:
-    """The same for `model`, of transformers, as `from_huggingface` gives it; `folder` is where it came from.
+    """Export a `model` of transformers, made by `from_huggingface`, with the `config.json` of `folder`.
 
-    Its `config.json`, and its tokenizer if there is one, are written beside the parameters.
+    `folder`: of the original model. Its tokenizer files are copied. Otherwise as `export_own`.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
     pairs = [TensorPair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
     config = configs.read_config(folder)
-    config.pop("torch_dtype", None)  # what it was called once
-    beside = [folder / name for name in BESIDE if (folder / name).is_file()]
-    config["dtype"] = _word(wholes, dtype)
-    _export(wholes, target, pairs, config, beside, dtype, max_bytes, disk or Disk())
+    config.pop("torch_dtype", None)  # the former name of dtype
+    copied = [folder / name for name in COPIED if (folder / name).is_file()]
+    config["dtype"] = _dtype_name(tensors, dtype)
+    _export(tensors, target, pairs, config, copied, dtype, max_bytes, disk or Disk())
 
 
 def _export(
-    wholes: FullTensors,
+    tensors: FullTensors,
     target: Path,
     pairs: Sequence[TensorPair],
     config: Mapping[str, Any],
-    beside: Sequence[Path],
+    copied: Sequence[Path],
     dtype: torch.dtype | None,
     max_bytes: int | None,
     disk: Disk,
 ) -> None:
-    _require_fit(wholes, pairs)
-    items = [_item(wholes, pair, dtype) for pair in pairs]
+    _require_fit(tensors, pairs)
+    items = [_item(tensors, pair, dtype) for pair in pairs]
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "model", items, max_bytes=max_bytes, disk=disk)
         if len(files) > 1:
-            place = {box.tensor: file.name for file in files for box in file.boxes}
+            weight_map = {box.tensor: file.name for file in files for box in file.boxes}
             total = sum(item.bytes for item in items)
-            _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": place})
+            _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
         _write_json(disk, folder / configs.FILE, config)
-        for path in beside:
+        for path in copied:
             shutil.copyfile(path, folder / path.name)
 
 
-def _require_fit(wholes: FullTensors, pairs: Sequence[TensorPair]) -> None:
-    """CheckpointError unless the checkpoint has just these parameters."""
+def _require_fit(tensors: FullTensors, pairs: Sequence[TensorPair]) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly these parameters."""
     wanted = {parameter_key(name): pair.shape for pair in pairs for name in pair.ours}
-    there = {name: one.shape for name, one in wholes.manifest.tensors.items() if name.startswith("model.")}
-    flaws = [
-        f"{name.removeprefix('model.')} is {_told(there.get(name))} and not {_told(wanted.get(name))}"
-        for name in sorted(wanted.keys() | there.keys())
-        if wanted.get(name) != there.get(name)
+    saved = {name: one.shape for name, one in tensors.manifest.tensors.items() if name.startswith("model.")}
+
+    def text(shape: tuple[int, ...] | None) -> str:
+        return "missing" if shape is None else str(list(shape))
+
+    errors = [
+        f"{name.removeprefix('model.')} is {text(saved.get(name))} and not {text(wanted.get(name))}"
+        for name in sorted(wanted.keys() | saved.keys())
+        if wanted.get(name) != saved.get(name)
     ]
-    if flaws:
+    if errors:
         raise CheckpointError(
-            f"the checkpoint {wholes.folder} is of another model ({listed(flaws, between='; ')}): "
+            f"the checkpoint {tensors.folder} is of another model ({listed(errors, between='; ')}): "
             "give the sizes, or the folder, of the model that was saved."
         )
 
 
-def _told(shape: tuple[int, ...] | None) -> str:
-    return "missing" if shape is None else str(list(shape))
-
-
-def _item(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
-    to = dtype or wholes.dtype(parameter_key(pair.ours[0]))
-    read = partial(_theirs, wholes, pair, to)
+def _item(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:
+    to = dtype or tensors.dtype(parameter_key(pair.ours[0]))
+    read = partial(_theirs, tensors, pair, to)
     return BoxToWrite(pair.theirs, full_box(pair.their_shape), to, read, name=pair.theirs)
 
 
-def _theirs(wholes: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
-    """A tensor of theirs, made of ours one by one."""
+def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
+    """Return a tensor of transformers, concatenated from tensors of plait."""
     if len(pair.ours) == 1 and not pair.transposed:
-        return wholes.read(parameter_key(pair.ours[0]), dtype)
+        return tensors.read(parameter_key(pair.ours[0]), dtype)
     joined = torch.empty(pair.their_shape, dtype=dtype)
-    for name, place in zip(pair.ours, joined.chunk(len(pair.ours), dim=-1), strict=True):
-        part = wholes.read(parameter_key(name))
-        place.copy_(part.t() if pair.transposed else part)
+    for name, target in zip(pair.ours, joined.chunk(len(pair.ours), dim=-1), strict=True):
+        part = tensors.read(parameter_key(name))
+        target.copy_(part.t() if pair.transposed else part)
     return joined
 
 
-def _word(wholes: FullTensors, dtype: torch.dtype | None) -> str:
-    """The dtype of the model as transformers says it: that of most parameters."""
+def _dtype_name(tensors: FullTensors, dtype: torch.dtype | None) -> str:
+    """Return the name of `dtype`, or of the dtype of most parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")
-    saved = [one.dtype for name, one in wholes.manifest.tensors.items() if name.startswith("model.")]
+    saved = [one.dtype for name, one in tensors.manifest.tensors.items() if name.startswith("model.")]
     return max(set(saved), key=saved.count, default="float32")
 
 

@@ -1,4 +1,4 @@
-"""A folder of Hugging Face as a checkpoint of plait's own `gpt2` or `llama`."""
+"""Import a folder of Hugging Face as a checkpoint of plait's own `gpt2` or `llama`."""
 
 from __future__ import annotations
 
@@ -32,82 +32,75 @@ def import_folder(
     max_bytes: int | None = None,
     disk: Disk | None = None,
 ) -> ModelSizes:
-    """Write the weights in `source` as a checkpoint to the new folder `target`, and give the model's sizes.
+    """Write the weights in `source` as a checkpoint to the new folder `target`; return the model's sizes.
 
-    `source` has `config.json` and safetensors, in one file or in several. The checkpoint has parameters only:
-    load it with None for the optimizer. Its `state` has the sizes, under "sizes". `dtype`: of parameters;
+    `source` has `config.json` and safetensors, in one file or in several. The checkpoint has parameters only
+    (load it with None for the optimizer), and a `state` with the sizes under "sizes". `dtype`: of parameters;
     None: as in the folder. `max_bytes`: as for `convert`. Memory: one tensor. Raises CheckpointError for a
-    model that is not plait's own to the last constant, and for weights that are missing or do not fit.
+    model that is not exactly plait's own, and for weights that are missing or do not fit.
     """
     sizes = sizes_from_config(read_config(source), source)
     weights = Weights(source)
     pairs = tensor_pairs(sizes)
     weights.require_compatible(pairs, tied=sizes.tied)
     items = list(_items(weights, pairs, dtype))
-    tensors = {
-        item.tensor: TensorEntry(item.box.sizes, str(item.dtype).removeprefix("torch.")) for item in items
-    }
+    tensors = {item.tensor: TensorEntry.of(item.box.sizes, item.dtype) for item in items}
     head = Manifest(tensors, (), state={"sizes": asdict(sizes)}, versions={"plait": version("plait")})
     write_checkpoint(target, head, items, max_bytes=max_bytes, disk=disk or Disk())
     return sizes
 
 
 class Weights:
-    """The safetensors of a folder, in whichever files they are."""
+    """The tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
         """CheckpointError where there are none, or a file is missing or damaged."""
+        try:
+            self._files = files_of_tensors(folder)
+        except ModelError as error:
+            raise CheckpointError(str(error)) from None
+        if not self._files:
+            raise CheckpointError(
+                f"{folder} has no safetensors: load the model with transformers and save it with "
+                "save_pretrained."
+            )
         self._folder = folder
         self._reader = TensorFileReader(folder)
-        self._file = _file_of(folder)
         self._known: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
-        for file in sorted(set(self._file.values())):
+        for file in sorted(set(self._files.values())):
             self._known |= self._reader.contents(file)
 
     def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
-        """CheckpointError unless the folder has just these, and, if `tied`, no other head."""
+        """Raise CheckpointError unless the folder has these tensors, and if `tied`, no other head."""
         wanted = {self.key(pair.theirs): pair for pair in pairs}
-        flaws = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
+        errors = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
         for key, (shape, _) in self._known.items():
             if key in wanted and shape != wanted[key].their_shape:
-                flaws.append(f"{key} is {list(shape)} and not {list(wanted[key].their_shape)}")
+                errors.append(f"{key} is {list(shape)} and not {list(wanted[key].their_shape)}")
             elif key not in wanted and not key.endswith(NO_WEIGHTS) and not (tied and key == HEAD):
-                flaws.append(f"{key} is unexpected")
-        if not flaws and tied and HEAD in self._known:
+                errors.append(f"{key} is unexpected")
+        if not errors and tied and HEAD in self._known:
             embedding = next(key for key, pair in wanted.items() if pair.ours == ("embedding.token.weight",))
             if not torch.equal(self.read(HEAD), self.read(embedding)):
-                flaws.append(f"{HEAD} is not {embedding}, though tie_word_embeddings is on")
-        if flaws:
+                errors.append(f"{HEAD} is not {embedding}, though tie_word_embeddings is on")
+        if errors:
             raise CheckpointError(
                 f"the weights in {self._folder} do not fit its config.json "
-                f"({listed(flaws, between='; ')}): give a folder that is whole."
+                f"({listed(errors, between='; ')}): give a folder that is whole."
             )
 
     def key(self, theirs: str) -> str:
-        """A name as it is here: models without a head were saved without the first word."""
+        """Return the name of a tensor in the files: models without a head are saved without the prefix."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 
     def dtype(self, key: str) -> torch.dtype:
-        """Of a tensor."""
+        """Return the dtype of a tensor."""
         return self._known[key][1]
 
     def read(self, key: str, within: tuple[slice, ...] = ()) -> Tensor:
-        """A tensor, or a part of it, mapped into memory."""
-        return self._reader.read(self._file[key], key, within)
-
-
-def _file_of(folder: Path) -> dict[str, str]:
-    """The file of each tensor. CheckpointError where there are none, or files are not as they should be."""
-    try:
-        found = files_of_tensors(folder)
-    except ModelError as error:
-        raise CheckpointError(str(error)) from None
-    if not found:
-        raise CheckpointError(
-            f"{folder} has no safetensors: load the model with transformers and save it with save_pretrained."
-        )
-    return found
+        """Return a tensor, or a part of it."""
+        return self._reader.read(self._files[key], key, within)
 
 
 def _items(weights: Weights, pairs: Iterable[TensorPair], dtype: torch.dtype | None) -> Iterator[BoxToWrite]:
@@ -120,7 +113,7 @@ def _items(weights: Weights, pairs: Iterable[TensorPair], dtype: torch.dtype | N
 
 
 def _ours(weights: Weights, key: str, pair: TensorPair, number: int, dtype: torch.dtype) -> Tensor:
-    """A tensor of ours, which is all of theirs, or a part of it along the last dim."""
+    """Return a tensor of plait: a tensor of transformers, or part `number` of it along the last dim."""
     *others, width = reversed(pair.shape) if pair.transposed else pair.shape
     within = (*(slice(0, size) for size in others), slice(number * width, (number + 1) * width))
     part = weights.read(key, within)

@@ -1,4 +1,4 @@
-"""The sizes of plait's own models, as far as a checkpoint tells them."""
+"""`ModelSizes`: the sizes of plait's own `gpt2` and `llama`, read from a checkpoint."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from plait.errors import CheckpointError
 
 _BLOCK = re.compile(r"model\.blocks\.(\d+)\.attention\.norm\.weight")
 _TOKEN, _POSITION = "model.embedding.token.weight", "model.embedding.position.weight"
-Told = int | float
+Number = int | float
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """Of a `gpt2` or a `llama`, by the names of their arguments."""
+    """The arguments of `gpt2` or `llama`."""
 
     family: Literal["gpt2", "llama"]
     layers: int
     hidden: int
     heads: int
     kv_heads: int
-    """Of GPT-2 as many as heads."""
+    """Equal to `heads` in GPT-2."""
     inner: int
-    """Of GPT-2 4 · hidden."""
+    """4 · hidden in GPT-2."""
     vocab: int
     context: int
     tied: bool
     rope_base: float = 10000.0
-    """Of Llama."""
+    """Llama only."""
 
 
 def sizes_from_manifest(
@@ -42,11 +42,11 @@ def sizes_from_manifest(
     context: int | None = None,
     rope_base: float | None = None,
 ) -> ModelSizes:
-    """The sizes of the model in a checkpoint.
+    """Return the sizes of the model in a checkpoint.
 
-    Shapes tell most of them. The number of heads, and of a Llama the context and the base of its rotary
-    embedding, are those that `plait train` or an import left in the checkpoint's state, or else those given.
-    CheckpointError for another model, and where neither says them, or they contradict each other.
+    Most follow from shapes. The number of heads, and for Llama the context and the base of the rotary
+    embedding, are read from the state that `plait train` or an import saved, or must be given.
+    CheckpointError for another model, and where a size is unknown or contradicts the one given.
     """
     tensors = manifest.tensors
     blocks = {int(found[1]) for name in tensors if (found := _BLOCK.fullmatch(name))}
@@ -58,10 +58,11 @@ def sizes_from_manifest(
             "the folder of that model."
         )
     vocab, hidden = tensors[_TOKEN].shape
-    told = _told(manifest.state)
-    heads = int(_one("heads", heads, told, None))
+    state = section(manifest.state, "sizes") or section(manifest.state, "config", "model")
+    saved = {name: value for name, value in state.items() if isinstance(value, Number) and isfinite(value)}
+    heads = int(_one("heads", heads, saved, None))
     is_gpt2 = _POSITION in tensors
-    usual = tensors[_POSITION].shape[0] if is_gpt2 else None
+    default = tensors[_POSITION].shape[0] if is_gpt2 else None
     return ModelSizes(
         family="gpt2" if is_gpt2 else "llama",
         layers=len(blocks),
@@ -70,23 +71,17 @@ def sizes_from_manifest(
         kv_heads=_kv_heads(tensors[first("attention.key")], hidden, heads),
         inner=tensors[first("mlp.up")].shape[0],
         vocab=vocab,
-        context=int(_one("context", context, told, usual)),
+        context=int(_one("context", context, saved, default)),
         tied="model.head.output.weight" not in tensors,
-        rope_base=float(_one("rope_base", rope_base, told, ModelSizes.rope_base)),
+        rope_base=float(_one("rope_base", rope_base, saved, ModelSizes.rope_base)),
     )
 
 
-def _told(state: Mapping[str, Any]) -> Mapping[str, Any]:
-    """What `import_folder` or `plait train` left."""
-    told = section(state, "sizes") or section(state, "config", "model")
-    return {name: value for name, value in told.items() if isinstance(value, Told) and isfinite(value)}
-
-
-def _one(name: str, given: Told | None, told: Mapping[str, Any], usual: Told | None) -> Told:
-    said: Told | None = told.get(name)
-    if given is not None and said is not None and said != given:
-        raise CheckpointError(f"the checkpoint says that {name} is {said} and not {given}: leave it out.")
-    found = next((value for value in (given, said, usual) if value is not None), None)
+def _one(name: str, given: Number | None, saved: Mapping[str, Any], default: Number | None) -> Number:
+    known: Number | None = saved.get(name)
+    if given is not None and known is not None and known != given:
+        raise CheckpointError(f"the checkpoint says that {name} is {known} and not {given}: leave it out.")
+    found = next((value for value in (given, known, default) if value is not None), None)
     if found is None:
         raise CheckpointError(
             f"neither state nor shapes in the checkpoint say what {name} of the model is: give {name}."

@@ -1,11 +1,12 @@
-"""Which tensor of Hugging Face is which of plait's own models, as data.
+"""Tables of the tensors of plait's own models and of the same models in transformers.
 
-GPT-2 of transformers keeps its matrices transposed (`Conv1D`: `[in, out]`), and those of query, key and value
-in one, beside each other. Llama's are the same under other names; rotary embedding pairs the same features.
+GPT-2 of transformers stores its matrices transposed (`Conv1D`: `[in, out]`), with query, key and value in one
+tensor. Llama differs in names only; rotary embedding pairs the same features.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
@@ -14,25 +15,25 @@ from plait.checkpoint.huggingface.model_sizes import ModelSizes
 
 @dataclass(frozen=True)
 class TensorPair:
-    """A tensor of theirs, and what it is made of."""
+    """A tensor of transformers, and the tensors of plait with the same values."""
 
     theirs: str
     ours: tuple[str, ...]
-    """Names; of several, theirs has them beside each other along its last dim."""
+    """Names; the tensor of transformers is their concatenation along its last dim."""
     shape: tuple[int, ...]
-    """Of each of ours."""
+    """Shape of each tensor of plait."""
     transposed: bool = False
 
     @property
     def their_shape(self) -> tuple[int, ...]:
-        """Of all of ours together."""
+        """Shape of the tensor of transformers."""
         *others, last = reversed(self.shape) if self.transposed else self.shape
         return (*others, last * len(self.ours))
 
 
 @dataclass(frozen=True)
 class Template:
-    """A pair of every model of a family; `#` stands for the number of a block, words for sizes."""
+    """A `TensorPair` for models of any size: `#` stands for a block's number, names stand for sizes."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -40,87 +41,67 @@ class Template:
     transposed: bool = False
 
 
-_QUERY_KEY_VALUE = tuple(f"blocks.#.attention.{one}" for one in ("query", "key", "value"))
+def _weight(theirs: str, ours: str, *shape: str) -> Template:
+    return Template(f"{theirs}.weight", (f"{ours}.weight",), shape)
+
+
+def _norm(theirs: str, ours: str) -> tuple[Template, Template]:
+    return _weight(theirs, ours, "hidden"), Template(f"{theirs}.bias", (f"{ours}.bias",), ("hidden",))
+
+
+def _conv1d(theirs: str, ours: Sequence[str], rows: str, columns: str) -> tuple[Template, Template]:
+    weights, biases = (tuple(f"{name}.{kind}" for name in ours) for kind in ("weight", "bias"))
+    return (
+        Template(f"{theirs}.weight", weights, (rows, columns), transposed=True),
+        Template(f"{theirs}.bias", biases, (rows,)),
+    )
+
+
+_QUERY_KEY_VALUE = tuple(f"blocks.#.attention.{name}" for name in ("query", "key", "value"))
 GPT2 = (
-    Template("transformer.wte.weight", ("embedding.token.weight",), ("vocab", "hidden")),
-    Template("transformer.wpe.weight", ("embedding.position.weight",), ("context", "hidden")),
-    Template("transformer.h.#.ln_1.weight", ("blocks.#.attention.norm.weight",), ("hidden",)),
-    Template("transformer.h.#.ln_1.bias", ("blocks.#.attention.norm.bias",), ("hidden",)),
-    Template(
-        "transformer.h.#.attn.c_attn.weight",
-        tuple(f"{one}.weight" for one in _QUERY_KEY_VALUE),
-        ("hidden", "hidden"),
-        transposed=True,
-    ),
-    Template(
-        "transformer.h.#.attn.c_attn.bias", tuple(f"{one}.bias" for one in _QUERY_KEY_VALUE), ("hidden",)
-    ),
-    Template(
-        "transformer.h.#.attn.c_proj.weight",
-        ("blocks.#.attention.output.weight",),
-        ("hidden", "hidden"),
-        transposed=True,
-    ),
-    Template("transformer.h.#.attn.c_proj.bias", ("blocks.#.attention.output.bias",), ("hidden",)),
-    Template("transformer.h.#.ln_2.weight", ("blocks.#.mlp.norm.weight",), ("hidden",)),
-    Template("transformer.h.#.ln_2.bias", ("blocks.#.mlp.norm.bias",), ("hidden",)),
-    Template(
-        "transformer.h.#.mlp.c_fc.weight", ("blocks.#.mlp.up.weight",), ("inner", "hidden"), transposed=True
-    ),
-    Template("transformer.h.#.mlp.c_fc.bias", ("blocks.#.mlp.up.bias",), ("inner",)),
-    Template(
-        "transformer.h.#.mlp.c_proj.weight",
-        ("blocks.#.mlp.down.weight",),
-        ("hidden", "inner"),
-        transposed=True,
-    ),
-    Template("transformer.h.#.mlp.c_proj.bias", ("blocks.#.mlp.down.bias",), ("hidden",)),
-    Template("transformer.ln_f.weight", ("head.norm.weight",), ("hidden",)),
-    Template("transformer.ln_f.bias", ("head.norm.bias",), ("hidden",)),
-    Template("lm_head.weight", ("head.output.weight",), ("vocab", "hidden")),
+    _weight("transformer.wte", "embedding.token", "vocab", "hidden"),
+    _weight("transformer.wpe", "embedding.position", "context", "hidden"),
+    *_norm("transformer.h.#.ln_1", "blocks.#.attention.norm"),
+    *_conv1d("transformer.h.#.attn.c_attn", _QUERY_KEY_VALUE, "hidden", "hidden"),
+    *_conv1d("transformer.h.#.attn.c_proj", ["blocks.#.attention.output"], "hidden", "hidden"),
+    *_norm("transformer.h.#.ln_2", "blocks.#.mlp.norm"),
+    *_conv1d("transformer.h.#.mlp.c_fc", ["blocks.#.mlp.up"], "inner", "hidden"),
+    *_conv1d("transformer.h.#.mlp.c_proj", ["blocks.#.mlp.down"], "hidden", "inner"),
+    *_norm("transformer.ln_f", "head.norm"),
+    _weight("lm_head", "head.output", "vocab", "hidden"),
 )
 LLAMA = (
-    Template("model.embed_tokens.weight", ("embedding.token.weight",), ("vocab", "hidden")),
-    Template("model.layers.#.input_layernorm.weight", ("blocks.#.attention.norm.weight",), ("hidden",)),
-    Template(
-        "model.layers.#.self_attn.q_proj.weight", ("blocks.#.attention.query.weight",), ("hidden", "hidden")
-    ),
-    Template(
-        "model.layers.#.self_attn.k_proj.weight", ("blocks.#.attention.key.weight",), ("keys", "hidden")
-    ),
-    Template(
-        "model.layers.#.self_attn.v_proj.weight", ("blocks.#.attention.value.weight",), ("keys", "hidden")
-    ),
-    Template(
-        "model.layers.#.self_attn.o_proj.weight", ("blocks.#.attention.output.weight",), ("hidden", "hidden")
-    ),
-    Template("model.layers.#.post_attention_layernorm.weight", ("blocks.#.mlp.norm.weight",), ("hidden",)),
-    Template("model.layers.#.mlp.gate_proj.weight", ("blocks.#.mlp.gate.weight",), ("inner", "hidden")),
-    Template("model.layers.#.mlp.up_proj.weight", ("blocks.#.mlp.up.weight",), ("inner", "hidden")),
-    Template("model.layers.#.mlp.down_proj.weight", ("blocks.#.mlp.down.weight",), ("hidden", "inner")),
-    Template("model.norm.weight", ("head.norm.weight",), ("hidden",)),
-    Template("lm_head.weight", ("head.output.weight",), ("vocab", "hidden")),
+    _weight("model.embed_tokens", "embedding.token", "vocab", "hidden"),
+    _weight("model.layers.#.input_layernorm", "blocks.#.attention.norm", "hidden"),
+    _weight("model.layers.#.self_attn.q_proj", "blocks.#.attention.query", "hidden", "hidden"),
+    _weight("model.layers.#.self_attn.k_proj", "blocks.#.attention.key", "keys", "hidden"),
+    _weight("model.layers.#.self_attn.v_proj", "blocks.#.attention.value", "keys", "hidden"),
+    _weight("model.layers.#.self_attn.o_proj", "blocks.#.attention.output", "hidden", "hidden"),
+    _weight("model.layers.#.post_attention_layernorm", "blocks.#.mlp.norm", "hidden"),
+    _weight("model.layers.#.mlp.gate_proj", "blocks.#.mlp.gate", "inner", "hidden"),
+    _weight("model.layers.#.mlp.up_proj", "blocks.#.mlp.up", "inner", "hidden"),
+    _weight("model.layers.#.mlp.down_proj", "blocks.#.mlp.down", "hidden", "inner"),
+    _weight("model.norm", "head.norm", "hidden"),
+    _weight("lm_head", "head.output", "vocab", "hidden"),
 )
 HEAD = "lm_head.weight"
-"""That is not saved where it is the embedding's."""
+"""The weight that is not stored where it is tied to the embedding."""
 
 
 def tensor_pairs(sizes: ModelSizes) -> list[TensorPair]:
-    """All tensors of a model, block by block."""
-    rows = [row for row in (GPT2 if sizes.family == "gpt2" else LLAMA) if not _is_shared(row, sizes)]
+    """Return all tensors of a model, block by block."""
+    templates = [
+        one for one in (GPT2 if sizes.family == "gpt2" else LLAMA) if not (sizes.tied and one.theirs == HEAD)
+    ]
     found: list[TensorPair] = []
-    for in_block, together in groupby(rows, lambda row: "#" in row.theirs):
-        each = list(together)
+    for in_block, group in groupby(templates, lambda one: "#" in one.theirs):
+        each = list(group)
         for block in range(sizes.layers if in_block else 1):
-            found += [_pair(row, sizes, block) for row in each]
+            found += [_pair(one, sizes, str(block)) for one in each]
     return found
 
 
-def _is_shared(row: Template, sizes: ModelSizes) -> bool:
-    return sizes.tied and row.theirs == HEAD
-
-
-def _pair(row: Template, sizes: ModelSizes, block: int) -> TensorPair:
+def _pair(template: Template, sizes: ModelSizes, block: str) -> TensorPair:
     numbers = {
         "vocab": sizes.vocab,
         "hidden": sizes.hidden,
@@ -128,6 +109,6 @@ def _pair(row: Template, sizes: ModelSizes, block: int) -> TensorPair:
         "inner": sizes.inner,
         "keys": sizes.kv_heads * (sizes.hidden // sizes.heads),
     }
-    ours = tuple(name.replace("#", str(block)) for name in row.ours)
-    shape = tuple(numbers[word] for word in row.shape)
-    return TensorPair(row.theirs.replace("#", str(block)), ours, shape, row.transposed)
+    ours = tuple(name.replace("#", block) for name in template.ours)
+    shape = tuple(numbers[name] for name in template.shape)
+    return TensorPair(template.theirs.replace("#", block), ours, shape, template.transposed)
