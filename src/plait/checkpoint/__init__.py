@@ -1,6 +1,6 @@
 """Checkpoints: saved under one layout, loaded under any; and conversion to and from formats of torch.
 
-    saving → save_task → tensor_file, manifest       save: agree on all ranks, then write, also in the background
+    saving → save_task → tensor_file, manifest       save: agree on all ranks, then write in the background
     loading → compatibility, box_reader              load: check everything, then read each rank's pieces
     checkpoint_manager                               saves a run repeatedly and removes old checkpoints
     folders, disk                                    names of folders, atomic creation, file system calls
