@@ -5,8 +5,6 @@ Each tensor is compared right after it was computed, before its memory can be wr
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor
 
@@ -26,15 +24,17 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
+from plait.verification.diagnosis.alternatives import (
+    NamedTensors,
+    with_another_loss,
+    with_other_parameters,
+)
 from plait.verification.findings import Piece
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.sketches import InnerDifference, ModuleSketches, first_inner_difference
 from plait.verification.step_comparison import StepComparison
 from plait.verification.weight_gradient_checker import WeightGradientChecker
-
-NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 class InstructionChecker:

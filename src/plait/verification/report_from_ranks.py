@@ -64,7 +64,7 @@ def _first_difference(
         difference=replace(difference, inside=earliest),
         evidence=same,
         coordinates=[outcome.coordinate for outcome in outcomes],
-        judges=[
+        compared_on=[
             outcome.rank
             for outcome in outcomes
             if _compares(outcome, outcomes[chosen], location)

@@ -13,8 +13,7 @@ from verification_cases import coordinates_of, difference_at, evidence_of
 
 from plait.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
-from plait.verification.diagnosis.cause import HYPOTHESES
-from plait.verification.diagnosis.known import BY_PLAN, KNOWN, known_of
+from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, UNEXPLAINED_BY_PLAN, unexplained
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.location import Location, StepPhase
 from plait.verification.sketches import InnerDifference
@@ -33,7 +32,7 @@ def symptoms(
     expected: Tensor = EXPECTED,
     plan: Plan = ONE,
     base: Tensor | None = None,
-    judges: tuple[int, ...] | None = None,
+    compared_on: tuple[int, ...] | None = None,
     partitioned: bool = False,
     **told: Any,
 ) -> Symptoms:
@@ -43,7 +42,7 @@ def symptoms(
         difference_at(location, expected, by_rank[min(by_rank)], **told),
         evidence_of(location, expected, by_rank, base),
         coordinates_of(plan),
-        tuple(by_rank) if judges is None else judges,
+        tuple(by_rank) if compared_on is None else compared_on,
         plan,
         partitioned,
     )
@@ -63,12 +62,12 @@ def test_where_nothing_fits_it_is_what_is_known() -> None:
         if phase is not StepPhase.NORM:
             made = symptoms(NOISE, location=Location(0, phase, 1, 0))
             assert fitting(made) == []
-            assert likely_cause(made) == f"{known_of(made)}."
+            assert likely_cause(made) == f"{unexplained(made)}."
 
 
 def test_of_every_phase_something_is_known() -> None:
-    assert KNOWN.keys() | BY_PLAN.keys() == set(StepPhase)
-    assert not KNOWN.keys() & BY_PLAN.keys()
+    assert UNEXPLAINED.keys() | UNEXPLAINED_BY_PLAN.keys() == set(StepPhase)
+    assert not UNEXPLAINED.keys() & UNEXPLAINED_BY_PLAN.keys()
 
 
 @pytest.mark.parametrize("phase", list(StepPhase))
@@ -392,7 +391,7 @@ class TestLaterPieces:
     PIECES = Plan(tp=2, sequence_parallel="keep")
 
     def test_fits_where_the_first_is_right(self) -> None:
-        said = cause({1: NOISE}, plan=self.PIECES, judges=(0, 1))
+        said = cause({1: NOISE}, plan=self.PIECES, compared_on=(0, 1))
         assert said.startswith("only later pieces of the sequence differ: either something counts positions")
         assert said.endswith("; equal on tp 0.")
 
@@ -406,7 +405,7 @@ class TestLaterPieces:
         ids=["the first is wrong", "no pieces", "backward"],
     )
     def test_a_near_miss(self, wrong: int, plan: Plan, phase: StepPhase) -> None:
-        made = symptoms({wrong: NOISE}, plan=plan, judges=(0, 1), location=Location(0, phase, 1, 0))
+        made = symptoms({wrong: NOISE}, plan=plan, compared_on=(0, 1), location=Location(0, phase, 1, 0))
         assert fitting(made) == []
 
 
@@ -540,15 +539,17 @@ class TestNorm:
 
 class TestCircumstances:
     def test_ranks_that_are_equal_by_the_axis_that_sets_them_apart(self) -> None:
-        made = symptoms({1: NOISE}, plan=TP, judges=(0, 1))
-        assert likely_cause(made) == f"{known_of(made)}; equal on tp 0."
+        made = symptoms({1: NOISE}, plan=TP, compared_on=(0, 1))
+        assert likely_cause(made) == f"{unexplained(made)}; equal on tp 0."
 
     def test_dp_counts_over_both_of_its_axes(self) -> None:
-        told = cause({2: NOISE}, plan=Plan(dp=4, replicate=2), location=REDUCTION, judges=(0, 1, 2, 3))
+        told = cause({2: NOISE}, plan=Plan(dp=4, replicate=2), location=REDUCTION, compared_on=(0, 1, 2, 3))
         assert told.endswith("; equal on dp 0, 1, 3.")
 
     def test_ranks_that_no_axis_sets_apart(self) -> None:
-        told = cause({1: NOISE, 2: NOISE}, plan=Plan(dp=2, tp=2), location=REDUCTION, judges=(0, 1, 2, 3))
+        told = cause(
+            {1: NOISE, 2: NOISE}, plan=Plan(dp=2, tp=2), location=REDUCTION, compared_on=(0, 1, 2, 3)
+        )
         assert told.endswith("; equal on rank 0, 3.")
 
     def test_earlier_micro_batches_of_the_rank(self) -> None:
@@ -563,6 +564,8 @@ class TestCircumstances:
 
     def test_all_of_them(self) -> None:
         plan = Plan(tp=2, microbatches=2)
-        made = symptoms({0: NOISE}, plan=plan, location=Location(2, StepPhase.FORWARD, 1, 1), judges=(0, 1))
+        made = symptoms(
+            {0: NOISE}, plan=plan, location=Location(2, StepPhase.FORWARD, 1, 1), compared_on=(0, 1)
+        )
         circumstances = "equal on tp 1; micro-batches before it are equal; the steps before it are equal."
-        assert likely_cause(made) == f"{known_of(made)}; {circumstances}"
+        assert likely_cause(made) == f"{unexplained(made)}; {circumstances}"

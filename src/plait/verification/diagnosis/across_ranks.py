@@ -1,4 +1,4 @@
-"""Hypotheses that several ranks show together: parts of a sum, pieces of another rank, norms."""
+"""Hypotheses that combine the tensors of several ranks: summands, pieces of another rank, norms."""
 
 from __future__ import annotations
 
@@ -7,16 +7,15 @@ from itertools import combinations
 
 import torch
 
-from plait.verification.diagnosis.symptoms import Symptoms, bases_of, close
-from plait.verification.diagnosis.wording import ranks_in_words
+from plait.verification.diagnosis.symptoms import Symptoms, bases_of, close, ranks_in_words
 from plait.verification.location import StepPhase
 
 SAME_NORM = 1e-6
-"""Relative: a norm nearer than this counts all that it has to."""
+"""Relative difference of two norms of the same elements, at most."""
 NOT_SUMMED = (StepPhase.INITIAL, StepPhase.INPUT, StepPhase.PARAMETERS)
-"""Phases whose tensors are never made by a sum over ranks."""
+"""Phases whose tensors are not sums over ranks."""
 IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepPhase.OPTIMIZER)
-"""Phases in which ranks of dp hold pieces."""
+"""Phases in which ranks of dp have pieces."""
 
 
 def summands(symptoms: Symptoms) -> str | None:
@@ -56,7 +55,7 @@ def piece_of_another(symptoms: Symptoms) -> str | None:
 def later_pieces(symptoms: Symptoms) -> str | None:
     """Return the sentence for all ranks of `tp` but the first, where each has a piece of the sequence."""
     wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
-    right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.judges} - wrong
+    right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.compared_on} - wrong
     if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
         return None
     return (

@@ -1,4 +1,4 @@
-"""What a tensor may be by mistake, made of recorded values: sentences with the value that it then has."""
+"""Values that a tensor would have after common mistakes, each with a sentence, from recorded tensors."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 from plait.layers.nested import Value
 from plait.tensor.losses import Loss
 
-Named = Iterator[tuple[str, Tensor]]
+NamedTensors = Iterator[tuple[str, Tensor]]
 
 
-def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp: int) -> Named:
+def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp: int) -> NamedTensors:
     """Yield a layer's output with a bias, or a table of positions, left out or added more than once.
 
     `expected` `[..., features]`; `parameters`, whole, by name. `tp`: on how many ranks each may be added.
@@ -31,10 +31,12 @@ def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp
             yield f"{name} is added {tp} times, once on each rank of tp", expected + (tp - 1) * value
 
 
-def with_another_loss(loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor) -> Named:
+def with_another_loss(
+    loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor
+) -> NamedTensors:
     """Yield the loss `total` of micro-batch `number` for shifted targets, for other ones, and as a mean.
 
-    `targets` are those of each of the rank's micro-batches. A loss that refuses some of them says nothing.
+    `targets` are those of each of the rank's micro-batches. Targets that the loss refuses are skipped.
     """
     own = targets[number]
     weight = torch.as_tensor(loss.weight(own)).to(total)
@@ -46,7 +48,7 @@ def with_another_loss(loss: Loss, output: Tensor, targets: list[Value], number: 
     for text, other in _other_targets(targets, number):
         try:
             value = loss.total(output.clone(), other).detach()
-        except Exception:  # a user's loss, given what it was not made for
+        except Exception:  # a user's loss, on targets that it may not support
             continue
         yield f"it is the loss for {text}", value
 

@@ -1,20 +1,28 @@
-"""Hypotheses about one tensor: zero, a multiple of what it should be, a multiple of its input too much."""
+"""Hypotheses about one tensor: zero, a multiple of the expected one, a multiple of its input too much."""
 
 from __future__ import annotations
 
 import math
 
 from plait.verification.diagnosis.arrangement import range_of
-from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close
-from plait.verification.diagnosis.wording import of_the_optimizer, product_of
+from plait.verification.diagnosis.symptoms import (
+    FITS,
+    ROUGHLY,
+    Symptoms,
+    bases_of,
+    close,
+    of_the_optimizer,
+)
 from plait.verification.location import StepPhase
 
 NEAR_ONE = 1e-2
-"""A parameter off by such a factor says nothing: a step of the optimizer is a small part of it."""
+"""Factors of a parameter nearer to 1 than this show nothing: an optimizer step changes little of it."""
 ENOUGH = 4
-"""Elements from which on a multiple of the input is no chance."""
+"""Least number of elements for which a multiple is not a coincidence."""
 EXACTLY = 1e-9
-"""Relative: one number is a multiple of another where it is as close as this to a degree of the plan."""
+"""Relative distance of a ratio of two numbers from a degree of the plan, at most."""
+SIMPLE = 1e-5
+"""Distance of a factor from a small fraction, at most."""
 
 
 def no_number(symptoms: Symptoms) -> str | None:
@@ -92,7 +100,7 @@ def _factor_of_one_number(symptoms: Symptoms) -> str | None:
 
 
 def _reason(ratio: float, symptoms: Symptoms) -> str:
-    """Return what a factor may come from."""
+    """Return the possible reason of a factor, to continue a sentence."""
     if symptoms.phase is StepPhase.OPTIMIZER:
         return f": the gradients are equal, so {of_the_optimizer(symptoms.plan)}"
     if symptoms.phase is StepPhase.CLIP:
@@ -104,7 +112,7 @@ def _reason(ratio: float, symptoms: Symptoms) -> str:
 
 
 def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
-    """Return which degrees of the plan a factor is as large as, or one over; nothing if none."""
+    """Return the degrees of the plan that a factor, or one over it, is as large as; nothing if none."""
     degrees = _degrees(symptoms)
     more = [name for name, size in degrees.items() if abs(ratio - size) < slack * size]
     less = [name for name, size in degrees.items() if abs(ratio * size - 1) < slack]
@@ -194,3 +202,14 @@ def same_for_all(symptoms: Symptoms) -> str | None:
             "positions only counts more than once, is left out, or is another"
         )
     return None
+
+
+def product_of(ratio: float) -> str:
+    """Return a factor as a small fraction if it is one: `3/2`."""
+    if ratio != 1 and abs(ratio - 1) < NEAR_ONE:
+        return f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
+    for bottom in (1, 2, 3, 4, 6, 8):
+        top = round(ratio * bottom)
+        if top and abs(ratio * bottom - top) < SIMPLE:
+            return str(top) if bottom == 1 else f"{top}/{bottom}"
+    return f"{ratio:.6g}"

@@ -1,4 +1,4 @@
-"""Hypotheses about where numbers stand: in another order, shifted, wrong in a part of the tensor only."""
+"""Hypotheses about positions: another order, a shift, a difference in a part of the tensor only."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from plait.verification.location import StepPhase
 
 SHIFTS = (1, -1, 2, -2)
 SLICES = 4096
-"""Of a dim with more, no permutation is looked for."""
+"""Size of a dim, at most, for which a permutation is searched."""
 SHOWN = 4
-"""Exchanged slices that are listed."""
+"""Permuted slices that a sentence lists."""
 
 
 def transposed(symptoms: Symptoms) -> str | None:
@@ -26,7 +26,7 @@ def transposed(symptoms: Symptoms) -> str | None:
 
 
 def shifted(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor whose numbers stand some places later or earlier along a dim."""
+    """Return the sentence for a tensor that is shifted by a few positions along a dim."""
     pair = symptoms.shaped
     if pair is None:
         return None
@@ -35,7 +35,7 @@ def shifted(symptoms: Symptoms) -> str | None:
         for shift in SHIFTS:
             kept = size - abs(shift)
             if kept < 2 or kept <= size / 2:
-                continue  # exchanged halves are no shift
+                continue  # halves that changed places
             later = actual.narrow(dim, max(shift, 0), kept), expected.narrow(dim, max(-shift, 0), kept)
             if not close(*later, symptoms.slack) or later[1].max() - later[1].min() <= symptoms.slack:
                 continue
@@ -62,7 +62,7 @@ def permuted(symptoms: Symptoms) -> str | None:
 
 
 def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> list[int] | None:
-    """Return which slice of `expected` each slice of `actual` along `dim` is; None where one is none."""
+    """Return which slice of `expected` each slice of `actual` along `dim` equals; None if one equals none."""
     here, there = (one.movedim(dim, 0).flatten(1) for one in (actual, expected))
     if not 1 < len(here) <= SLICES or not here.shape[1]:
         return None
@@ -112,7 +112,7 @@ def range_of(symptoms: Symptoms) -> tuple[int, int, int, int] | None:
         return None
     volume = math.prod(stop - start for start, stop in difference.box)
     if difference.share * math.prod(difference.shape) < volume / 2:
-        return None  # scattered, and by chance not everywhere
+        return None  # scattered elements, by chance not in all rows
     parts = [
         (dim, start, stop, size)
         for dim, ((start, stop), size) in enumerate(zip(difference.box, difference.shape, strict=True))

@@ -1,19 +1,18 @@
-"""The probable cause in a report: the surest hypothesis that fits, or what is known."""
+"""The probable cause of the first difference: a hypothesis that fits, or what the comparisons exclude."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 
 from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
 from plait.verification.diagnosis.arithmetic import factor, multiple_of_input, no_number, same_for_all, zero
 from plait.verification.diagnosis.arrangement import part_of_a_dim, permuted, positions, shifted, transposed
-from plait.verification.diagnosis.known import known_of
 from plait.verification.diagnosis.rounding import rounded
-from plait.verification.diagnosis.symptoms import Symptoms
-from plait.verification.diagnosis.wording import circumstances
+from plait.verification.diagnosis.symptoms import Symptoms, either, of_the_optimizer, ranks_in_words
+from plait.verification.location import StepPhase
 
 Hypothesis = Callable[[Symptoms], str | None]
-"""Returns a sentence where the evidence fits it and, as far as can be told, nothing else."""
+"""Returns a sentence where the evidence fits it and no other known cause."""
 HYPOTHESES: tuple[Hypothesis, ...] = (
     no_number,
     norm,
@@ -30,17 +29,150 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
     later_pieces,
     positions,
 )
-"""The surest first."""
+"""The most certain first."""
 
 
 def likely_cause(symptoms: Symptoms) -> str:
-    """Return one sentence: the first hypothesis that fits, the place inside the layer, circumstances."""
+    """Return one sentence: the first hypothesis that fits, the module inside the layer, what is equal."""
     difference = symptoms.difference
     fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
     found = difference.hint or next((text for text in fitting if text), None)
     if found is None:
         part = part_of_a_dim(symptoms)
-        found = f"{part}; {known_of(symptoms)}" if part else known_of(symptoms)
+        found = f"{part}; {unexplained(symptoms)}" if part else unexplained(symptoms)
     elif difference.inside is not None:
         found = f"{found}; {difference.inside.sentence}"
     return "; ".join([found, *circumstances(symptoms)]) + "."
+
+
+def circumstances(symptoms: Symptoms) -> Iterator[str]:
+    """Yield on which ranks, and before which micro-batches and steps, all is equal."""
+    location = symptoms.difference.location
+    equal = [rank for rank in symptoms.compared_on if rank not in symptoms.evidence]
+    if equal:
+        yield f"equal on {ranks_in_words(equal, symptoms)}"
+    if location.microbatch is not None and location.microbatch % symptoms.plan.microbatches:
+        yield "micro-batches before it are equal"
+    if location.step:
+        yield "the steps before it are equal"
+
+
+def unexplained(symptoms: Symptoms) -> str:
+    """Return what the comparisons exclude, and what remains possible, where no hypothesis fits.
+
+    Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
+    """
+    phase = symptoms.phase
+    if phase in UNEXPLAINED_BY_PLAN:
+        return UNEXPLAINED_BY_PLAN[phase](symptoms)
+    return UNEXPLAINED[phase]
+
+
+def _forward(symptoms: Symptoms) -> str:
+    inside = symptoms.difference.inside
+    known = "the layer's input is equal, and what it gives is not"
+    if inside is not None:
+        return f"{known}: {inside.sentence}"
+    if symptoms.partitioned:
+        return (
+            f"{known}: either it is cut over tp in a way that it cannot be, or it computes something else "
+            "on its own"
+        )
+    return f"{known}: it computes something else, or with other parameters"
+
+
+def _loss(symptoms: Symptoms) -> str:
+    pieces = (
+        ", or the loss is put together from pieces of the classes in another way"
+        if symptoms.partitioned
+        else ""
+    )
+    return f"the output is equal: either the targets or the loss itself are others{pieces}"
+
+
+def _input_gradient(symptoms: Symptoms) -> str:
+    known = "the gradient of the layer's output is equal, and that of its input is not: "
+    suspects = ["its backward is not that of its forward", "what it kept of its forward was changed since"]
+    if symptoms.partitioned:
+        suspects.append(
+            "a sum over tp, where its region begins or ends, is wrong (missing, doubled, averaged, rounded)"
+        )
+    if symptoms.plan.recompute != "none":
+        suspects.append("what is recomputed is not what was computed")
+    return known + either(suspects)
+
+
+def _reduction(symptoms: Symptoms) -> str:
+    plan = symptoms.plan
+    known = "what each micro-batch gave is right, as far as that is compared"
+    axes = [axis for axis, size in (("dp", plan.dp), ("tp", plan.tp), ("pp", plan.pp)) if size > 1]
+    if not axes:
+        return f"{known}, and something changed the gradients afterwards"
+    return (
+        f"{known}: either a reduction (here over {', '.join(axes)}) is wrong, as where it is missing, done "
+        "twice, too early or over other ranks, or something changed the gradients afterwards"
+    )
+
+
+def _initial(symptoms: Symptoms) -> str:
+    piece = ", or another piece of it" if symptoms.plan.world > 1 else ""
+    return f"a parameter starts from another value: another seed{piece}"
+
+
+def _optimizer(symptoms: Symptoms) -> str:
+    return (
+        "the gradients are equal, and what the optimizer makes of them is not: "
+        f"{of_the_optimizer(symptoms.plan)}"
+    )
+
+
+UNEXPLAINED_BY_PLAN = {
+    StepPhase.FORWARD: _forward,
+    StepPhase.LOSS: _loss,
+    StepPhase.INPUT_GRADIENT: _input_gradient,
+    StepPhase.REDUCTION: _reduction,
+    StepPhase.INITIAL: _initial,
+    StepPhase.OPTIMIZER: _optimizer,
+}
+UNEXPLAINED = {
+    StepPhase.BATCH: (
+        "on one rank, too, the loss of the batch is not that of its micro-batches: the model or the loss "
+        "depends on how the batch is cut, as statistics over rows do, or a loss whose total is no sum over "
+        "rows"
+    ),
+    StepPhase.INPUT: (
+        "the first stage was given other values than its rows of the batch: either other rows, or changed "
+        "ones"
+    ),
+    StepPhase.PARAMETERS: (
+        "the pieces are right on the ranks that hold them, and what was gathered of them is not: from "
+        "other ranks, to other places, too early, not at all, or changed on its way"
+    ),
+    StepPhase.MESSAGE: (
+        "what one stage sent is not what the next one got: either it was changed on its way, as in a "
+        "buffer that was used again too early, or it is another message"
+    ),
+    StepPhase.LOSS_GRADIENT: (
+        "the loss is equal, and its gradient is not: either it starts with another scale, or the backward "
+        "of the loss is not that of its forward"
+    ),
+    StepPhase.GRADIENT_MESSAGE: (
+        "what one stage sent is not what the stage before got: either it was changed on its way, as in a "
+        "buffer that was used again too early, or it is another message"
+    ),
+    StepPhase.WEIGHT_GRADIENT: (
+        "the gradient of the layer's output is equal, and that of its weight is not: either it is made of "
+        "another input or output gradient than the layer's, or what was added before is lost or counts "
+        "more than once, or something else is added"
+    ),
+    StepPhase.MEAN_LOSS: (
+        "the loss of each micro-batch is equal, and their mean is not: either it is divided by another "
+        "weight, or not all of them are in it once"
+    ),
+    StepPhase.NORM: "the gradients are equal, and their norm is not",
+    StepPhase.CLIP: "the norm is equal: gradients are scaled by another factor, or not all of them",
+    StepPhase.EVALUATION: (
+        "training is equal, and evaluation is not: another mode, other parameters, other rows, or another "
+        "weight"
+    ),
+}

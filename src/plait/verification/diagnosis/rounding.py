@@ -1,4 +1,4 @@
-"""Hypotheses about digits: a tensor that was rounded to a narrower dtype, or made of numbers that were."""
+"""Hypotheses about rounding: a tensor that was rounded to a narrower dtype, or computed from one that was."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from torch import Tensor
 from plait.verification.diagnosis.symptoms import Symptoms, bases_of
 
 NARROW = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-"""Fewest digits first."""
+"""The narrowest first."""
 HALF_STEP = {"bfloat16": 2.0**-9, "float16": 2.0**-12, "float32": 2.0**-25}
-"""The usual relative error of rounding: half of its largest."""
+"""Typical relative rounding error: half of the largest."""
 STEPS = 64.0
-"""Roundings that a result in a narrow dtype is off by at most."""
+"""Error of a result computed in a narrow dtype, in rounding errors, at most."""
 SPREAD = 0.95
-"""Of the elements this share is off, at least, where a tensor was made of rounded numbers."""
+"""Fraction of differing elements, at least, in a tensor that was computed from rounded numbers."""
 ENOUGH = 16
-"""Elements that a distribution is seen from."""
+"""Least number of elements that show a distribution."""
 
 
 def rounded(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that has gone through a narrower dtype.
+    """Return the sentence for a tensor that was computed, in part, in a narrower dtype.
 
     In 16 bits only where it, or what the layer adds, has no more digits than the dtype holds: a small error
     of another kind (an epsilon, a scale, an angle) is as large as such a rounding. In float32 also where

@@ -1,4 +1,4 @@
-"""The first difference as all ranks see it, and the comparisons that every hypothesis is made of."""
+"""The first difference on all ranks, and the comparisons and words that hypotheses are made of."""
 
 from __future__ import annotations
 
@@ -8,31 +8,30 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.comm.coordinates import axes_of
+from plait.comm.coordinates import axes_of, index_along, sizes_of
 from plait.plan import Plan
 from plait.verification.findings import Difference, Evidence
 from plait.verification.location import StepPhase
 
 FITS, ROUGHLY = 1e-6, 1e-3
-"""A hypothesis fits where it explains the difference but for the first part of it; where rounding is larger,
-up to the second."""
+"""Fraction of a difference that a hypothesis may leave unexplained, and at most where rounding is large."""
 AXES = ("tp", "dp", "pp")
 
 
 @dataclass(frozen=True)
 class Symptoms:
-    """What is known of the first difference."""
+    """The first difference, with the tensors of the ranks that have it."""
 
     difference: Difference
     evidence: Mapping[int, Evidence]
-    """By rank: the tensors of those whose first difference is at this place."""
+    """By rank, the tensors of ranks whose first difference is at this location."""
     coordinates: Sequence[Mapping[str, int]]
-    """Of every rank."""
-    judges: Sequence[int]
-    """The ranks that compared a tensor at this place."""
+    """Coordinate of every rank."""
+    compared_on: Sequence[int]
+    """The ranks that compared a tensor at this location."""
     plan: Plan
     partitioned: bool = False
-    """Whether the layer has a parameter that is cut over `tp`."""
+    """Whether the layer has a parameter that is partitioned over `tp`."""
 
     @property
     def phase(self) -> StepPhase:
@@ -41,7 +40,7 @@ class Symptoms:
 
     @property
     def slack(self) -> float:
-        """By how much the prediction of a hypothesis may miss the tensor, absolute."""
+        """Largest allowed difference between the prediction of a hypothesis and the tensor."""
         largest = self.difference.largest
         return max(FITS * largest, min(4 * self.difference.allowed, ROUGHLY * largest))
 
@@ -57,7 +56,7 @@ class Symptoms:
 
     @property
     def shaped(self) -> tuple[Tensor, Tensor] | None:
-        """Actual and expected in the tensor's shape; None where that was shortened, or has other sizes."""
+        """Actual and expected in the tensor's shape; None where the evidence is cut off or has another."""
         actual, expected = self.pair
         shape = self.difference.shape
         if not len(actual) == len(expected) == torch.Size(shape).numel():
@@ -65,7 +64,7 @@ class Symptoms:
         return actual.view(shape), expected.view(shape)
 
     def neighbours(self, axes: Sequence[str]) -> list[int]:
-        """The ranks that differ from the first that is wrong along `axes` only, itself included."""
+        """Return the ranks whose coordinates differ from the first rank's with evidence along `axes` only."""
         own = self.coordinates[min(self.evidence)]
         free = {part for axis in axes for part in axes_of(axis)}
         return [
@@ -76,7 +75,7 @@ class Symptoms:
 
     @property
     def axes(self) -> Sequence[str]:
-        """The axes over which something may be summed: with hybrid sharding `replicate` by itself too."""
+        """Axes over which a tensor may be summed: with hybrid sharding also `replicate` alone."""
         is_hybrid = self.plan.shards and self.plan.replicate > 1
         return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
 
@@ -93,9 +92,38 @@ REST = {
     StepPhase.WEIGHT_GRADIENT: "what the micro-batch adds",
     StepPhase.INPUT_GRADIENT: "what the layer adds to the gradient",
 }
-"""Without the base of the phase (see `Evidence`): what is left."""
+"""Name of a tensor of a phase minus its base (see `Evidence`)."""
 
 
 def close(a: Tensor, b: Tensor, slack: float) -> bool:
-    """Whether two tensors have one shape and differ by no more than `slack` in any element."""
+    """Return whether two tensors have the same shape and differ by at most `slack` in each element."""
     return a.shape == b.shape and bool(((a - b).abs() <= slack).all())
+
+
+def either(suspects: Sequence[str]) -> str:
+    """Return alternatives as `either a, or b, or c`."""
+    *most, last = suspects
+    return f"either {', or '.join(most)}, or {last}" if most else last
+
+
+def of_the_optimizer(plan: Plan) -> str:
+    """Return what may be wrong with the optimizer where the gradients are right."""
+    suspects = ["it has another setting (its rate, a decay, a beta, its epsilon)", "its state is another"]
+    if plan.shards or plan.tp > 1:
+        suspects.append("its update is not elementwise, and it sees only a piece")
+    return either(suspects)
+
+
+def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
+    """Return ranks by their index along the axis that sets them apart from those that differ, if any."""
+    for axis in AXES:
+        indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
+        others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
+        if not indices & others:
+            return f"{axis} {', '.join(map(str, sorted(indices)))}"
+    return f"rank {', '.join(map(str, ranks))}"
+
+
+def _along(coordinate: Mapping[str, int], axis: str, plan: Plan) -> int:
+    sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
+    return index_along(axis, coordinate, sizes)
