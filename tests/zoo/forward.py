@@ -23,7 +23,7 @@ from plait.comm.collectives import all_gather
 from plait.engine.runner import Runner
 from plait.layers import nested as values
 from plait.layers.nested import map_tensors
-from plait.models import values as start_values
+from plait.models import tensor_sources
 from plait.models.gpt2 import MLP, Attention, Embedding
 from plait.models.rotary import rotary_angles, rotate
 from plait.pipeline.exchange import Exchange
@@ -282,24 +282,24 @@ def first_piece_on_every_rank() -> Any:
 
 def other_values_on_one_rank() -> Any:
     """Rank 1 starts from other values, as from another seed."""
-    original = start_values.initial_value
+    original = tensor_sources.initial_value
 
     def initial_value(*arguments: Any) -> Tensor:
         value = original(*arguments)
         return value * 1.5 if rank() == 1 else value
 
-    return patch.object(start_values, "initial_value", initial_value)
+    return patch.object(tensor_sources, "initial_value", initial_value)
 
 
 def copy_differs() -> Any:
     """Rank 1's copy of one bias is not the others'."""
-    original = start_values.initial_value
+    original = tensor_sources.initial_value
 
     def initial_value(layer: Any, path: str, name: str, seed: int) -> Tensor:
         value = original(layer, path, name, seed)
         return value + 1e-6 if rank() == 1 and name == "up.bias" else value
 
-    return patch.object(start_values, "initial_value", initial_value)
+    return patch.object(tensor_sources, "initial_value", initial_value)
 
 
 def _row(
