@@ -167,7 +167,7 @@ def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[Measur
 
 def _encoded(done: MeasuredAction, offset: int) -> tuple[int, ...]:
     stage, kind, microbatch = done.action
-    asked = _NEVER if done.asked is None else done.asked + offset
+    asked = _NEVER if done.wait_start is None else done.wait_start + offset
     return stage, _KINDS.index(kind), microbatch, done.start + offset, done.end + offset, asked
 
 

@@ -1,4 +1,4 @@
-"""The colours of every picture: one hue per kind of action, and greys that are legible on light and dark."""
+"""Colours of all pictures: one hue per kind of action, and greys that are legible on light and dark."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from colorsys import hls_to_rgb
 from plait.schedules.action import Kind
 
 _HUES = {Kind.F: (213, 88), Kind.B: (27, 92), Kind.I: (338, 78), Kind.W: (156, 52)}
-"""Hue and saturation of each kind; lightness goes from the first micro-batch to the last."""
+"""Hue and saturation of each kind; lightness grows from the first micro-batch to the last."""
 _LIGHTNESS = 58, 78
 MIDDLE = 0.3
-"""What `shade` takes for a kind as a whole: in legends, and where micro-batches are not told apart."""
+"""The `shade` of a kind in legends, and where micro-batches have one colour."""
 
 ON_CELL = "#0b1526"
-"""Text on a cell."""
+"""Colour of text on a cell."""
 TEXT, GREY = "#76808c", "#8a94a0"
-"""Of an SVG, which lies on pages of unknown colour: text, and what tracks and grid lines are a breath of."""
+"""Colours of an SVG, whose page may be light or dark: text; tracks and grid lines, with some opacity."""
 
 LIGHT_PAGE: Mapping[str, str] = {
     "page": "#ffffff",
@@ -30,7 +30,7 @@ LIGHT_PAGE: Mapping[str, str] = {
     "rim": "#8a94a066",
     "on-cell": ON_CELL,
 }
-"""Of the HTML page, by the names that its style sheet uses."""
+"""Colours of the HTML page, by the names in its style sheet."""
 DARK_PAGE: Mapping[str, str] = {
     "page": "#12171e",
     "ink": "#e4e9ef",
@@ -47,7 +47,7 @@ TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (
 
 
 def shade(kind: Kind, part: float) -> str:
-    """The colour of a kind, as `#rrggbb`: `part` goes from 0, the first micro-batch, to 1, the last."""
+    """Return the colour of a kind as `#rrggbb`; `part` is 0 for the first micro-batch and 1 for the last."""
     (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
     lightness = low + part * (high - low)
     red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)
@@ -55,7 +55,7 @@ def shade(kind: Kind, part: float) -> str:
 
 
 def page_colours() -> str:
-    """The CSS variables of the HTML page, for light and dark."""
+    """Return the CSS variables of the HTML page, for light and dark."""
     light, dark = (
         " ".join(f"--{name}: {colour};" for name, colour in colours.items())
         for colours in (LIGHT_PAGE, DARK_PAGE)

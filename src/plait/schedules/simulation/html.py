@@ -1,7 +1,7 @@
-"""A timeline as one self-contained HTML page to point at and zoom into, with memory below.
+"""A timeline as one self-contained, interactive HTML page, with memory below.
 
-The page itself is in the folder `page`: the document, its style, and its scripts, which run in the order
-below. This module fills in what they show.
+The folder `page` has the document, its style, and its scripts, which run in the order of `_SCRIPTS`. This
+module fills in the data.
 """
 
 from __future__ import annotations
@@ -14,23 +14,23 @@ from string import Template
 
 from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
 from plait.schedules.simulation.memory_curve import memory_changes
-from plait.schedules.simulation.text import NAMES, amount, kinds_of, title
+from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
 
 _SCRIPTS = "data.js", "view.js", "draw.js", "hints.js", "events.js"
 _LARGEST = 2**53
-"""Up to here JavaScript counts exactly."""
-_KINDS = tuple(NAMES)
+"""Largest integer up to which JavaScript is exact."""
+_KINDS = tuple(KIND_NAMES)
 
 
 def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
-    """`timeline` as an HTML document that needs nothing else, and no network; for windows of any width.
+    """Return `timeline` as an HTML document without external resources, for windows of any width.
 
-    It shows the figures as text, a row per rank in the colours of `draw_svg`, and what each rank holds over
-    time. Pointing at an action, or choosing it with the arrow keys, shows its times, what it waited for, and
-    the rest of its micro-batch. Wheel, keys, two fingers and buttons zoom; the part that is shown stands
-    behind `#` in the address, in the unit of the costs: `#from=10&to=20`. `name` is the title, by default
-    the schedule's.
+    It shows the figures as text, a row per rank in the colours of `draw_svg`, and the memory of each rank
+    over time. Pointing at an action, or choosing it with the arrow keys, shows its times, what it waited for,
+    and the rest of its micro-batch. Wheel, keys, two fingers and buttons zoom; the visible range is in the
+    fragment of the address, in the unit of the costs: `#from=10&to=20`. `name` is the title, by default the
+    schedule's.
     """
     return Template(_page("page.html")).substitute(
         name=escape(name or title(timeline.schedule)),
@@ -40,7 +40,7 @@ def draw_html(timeline: Timeline, *, name: str | None = None) -> str:
             for label, value in _figures(timeline)
         ),
         legend="\n".join(
-            f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {NAMES[kind]}</li>'
+            f'<li><b style="background: {shade(kind, MIDDLE)}">{kind}</b> {KIND_NAMES[kind]}</li>'
             for kind in kinds_of(timeline)
         ),
         data=json.dumps(_data(timeline), separators=(",", ":")),
@@ -70,9 +70,9 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _data(timeline: Timeline) -> dict[str, object]:
-    """What the scripts draw from: numbers, and no text that could end the element in which they stand.
+    """Return the data of the scripts: numbers, and no text that could end the script element.
 
-    Times are whole ticks, each from the one before it in its row.
+    Times are whole ticks, each relative to the previous one in its row.
     """
     schedule = timeline.schedule
     scale = max(1, -(-timeline.length // _LARGEST))
@@ -88,11 +88,11 @@ def _data(timeline: Timeline) -> dict[str, object]:
 
     def memory(rank: int) -> Iterator[int]:
         last = 0
-        for tick, units in memory_steps_of[rank]:
+        for tick, units in changes[rank]:
             yield from (ticks(tick) - last, units)
             last = ticks(tick)
 
-    memory_steps_of = memory_changes(timeline)
+    changes = memory_changes(timeline)
     parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
     return {
         "tick": float(timeline.tick * scale),
@@ -101,7 +101,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
         "hop": timeline.hop // scale,
         "microbatches": schedule.microbatches,
         "rankOf": schedule.rank_of,
-        "kinds": [[kind, NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
+        "kinds": [[kind, KIND_NAMES[kind], [shade(kind, part) for part in parts]] for kind in _KINDS],
         "cells": [list(cells(rank)) for rank in range(schedule.ranks)],
         "unit": float(timeline.memory_costs.unit),
         "memory": [list(memory(rank)) for rank in range(schedule.ranks)],

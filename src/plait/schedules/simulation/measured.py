@@ -1,4 +1,4 @@
-"""What really happened, in the form of what is simulated: a timeline of measured times, and costs from it.
+"""Timeline and costs from measured times, in the form of simulated ones.
 
 Times are milliseconds; a tick is a nanosecond.
 """
@@ -21,24 +21,24 @@ TICK = Fraction(1, 1_000_000)
 
 
 class MeasuredAction(NamedTuple):
-    """An action as one rank did it. Times are nanoseconds of a clock that all ranks share."""
+    """An action as one rank ran it. Times are nanoseconds of a clock that all ranks share."""
 
     action: Action
     start: int
     end: int
-    asked: int | None = None
-    """Since when the rank waited for what the action needs from another rank; None: it needs nothing."""
+    wait_start: int | None = None
+    """Start of the wait for the action's message; None: its input is not from another rank."""
 
 
-Rows: TypeAlias = Sequence[Sequence[MeasuredAction]]
-"""Per rank of `pp`, what it did, in order."""
+MeasuredRows: TypeAlias = Sequence[Sequence[MeasuredAction]]
+"""Per rank of `pp`, its measured actions, in order."""
 
 
-def measured_timeline(schedule: Schedule, rows: Rows) -> Timeline:
-    """`rows` as a timeline whose first action starts at 0, of the schedule that was really run.
+def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
+    """Return `rows` as a timeline that starts at 0.
 
-    In it the actions stand as they were done: a `B` of `schedule` that sends its result early as `I` and `W`.
-    Its `hop` is the shortest time in which a result arrived. Memory is counted as in a simulation.
+    Its schedule has the actions that were run: a `B` of `schedule` that sends early is `I` and `W`.
+    Its `hop` is the shortest time in which a message arrived. Memory is counted as in a simulation.
     """
     first = min((row[0].start for row in rows if row), default=0)
     actions = tuple(tuple(done.action for done in row) for row in rows)
@@ -52,11 +52,11 @@ def measured_timeline(schedule: Schedule, rows: Rows) -> Timeline:
     )
 
 
-def measured_costs(schedule: Schedule, rows: Rows) -> Costs:
-    """What an action of each stage took, as medians over micro-batches, and a hop between ranks.
+def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
+    """Return the times of each stage's actions, medians over micro-batches, and of a message between ranks.
 
-    Of a stage that did `I` and `W` at once, each is half of that. A hop counts where the rank waited when the
-    result was made; `comm` is the median, 0 where no rank ever waited. Memory is not measured.
+    On a stage that ran `B`, `I` and `W` are half of it each. A message counts where its receiver was waiting
+    when it was sent; `comm` is the median, 0 where no rank ever waited. Memory is not measured.
     """
     durations: dict[tuple[int, Kind], list[int]] = {}
     for done in (done for row in rows for done in row):
@@ -72,28 +72,29 @@ def measured_costs(schedule: Schedule, rows: Rows) -> Costs:
     hops = [
         max(0, consumer.start - producer.end)
         for producer, consumer in _messages(schedule, rows)
-        if consumer.asked is not None and consumer.asked < producer.end
+        if consumer.wait_start is not None and consumer.wait_start < producer.end
     ]
     forward, inputs, weights = ([cost(stage, kind) for stage in stages] for kind in (Kind.F, Kind.I, Kind.W))
     return Costs(F=forward, I=inputs, W=weights, comm=_milliseconds(median(hops)) if hops else 0)
 
 
-def measured_waits(rows: Rows) -> tuple[float, ...]:
-    """Per rank: how long it waited for results of others."""
+def measured_waits(rows: MeasuredRows) -> tuple[float, ...]:
+    """Return for each rank how long it waited for messages."""
     return tuple(
-        _milliseconds(sum(done.start - done.asked for done in row if done.asked is not None)) for row in rows
+        _milliseconds(sum(done.start - done.wait_start for done in row if done.wait_start is not None))
+        for row in rows
     )
 
 
-def _messages(schedule: Schedule, rows: Rows) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
-    """What made a result and what took it, of those on different ranks."""
-    takers = {done.action.message_key: done for row in rows for done in row}
+def _messages(schedule: Schedule, rows: MeasuredRows) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
+    """Yield the sending and the receiving action of each message between ranks."""
+    receivers = {done.action.message_key: done for row in rows for done in row}
     for producer in (done for row in rows for done in row):
         consumer = producer.action.consumer(schedule.stages)
         if consumer is None or schedule.rank_of[consumer.stage] == schedule.rank_of[producer.action.stage]:
             continue
-        if consumer in takers:
-            yield producer, takers[consumer]
+        if consumer in receivers:
+            yield producer, receivers[consumer]
 
 
 def _milliseconds(nanoseconds: float) -> float:

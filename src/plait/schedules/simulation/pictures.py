@@ -1,4 +1,4 @@
-"""The pictures of a timeline as files."""
+"""A timeline as a file of a given format."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ FORMATS = ("svg", "html", "trace", "csv")
 def write_pictures(
     timeline: Timeline, paths: Mapping[str, Path], *, name: str | None = None
 ) -> Iterator[Path]:
-    """Write `timeline` to the file that each of `FORMATS` is given in `paths`; yield each when it is written.
+    """Write `timeline` to `paths`, by their formats of `FORMATS`, and yield each path once it is written.
 
-    `name` is the title, by default the schedule's. ConfigError for a file that cannot be written.
+    `name` is the title, by default the schedule's. Raises ConfigError for a file that cannot be written.
     """
     for kind, path in paths.items():
         try:
@@ -32,7 +32,7 @@ def write_pictures(
 
 
 def picture(timeline: Timeline, kind: str, *, name: str | None = None) -> str:
-    """`timeline` in one of `FORMATS`: SVG, an HTML page, a Chrome trace, the order as PyTorch's CSV."""
+    """Return `timeline` in one of `FORMATS`: SVG, HTML page, Chrome trace, or the order as PyTorch's CSV."""
     if kind == "csv":
         return to_csv(timeline.schedule)
     draw = {"svg": draw_svg, "html": draw_html, "trace": draw_trace}[kind]

@@ -7,14 +7,12 @@ from html import escape
 from textwrap import wrap
 
 from plait.schedules.simulation.colours import GREY, MIDDLE, ON_CELL, TEXT, shade
-from plait.schedules.simulation.svg_cells import draw_cells
-from plait.schedules.simulation.svg_frame import MARGIN, Block, Frame, Label
-from plait.schedules.simulation.svg_overview import draw_overview
-from plait.schedules.simulation.text import NAMES, amount, kinds_of, round_times, title
+from plait.schedules.simulation.svg_rows import MARGIN, Frame, RowLabel, SvgPart, draw_bands, draw_cells
+from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, round_times, title
 from plait.schedules.simulation.timeline import Timeline
 
 CROWDED = 3
-"""Pixels: where the average action is narrower, an overview is drawn instead of actions."""
+"""Pixels: where the average action is narrower, bands are drawn instead of actions."""
 _STYLE = f"""\
 text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif; fill: {TEXT} }}
 .title {{ font-size: 15px; font-weight: 600 }}
@@ -25,7 +23,7 @@ text {{ font: 12px system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-
 .track {{ fill: {GREY}; fill-opacity: .13 }}
 .grid {{ stroke: {GREY}; stroke-opacity: .3 }}"""
 _LETTER, _TITLE_LETTER = 6.6, 8.6
-"""Pixels that a letter takes on average, generously, in text and in the title."""
+"""Average width of a letter in pixels, rounded up, in text and in the title."""
 _LINE, _BELOW = 20, 34
 
 
@@ -34,15 +32,14 @@ def draw_svg(
     *,
     width: int = 800,
     name: str | None = None,
-    rows: Sequence[Label] | None = None,
+    rows: Sequence[RowLabel] | None = None,
 ) -> str:
-    """`timeline` as an SVG document of `width` pixels: a row per rank, a colour per kind of action.
+    """Return `timeline` as an SVG document of `width` pixels: a row per rank, a colour per kind of action.
 
-    A rank with several stages has a lane for each, with the stage's number before it. Later micro-batches are
-    lighter. Pointing at a cell shows its action and times. Where actions would be too narrow to be seen, each
-    row is a band instead: what part of its time the rank spends on each kind. `name` stands above the
-    picture, by default the schedule's. `rows`: a label and a rank of the schedule for each row, where other
-    rows are wanted, such as one for each rank of a mesh.
+    A rank with several stages has a numbered lane for each. Later micro-batches are lighter. A tooltip shows
+    the action and times of a cell. Where actions would be too narrow to be seen, each row is a band of the
+    share of each kind instead. `name` is the title, by default the schedule's. `rows`: label and rank of each
+    row, by default one row per rank; for example one for each rank of a mesh.
     """
     name = name or title(timeline.schedule)
     labels = rows or [(f"rank {rank}", rank) for rank in range(timeline.schedule.ranks)]
@@ -50,67 +47,67 @@ def draw_svg(
     crowded = frame.average < CROWDED
     heading = _heading(frame, name, crowded=crowded)
     top = heading.height
-    body = (draw_overview if crowded else draw_cells)(frame, top)
+    body = (draw_bands if crowded else draw_cells)(frame, top)
     height = round(top + body.height + _BELOW)
-    parts = [
+    elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '
         f'viewBox="0 0 {width} {height}" role="img">',
         f"<title>{escape(name)}</title>",
         f"<style>\n{_STYLE}\n</style>",
-        *heading.parts,
+        *heading.elements,
         *_axis(frame, top, top + body.height),
-        *body.parts,
+        *body.elements,
         "</svg>\n",
     ]
-    return "\n".join(parts)
+    return "\n".join(elements)
 
 
-def _heading(frame: Frame, name: str, *, crowded: bool) -> Block:
-    """Title, figures and legend, each on lines of its own."""
+def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
+    """Return title, figures and legend, each on lines of its own."""
     timeline, room = frame.timeline, frame.width - 2 * MARGIN
     figures = (
         f"makespan {amount(timeline, timeline.makespan)} · bubble {timeline.bubble:.1%} · "
         f"peak activations per rank: {_peaks(timeline)}"
     )
-    parts, y = [], 5.0
+    elements, y = [], 5.0
     for text, letter, style in ((name, _TITLE_LETTER, ' class="title"'), (figures, _LETTER, "")):
         for line in wrap(text, max(int(room / letter), 8)):
             y += _LINE
-            parts.append(f'<text{style} x="{MARGIN}" y="{y:g}">{escape(line)}</text>')
+            elements.append(f'<text{style} x="{MARGIN}" y="{y:g}">{escape(line)}</text>')
     legend = _legend(frame, y + _LINE + 4, crowded=crowded)
     y += legend.height + 14
     if frame.chunks > 1 and not crowded:
         y += 8
-        parts.append(f'<text class="stage" x="{frame.left - 5:g}" y="{y - 5:g}">stage</text>')
-    return Block(parts + legend.parts, y)
+        elements.append(f'<text class="stage" x="{frame.left - 5:g}" y="{y - 5:g}">stage</text>')
+    return SvgPart(elements + legend.elements, y)
 
 
-def _legend(frame: Frame, y: float, *, crowded: bool) -> Block:
-    """The kinds that occur, in lines from `y` down."""
-    parts: list[str] = []
+def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
+    """Return the kinds that occur, in lines from `y` down."""
+    elements: list[str] = []
     first, x = y, float(MARGIN)
     notes = ["height: share of the time; empty: idle"] if crowded else []
     if frame.timeline.schedule.microbatches > 1 and not crowded:
         notes = ["later micro-batches are lighter"]
     for kind, text in [
-        *((kind, NAMES[kind]) for kind in kinds_of(frame.timeline)),
+        *((kind, KIND_NAMES[kind]) for kind in kinds_of(frame.timeline)),
         *((None, note) for note in notes),
     ]:
         wide = _LETTER * len(text) + (25 if kind else 0)
         if x > MARGIN and x + wide > frame.width - MARGIN:
             x, y = MARGIN, y + _LINE
         if kind:
-            parts.append(
+            elements.append(
                 f'<rect x="{x:g}" y="{y - 12:g}" width="19" height="16" rx="4" fill="{shade(kind, MIDDLE)}"/>'
             )
-            parts.append(f'<text class="cell" x="{x + 9.5:g}" y="{y:g}">{kind}</text>')
-        parts.append(f'<text x="{x + (25 if kind else 0):g}" y="{y:g}">{text}</text>')
+            elements.append(f'<text class="cell" x="{x + 9.5:g}" y="{y:g}">{kind}</text>')
+        elements.append(f'<text x="{x + (25 if kind else 0):g}" y="{y:g}">{text}</text>')
         x += wide + 18
-    return Block(parts, y - first + _LINE + 4)
+    return SvgPart(elements, y - first + _LINE + 4)
 
 
 def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
-    """Lines at round times, the times below them, and their unit in front."""
+    """Yield lines at round times, with the times below them and their unit in front."""
     timeline = frame.timeline
     yield f'<text x="{MARGIN}" y="{bottom + 22:g}">{timeline.unit or "time"}</text>'
     for time in round_times(timeline.makespan, max(2, min(12, int(frame.plot / 45)))):

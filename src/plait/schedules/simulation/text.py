@@ -1,7 +1,7 @@
-"""A timeline in the terminal: a line per rank, time in columns, readable without colour.
+"""A timeline as text for a terminal: a line per rank, time in columns, readable without colour.
 
 rank 0  F0 F1 ······B0--- ···B1---      1f1b of 2 micro-batches: an action is its label and dashes
-rank 1  ···F0 B0--- F1 B1--- ······     as long as it runs, idle time is dotted
+rank 1  ···F0 B0--- F1 B1--- ······     while it runs, idle time is dots
 """
 
 from __future__ import annotations
@@ -14,16 +14,16 @@ from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.colours import TERMINAL
 from plait.schedules.simulation.timeline import Cell, Timeline
 
-NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
+KIND_NAMES = {Kind.F: "forward", Kind.B: "backward", Kind.I: "input gradient", Kind.W: "weight gradient"}
 
 _ON, _FAINT, _OFF = "\x1b[38;5;16;48;5;{}m", "\x1b[2m", "\x1b[0m"
 
 
 def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> str:
-    """`timeline` in at most `width` columns: ranks, a time axis and a legend. `colour` adds ANSI colours.
+    """Return `timeline` in at most `width` columns: ranks, a time axis and a legend; `colour`: ANSI colours.
 
-    An action shows its kind and micro-batch (`F3`; with several chunks a rank also its stage: `2F3`), or its
-    kind alone where there is no room.
+    An action shows its kind and micro-batch (`F3`; with several chunks per rank also its stage: `2F3`), or
+    its kind alone where there is no room.
     """
     margin = len(_head(timeline.schedule.ranks - 1))
     columns, labelled = _columns(timeline, max(width - margin, 10))
@@ -36,15 +36,14 @@ def draw_text(timeline: Timeline, *, width: int = 100, colour: bool = False) -> 
 
 
 def title(schedule: Schedule) -> str:
-    """What the schedule is: policy, ranks and micro-batches."""
-    counts = {"rank": schedule.ranks, "micro-batch": schedule.microbatches}
-    plural = {"rank": "ranks", "micro-batch": "micro-batches"}
-    words = (f"{count} {noun if count == 1 else plural[noun]}" for noun, count in counts.items())
-    return f"{schedule.policy}: {', '.join(words)}"
+    """Return the title of a schedule: policy, ranks and micro-batches."""
+    ranks = f"{schedule.ranks} rank{'s' if schedule.ranks > 1 else ''}"
+    plural = "es" if schedule.microbatches > 1 else ""
+    return f"{schedule.policy}: {ranks}, {schedule.microbatches} micro-batch{plural}"
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """`action` as short as it is clear on its rank's line: without the stage where a rank has only one."""
+    """Return the label of `action` in its rank's row: without the stage where a rank has only one."""
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
 
 
@@ -56,11 +55,11 @@ def amount(timeline: Timeline, time: float) -> str:
 def kinds_of(timeline: Timeline) -> list[Kind]:
     """The kinds of action that occur, forward first."""
     present = {action.kind for row in timeline.cells for action, _, _ in row}
-    return [kind for kind in NAMES if kind in present]
+    return [kind for kind in KIND_NAMES if kind in present]
 
 
 def round_times(makespan: float, at_most: int) -> list[float]:
-    """Evenly spaced round times from 0 to `makespan`, for an axis: no more than `at_most` (at least 2)."""
+    """Return evenly spaced round times from 0 to `makespan`, for an axis: at most `at_most` (at least 2)."""
     if makespan <= 0:
         return [0.0]
     power = 10.0 ** floor(log10(makespan / (at_most - 1)))
@@ -73,7 +72,7 @@ def _head(rank: int) -> str:
 
 
 def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
-    """How many columns to draw in, and whether that is enough for every label, with a space if possible."""
+    """Return the number of columns, and whether every label fits, with a space if possible."""
     letters: dict[int, int] = {}
     for action, start, end in (cell for row in timeline.cells for cell in row):
         if end > start:
@@ -128,5 +127,5 @@ def _legend(timeline: Timeline, colour: bool) -> str:
     entries = []
     for kind in kinds_of(timeline):
         mark = f"{_ON.format(TERMINAL[kind][1])} {kind} {_OFF}" if colour else str(kind)
-        entries.append(f"{mark} {NAMES[kind]}")
+        entries.append(f"{mark} {KIND_NAMES[kind]}")
     return ", ".join([*entries, "· idle"]) + (f"; time in {timeline.unit}" if timeline.unit else "")

@@ -7,26 +7,25 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from plait.schedules.simulation.memory_curve import memory_changes
-from plait.schedules.simulation.text import NAMES, title
+from plait.schedules.simulation.text import KIND_NAMES, title
 from plait.schedules.simulation.timeline import Cell, Timeline
 
-Event: TypeAlias = dict[str, object]
+TraceEvent: TypeAlias = dict[str, object]
 
 _NANOSECONDS = 1_000_000
-"""Of the trace, in a unit of the costs: a unit shows as a millisecond."""
+"""Nanoseconds of the trace in a unit of the costs, which so shows as a millisecond."""
 _INSIDE = 1000
-"""By how many nanoseconds an arrow begins and ends inside its actions, at most."""
+"""Largest distance, in nanoseconds, of the ends of an arrow from the edges of its actions."""
 _PROCESS, _FIRST_THREAD = 1, 100
-"""Perfetto takes thread 0 for the process itself, and the thread with its number for the main one."""
+"""In Perfetto thread 0 is the process itself, and the thread with the process number the main thread."""
 
 
 def draw_trace(timeline: Timeline, *, name: str | None = None) -> str:
-    """`timeline` in the Chrome trace event format, as JSON. A unit of the costs shows as a millisecond.
+    """Return `timeline` in the Chrome trace event format, as JSON. A unit of the costs is a millisecond.
 
-    The pipeline is a process and each rank a thread of it, with its actions, arrows from what makes a result
-    to what takes it on another rank, and a counter of what the rank holds, in micro-batches. Times are
-    rounded to a nanosecond, the finest that readers keep: a millionth of a unit. `name` is the title, by
-    default the schedule's.
+    The pipeline is a process and each rank a thread of it, with its actions, arrows for messages between
+    ranks, and a counter of the rank's memory, in micro-batches. Times are rounded to a nanosecond, the
+    resolution of readers: a millionth of a unit. `name` is the title, by default the schedule's.
     """
     name = name or title(timeline.schedule)
     events = [*_names(timeline, name), *_actions(timeline), *_arrows(timeline), *_memory(timeline)]
@@ -35,14 +34,14 @@ def draw_trace(timeline: Timeline, *, name: str | None = None) -> str:
     return f'{{"displayTimeUnit":"ms","otherData":{json.dumps(about)},"traceEvents":[\n{lines}\n]}}\n'
 
 
-def _names(timeline: Timeline, name: str) -> Iterator[Event]:
+def _names(timeline: Timeline, name: str) -> Iterator[TraceEvent]:
     yield _event("M", "process_name", 0, args={"name": name})
     for rank in range(timeline.schedule.ranks):
         yield _event("M", "thread_name", rank, args={"name": f"rank {rank}"})
         yield _event("M", "thread_sort_index", rank, args={"sort_index": rank})
 
 
-def _actions(timeline: Timeline) -> Iterator[Event]:
+def _actions(timeline: Timeline) -> Iterator[TraceEvent]:
     for rank, row in enumerate(timeline.cells):
         for action, start, end in row:
             begin, done = _nanoseconds(timeline, start), _nanoseconds(timeline, end)
@@ -52,37 +51,37 @@ def _actions(timeline: Timeline) -> Iterator[Event]:
                 rank,
                 ts=_microseconds(begin),
                 dur=_microseconds(done - begin),
-                cat=NAMES[action.kind],
+                cat=KIND_NAMES[action.kind],
                 args={"stage": action.stage, "microbatch": action.microbatch},
             )
 
 
-def _arrows(timeline: Timeline) -> Iterator[Event]:
-    """From each action whose result goes to another rank to the one that takes it.
+def _arrows(timeline: Timeline) -> Iterator[TraceEvent]:
+    """Yield arrows from each action that sends its result to the action that receives it.
 
     Readers bind each end of an arrow to the action that runs at its time. Where one action ends, another may
     begin, so arrows begin and end a little inside; those of actions too short for that are left out.
     """
     schedule = timeline.schedule
-    takers = {cell.action.message_key: cell for row in timeline.cells for cell in row}
+    receivers = {cell.action.message_key: cell for row in timeline.cells for cell in row}
     number = 0
     for rank, row in enumerate(timeline.cells):
         for cell in row:
             consumer = cell.action.consumer(schedule.stages)
-            taker = takers.get(consumer) if consumer else None
-            if taker is None or schedule.rank_of[taker.action.stage] == rank:
+            receiver = receivers.get(consumer) if consumer else None
+            if receiver is None or schedule.rank_of[receiver.action.stage] == rank:
                 continue
-            before, behind = _inside(timeline, cell), _inside(timeline, taker)
-            if before and behind:
+            before, after = _inside(timeline, cell), _inside(timeline, receiver)
+            if before and after:
                 sent = _microseconds(_nanoseconds(timeline, cell.end) - before)
-                taken = _microseconds(_nanoseconds(timeline, taker.start) + behind)
-                there = schedule.rank_of[taker.action.stage]
+                received = _microseconds(_nanoseconds(timeline, receiver.start) + after)
+                other = schedule.rank_of[receiver.action.stage]
                 yield _event("s", "result", rank, ts=sent, cat="result", id=number)
-                yield _event("f", "result", there, ts=taken, cat="result", id=number, bp="e")
+                yield _event("f", "result", other, ts=received, cat="result", id=number, bp="e")
                 number += 1
 
 
-def _memory(timeline: Timeline) -> Iterator[Event]:
+def _memory(timeline: Timeline) -> Iterator[TraceEvent]:
     digits = len(str(timeline.schedule.ranks - 1))  # the same for all ranks, as readers sort by name
     for rank, steps in enumerate(memory_changes(timeline)):
         for tick, units in steps:
@@ -91,7 +90,7 @@ def _memory(timeline: Timeline) -> Iterator[Event]:
             yield _event("C", f"held by rank {rank:0{digits}}", rank, ts=time, args={"micro-batches": held})
 
 
-def _event(phase: str, name: str, rank: int, **rest: object) -> Event:
+def _event(phase: str, name: str, rank: int, **rest: object) -> TraceEvent:
     return {"ph": phase, "name": name, "pid": _PROCESS, "tid": _FIRST_THREAD + rank, **rest}
 
 
@@ -100,11 +99,11 @@ def _inside(timeline: Timeline, cell: Cell) -> int:
 
 
 def _nanoseconds(timeline: Timeline, tick: int) -> int:
-    """Of the trace, rounded, so that an action ends exactly where the next one begins."""
+    """Return the time in the trace, rounded so that an action ends exactly where the next one begins."""
     numerator, denominator = timeline.tick.as_integer_ratio()
     return (2 * (tick - timeline.first) * numerator * _NANOSECONDS + denominator) // (2 * denominator)
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """As the format wants them; whole ones as such."""
+    """Return microseconds, the unit of the format; whole ones as int."""
     return nanoseconds / 1000 if nanoseconds % 1000 else nanoseconds // 1000

@@ -11,12 +11,12 @@ from plait.errors import PlanError
 
 
 def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """How many consecutive layers each of `parts` stages takes, first stage first; none takes zero.
+    """Return the number of consecutive layers in each of `parts` stages, at least one each.
 
-    The dearest stage is as cheap as can be; among such cuts the sum of squared stage costs is least, and of
-    those the earlier stages take more layers: `balance([1, 1, 1, 1, 1], 2)` is `(3, 2)`. `costs` holds one
-    number per layer, of any unit; sums are compared without rounding, in O(parts · layers²) steps. Raises
-    `PlanError` for more stages than layers, and for a cost that is negative or not finite.
+    The cost of the most expensive stage is least; among such cuts the sum of squared stage costs is least,
+    and among those the earlier stages have more layers: `balance([1, 1, 1, 1, 1], 2)` is `(3, 2)`. `costs`
+    has one number per layer, of any unit; sums are compared without rounding, in O(parts · layers²) steps.
+    Raises `PlanError` for more stages than layers, and for a cost that is negative or not finite.
     """
     if parts < 1:
         raise PlanError(f"{len(costs)} layers cannot be cut into {parts} stages: give at least 1 stage.")
@@ -33,16 +33,16 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def _exact_sums(costs: Sequence[float]) -> list[int]:
-    """The cost of the first 0, 1, 2 … layers, in whole multiples of a common unit."""
+    """Return the cost of the first 0, 1, 2 … layers, in whole multiples of a common unit."""
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*(cost.denominator for cost in exact))
     return list(accumulate((int(cost * unit) for cost in exact), initial=0))
 
 
 def _least_peak(total: Sequence[int], parts: int) -> int:
-    """The smallest possible cost of the dearest stage."""
+    """Return the least possible cost of the most expensive stage."""
     layers = len(total) - 1
-    peak = [total[-1] - before for before in total[:-1]]  # of the layers from each one on, as one stage
+    peak = [total[-1] - before for before in total[:-1]]  # for the layers from each one on, as one stage
     for stages in range(2, parts + 1):
         peak = [
             min(max(total[cut] - total[first], peak[cut]) for cut in range(first + 1, layers - stages + 2))
@@ -52,7 +52,7 @@ def _least_peak(total: Sequence[int], parts: int) -> int:
 
 
 def _evenest(total: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
-    """The counts of the cut with the least sum of squares whose stages all cost at most `limit`."""
+    """Return the cut with the least sum of squares whose stages all cost at most `limit`."""
     layers = len(total) - 1
     never = total[-1] ** 2 + 1  # more than any sum of squares
 
