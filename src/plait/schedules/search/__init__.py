@@ -1,5 +1,5 @@
-"""Finding schedules: the shortest that a memory limit allows, for given costs; pure Python, no model needed.
+"""Search for the shortest schedule within a memory limit, for given costs; pure Python, no model needed.
 
-A problem's tables; patterns and policies to start from; settled and justified; raced; in small cases searched
-exactly; fused.
+Steps of `auto`: a problem's tables; initial orders from policies and building blocks; list scheduling with
+justification; local search; exact search of small problems; joining of `I` and `W` to `B`.
 """

@@ -1,4 +1,4 @@
-"""`plait.schedule`: a schedule by the name of its policy, or the shortest that fits."""
+"""`plait.schedule`: a schedule by the name of its policy, or the shortest within a limit."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from plait.errors import ScheduleError
 from plait.schedules.check import check
 from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule, require_positive
 from plait.schedules.schedule import Schedule
-from plait.schedules.search.auto import Measure, chunk_counts, find
-from plait.schedules.search.block_policies import settled_pattern
+from plait.schedules.search.auto import Measure, chunk_counts, search_schedule
+from plait.schedules.search.block_policies import fit_block_policy
 from plait.schedules.simulation.costs import Costs
 
 AUTO = "auto"
@@ -29,19 +29,18 @@ def schedule(
     measure: Measure = "makespan",
     rank_of: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule that `policy` makes for a pipeline of `ranks` ranks.
+    """Return the schedule of `policy` for a pipeline of `ranks` ranks.
 
     `gpipe`, `1f1b`, `interleaved`, `zb-h1` and `zb-h2` are orders, the same for any costs (see
-    `plait.schedules.policies` for their sources). `zb-v`, `v-half` and `v-min` are patterns, settled for
-    `costs` to the shortest span that their memory allows. `auto` is the shortest `measure` that is found for
-    `costs` within `limit`, by default the memory of 1f1b: `ranks`.
+    `plait.schedules.policies` for their sources). `zb-v`, `v-half` and `v-min` are building blocks, scheduled
+    for `costs` to the shortest span that their memory allows. `auto` is the schedule with the least `measure`
+    that is found for `costs` within `limit`.
 
-    `chunks`: stages on each rank; by default 1, for `interleaved` and the patterns 2; for `auto` the best of
-    1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a hop. `limit`: the most that a rank may
-    hold, in units of one rank's micro-batch; by default any, but for `auto`. ScheduleError for an unknown
-    policy, counts below one, chunks that the policy cannot have, and a limit that it does not keep.
-
-    `rank_of`: of `auto`, where each stage has to live; by default where that is best.
+    `chunks`: stages per rank; by default 1, for `interleaved` and the building blocks 2, for `auto` the best
+    of 1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a message. `limit`: largest memory of a
+    rank, in units of one rank's micro-batch; by default none, for `auto` that of 1f1b: `ranks`. `rank_of`:
+    for `auto` only, the required rank of each stage; by default the best placement. Raises ScheduleError for
+    an unknown policy, counts below one, chunks that the policy does not allow, and a limit that it exceeds.
     """
     require_policy(policy)
     if measure not in get_args(Measure):
@@ -54,24 +53,26 @@ def schedule(
         if rank_of is not None:
             chunks = len(rank_of) // ranks
         counts = chunk_counts(ranks) if chunks is None else (chunks,)
-        return find(ranks, microbatches, costs, ranks if limit is None else limit, counts, measure, rank_of)
+        return search_schedule(
+            ranks, microbatches, costs, ranks if limit is None else limit, counts, measure, rank_of
+        )
     made = policy_schedule(policy, ranks, microbatches, chunks)
     kind = POLICIES[policy]
     if isinstance(kind, BlockPolicy):
-        made = settled_pattern(made, kind, costs)
+        made = fit_block_policy(made, kind, costs)
     if limit is not None:
         check(made, limit, costs.memory(made.ranks, made.stages))
     return made
 
 
 def default_chunks(policy: str, *, ranks: int, stages: int) -> int:
-    """Stages on each rank where nobody says: the policy's own; of `auto`, as many as make `stages`."""
+    """Return the default number of stages per rank; for `auto` the one that makes `stages`."""
     require_policy(policy)
     return max(1, stages // ranks) if policy == AUTO else POLICIES[policy].chunks
 
 
 def require_policy(policy: str) -> None:
-    """ScheduleError for a name that is no policy, with the nearest that is."""
+    """Raise ScheduleError for an unknown policy, with the nearest known one."""
     if policy not in POLICY_NAMES:
         near = get_close_matches(str(policy).lower(), POLICY_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(POLICY_NAMES)}."

@@ -1,42 +1,42 @@
-"""The search as a whole: the shortest schedule that holds no more than it may."""
+"""The search of `auto`: the shortest schedule within a memory limit."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fractions import Fraction
 from typing import Literal
 
 from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
 from plait.schedules.memory import limit_in_units, peak_memory
 from plait.schedules.policies import POLICIES, BlockPolicy, policies_for, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.block_policies import settled_pattern
+from plait.schedules.search.block_policies import fit_block_policy
 from plait.schedules.search.bound import lower_bound
-from plait.schedules.search.exact_search import search_all
-from plait.schedules.search.fuse_backward import fused
-from plait.schedules.search.local_search import race, short_run
+from plait.schedules.search.exact_search import exact_search
+from plait.schedules.search.local_search import local_search, shortened_problem
 from plait.schedules.search.memory_guard import least_memory
-from plait.schedules.search.problem import Layout, Orders, Problem
+from plait.schedules.search.problem import Orders, Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.timeline import Timeline, simulate
+from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 Measure = Literal["makespan", "span"]
 MOST_CHUNKS = 4
-"""Chunks that are tried unless told."""
-EFFORT = 800_000
-"""Operations settled in a search, at least: a second or two."""
-PER_OPERATION, MOST_EFFORT = 150, 4_000_000
-"""In larger pipelines: for each operation of the largest problem, up to some seconds."""
+"""Largest number of chunks that is tried by default."""
+BUDGET = 800_000
+"""Least number of operations that a search schedules: a second or two."""
+PER_OPERATION, MOST_BUDGET = 150, 4_000_000
+"""Budget for each operation of the largest problem in larger pipelines, up to some seconds."""
 PER_START, PER_FINAL = 20, 12
-"""In the largest: for each operation of all short runs, and of the largest problem."""
-PATTERN_SIZE = 10_000
-"""Named patterns are settled for problems of so many operations; the race starts from them in any case."""
+"""Budget for each operation of all short runs, and of the largest problem, in the largest pipelines."""
+BLOCK_SIZE = 10_000
+"""Largest problem for which building-block policies are candidates as they are."""
 EXACT_SIZE, EXACT_NODES = 160, 20_000
-"""Problems of so many operations are searched exactly, through so many nodes in all."""
+"""Largest problem that is searched exactly, and number of nodes for all of them."""
 
 
-def find(
+def search_schedule(
     ranks: int,
     microbatches: int,
     costs: Costs,
@@ -45,36 +45,38 @@ def find(
     measure: Measure,
     rank_of: Sequence[int] | None = None,
 ) -> Schedule:
-    """The schedule with the least `measure` that was found among those in which no rank holds above `limit`.
+    """Return the schedule with the least `measure` that was found within the memory `limit`.
 
-    Its `policy` says where its stages live, or which named policy it is; its `bound` how short a schedule
-    could be at best: as short as this one where nothing better exists. The same for the same arguments on
-    every machine. `chunks`: how many stages a rank may have; `rank_of`: where they have to live, if that is
-    not free. ScheduleError for a limit below what any schedule needs, and for places that are neither a loop
-    nor a v.
+    Its `policy` has the placement of its stages, or the name of the policy; its `bound` is a lower bound,
+    equal to its own measure where nothing better exists. The result is the same on every machine. `chunks`:
+    allowed numbers of stages per rank; `rank_of`: required rank of each stage. Raises ScheduleError for a
+    limit below what any schedule needs, and for a `rank_of` that is neither a loop nor a v.
     """
-    layouts = list(_layouts(ranks, costs, chunks))
+    layouts = list(_stage_layouts(ranks, costs, chunks))
     if rank_of is not None:
-        layouts = _in_place(layouts, ranks, rank_of)
+        layouts = _with_rank_of(layouts, ranks, rank_of)
     problems = _problems(ranks, microbatches, costs, limit, layouts, measure)
-    found = [_schedule(runner.problem, runner.settled.orders) for runner in race(problems, _effort(problems))]
+    found = [
+        _schedule(candidate.problem, candidate.timed.orders)
+        for candidate in local_search(problems, _budget(problems))
+    ]
     found += _fitting_policies(problems, costs, limit)
     best = min(
         (simulate(schedule, costs) for schedule in found), key=lambda timeline: _score(timeline, measure)
     )
     best, bound = _searched_exactly(problems, best, costs, measure)
-    return replace(fused(best.schedule, costs), bound=float(bound))
+    return replace(fuse_backward(best.schedule, costs), bound=float(bound))
 
 
 def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, int]:
-    """What is minimised first, then what else is worth having."""
+    """Return the sort key of a timeline: the measure, the other measure, the number of stages."""
     first, second = timeline.length, timeline.longest
     if measure == "span":
         first, second = second, first
     return first * timeline.tick, second * timeline.tick, timeline.schedule.stages
 
 
-def _in_place(layouts: Sequence[Layout], ranks: int, rank_of: Sequence[int]) -> list[Layout]:
+def _with_rank_of(layouts: Sequence[StageLayout], ranks: int, rank_of: Sequence[int]) -> list[StageLayout]:
     fits = [layout for layout in layouts if layout[0].rank_of(ranks, layout[1]) == tuple(rank_of)]
     if not fits:
         raise ScheduleError(
@@ -84,9 +86,14 @@ def _in_place(layouts: Sequence[Layout], ranks: int, rank_of: Sequence[int]) -> 
 
 
 def _problems(
-    ranks: int, microbatches: int, costs: Costs, limit: float, layouts: Iterable[Layout], measure: Measure
+    ranks: int,
+    microbatches: int,
+    costs: Costs,
+    limit: float,
+    layouts: Iterable[StageLayout],
+    measure: Measure,
 ) -> list[Problem]:
-    """The pipeline with its stages laid out in each way in which it can be run within the limit."""
+    """Return a problem for each layout that can run within the limit."""
     problems, least = [], Fraction(0)
     for placement, count in layouts:
         stages = ranks * count
@@ -108,16 +115,16 @@ def _problems(
 
 
 def chunk_counts(ranks: int, layers: int | None = None) -> Sequence[int]:
-    """How many chunks a rank are tried; where `layers` are to be cut, each stage gets one at least."""
+    """Return the numbers of chunks per rank to try; with `layers`, each stage has at least one layer."""
     most = MOST_CHUNKS if layers is None else min(MOST_CHUNKS, layers // ranks)
     return range(1, max(most, 1) + 1)
 
 
-def _layouts(ranks: int, costs: Costs, chunks: Sequence[int]) -> Iterator[Layout]:
+def _stage_layouts(ranks: int, costs: Costs, chunks: Sequence[int]) -> Iterator[StageLayout]:
     every = (costs.F, costs.I, costs.W, costs.until_I, costs.until_W)
     lengths = {len(cost) for cost in every if isinstance(cost, Sequence)}
     if len(chunks) > 1 and lengths:
-        chunks = (max(min(lengths) // ranks, 1),)  # what does not fit is refused where costs are read
+        chunks = (max(min(lengths) // ranks, 1),)  # costs of another length are refused where they are read
     for count in chunks:
         if count == 1:
             yield Placement.LINEAR, 1
@@ -126,30 +133,30 @@ def _layouts(ranks: int, costs: Costs, chunks: Sequence[int]) -> Iterator[Layout
             yield Placement.LOOP, count
 
 
-def _effort(problems: Sequence[Problem]) -> float:
+def _budget(problems: Sequence[Problem]) -> float:
     largest = max(problem.size for problem in problems)
     if len(problems) == 1:
-        largest *= 2  # the heats are short then: more time to improve the winners
-    starts = sum(short_run(problem).size for problem in problems)
-    return max(EFFORT, min(PER_OPERATION * largest, MOST_EFFORT), PER_START * starts + PER_FINAL * largest)
+        largest *= 2  # screening is short then: more budget for perturbation
+    starts = sum(shortened_problem(problem).size for problem in problems)
+    return max(BUDGET, min(PER_OPERATION * largest, MOST_BUDGET), PER_START * starts + PER_FINAL * largest)
 
 
 def _schedule(problem: Problem, orders: Orders) -> Schedule:
     chunks = "" if problem.chunks == 1 else f", {problem.chunks} chunks"
-    rows = tuple(map(tuple, problem.actions_of(orders)))
-    return Schedule(f"auto ({problem.placement}{chunks})", problem.microbatches, problem.rank_of, rows)
+    actions = problem.actions_of(orders)
+    return Schedule(f"auto ({problem.placement}{chunks})", problem.microbatches, problem.rank_of, actions)
 
 
 def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
-    """The named policies as they are, where they fit: what is found should never be behind one of them."""
+    """Yield the named policies within the limit, so that the result is never longer than one of them."""
     for problem in problems:
         for name in policies_for(problem.placement, problem.chunks):
             policy = POLICIES[name]
-            if isinstance(policy, BlockPolicy) and problem.size > PATTERN_SIZE:
+            if isinstance(policy, BlockPolicy) and problem.size > BLOCK_SIZE:
                 continue
             made = policy_schedule(name, problem.ranks, problem.microbatches, problem.chunks)
             if isinstance(policy, BlockPolicy):
-                made = settled_pattern(made, policy, costs)
+                made = fit_block_policy(made, policy, costs)
             holds = costs.memory(made.ranks, made.stages)
             if max(peak_memory(made, holds)) <= limit_in_units(limit, holds.unit) * holds.unit:
                 yield replace(made, policy=f"auto ({name})")
@@ -158,7 +165,7 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
 def _searched_exactly(
     problems: Sequence[Problem], best: Timeline, costs: Costs, measure: Measure
 ) -> tuple[Timeline, Fraction]:
-    """Small problems searched to the end: the best schedule, and what no schedule can be below."""
+    """Search small problems exactly; return the best timeline and the lower bound of all problems."""
     nodes, open_bounds, known = EXACT_NODES, [], _score(best, measure)[0]
     bounds = {problem.layout: problem.measure(lower_bound(problem)) for problem in problems}
     for problem in sorted(problems, key=lambda problem: bounds[problem.layout]):
@@ -168,7 +175,7 @@ def _searched_exactly(
         if problem.size > EXACT_SIZE or nodes <= 0:
             open_bounds.append(bound)
             continue
-        found = search_all(problem, problem.length(known), nodes)
+        found = exact_search(problem, problem.length(known), nodes)
         nodes -= found.nodes
         if found.orders is not None:
             best = simulate(_schedule(problem, found.orders), costs)
@@ -176,3 +183,40 @@ def _searched_exactly(
         if not found.proven:
             open_bounds.append(bound)
     return best, min([*open_bounds, known])
+
+
+def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
+    """Return the schedule with `I` and `W` joined to `B` where `W` follows at once and no action is delayed.
+
+    A `B` sends its gradient at its end, so the action that needs it must not start before it arrives.
+    """
+    timeline = simulate(schedule, costs)
+    starts = {cell.action: cell.start for row in timeline.cells for cell in row}
+    rows: list[tuple[Action, ...]] = []
+    for row in timeline.cells:
+        actions: list[Action] = []
+        for cell in row:
+            before = actions[-1] if actions else None
+            joined = _joined(before, cell, timeline, starts)
+            if joined is not None:
+                actions[-1] = joined
+            else:
+                actions.append(cell.action)
+        rows.append(tuple(actions))
+    return replace(schedule, actions=tuple(rows))
+
+
+def _joined(
+    before: Action | None, cell: Cell, timeline: Timeline, starts: Mapping[Action, int]
+) -> Action | None:
+    """Return the `B` that joins `before` and the action of `cell`, or None."""
+    stage, kind, microbatch = cell.action
+    if kind is not Kind.W or before != (stage, Kind.I, microbatch):
+        return None
+    schedule = timeline.schedule
+    consumer = cell.action._replace(kind=Kind.I).consumer(schedule.stages)
+    if consumer is not None:
+        hop = timeline.hop if schedule.rank_of[consumer.stage] != schedule.rank_of[stage] else 0
+        if starts[consumer] < cell.end + hop:
+            return None
+    return Action(stage, Kind.B, microbatch)

@@ -1,4 +1,4 @@
-"""Named patterns, settled: in the time that costs take, within their own memory."""
+"""Building-block policies, scheduled for given costs within the memory of the policy."""
 
 from __future__ import annotations
 
@@ -10,59 +10,58 @@ from plait.schedules.memory import limit_in_units
 from plait.schedules.policies import BlockPolicy
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.bound import lower_bound
-from plait.schedules.search.list_scheduling import Habit, Settled, justify, settle
-from plait.schedules.search.local_search import HABITS
+from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, justify, list_schedule
+from plait.schedules.search.local_search import DISPATCH_RULES
 from plait.schedules.search.problem import KINDS, Problem
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
 
 ROUNDS = 6
-"""Of justification, for the best of the first round."""
+"""Rounds of justification for the best of the first round."""
 
 
-def settled_pattern(pattern: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
-    """The pattern settled for `costs` within the policy's memory, by the measure of its authors: the span.
+def fit_block_policy(pattern: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
+    """Return `pattern` rescheduled for `costs` within the policy's memory, for the shortest span.
 
-    Settling may reorder what costs nothing into what costs more: then the pattern stays as it is.
+    Where rescheduling makes the span longer, return `pattern` itself.
     """
     ranks, chunks = pattern.ranks, policy.chunks
-    evenly = Costs().memory(pattern.ranks, pattern.stages)
+    memory_costs = Costs().memory(pattern.ranks, pattern.stages)
     problem = Problem(
         policy.placement,
         ranks,
         chunks,
         pattern.microbatches,
         costs.ticks(pattern.ranks, pattern.stages),
-        evenly,
-        limit_in_units(policy.peak(ranks), evenly.unit),
+        memory_costs,
+        limit_in_units(policy.peak(ranks), memory_costs.unit),
         of_span=True,
     )
     orders, bound = problem.orders_of(pattern.actions), lower_bound(problem)
-    tries: list[tuple[Settled, Habit]] = []
-    for habit in _different(HABITS, problem):
-        settled = justify(problem, settle(problem.ahead, orders, problem.limit, habit), habit, 1)
-        tries.append((settled, habit))
-        if settled.length == bound:
+    tries: list[tuple[TimedOrders, DispatchRule]] = []
+    for rule in _different(DISPATCH_RULES, problem):
+        timed = justify(problem, list_schedule(problem.tables, orders, problem.limit, rule), rule, 1)
+        tries.append((timed, rule))
+        if timed.length == bound:
             break
-    settled, habit = min(tries, key=lambda pair: pair[0].length)
-    if settled.length > bound:
-        settled = justify(problem, settled, habit, ROUNDS)
-    rows = problem.actions_of(settled.orders)
-    made = replace(pattern, actions=tuple(map(tuple, rows)))
+    timed, rule = min(tries, key=lambda pair: pair[0].length)
+    if timed.length > bound:
+        timed = justify(problem, timed, rule, ROUNDS)
+    made = replace(pattern, actions=problem.actions_of(timed.orders))
     return min(made, pattern, key=lambda order: simulate(order, costs).span)
 
 
-def _different(habits: Sequence[Habit], problem: Problem) -> Iterator[Habit]:
-    """Those of `habits` that can settle `problem` differently, the first of each kind.
+def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:
+    """Yield those of `rules` that can give different schedules of `problem`.
 
-    All times are multiples of one unit. Where the longest operation fills enough of a gap of one unit, every
-    gap is filled, and habits that differ in `gap` alone do the same: so it is with the default costs.
+    All times are multiples of one unit. Where a rule fills a gap of one unit with the longest operation, it
+    fills every gap, and rules that differ only in `gap` give the same schedule, as with the default costs.
     """
     durations = [time for kind in KINDS for time in problem.ticks.durations[kind]]
     unit, longest = gcd(*durations, *problem.hops), max(durations)
     seen = set()
-    for habit in habits:
-        kind = replace(habit, gap=0.0) if habit.gap * longest <= unit else habit
+    for rule in rules:
+        kind = replace(rule, gap=0.0) if rule.gap * longest <= unit else rule
         if kind not in seen:
             seen.add(kind)
-            yield habit
+            yield rule

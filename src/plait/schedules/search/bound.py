@@ -1,4 +1,4 @@
-"""Lower bounds: what no schedule of a problem can be shorter than, whatever its order."""
+"""Lower bound on the length of all schedules of a problem."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from plait.schedules.search.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """No schedule settles in fewer ticks. The largest of these bounds, over all ranks:
+    """Return a lower bound on the length in ticks, the largest of these over all ranks:
 
-    - a rank's work; before its first input gradient it can do no more forwards than there is room for, and
-      after its last one no more weight gradients, so that it is idle where the pipeline is filled and
-      drained longer than that takes;
-    - the room that all micro-batches need on a rank, each from forward to weight gradient without a pause,
-      over the room that there is;
-    - the way of one micro-batch through all stages, forth and back.
+    - the work of a rank and its idle time: before its first input gradient it can run no more forwards than
+      the memory limit allows, and after its last one no more weight gradients, so that it idles while the
+      pipeline fills and drains for longer than these take;
+    - the memory × time of all micro-batches on a rank, each from forward to weight gradient without a pause,
+      over the memory limit;
+    - the path of one micro-batch through all stages, forward and back.
     """
     times, limit = problem.ticks.durations, problem.limit
     forwards, inputs, weights = (times[kind] for kind in (Kind.F, Kind.I, Kind.W))
@@ -39,13 +39,13 @@ def lower_bound(problem: Problem) -> int:
             + until_weight[stage] * weights[stage]
             for stage in stages
         )
-        crowded = start + (ceil(Fraction(problem.microbatches * life, limit)) if limit else 0)
-        bound = max(bound, work + idle + latest - head, crowded + latest - head)
+        memory_bound = start + (ceil(Fraction(problem.microbatches * life, limit)) if limit else 0)
+        bound = max(bound, work + idle + latest - head, memory_bound + latest - head)
     return bound
 
 
 def _input_starts(problem: Problem) -> list[int]:
-    """Per stage: the earliest start of its first input gradient."""
+    """Return the earliest start of each stage's first input gradient."""
     durations = problem.ticks.durations
     start = problem.first_starts[-1] + durations[Kind.F][-1]
     starts = [start]
@@ -56,7 +56,7 @@ def _input_starts(problem: Problem) -> list[int]:
 
 
 def _drains(problem: Problem) -> list[int]:
-    """Per stage: the least time from the end of its last input gradient to the end of all."""
+    """Return for each stage the least time from the end of its last input gradient to the end of the step."""
     durations = problem.ticks.durations
     drains = [0]
     for stage in range(1, problem.stages):
@@ -66,19 +66,19 @@ def _drains(problem: Problem) -> list[int]:
 
 
 def _most_time(
-    stages: Sequence[int], times: Sequence[int], room: Sequence[int], problem: Problem
+    stages: Sequence[int], times: Sequence[int], memory: Sequence[int], problem: Problem
 ) -> Fraction:
-    """The longest that a rank can work on operations that take `room`, within the limit.
+    """Return the longest time that a rank can run operations that take `memory`, within the limit.
 
-    Parts of an operation count too where operations differ in size, to be on the safe side.
+    Parts of operations count where their sizes differ, so that the bound holds.
     """
-    sizes = {room[stage] for stage in stages}
+    sizes = {memory[stage] for stage in stages}
     left = Fraction(problem.limit // max(min(sizes), 1) * min(sizes) if len(sizes) == 1 else problem.limit)
     most = Fraction(0)
-    for stage in sorted(stages, key=lambda stage: Fraction(times[stage], room[stage] or 1), reverse=True):
+    for stage in sorted(stages, key=lambda stage: Fraction(times[stage], memory[stage] or 1), reverse=True):
         count = Fraction(problem.microbatches)
-        if room[stage]:
-            count = min(count, left / room[stage])
-            left -= count * room[stage]
+        if memory[stage]:
+            count = min(count, left / memory[stage])
+            left -= count * memory[stage]
         most += count * times[stage]
     return most

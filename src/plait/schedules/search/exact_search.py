@@ -1,9 +1,9 @@
-"""Exact search for small problems: every schedule that could be shorter is looked at, or ruled out.
+"""Exact search of small problems by branch and bound.
 
-Depth first, one operation at a time, on the rank where one could end first (active schedules, Giffler and
-Thompson 1960). A forward may also be held back there, since it takes room that another could need. A node
-is left when its lower bound is no better than the best schedule known, or when another with the same work
-done was no later in anything.
+Depth first, one operation at a time, on the rank whose next operation could end first (active schedules,
+Giffler and Thompson 1960). A forward may also be held back, since it takes memory that another one could
+need. A node is pruned when its lower bound is no better than the best known schedule, or when another node
+with the same operations done was at no time later.
 """
 
 from __future__ import annotations
@@ -16,52 +16,52 @@ from plait.schedules.search.memory_guard import MemoryGuard
 from plait.schedules.search.problem import Orders, Problem
 
 
-class Found(NamedTuple):
-    """What the exact search says."""
+class SearchResult(NamedTuple):
+    """Result of the exact search."""
 
     orders: Orders | None
-    """Of a schedule shorter than what was known, the shortest found."""
+    """Orders of the shortest schedule found, or None where none is shorter than the known one."""
     proven: bool
-    """Whether there is none shorter still."""
+    """Whether no schedule is shorter still."""
     nodes: int
-    """How many were looked at."""
+    """Number of nodes that were visited."""
 
 
-class Choice(NamedTuple):
-    """An operation that a rank could do next."""
+class NextOperation(NamedTuple):
+    """An operation that a rank could run next."""
 
     end: int
     start: int
     operation: int
 
 
-def search_all(problem: Problem, known: int, nodes: int) -> Found:
-    """Look for schedules that settle in less than `known` ticks, through at most so many nodes."""
+def exact_search(problem: Problem, known: int, nodes: int) -> SearchResult:
+    """Search for schedules shorter than `known` ticks, in at most `nodes` nodes."""
     search = _Search(problem, known, nodes)
     try:
         search.descend()
-    except _EnoughError:
-        return Found(search.found, False, nodes)
-    return Found(search.found, True, nodes - search.nodes)
+    except _BudgetExceeded:
+        return SearchResult(search.found, False, nodes)
+    return SearchResult(search.found, True, nodes - search.nodes)
 
 
-class _EnoughError(Exception):
-    """All allowed nodes were looked at."""
+class _BudgetExceeded(Exception):
+    """The allowed number of nodes was visited."""
 
 
 class _Search:
-    """The node that is looked at, as tables that are changed on the way down and restored on the way up."""
+    """The current node, as tables that are changed on the way down and restored on the way up."""
 
     def __init__(self, problem: Problem, known: int, nodes: int) -> None:
-        self.problem, self.view = problem, problem.ahead
+        self.problem, self.view = problem, problem.tables
         self.best, self.nodes = known, nodes
         self.found: Orders | None = None
-        self.room = MemoryGuard(problem)
-        # Where an input gradient takes room, what `MemoryGuard` admits is more careful than it has to be.
-        grows = any(map(gt, problem.memory_costs.until_weight, problem.memory_costs.until_input))
-        self.has_room = self.room.fits if grows else self.room.admits
+        self.guard = MemoryGuard(problem)
+        # Where an input gradient takes memory, `admits` would rule out some legal schedules.
+        takes_memory = any(map(gt, problem.memory_costs.until_weight, problem.memory_costs.until_input))
+        self.has_memory = self.guard.fits if takes_memory else self.guard.admits
         self.ends = [-1] * problem.size
-        self.free = list(self.view.opens)
+        self.free = list(self.view.start_offsets)
         self.path: list[int] = []
         self.held_back: list[frozenset[int]] = [frozenset()] * problem.ranks
         self.seen: dict[tuple[object, ...], list[list[int]]] = {}
@@ -74,12 +74,12 @@ class _Search:
         self.tails = _tails(problem)
 
     def descend(self) -> None:
-        """Look at everything below this node."""
+        """Visit this node and all below it."""
         self.nodes -= 1
         if self.nodes < 0:
-            raise _EnoughError
-        if not any(self.room.done[lane] < self.problem.microbatches for lane in range(len(self.room.done))):
-            self.best = max(map(int.__add__, self.free, self.view.closes))
+            raise _BudgetExceeded
+        if not any(self.guard.done[lane] < self.problem.microbatches for lane in range(len(self.guard.done))):
+            self.best = max(map(int.__add__, self.free, self.view.end_offsets))
             self.found = self._orders()
             return
         choices = min(filter(None, map(self._choices, range(self.problem.ranks))), default=None)
@@ -89,53 +89,53 @@ class _Search:
         for choice in choices:
             if choice.start < first.end or choice is first:
                 self._try(choice)
-        if self.view.grows[first.operation] > 0:
+        if self.view.memory_change[first.operation] > 0:
             rank = self.view.rank[first.operation]
             before = self.held_back[rank]
             self.held_back[rank] = before | {first.operation}
             self.descend()
             self.held_back[rank] = before
 
-    def _choices(self, rank: int) -> list[Choice]:
-        """What a rank could do next, what ends first in front."""
+    def _choices(self, rank: int) -> list[NextOperation]:
+        """Return the operations that a rank could run next, the one that ends first in front."""
         view, count, free = self.view, self.problem.microbatches, self.free[rank]
         choices = []
         for stage in self.problem.stages_of[rank]:
             for lane in (3 * stage, 3 * stage + 1, 3 * stage + 2):
-                number = self.room.done[lane]
+                number = self.guard.done[lane]
                 operation = lane * count + number
-                if number == count or (lane % 3 and self.room.done[lane - 1] <= number):
+                if number == count or (lane % 3 and self.guard.done[lane - 1] <= number):
                     continue
                 need = view.needs[operation]
                 if need >= 0 and self.ends[need] < 0:
                     continue
-                if operation in self.held_back[rank] or not self.has_room(operation):
+                if operation in self.held_back[rank] or not self.has_memory(operation):
                     continue
                 start = free if need < 0 else max(free, self.ends[need] + view.delay[operation])
-                choices.append(Choice(start + view.duration[operation], start, operation))
+                choices.append(NextOperation(start + view.duration[operation], start, operation))
         return sorted(choices)
 
-    def _try(self, choice: Choice) -> None:
+    def _try(self, choice: NextOperation) -> None:
         operation, rank = choice.operation, self.view.rank[choice.operation]
         before = self.free[rank], self.held_back[rank]
         self.ends[operation] = self.free[rank] = choice.end
         self.held_back[rank] = frozenset()
         self.work[rank] -= self.view.duration[operation]
-        self.room.take(operation)
+        self.guard.take(operation)
         self.path.append(operation)
         if self._bound() < self.best and not self._is_dominated():
             self.descend()
         self.path.pop()
-        self.room.give_back(operation)
+        self.guard.undo(operation)
         self.work[rank] += self.view.duration[operation]
         self.free[rank], self.held_back[rank] = before
         self.ends[operation] = -1
 
     def _arrivals(self) -> list[tuple[int, int]]:
-        """Forwards and input gradients that could start as soon as their rank is free, and when."""
+        """Return the forwards and input gradients whose input is done, with their earliest start."""
         view, count = self.view, self.problem.microbatches
         arrivals = []
-        for lane, number in enumerate(self.room.done):
+        for lane, number in enumerate(self.guard.done):
             if lane % 3 == 2:
                 continue
             free = self.free[view.rank[lane * count]]
@@ -148,15 +148,15 @@ class _Search:
         return arrivals
 
     def _bound(self) -> int:
-        """No schedule below this node is shorter."""
-        ranks = zip(self.free, self.work, self.view.closes, strict=True)
+        """Return a lower bound on the schedules below this node."""
+        ranks = zip(self.free, self.work, self.view.end_offsets, strict=True)
         bound = max(free + work + late for free, work, late in ranks)
         lanes = self.view.lane
         return max([bound, *(start + self.tails[lanes[operation]] for operation, start in self._arrivals())])
 
     def _is_dominated(self) -> bool:
         times = [*self.free, *(start for _, start in self._arrivals())]
-        others = self.seen.setdefault((tuple(self.room.done), *self.held_back), [])
+        others = self.seen.setdefault((tuple(self.guard.done), *self.held_back), [])
         if any(all(map(int.__le__, other, times)) for other in others):
             return True
         others[:] = [other for other in others if not all(map(int.__le__, times, other))]
@@ -171,7 +171,7 @@ class _Search:
 
 
 def _tails(problem: Problem) -> list[int]:
-    """Per lane: the least time from the start of an operation to the end of its micro-batch."""
+    """Return for each lane the least time from the start of an operation to the end of its micro-batch."""
     forwards, inputs, weights = (problem.ticks.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     tails = [0] * (3 * problem.stages)
     for stage in range(problem.stages):

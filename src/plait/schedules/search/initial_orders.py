@@ -1,4 +1,4 @@
-"""Where a search starts: orders that can be run, from named policies and from patterns of many shapes."""
+"""Initial orders of a search: from named policies, and from building blocks with various parameters."""
 
 from __future__ import annotations
 
@@ -10,81 +10,81 @@ from typing import NamedTuple
 
 from plait.schedules.action import Kind
 from plait.schedules.building_block import BuildingBlock, Delays, Lengths, build_block
+from plait.schedules.event_simulation import simulate_events
 from plait.schedules.policies import policies_for, policy_schedule
 from plait.schedules.schedule import Placement
 from plait.schedules.search.memory_guard import MemoryGuard
-from plait.schedules.search.problem import Orders, Problem
+from plait.schedules.search.problem import Orders, Problem, positions_in
 
 
 class BlockParameters(NamedTuple):
-    """What a pattern is made from."""
+    """Parameters of a building block."""
 
     cells: int
-    """Cells of an operation of average length. With 1 all take one, whatever they cost."""
+    """Number of cells of an operation of average length. With 1 every operation takes one cell."""
     stretch: float
-    """By which part of the work the period is longer than it."""
+    """Length of the period beyond the work, as a part of the work."""
     pauses: tuple[int, int]
-    """Lengths of operations by which forwards and input gradients are held up; in every second chunk of a v,
-    the other way round."""
+    """Delay of forwards and of input gradients, in operations; swapped in every second chunk of a v."""
     turns: tuple[int, ...]
-    """Likewise, before each change of chunk and at the last stage."""
+    """Delay before each change of chunk and at the last stage, in operations."""
 
 
 class InitialOrder(NamedTuple):
-    """Where to start from."""
+    """Recipe of an initial order."""
 
     origin: str | BlockParameters
-    """The name of a policy, or the shape of a pattern."""
+    """Name of a policy, or parameters of a building block."""
     eager: int = 0
-    """By how many micro-batches forwards come earlier, where there is room."""
+    """Number of micro-batches by which forwards move earlier, where there is memory."""
     lazy: float = 0.0
-    """Which part of the room that is left weight gradients take up by coming later."""
+    """Part of the memory then left that weight gradients take by moving later."""
 
 
 PAUSES = ((0, 0), (0, 1), (1, 0), (1, 1), (0, 4), (2, 2))
 CELLS = (1, 2)
 TURNS = (0, 1, 2)
 STRETCHES = (0.0, 0.0, 0.125, 0.25)
-TEMPERS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
-"""Eager and lazy."""
+SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
+"""Pairs of eager and lazy."""
 
 
-def initial_orders(problem: Problem, chance: Random) -> Iterator[InitialOrder]:
-    """Policies that have the problem's stages, then patterns, the plain ones first; without end."""
+def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
+    """Yield, without end, policies with the problem's stages, then building blocks, simple ones first."""
     policies = policies_for(problem.placement, problem.chunks)
-    for temper, name in product(TEMPERS, reversed(policies)):
-        yield InitialOrder(name, *temper)
+    for shift, name in product(SHIFTS, reversed(policies)):
+        yield InitialOrder(name, *shift)
     straight = (0,) * (2 * problem.chunks - 1)
-    for temper, cells, pauses in product(TEMPERS, CELLS, PAUSES):
-        yield InitialOrder(BlockParameters(cells, 0.0, pauses, straight), *temper)
+    for shift, cells, pauses in product(SHIFTS, CELLS, PAUSES):
+        yield InitialOrder(BlockParameters(cells, 0.0, pauses, straight), *shift)
     while True:
-        turns = tuple(chance.choice(TURNS) for _ in straight)
-        shape = BlockParameters(chance.choice(CELLS), chance.choice(STRETCHES), chance.choice(PAUSES), turns)
-        yield InitialOrder(shape, *chance.choice(TEMPERS))
+        turns = tuple(rng.choice(TURNS) for _ in straight)
+        parameters = BlockParameters(rng.choice(CELLS), rng.choice(STRETCHES), rng.choice(PAUSES), turns)
+        yield InitialOrder(parameters, *rng.choice(SHIFTS))
 
 
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
-    """The start's orders, mended where they cannot be run or hold more than the problem's limit."""
+    """Return the orders of `start`, changed where they cannot run or exceed the memory limit."""
     if isinstance(start.origin, str):
         rows = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks).actions
-        keys = _places(problem.orders_of(rows), problem.size)
+        keys = positions_in(problem.orders_of(rows), problem.size)
     else:
         keys = _times(problem, block_for(problem, start.origin))
     orders = _within_limit(problem, keys)
-    tempered = _shifted(problem, keys, orders, start)
-    return orders if tempered == keys else _within_limit(problem, tempered)
+    shifted = _shifted(problem, keys, orders, start)
+    return orders if shifted == keys else _within_limit(problem, shifted)
 
 
 def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOrder) -> list[int]:
-    """`keys` with forwards earlier and weight gradients later, as far as `orders` leave room for it."""
-    view, count = problem.ahead, problem.microbatches
+    """Return `keys` with forwards earlier and weight gradients later, where `orders` leave memory for it."""
+    view, count = problem.tables, problem.microbatches
     latest = max(keys) + 1
     changed = list(keys)
     for stages, order in zip(problem.stages_of, orders, strict=True):
-        room = problem.limit - max(accumulate(view.grows[operation] for operation in order))
+        free = problem.limit - max(accumulate(view.memory_change[operation] for operation in order))
         taken, kept = (sum(hold[stage] for stage in stages) for hold in problem.memory_costs[1:])
-        earlier = min(start.eager, room // taken if taken else count)
-        later = int(start.lazy * (room - earlier * taken) / kept) if kept else count
+        earlier = min(start.eager, free // taken if taken else count)
+        later = int(start.lazy * (free - earlier * taken) / kept) if kept else count
         for stage in stages:
             forward, weight = 3 * stage * count, (3 * stage + 2) * count
             for number in range(count):
@@ -95,45 +95,32 @@ def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOr
 
 
 def _within_limit(problem: Problem, keys: list[int]) -> Orders:
-    """Orders by `keys`, or where they hold too much what comes next to them."""
-    view = problem.ahead
+    """Return the orders by `keys`, or similar ones where those exceed the limit or deadlock."""
+    view = problem.tables
     operations = sorted(range(problem.size), key=lambda operation: (keys[operation], operation))
     orders: Orders = [[] for _ in range(problem.ranks)]
     for operation in operations:
         orders[view.rank[operation]].append(operation)
-    held = max(max(accumulate(view.grows[operation] for operation in order)) for order in orders)
-    return orders if held <= problem.limit and _can_run(problem, orders) else admit_in_order(problem, keys)
+    timing = problem.ticks.timing(problem.rank_of)
+    runnable = not simulate_events(problem.actions_of(orders), timing).missing
+    held = max(max(accumulate(view.memory_change[operation] for operation in order)) for order in orders)
+    return orders if held <= problem.limit and runnable else admit_in_order(problem, keys)
 
 
-def _can_run(problem: Problem, orders: Orders) -> bool:
-    """Whether nobody waits for ever: where ranks have room for different numbers of forwards, they might."""
-    needs, done = problem.ahead.needs, [False] * problem.size
-    waiting = [iter(order) for order in orders]
-    heads = [next(order) for order in waiting]
-    moved = True
-    while moved:
-        moved = False
-        for rank, order in enumerate(waiting):
-            while heads[rank] >= 0 and (needs[heads[rank]] < 0 or done[needs[heads[rank]]]):
-                done[heads[rank]] = moved = True
-                heads[rank] = next(order, -1)
-    return all(done)
-
-
-def block_for(problem: Problem, shape: BlockParameters) -> BuildingBlock:
-    """The pattern of `shape` with the shortest period at which it fits."""
-    cells, lengths = shape.cells, _lengths(problem, shape.cells)
+def block_for(problem: Problem, parameters: BlockParameters) -> BuildingBlock:
+    """Return the building block with these parameters and the shortest period that is long enough."""
+    cells, lengths = parameters.cells, _lengths(problem, parameters.cells)
     work = max(sum(sum(row[stage] for row in lengths) for stage in stages) for stages in problem.stages_of)
-    here, there = (cells * pause for pause in shape.pauses)
+    first, second = (cells * pause for pause in parameters.pauses)
     back = problem.placement is Placement.V
-    forward = [there if back and chunk % 2 else here for chunk in range(problem.chunks)]
-    backward = [here if back and chunk % 2 else there for chunk in range(problem.chunks)]
-    delays = Delays(forward, backward, [cells * turn for turn in shape.turns])
-    period = work + round(shape.stretch * work)
+    forward = [second if back and chunk % 2 else first for chunk in range(problem.chunks)]
+    backward = [first if back and chunk % 2 else second for chunk in range(problem.chunks)]
+    delays = Delays(forward, backward, [cells * turn for turn in parameters.turns])
+    period = work + round(parameters.stretch * work)
     while True:
-        pattern = build_block(problem.rank_of, lengths, period, delays)
-        if pattern is not None:
-            return pattern
+        block = build_block(problem.rank_of, lengths, period, delays)
+        if block is not None:
+            return block
         period += max(work // 8, 1)
 
 
@@ -147,24 +134,15 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
     return Lengths(*(tuple(max(round(time / cell), 1) for time in row) for row in rows))
 
 
-def _times(problem: Problem, pattern: BuildingBlock) -> list[int]:
+def _times(problem: Problem, block: BuildingBlock) -> list[int]:
     """When each operation initial_orders in a pattern."""
-    rows = [row[stage] for stage in range(problem.stages) for row in pattern.starts]
-    return [start + number * pattern.period for start in rows for number in range(problem.microbatches)]
-
-
-def _places(orders: Orders, size: int) -> list[int]:
-    """Where each operation stands in its rank's order."""
-    places = [0] * size
-    for order in orders:
-        for place, operation in enumerate(order):
-            places[operation] = place
-    return places
+    rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
+    return [start + number * block.period for start in rows for number in range(problem.microbatches)]
 
 
 def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
-    """All operations by `keys`, each where it can be run and where there is room for it."""
-    view, room, count = problem.ahead, MemoryGuard(problem), problem.microbatches
+    """Return all operations in the order of `keys`, each once it can run and there is memory for it."""
+    view, guard, count = problem.tables, MemoryGuard(problem), problem.microbatches
     needs, feeds, after = view.needs, view.feeds, view.after
     orders: Orders = [[] for _ in range(problem.ranks)]
     barred: list[list[tuple[int, int]]] = [[] for _ in orders]
@@ -174,10 +152,10 @@ def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
         entry = heappop(waiting)
         operation = entry[1]
         rank = view.rank[operation]
-        if not room.admits(operation):
+        if not guard.admits(operation):
             barred[rank].append(entry)
             continue
-        room.take(operation)
+        guard.take(operation)
         done[operation] = True
         orders[rank].append(operation)
         if barred[rank] and view.lane[operation] % 3:
@@ -185,8 +163,8 @@ def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
                 heappush(waiting, other)
             barred[rank].clear()
         following = operation + 1 if (operation + 1) % count else -1
-        behind = -1 if view.spare[operation] else operation + count
-        for freed in (following, behind, feeds[operation]):
+        same_microbatch = -1 if view.is_last[operation] else operation + count
+        for freed in (following, same_microbatch, feeds[operation]):
             if freed < 0 or queued[freed] or (freed % count and not done[freed - 1]):
                 continue
             if (after[freed] < 0 or done[after[freed]]) and (needs[freed] < 0 or done[needs[freed]]):

@@ -1,12 +1,12 @@
-"""Settling: from orders of operations to a schedule in time, in which idle ranks bring later work forward.
+"""List scheduling: from orders of operations to start times, where idle ranks run later operations early.
 
-Each rank does its operations in order. While the next one cannot start yet, it looks further down its order
-for one that can: a weight gradient, or a forward, if there is memory for it, so that what waits fills the
-bubbles (list scheduling by events, Graham 1969; with orders as priorities).
+Each rank runs its operations in order. While the next one cannot start yet, it runs a later one of its order
+that can: a weight gradient, or a forward if there is memory for it, so that bubbles are filled (list
+scheduling by events, Graham 1969; the orders are the priorities).
 
-`justify` settles orders from the front and from the back in turns. From the back everything moves as late
-as it can, and room appears at the front (justification of project schedules: Valls, Ballestín and
-Quintanilla 2005). A few rounds of it are most of what the search does.
+`justify` schedules orders from the back and from the front in turns. From the back every operation moves as
+late as it can, which frees time at the front (justification of project schedules: Valls, Ballestín and
+Quintanilla 2005). The search spends most of its time in a few rounds of it.
 """
 
 from __future__ import annotations
@@ -17,29 +17,29 @@ from heapq import heapify, heappop, heappush
 from random import Random
 from typing import NamedTuple
 
-from plait.schedules.search.problem import Orders, Problem, View
+from plait.schedules.search.problem import OperationTables, Orders, Problem, positions_in
 
 NEVER = 1 << 4096
 PATIENCE = 2
-"""Rounds of justification without gain before it ends."""
+"""Number of rounds of justification without gain after which it ends."""
 
 
 @dataclass(frozen=True)
-class Habit:
-    """How ranks fill their gaps."""
+class DispatchRule:
+    """How a rank chooses the operation that fills a gap."""
 
     gap: float = 0.5
-    """Fill a gap that is at least this part of what goes into it; the rest delays what comes after."""
-    spare_last: bool = False
-    """Whether what somebody waits for goes before what nobody does."""
-    unrest: float = 0.0
-    """How often, of 1, a rank does something else than what is next, though that could start."""
-    noise: float = 0.0
-    """By how much `gap` varies from one decision to the next."""
+    """Fill a gap that is at least this part of the operation; the rest delays the following operations."""
+    consumed_first: bool = False
+    """Whether operations whose result is needed go before those whose result is not."""
+    swap_chance: float = 0.0
+    """Probability of running another operation although the next one could start."""
+    gap_noise: float = 0.0
+    """Range in which `gap` varies at random from one decision to the next."""
 
 
-class Settled(NamedTuple):
-    """A schedule in time, or the mirror image of one."""
+class TimedOrders(NamedTuple):
+    """Orders with the end of each operation, of a problem or its mirror image."""
 
     length: int
     """From the first start to the last end."""
@@ -48,93 +48,95 @@ class Settled(NamedTuple):
     """Per operation."""
 
     def reversed(self) -> Orders:
-        """Its orders from the last to the first."""
+        """Return the orders, each from last to first."""
         return [order[::-1] for order in self.orders]
 
 
-class Effort:
-    """How much a search may do, in operations settled: its result never depends on a clock."""
+class Budget:
+    """Number of operations that a search may schedule: its result never depends on a clock."""
 
     def __init__(self, allowed: float) -> None:
         self.left = allowed
 
     def spend(self, operations: int) -> None:
-        """So many more were settled."""
+        """Subtract operations that were scheduled."""
         self.left -= operations
 
 
-def settle(
-    view: View,
+def list_schedule(
+    view: OperationTables,
     orders: Orders,
     limit: int,
-    habit: Habit,
-    chance: Random | None = None,
-    others: Mapping[int, Habit] | None = None,
-) -> Settled:
-    """Settle `orders`, which can be run and hold at most `limit`.
+    rule: DispatchRule,
+    rng: Random | None = None,
+    overrides: Mapping[int, DispatchRule] | None = None,
+) -> TimedOrders:
+    """Schedule `orders`, which must be runnable and within `limit`.
 
-    With `chance`, ranks have unrest and noise, else not. `others`: ranks with other habits.
+    Without `rng`, `swap_chance` and `gap_noise` have no effect. `overrides`: rules of single ranks.
     """
-    habits = [(others or {}).get(rank, habit) for rank in range(len(orders))]
-    settling = _Settling(view, orders, limit, habits, chance)
-    settling.run()
-    ends = settling.ends
+    rules = [(overrides or {}).get(rank, rule) for rank in range(len(orders))]
+    scheduler = _ListScheduler(view, orders, limit, rules, rng)
+    scheduler.run()
+    ends = scheduler.ends
     assert min(ends) >= 0, "orders that cannot be run"
-    length = max(ends[order[-1]] + late for order, late in zip(settling.done, view.closes, strict=True))
-    return Settled(length, settling.done, ends)
+    length = max(ends[order[-1]] + late for order, late in zip(scheduler.done, view.end_offsets, strict=True))
+    return TimedOrders(length, scheduler.done, ends)
 
 
 def justify(
-    problem: Problem, start: Settled, habit: Habit, rounds: int, effort: Effort | None = None
-) -> Settled:
-    """The best of a few rounds of settling from the back and from the front, from `start` on."""
-    effort = effort or Effort(float("inf"))
+    problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
+) -> TimedOrders:
+    """Return the best of a few rounds of list scheduling from the back and the front, from `start` on."""
+    budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE
     for _ in range(rounds):
-        if patience == 0 or effort.left <= 0:
+        if patience == 0 or budget.left <= 0:
             break
-        effort.spend(2 * problem.size)
-        late = settle(problem.mirrored, now.reversed(), problem.limit, habit)
-        now = settle(problem.ahead, late.reversed(), problem.limit, habit)
+        budget.spend(2 * problem.size)
+        late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
+        now = list_schedule(problem.tables, late.reversed(), problem.limit, rule)
         patience = PATIENCE if now.length < best.length else patience - 1
-        best = min(best, now, key=lambda settled: settled.length)
+        best = min(best, now, key=lambda timed: timed.length)
     return best
 
 
-class _Settling:
-    """Ranks at work: what is done and when it ended, and how far each order and each lane is."""
+class _ListScheduler:
+    """State of list scheduling: the ends of operations, and the progress of each order and lane."""
 
     def __init__(
-        self, view: View, orders: Orders, limit: int, habits: Sequence[Habit], chance: Random | None
+        self,
+        view: OperationTables,
+        orders: Orders,
+        limit: int,
+        rules: Sequence[DispatchRule],
+        rng: Random | None,
     ) -> None:
-        self.view, self.orders, self.limit, self.habits, self.chance = view, orders, limit, habits, chance
+        self.view, self.orders, self.limit, self.rules, self.rng = view, orders, limit, rules, rng
         self.done: Orders = [[] for _ in orders]
         self.ends = [-1] * len(view.lane)
-        self.places = [0] * len(view.lane)
-        for order in orders:
-            for place, operation in enumerate(order):
-                self.places[operation] = place
+        self.places = positions_in(orders, len(view.lane))
         self.next = [0] * len(orders)
         microbatches = view.microbatches
         self.lane = count, _, _ = len(microbatches), microbatches.step, microbatches[-1]
-        """How many operations a lane has, from one to the next, and the micro-batch of the last."""
+        """Number of operations of a lane, the step between them, and the micro-batch of the last."""
         self.heads = [[lane * count + microbatches[0] for lane in lanes] for lanes in view.lanes]
-        """The first operation of each lane that is not known to be done."""
-        self.free = list(view.opens)
+        """First operation of each lane that is not known to be done."""
+        self.free = list(view.start_offsets)
         self.held = [0] * len(orders)
-        self.woken = list(view.opens)
-        """When each rank looks again for something to do; NEVER if only a result of another can wake it."""
+        self.woken = list(view.start_offsets)
+        """Time at which each rank looks for an operation again; NEVER until another rank's result arrives."""
         self.events = [(time, rank) for rank, time in enumerate(self.woken)]
         heapify(self.events)
 
     def run(self) -> None:
-        """Let each rank work in its order when it is woken, and fill gaps where it has to wait.
+        """Run each rank in its order when it is woken, and fill gaps where it has to wait.
 
-        Everything that the loop reads is a local variable: it is most of the time of a search.
+        The loop reads local variables only, for speed: a search spends most of its time here.
         """
-        view, ends, free, held, chance = self.view, self.ends, self.free, self.held, self.chance
-        needs, delay, duration, grows = view.needs, view.delay, view.duration, view.grows
+        view, ends, free, held, rng = self.view, self.ends, self.free, self.held, self.rng
+        needs, delay, duration, memory_change = view.needs, view.delay, view.duration, view.memory_change
         feeds, rank_of = view.feeds, view.rank
         events, woken, following, wake, filler = self.events, self.woken, self.next, self._wake, self._filler
         while events:
@@ -142,7 +144,7 @@ class _Settling:
             if now != woken[rank]:
                 continue
             woken[rank] = NEVER
-            start, place, unrest = now, following[rank], self.habits[rank].unrest
+            start, place, swap_chance = now, following[rank], self.rules[rank].swap_chance
             order, done = self.orders[rank], self.done[rank]
             size = len(order)
             while True:
@@ -156,16 +158,16 @@ class _Settling:
                 ready = 0
                 if need >= 0:
                     ready = ends[need] + delay[operation] if ends[need] >= 0 else NEVER
-                if ready > now or (chance is not None and chance.random() < unrest):
+                if ready > now or (rng is not None and rng.random() < swap_chance):
                     if now > start and events and events[0][0] < now:
-                        wake(rank, now)  # what the others do until now may matter
+                        wake(rank, now)  # what other ranks do until now may matter
                         break
                     operation = filler(rank, operation, now, ready)
                     if operation < 0:
                         break
                 now += duration[operation]
                 ends[operation] = free[rank] = now
-                held[rank] += grows[operation]
+                held[rank] += memory_change[operation]
                 done.append(operation)
                 follower = feeds[operation]
                 if follower >= 0 and (other := rank_of[follower]) != rank:
@@ -180,12 +182,12 @@ class _Settling:
             heappush(self.events, (time, rank))
 
     def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
-        """Something to do before `following`, the next operation of the order, is `ready`; or -1."""
-        view, ends, habit = self.view, self.ends, self.habits[rank]
-        needs, after, grows = view.needs, view.after, view.grows
-        gap, soonest = habit.gap, ready
-        if self.chance is not None:
-            gap += habit.noise * (self.chance.random() - 0.5)
+        """Return an operation to run before `following`, the next of the order, is `ready`; or -1."""
+        view, ends, rule = self.view, self.ends, self.rules[rank]
+        needs, after, memory_change = view.needs, view.after, view.memory_change
+        gap, soonest = rule.gap, ready
+        if self.rng is not None:
+            gap += rule.gap_noise * (self.rng.random() - 0.5)
         choices = []
         for operation in self._heads(rank):
             if operation == following or (after[operation] >= 0 and ends[after[operation]] < 0):
@@ -199,10 +201,10 @@ class _Settling:
                     soonest = min(soonest, start)
                     continue
             if ready <= now or ready - now >= gap * view.duration[operation]:
-                last = habit.spare_last and view.spare[operation]
+                last = rule.consumed_first and view.is_last[operation]
                 choices.append((last, self.places[operation], operation))
         for _, place, operation in sorted(choices):
-            if grows[operation] <= 0 or self._has_room(rank, place):
+            if memory_change[operation] <= 0 or self._has_memory(rank, place):
                 return operation
         if ready <= now:
             return following
@@ -211,7 +213,7 @@ class _Settling:
         return -1
 
     def _heads(self, rank: int) -> list[int]:
-        """The first operation of each lane that is not done; lanes that are done are dropped."""
+        """Return the first operation of each lane that is not done, and drop lanes that are."""
         ends, heads = self.ends, self.heads[rank]
         ended = False
         for index, operation in enumerate(heads):
@@ -225,16 +227,16 @@ class _Settling:
             heads = self.heads[rank] = [operation for operation in heads if ends[operation] < 0]
         return heads
 
-    def _has_room(self, rank: int, place: int) -> bool:
-        """Whether what stands at `place` of the order can be held from now on."""
+    def _has_memory(self, rank: int, place: int) -> bool:
+        """Whether there is memory for the operation at `place` of the order from now on."""
         view, order = self.view, self.orders[rank]
         held = self.held[rank]
-        room = self.limit - view.grows[order[place]]
-        if held > room:
+        free = self.limit - view.memory_change[order[place]]
+        if held > free:
             return False
         for operation in order[self.next[rank] : place]:
             if self.ends[operation] < 0:
-                held += view.grows[operation]
-                if held > room:
+                held += view.memory_change[operation]
+                if held > free:
                     return False
         return True

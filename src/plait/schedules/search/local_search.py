@@ -1,4 +1,4 @@
-"""The race: heats of many initial_orders on a short run, finals at full length, and the winners shaken."""
+"""Local search: screening of many initial orders on a short run, refinement at full length, perturbation."""
 
 from __future__ import annotations
 
@@ -11,156 +11,168 @@ from random import Random
 
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
-from plait.schedules.search.list_scheduling import Effort, Habit, Settled, justify, settle
+from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.problem import Problem
 
 SEED = 0
 LEAST, MOST = 10, 100
-"""Runners of each problem, however little effort there is, or much."""
-HABITS = (Habit(0.5), Habit(1.0), Habit(0.5, True), Habit(0.0), Habit(1.0, True), Habit(0.0, True))
+"""Range of the number of candidates of each problem."""
+DISPATCH_RULES = tuple(
+    DispatchRule(*rule) for rule in ((0.5,), (1.0,), (0.5, True), (0.0,), (1.0, True), (0.0, True))
+)
 """The most promising first."""
-FINALISTS, WINNERS = 6, 3
-HEATS, FINALS = 0.35, 0.3
-"""Parts of the effort; shaking takes what is left."""
+REFINED, PERTURBED = 6, 3
+"""Number of candidates that are refined, and perturbed."""
+SCREENING, REFINEMENT = 0.35, 0.3
+"""Parts of the budget; perturbation has the rest."""
 PASSES = 40
-"""How often a winner is shaken, or there are fewer winners."""
-UNREST, NOISE = (0.0, 0.01, 0.03, 0.1), (0.0, 1.0, 2.0)
-CHANGES, LITTLE_NOISE = (0, 1, 3, 10), (0.0, 0.1)
-"""Of ranks that are shaken: much, or a little. Changes are operations out of turn."""
+"""Least number of perturbations of a candidate, or fewer candidates are perturbed."""
+SWAP_CHANCES, GAP_NOISES = (0.0, 0.01, 0.03, 0.1), (0.0, 1.0, 2.0)
+"""Choices for a random rule."""
+FEW_SWAPS, SMALL_GAP_NOISES = (0, 1, 3, 10), (0.0, 0.1)
+"""Choices for a perturbed rule: expected number of operations out of order, and noise."""
 FOCUS = 0.6
-"""How often, of 1, only the rank that ends last is shaken."""
+"""Probability that only the rank that ends last is perturbed."""
 WORSE, BACK = 1.0, 0.05
-"""Shaking goes on from what is longer by up to so many operations; or goes back, so often, to the best."""
+"""How much longer the next orders may be, in operations; else the probability of a return to the best."""
 
 
 @dataclass(frozen=True)
-class Runner:
-    """A schedule in the race: what it started from, how its ranks fill gaps, and how far it got."""
+class Candidate:
+    """A candidate schedule: its initial order, its dispatch rule, and the best timed orders so far."""
 
     problem: Problem
     start: InitialOrder
-    habit: Habit
-    settled: Settled
+    rule: DispatchRule
+    timed: TimedOrders
 
     @property
     def length(self) -> Fraction:
-        """In the unit of the costs, so that problems can be compared."""
-        return self.problem.measure(self.settled.length)
+        """Length in the unit of the costs, so that problems can be compared."""
+        return self.problem.measure(self.timed.length)
 
 
-def race(problems: Sequence[Problem], effort: float) -> list[Runner]:
-    """The best schedules that were found, the shortest first; at least one. About `effort` is spent."""
+def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
+    """Return the best candidates found, shortest first, at least one. Schedules about `budget` operations."""
     full = {problem.layout: problem for problem in problems}
-    finals = Effort(FINALS * effort)
-    runners = [
-        _at_full_length(full[runner.problem.layout], runner, finals)
-        for runner in _heats(problems, HEATS * effort)
+    refinement = Budget(REFINEMENT * budget)
+    candidates = [
+        _at_full_length(full[candidate.problem.layout], candidate, refinement)
+        for candidate in _screened(problems, SCREENING * budget)
     ]
     least = min(problem.measure(lower_bound(problem)) for problem in problems)
-    for habit in cycle(HABITS):
-        runners = nsmallest(max(WINNERS, len(runners) - 1), runners, key=_length)
-        if finals.left <= 0 or runners[0].length == least:
+    for rule in cycle(DISPATCH_RULES):
+        candidates = nsmallest(max(PERTURBED, len(candidates) - 1), candidates, key=_length)
+        if refinement.left <= 0 or candidates[0].length == least:
             break
-        runners = [_justified(runner, habit, 2, finals) for runner in runners]
-    winners = nsmallest(WINNERS, runners, key=_length)
-    rest = (1 - HEATS - FINALS) * effort
-    count = max(min(int(rest / PASSES / 2 / winners[0].problem.size), len(winners)), 1)
-    return sorted((_shaken(winner, rest / count) for winner in winners[:count]), key=_length)
+        candidates = [_justified(candidate, rule, 2, refinement) for candidate in candidates]
+    chosen = nsmallest(PERTURBED, candidates, key=_length)
+    rest = (1 - SCREENING - REFINEMENT) * budget
+    count = max(min(int(rest / PASSES / 2 / chosen[0].problem.size), len(chosen)), 1)
+    return sorted((_perturbed(candidate, rest / count) for candidate in chosen[:count]), key=_length)
 
 
-def short_run(problem: Problem) -> Problem:
-    """A few micro-batches only: what costs most, filling and draining the pipeline, is as in a long run.
+def shortened_problem(problem: Problem) -> Problem:
+    """Return the problem with a few micro-batches: filling and draining the pipeline are as in a long run.
 
-    Two for each rank; or more, if there is room for more of them at once.
+    Two for each rank; or more where the memory limit allows more of them at once.
     """
     share = sum(problem.memory_costs.until_input) // problem.ranks or 1
     enough = problem.ranks + max(problem.ranks, problem.limit // share)
     return problem.shortened(min(problem.microbatches, enough))
 
 
-def _length(runner: Runner) -> Fraction:
-    return runner.length
+def _length(candidate: Candidate) -> Fraction:
+    return candidate.length
 
 
-def _heats(problems: Sequence[Problem], effort: float) -> list[Runner]:
-    """Starts with two habits each, on a short run; the better half goes on, and the first of each layout."""
-    shorts = [short_run(problem) for problem in problems]
-    # With n runners there are n, n, n / 2, n / 4 … settled.
-    each = min(max(int(effort / 3 / sum(short.size for short in shorts)), LEAST), MOST)
-    runners = [runner for short in shorts for runner in islice(_starters(short), each)]
-    places = len(runners)
-    while places > FINALISTS:
-        places = max(places // 2, FINALISTS)
-        different = {(runner.problem.layout, *runner.settled.ends): runner for runner in runners}
+def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
+    """Return the best of many candidates after justification on a short run, and the best of each layout."""
+    shorts = [shortened_problem(problem) for problem in problems]
+    # With n candidates n, n, n / 2, n / 4 … orders are scheduled.
+    each = min(max(int(budget / 3 / sum(short.size for short in shorts)), LEAST), MOST)
+    candidates = [candidate for short in shorts for candidate in islice(_initial_candidates(short), each)]
+    count = len(candidates)
+    while count > REFINED:
+        count = max(count // 2, REFINED)
+        different = {(candidate.problem.layout, *candidate.timed.ends): candidate for candidate in candidates}
         ranked = sorted(different.values(), key=_length)
-        first_of = {runner.problem.layout: runner for runner in reversed(ranked)}
-        others = [runner for runner in ranked[places:] if runner is first_of[runner.problem.layout]]
-        runners = [_justified(runner, runner.habit, 1) for runner in ranked[:places] + others]
-    return runners
+        first_of = {candidate.problem.layout: candidate for candidate in reversed(ranked)}
+        others = [
+            candidate for candidate in ranked[count:] if candidate is first_of[candidate.problem.layout]
+        ]
+        candidates = [_justified(candidate, candidate.rule, 1) for candidate in ranked[:count] + others]
+    return candidates
 
 
-def _starters(problem: Problem) -> Iterator[Runner]:
+def _initial_candidates(problem: Problem) -> Iterator[Candidate]:
     for start in initial_orders(problem, Random(SEED)):
         orders = orders_from(problem, start)
-        for habit in HABITS[:2]:
-            yield Runner(problem, start, habit, settle(problem.ahead, orders, problem.limit, habit))
+        for rule in DISPATCH_RULES[:2]:
+            yield Candidate(problem, start, rule, list_schedule(problem.tables, orders, problem.limit, rule))
 
 
-def _justified(runner: Runner, habit: Habit, rounds: int, effort: Effort | None = None) -> Runner:
-    settled = justify(runner.problem, runner.settled, habit, rounds, effort)
-    return replace(runner, settled=settled)
+def _justified(
+    candidate: Candidate, rule: DispatchRule, rounds: int, budget: Budget | None = None
+) -> Candidate:
+    timed = justify(candidate.problem, candidate.timed, rule, rounds, budget)
+    return replace(candidate, timed=timed)
 
 
-def _at_full_length(problem: Problem, runner: Runner, effort: Effort) -> Runner:
-    if problem.microbatches == runner.problem.microbatches:
-        return replace(runner, problem=problem)
-    settled = settle(problem.ahead, orders_from(problem, runner.start), problem.limit, runner.habit)
-    return _justified(replace(runner, problem=problem, settled=settled), runner.habit, 3, effort)
+def _at_full_length(problem: Problem, candidate: Candidate, budget: Budget) -> Candidate:
+    if problem.microbatches == candidate.problem.microbatches:
+        return replace(candidate, problem=problem)
+    timed = list_schedule(
+        problem.tables, orders_from(problem, candidate.start), problem.limit, candidate.rule
+    )
+    return _justified(replace(candidate, problem=problem, timed=timed), candidate.rule, 3, budget)
 
 
-def _shaken(runner: Runner, effort: float) -> Runner:
-    """A runner, justified over and over by restless ranks."""
-    problem, chance, left = runner.problem, Random(SEED), Effort(effort)
+def _perturbed(candidate: Candidate, budget: float) -> Candidate:
+    """Return the best candidate after repeated justification with random changes."""
+    problem, rng, left = candidate.problem, Random(SEED), Budget(budget)
     bound = lower_bound(problem)
-    best = now = runner.settled
-    worse = WORSE * sum(problem.ahead.duration) / problem.size
+    best = now = candidate.timed
+    worse = WORSE * sum(problem.tables.duration) / problem.size
     while left.left > 0 and best.length > bound:
         left.spend(2 * problem.size)
-        after = _again(runner, now, chance)
-        if after.length <= now.length + worse * chance.random():
+        after = _perturb_once(candidate, now, rng)
+        if after.length <= now.length + worse * rng.random():
             now = after
-        elif chance.random() < BACK:
+        elif rng.random() < BACK:
             now = best
         if after.length < best.length:
             best = now = after
-    return replace(runner, settled=best)
+    return replace(candidate, timed=best)
 
 
-def _again(runner: Runner, now: Settled, chance: Random) -> Settled:
-    """Settled from the back and from the front; other habits have all ranks, or the one that ends last."""
-    problem, habit = runner.problem, runner.habit
-    if chance.random() < FOCUS:
-        late = settle(problem.mirrored, now.reversed(), problem.limit, habit)
-        other = {_last_rank(problem, now): _any_habit(chance)}
-        return settle(problem.ahead, late.reversed(), problem.limit, habit, chance, other)
-    late = settle(problem.mirrored, now.reversed(), problem.limit, _restless(runner, chance), chance)
-    return settle(problem.ahead, late.reversed(), problem.limit, _restless(runner, chance), chance)
+def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
+    """Schedule from the back and the front, with random rules for all ranks or the one that ends last."""
+    problem, rule = candidate.problem, candidate.rule
+    if rng.random() < FOCUS:
+        late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
+        other = {_last_rank(problem, now): _random_rule(rng)}
+        return list_schedule(problem.tables, late.reversed(), problem.limit, rule, rng, other)
+    late = list_schedule(
+        problem.mirrored_tables, now.reversed(), problem.limit, _perturbed_rule(candidate, rng), rng
+    )
+    return list_schedule(problem.tables, late.reversed(), problem.limit, _perturbed_rule(candidate, rng), rng)
 
 
-def _last_rank(problem: Problem, settled: Settled) -> int:
-    """The rank that ends last."""
-    ends = [settled.ends[order[-1]] for order in settled.orders]
-    late = list(map(int.__add__, ends, problem.ahead.closes))
+def _last_rank(problem: Problem, timed: TimedOrders) -> int:
+    """Return the rank that ends last."""
+    ends = [timed.ends[order[-1]] for order in timed.orders]
+    late = list(map(int.__add__, ends, problem.tables.end_offsets))
     return late.index(max(late))
 
 
-def _restless(runner: Runner, chance: Random) -> Habit:
-    """Any habit; or the runner's own, and a few operations out of turn."""
-    if chance.random() < 0.5:
-        unrest = min(chance.choice(CHANGES) / runner.problem.size, 1.0)
-        return replace(runner.habit, unrest=unrest, noise=chance.choice(LITTLE_NOISE))
-    return _any_habit(chance)
+def _perturbed_rule(candidate: Candidate, rng: Random) -> DispatchRule:
+    """Return a random rule, or the candidate's own with a few operations out of order."""
+    if rng.random() < 0.5:
+        swap_chance = min(rng.choice(FEW_SWAPS) / candidate.problem.size, 1.0)
+        return replace(candidate.rule, swap_chance=swap_chance, gap_noise=rng.choice(SMALL_GAP_NOISES))
+    return _random_rule(rng)
 
 
-def _any_habit(chance: Random) -> Habit:
-    return Habit(chance.random(), chance.random() < 0.5, chance.choice(UNREST), chance.choice(NOISE))
+def _random_rule(rng: Random) -> DispatchRule:
+    return DispatchRule(rng.random(), rng.random() < 0.5, rng.choice(SWAP_CHANCES), rng.choice(GAP_NOISES))

@@ -1,8 +1,8 @@
-"""Whether there is room: which operations a rank may do so that it never holds too much and never gets stuck.
+"""Memory guard: which operations a rank may run so that it stays within its limit and never deadlocks.
 
-A forward is let in only if, after it, the oldest micro-batch that still has forwards to do on the rank could
-be finished with all younger ones held: nobody younger gives anything back before it is (the banker's
-algorithm, Dijkstra 1965, with micro-batches as customers that are served in order).
+A forward is admitted only if, after it, the oldest micro-batch with forwards left on the rank could still be
+finished while all younger ones are held: a younger one frees no memory before that (the banker's algorithm,
+Dijkstra 1965, with micro-batches as customers that are served in order).
 """
 
 from __future__ import annotations
@@ -11,29 +11,29 @@ from plait.schedules.search.problem import Problem
 
 
 class MemoryGuard:
-    """What every rank holds, and how many operations of each lane are done."""
+    """Memory of every rank, and the number of operations of each lane that are done."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
         self.done = [0] * (3 * problem.stages)
         self.held = [0] * problem.ranks
         self.inside = [0] * problem.ranks
-        """What is held for micro-batches whose input gradient is still to come."""
-        self._alone = [_rooms(problem, rank) for rank in range(problem.ranks)]
+        """Memory of micro-batches whose input gradient is not done."""
+        self._alone = [_microbatch_peaks(problem, rank) for rank in range(problem.ranks)]
 
     def fits(self, operation: int) -> bool:
-        """Whether the operation, whose turn it is in its lane, takes no more than there is now."""
-        view = self.problem.ahead
-        return self.held[view.rank[operation]] + view.grows[operation] <= self.problem.limit
+        """Whether the operation, the next of its lane, fits into the memory that is free."""
+        view = self.problem.tables
+        return self.held[view.rank[operation]] + view.memory_change[operation] <= self.problem.limit
 
     def admits(self, operation: int) -> bool:
-        """Whether it fits, and everything else can be done after it too."""
-        view = self.problem.ahead
+        """Whether the operation fits, and all others can still run after it."""
+        view = self.problem.tables
         lane = view.lane[operation]
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(view.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Whether, with one more forward of this lane, one micro-batch after the other can be finished."""
+        """Whether, with one more forward of this lane, the micro-batches can finish one after the other."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
@@ -53,29 +53,29 @@ class MemoryGuard:
         )
 
     def take(self, operation: int) -> None:
-        """The operation is done."""
+        """Mark the operation as done."""
         self._change(operation, 1)
 
-    def give_back(self, operation: int) -> None:
-        """The operation, the last that was done in its lane, is undone."""
+    def undo(self, operation: int) -> None:
+        """Mark the operation, the last done of its lane, as not done."""
         self._change(operation, -1)
 
     def _change(self, operation: int, by: int) -> None:
-        view = self.problem.ahead
+        view = self.problem.tables
         rank, lane = view.rank[operation], view.lane[operation]
         self.done[lane] += by
-        self.held[rank] += by * view.grows[operation]
+        self.held[rank] += by * view.memory_change[operation]
         if lane % 3 < 2:
             self.inside[rank] += by * (1 - 2 * (lane % 3)) * self.problem.memory_costs.until_input[lane // 3]
 
 
 def least_memory(problem: Problem, rank: int) -> int:
-    """What a rank holds at most if it lets one micro-batch through at a time."""
-    return _rooms(problem, rank)[0]
+    """Return the peak memory of a rank that runs one micro-batch at a time."""
+    return _microbatch_peaks(problem, rank)[0]
 
 
-def _rooms(problem: Problem, rank: int) -> list[int]:
-    """What a rank holds at most of a micro-batch of which so many input gradients are done, from 0 on."""
+def _microbatch_peaks(problem: Problem, rank: int) -> list[int]:
+    """Return the peak memory of a single micro-batch, by the number of its input gradients that are done."""
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     inside, most = 0, [0]
     for stage in problem.stages_of[rank]:

@@ -1,11 +1,11 @@
-"""What is searched: a pipeline as tables of whole numbers, over operations that are numbers themselves.
+"""A search problem: a pipeline as tables of whole numbers, over operations that are numbers themselves.
 
 Operation `(3 * stage + kind) * microbatches + microbatch` is the forward (kind 0), input gradient (1) or
-weight gradient (2) of a micro-batch on a stage. What has the same stage and kind is a *lane*; its
-micro-batches go in order. A full backward is an input gradient with its weight gradient right behind it.
+weight gradient (2) of a micro-batch on a stage. Operations of the same stage and kind are a *lane*; its
+micro-batches run in order. A full backward is an input gradient directly followed by its weight gradient.
 
 Every problem has a mirror image: time runs backwards, weight gradients come first and forwards last, and
-what is held grows where it shrank. A way to improve schedules from the front improves them from the back too.
+memory grows where it shrank. So a method that improves schedules from the front also improves the back.
 """
 
 from __future__ import annotations
@@ -23,43 +23,43 @@ from plait.schedules.schedule import Placement
 from plait.schedules.simulation.costs import Ticks
 
 KINDS = (Kind.F, Kind.I, Kind.W)
-Layout: TypeAlias = tuple[Placement, int]
-"""Where stages live, and how many on each rank."""
+StageLayout: TypeAlias = tuple[Placement, int]
+"""Placement of stages, and their number per rank."""
 Orders: TypeAlias = list[list[int]]
 """Per rank, its operations in order."""
 
 
-class View(NamedTuple):
-    """A problem as it is, or its mirror image. What is not said otherwise is per operation; -1 is none."""
+class OperationTables(NamedTuple):
+    """Tables of a problem or of its mirror image, by operation unless said otherwise; -1 is none."""
 
     duration: Sequence[int]
     rank: Sequence[int]
     needs: Sequence[int]
-    """The operation whose result it starts from, on another stage or, at the last one, the forward."""
+    """The operation whose result it needs, on another stage or, for the last input gradient, the forward."""
     feeds: Sequence[int]
-    """The operation that starts from its result."""
+    """The operation that needs its result: the inverse of `needs`."""
     delay: Sequence[int]
-    """From the end of what it needs to its own start."""
+    """Least time from the end of the operation in `needs` to its start."""
     after: Sequence[int]
-    """The operation of its own stage and micro-batch that has to be done before."""
+    """The operation of its own stage and micro-batch that must run before it."""
     lane: Sequence[int]
     lanes: Sequence[Sequence[int]]
     """Per rank: the lanes of its stages."""
     microbatches: range
-    """In the order in which a lane takes them."""
-    grows: Sequence[int]
-    """By how much more its rank holds from then on."""
-    spare: Sequence[bool]
-    """Whether it is the last of its stage and micro-batch: nothing else waits for it."""
-    opens: Sequence[int]
-    """Per rank: when it may start."""
-    closes: Sequence[int]
-    """Per rank: how much its end counts for more than the others'."""
+    """Micro-batches, in the order in which each lane runs them."""
+    memory_change: Sequence[int]
+    """Change of its rank's memory from its start on."""
+    is_last: Sequence[bool]
+    """Whether it is the last of its stage and micro-batch, so that no other operation needs it."""
+    start_offsets: Sequence[int]
+    """Per rank: earliest start."""
+    end_offsets: Sequence[int]
+    """Per rank: added to its end where schedules are compared."""
 
 
 @dataclass(frozen=True)
 class Problem:
-    """A pipeline of stages on ranks, micro-batches to run through it, and what they cost."""
+    """A pipeline of stages on ranks, its micro-batches, their costs, and a memory limit."""
 
     placement: Placement
     ranks: int
@@ -68,9 +68,9 @@ class Problem:
     ticks: Ticks
     memory_costs: MemoryCosts
     limit: int
-    """The most that a rank may hold, in units of `holds`."""
+    """Largest memory of a rank, in units of `memory_costs`."""
     of_span: bool = False
-    """Whether each rank's time counts from its own first start, not from the first of all."""
+    """Whether the span is minimised (from each rank's own first start), not the makespan."""
 
     @cached_property
     def rank_of(self) -> tuple[int, ...]:
@@ -78,23 +78,23 @@ class Problem:
         return self.placement.rank_of(self.ranks, self.chunks)
 
     @property
-    def layout(self) -> Layout:
-        """What tells it from other ways to lay out the same pipeline."""
+    def layout(self) -> StageLayout:
+        """Placement and chunks, by which problems of one search differ."""
         return self.placement, self.chunks
 
     @property
     def stages(self) -> int:
-        """Stages over all ranks."""
+        """Number of stages over all ranks."""
         return len(self.rank_of)
 
     @property
     def size(self) -> int:
-        """How many operations there are."""
+        """Number of operations."""
         return 3 * self.stages * self.microbatches
 
     @cached_property
     def stages_of(self) -> tuple[tuple[int, ...], ...]:
-        """Per rank, its stages in model order."""
+        """The stages of each rank, in model order."""
         return tuple(
             tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
             for rank in range(self.ranks)
@@ -102,7 +102,7 @@ class Problem:
 
     @cached_property
     def first_starts(self) -> tuple[int, ...]:
-        """Per stage: the earliest start of its first forward."""
+        """Earliest start of each stage's first forward."""
         starts, forwards = [0], self.ticks.durations[Kind.F]
         for stage, hop in enumerate(self.hops):
             starts.append(starts[-1] + forwards[stage] + hop)
@@ -110,40 +110,40 @@ class Problem:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """From each stage to the next."""
+        """Message time from each stage to the next."""
         return tuple(self.ticks.timing(self.rank_of).forward_hops[1:])
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank: by how much less its end counts, because it starts later."""
+        """Per rank: subtracted from its end where the span is minimised, because it starts later."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)
 
     def measure(self, length: int) -> Fraction:
-        """What is minimised, makespan or span, of a schedule that settles in so many ticks."""
+        """Return the makespan or span of timed orders with this length in ticks."""
         return (length - max(self.head_starts)) * self.ticks.tick
 
     def length(self, measure: Fraction) -> int:
-        """The least number of ticks in which what settles measures no less: the inverse of `measure`."""
+        """Return the least length in ticks with at least this measure: the inverse of `measure`."""
         return ceil(measure / self.ticks.tick) + max(self.head_starts)
 
     @cached_property
-    def ahead(self) -> View:
-        """The problem as it is."""
-        return _view(self)
+    def tables(self) -> OperationTables:
+        """The tables of the problem."""
+        return _tables(self)
 
     @cached_property
-    def mirrored(self) -> View:
-        """Its mirror image."""
-        return _mirror(self.ahead)
+    def mirrored_tables(self) -> OperationTables:
+        """The tables of its mirror image."""
+        return _mirror(self.tables)
 
     def shortened(self, microbatches: int) -> Problem:
-        """The same for fewer micro-batches."""
+        """Return the same problem with fewer micro-batches."""
         return replace(self, microbatches=microbatches)
 
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:
-        """Actions as operations."""
+        """Return actions as operations."""
         count = self.microbatches
         orders: Orders = []
         for row in rows:
@@ -157,17 +157,28 @@ class Problem:
             orders.append(order)
         return orders
 
-    def actions_of(self, orders: Orders) -> list[list[Action]]:
-        """Operations as actions."""
-        return [[self._action(operation) for operation in order] for order in orders]
+    def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
+        """Return operations as actions."""
+        lanes = [(stage, kind) for stage in range(self.stages) for kind in KINDS]
+        return tuple(
+            tuple(
+                Action(*lanes[operation // self.microbatches], operation % self.microbatches)
+                for operation in order
+            )
+            for order in orders
+        )
 
-    def _action(self, operation: int) -> Action:
-        lane, microbatch = divmod(operation, self.microbatches)
-        stage, kind = divmod(lane, 3)
-        return Action(stage, KINDS[kind], microbatch)
+
+def positions_in(orders: Orders, size: int) -> list[int]:
+    """Return the position of each of `size` operations in its rank's order."""
+    positions = [0] * size
+    for order in orders:
+        for position, operation in enumerate(order):
+            positions[operation] = position
+    return positions
 
 
-def _view(problem: Problem) -> View:
+def _tables(problem: Problem) -> OperationTables:
     count, size = problem.microbatches, problem.size
     lanes = [operation // count for operation in range(size)]
     durations = [problem.ticks.durations[kind] for kind in KINDS]
@@ -185,13 +196,13 @@ def _view(problem: Problem) -> View:
         join(there + count, here + count, hop)
     join(last, last + count, 0)
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
-    grows = [
+    memory_change = [
         change
         for taken, kept in zip(until_input, until_weight, strict=True)
         for change in (taken, kept - taken, -kept)
     ]
     latest = max(problem.head_starts)
-    return View(
+    return OperationTables(
         duration=[durations[lane % 3][lane // 3] for lane in lanes],
         rank=[problem.rank_of[lane // 3] for lane in lanes],
         needs=needs,
@@ -201,14 +212,14 @@ def _view(problem: Problem) -> View:
         lane=lanes,
         lanes=[[3 * stage + kind for stage in stages for kind in range(3)] for stages in problem.stages_of],
         microbatches=range(count),
-        grows=[grows[lane] for lane in lanes],
-        spare=[lane % 3 == 2 for lane in lanes],
-        opens=[0] * problem.ranks,
-        closes=[latest - start for start in problem.head_starts],
+        memory_change=[memory_change[lane] for lane in lanes],
+        is_last=[lane % 3 == 2 for lane in lanes],
+        start_offsets=[0] * problem.ranks,
+        end_offsets=[latest - start for start in problem.head_starts],
     )
 
 
-def _mirror(view: View) -> View:
+def _mirror(view: OperationTables) -> OperationTables:
     count = len(view.microbatches)
     return view._replace(
         microbatches=view.microbatches[::-1],
@@ -216,8 +227,8 @@ def _mirror(view: View) -> View:
         feeds=view.needs,
         delay=[view.delay[follower] if follower >= 0 else 0 for follower in view.feeds],
         after=[operation + count if lane % 3 < 2 else -1 for operation, lane in enumerate(view.lane)],
-        grows=[-change for change in view.grows],
-        spare=[lane % 3 == 0 for lane in view.lane],
-        opens=view.closes,
-        closes=view.opens,
+        memory_change=[-change for change in view.memory_change],
+        is_last=[lane % 3 == 0 for lane in view.lane],
+        start_offsets=view.end_offsets,
+        end_offsets=view.start_offsets,
     )

@@ -15,18 +15,18 @@ from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule
 from plait.schedules.search.memory_guard import least_memory
-from plait.schedules.search.problem import Layout, Orders, Problem
+from plait.schedules.search.problem import Orders, Problem, StageLayout
 from plait.schedules.simulation.costs import Cost, Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
-LINEAR: Layout = (Placement.LINEAR, 1)
-V: Layout = (Placement.V, 2)
-LOOP: Layout = (Placement.LOOP, 2)
+LINEAR: StageLayout = (Placement.LINEAR, 1)
+V: StageLayout = (Placement.V, 2)
+LOOP: StageLayout = (Placement.LOOP, 2)
 ROOMY = 10**9
 
 
 def problem_of(
-    layout: Layout = LINEAR,
+    layout: StageLayout = LINEAR,
     ranks: int = 2,
     microbatches: int = 2,
     costs: Costs | None = None,
@@ -73,12 +73,12 @@ def searched(
     limit: float | None = None,
     chunks: int | None = None,
     measure: auto.Measure = "makespan",
-    effort: int = 2000,
+    budget: int = 2000,
     nodes: int = 300,
 ) -> Timeline:
-    """What `auto` finds, in time, with so little effort that properties can be tested on many cases."""
+    """What `auto` finds, in time, with so little budget that properties can be tested on many cases."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(auto, "EFFORT", effort)
+        patch.setattr(auto, "BUDGET", budget)
         patch.setattr(auto, "PER_START", 2)
         patch.setattr(auto, "EXACT_NODES", nodes)
         made = schedule(
@@ -139,7 +139,7 @@ TINY = (
     ((Placement.LOOP, 3), 1, 2),
 )
 """What brute force can do in little time."""
-Size = tuple[Layout, int, int]
+Size = tuple[StageLayout, int, int]
 """Layout, ranks, micro-batches."""
 
 

@@ -19,10 +19,10 @@ from plait.schedules.schedule import Placement
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule
 from plait.schedules.search.initial_orders import InitialOrder
-from plait.schedules.search.list_scheduling import Habit, settle
-from plait.schedules.search.local_search import Runner
+from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
+from plait.schedules.search.local_search import Candidate
 from plait.schedules.search.memory_guard import least_memory
-from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
@@ -39,9 +39,9 @@ class Case(NamedTuple):
     measure: auto.Measure
     limit: float
 
-    def search(self, effort: int = 2000, nodes: int = 300) -> Timeline:
+    def search(self, budget: int = 2000, nodes: int = 300) -> Timeline:
         ranks, microbatches, chunks, costs, measure, limit = self
-        return searched(ranks, microbatches, costs, limit, chunks, measure, effort, nodes)
+        return searched(ranks, microbatches, costs, limit, chunks, measure, budget, nodes)
 
     def play(self, policy: str) -> Timeline:
         """A named policy in time, whatever it holds."""
@@ -63,7 +63,7 @@ def cases(draw: st.DrawFn, ranks: int, microbatches: int) -> Case:
     return Case(ranks, microbatches, chunks, costs, draw(st.sampled_from(MEASURES)), limit)
 
 
-def layouts(chunks: int | None) -> list[Layout]:
+def layouts(chunks: int | None) -> list[StageLayout]:
     counts = range(1, 5) if chunks is None else [chunks]
     return [(placement, count) for placement in (Placement.V, Placement.LOOP) for count in counts]
 
@@ -114,7 +114,7 @@ def test_what_is_found_is_legal_within_the_limit_and_behind_nothing(case: Case) 
 @settings(max_examples=300)
 @given(cases(ranks=5, microbatches=10))
 def test_the_same_of_many_larger_pipelines(case: Case) -> None:
-    require_good(case, case.search(effort=20_000))
+    require_good(case, case.search(budget=20_000))
 
 
 @pytest.mark.parametrize(
@@ -173,7 +173,7 @@ def test_the_bound_is_of_all_that_it_could_choose_from() -> None:
 def test_without_enough_nodes_nothing_is_proven() -> None:
     # 31 is the best there is, but no bound says so.
     case = Case(4, 8, 1, Costs(), "makespan", 3)
-    found = [case.search(effort=50_000, nodes=nodes) for nodes in (0, 50, 20_000)]
+    found = [case.search(budget=50_000, nodes=nodes) for nodes in (0, 50, 20_000)]
     assert [timeline.makespan for timeline in found] == [31, 31, 31]
     assert [timeline.schedule.bound for timeline in found] == [28, 28, 31]
 
@@ -188,16 +188,23 @@ def test_its_policy_says_where_its_stages_live() -> None:
     assert (loop.schedule.policy, loop.schedule.rank_of) == ("auto (loop, 2 chunks)", (0, 1, 0, 1))
 
 
-def alone(problems: list[Problem], effort: float) -> list[Runner]:
-    """A race that ends with one micro-batch after the other."""
+def alone(problems: list[Problem], budget: float) -> list[Candidate]:
+    """A local search that ends with one micro-batch after the other."""
     (problem,) = problems
     rows = " ".join(f"F{number} I{number} W{number}" for number in range(problem.microbatches))
     orders = operations(problem, *[rows] * problem.ranks)
-    return [Runner(problem, InitialOrder("alone"), Habit(), settle(problem.ahead, orders, 1, Habit()))]
+    return [
+        Candidate(
+            problem,
+            InitialOrder("alone"),
+            DispatchRule(),
+            list_schedule(problem.tables, orders, 1, DispatchRule()),
+        )
+    ]
 
 
 def test_a_named_policy_wins_where_nothing_better_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(auto, "race", alone)
+    monkeypatch.setattr(auto, "local_search", alone)
     monkeypatch.setattr(auto, "EXACT_SIZE", 0)
 
     def won(limit: float, costs: Costs | None = None) -> tuple[str, float]:
@@ -211,7 +218,7 @@ def test_a_named_policy_wins_where_nothing_better_is_found(monkeypatch: pytest.M
 
 
 def test_of_equal_makespans_the_shorter_span_wins() -> None:
-    wide = searched(4, 8, chunks=1, limit=7, effort=50_000)
+    wide = searched(4, 8, chunks=1, limit=7, budget=50_000)
     assert (wide.makespan, wide.span) == (27, 24)
     assert searched(4, 8, chunks=1, limit=7, measure="span").span == 24
 
@@ -234,7 +241,7 @@ def test_the_default_limit_is_the_memory_of_1f1b() -> None:
 
 @pytest.mark.parametrize("limit", [3.333333, 10 / 3])
 def test_a_limit_in_decimals_admits_thirds_that_are_written_out(limit: float) -> None:
-    peak = max(searched(4, 8, chunks=3, limit=limit, effort=20_000).peak)
+    peak = max(searched(4, 8, chunks=3, limit=limit, budget=20_000).peak)
     assert peak <= limit + 1e-5
     assert peak == pytest.approx(10 / 3 if limit == 10 / 3 else 3)
 
@@ -247,7 +254,7 @@ def test_chunks_are_as_many_as_costs_have_stages_for() -> None:
 
 def test_the_same_arguments_give_the_same_schedule() -> None:
     case = Case(3, 7, None, Costs(1.1, 1.3, 0.8, 0.1), "makespan", 3.5)
-    assert case.search(effort=20_000) == case.search(effort=20_000)
+    assert case.search(budget=20_000) == case.search(budget=20_000)
 
 
 EDGES = {

@@ -1,4 +1,4 @@
-"""What is left out for speed does not change a settled pattern: against all habits, each to the end."""
+"""What is left out for speed does not change a block policy: against all rules, each to the end."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from search_cases import LINEAR, problem_of
 
 from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule
 from plait.schedules.search import block_policies as patterns
-from plait.schedules.search.block_policies import settled_pattern
+from plait.schedules.search.block_policies import fit_block_policy
 from plait.schedules.search.initial_orders import initial_orders, orders_from
-from plait.schedules.search.list_scheduling import Habit, Settled, settle
-from plait.schedules.search.local_search import HABITS
+from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
+from plait.schedules.search.local_search import DISPATCH_RULES
 from plait.schedules.search.problem import Problem
 from plait.schedules.simulation.costs import Costs
 
@@ -33,14 +33,14 @@ def test_a_habit_that_is_left_out_settles_as_one_that_is_tried(
 ) -> None:
     problem = problem_of(LINEAR, ranks, microbatches, Costs(*times), limit=ranks)
     orders = orders_from(problem, next(islice(initial_orders(problem, Random(0)), number, None)))
-    tried = {outcome(problem, orders, habit) for habit in patterns._different(HABITS, problem)}
-    assert {outcome(problem, orders, habit) for habit in HABITS} == tried
+    tried = {outcome(problem, orders, rule) for rule in patterns._different(DISPATCH_RULES, problem)}
+    assert {outcome(problem, orders, rule) for rule in DISPATCH_RULES} == tried
 
 
-def outcome(problem: Problem, orders: list[list[int]], habit: Habit) -> str:
-    """An order settled from the front and then from the back, as text."""
-    ahead = settle(problem.ahead, orders, problem.limit, habit)
-    return repr((ahead, settle(problem.mirrored, ahead.reversed(), problem.limit, habit)))
+def outcome(problem: Problem, orders: list[list[int]], rule: DispatchRule) -> str:
+    """An order timed from the front and then from the back, as text."""
+    ahead = list_schedule(problem.tables, orders, problem.limit, rule)
+    return repr((ahead, list_schedule(problem.mirrored_tables, ahead.reversed(), problem.limit, rule)))
 
 
 @pytest.mark.parametrize("costs", COSTS)
@@ -50,25 +50,27 @@ def test_a_pattern_settles_as_with_every_habit_and_no_bound(
 ) -> None:
     pattern, policy = policy_schedule(name, 4, 12), POLICIES[name]
     assert isinstance(policy, BlockPolicy)
-    made = settled_pattern(pattern, policy, costs)
-    monkeypatch.setattr(patterns, "_different", lambda habits, problem: habits)
+    made = fit_block_policy(pattern, policy, costs)
+    monkeypatch.setattr(patterns, "_different", lambda rules, problem: rules)
     monkeypatch.setattr(patterns, "lower_bound", lambda problem: -1)
-    assert settled_pattern(pattern, policy, costs) == made
+    assert fit_block_policy(pattern, policy, costs) == made
 
 
 def test_what_needs_no_try_is_not_settled(monkeypatch: pytest.MonkeyPatch) -> None:
-    settled: list[Settled] = []
+    timed: list[TimedOrders] = []
 
-    def counted(*arguments: object) -> Settled:
-        settled.append(settle(*arguments))  # type: ignore[arg-type]
-        return settled[-1]
+    def counted(*arguments: object) -> TimedOrders:
+        timed.append(list_schedule(*arguments))  # type: ignore[arg-type]
+        return timed[-1]
 
-    monkeypatch.setattr(patterns, "settle", counted)
+    monkeypatch.setattr(patterns, "list_schedule", counted)
     policy = POLICIES["zb-v"]
     assert isinstance(policy, BlockPolicy)
-    settled_pattern(policy_schedule("zb-v", 4, 12), policy, Costs())
-    assert len(settled) == 1, "the first habit reaches the bound"
-    assert len(list(patterns._different(HABITS, problem_of(LINEAR, 4, 12)))) == 2, (
+    fit_block_policy(policy_schedule("zb-v", 4, 12), policy, Costs())
+    assert len(timed) == 1, "the first rule reaches the bound"
+    assert len(list(patterns._different(DISPATCH_RULES, problem_of(LINEAR, 4, 12)))) == 2, (
         "unit costs: every gap is filled"
     )
-    assert len(list(patterns._different(HABITS, problem_of(LINEAR, 4, 12, Costs(W=5))))) == len(HABITS)
+    assert len(list(patterns._different(DISPATCH_RULES, problem_of(LINEAR, 4, 12, Costs(W=5))))) == len(
+        DISPATCH_RULES
+    )

@@ -5,8 +5,8 @@ from hypothesis import given, settings
 from search_cases import LINEAR, LOOP, TINY, V, problem_of, problems, shortest
 
 from plait.schedules.search.bound import lower_bound
-from plait.schedules.search.local_search import race
-from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.search.local_search import local_search
+from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 WHOLE = Costs(2, 4, 6, comm=5)
@@ -26,7 +26,7 @@ WHOLE = Costs(2, 4, 6, comm=5)
         (LINEAR, 4, 8, Costs(1, 1, 0), 16 + 3 + 3),  # and there is nothing to do while it is drained
     ],
 )
-def test_the_bound(layout: Layout, ranks: int, microbatches: int, costs: Costs, bound: int) -> None:
+def test_the_bound(layout: StageLayout, ranks: int, microbatches: int, costs: Costs, bound: int) -> None:
     problem = problem_of(layout, ranks, microbatches, costs, limit=1000)
     assert problem.measure(lower_bound(problem)) == bound
 
@@ -66,4 +66,4 @@ def test_no_schedule_is_shorter_than_the_bound(problem: Problem) -> None:
 @settings(max_examples=20)
 @given(problems())
 def test_nothing_that_is_found_is_shorter_than_the_bound(problem: Problem) -> None:
-    assert all(runner.settled.length >= lower_bound(problem) for runner in race([problem], 1))
+    assert all(candidate.timed.length >= lower_bound(problem) for candidate in local_search([problem], 1))

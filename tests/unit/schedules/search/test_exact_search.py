@@ -17,23 +17,23 @@ from search_cases import (
     words,
 )
 
-from plait.schedules.search.exact_search import Found, search_all
-from plait.schedules.search.list_scheduling import Habit, settle
-from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.search.exact_search import SearchResult, exact_search
+from plait.schedules.search.list_scheduling import DispatchRule, list_schedule
+from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 ENOUGH = 20_000
 
 
-def length_of(problem: Problem, found: Found) -> int | None:
+def length_of(problem: Problem, found: SearchResult) -> int | None:
     """What is measured of the schedule that was found, in ticks."""
     if found.orders is None:
         return None
     require_legal(problem, found.orders)
-    # Without gaps to fill, settling is playing.
-    settled = settle(problem.ahead, found.orders, problem.limit, Habit(gap=float("inf")))
-    assert settled.orders == found.orders
-    return settled.length - max(problem.head_starts)
+    # Without gaps to fill, list scheduling is event simulation.
+    timed = list_schedule(problem.tables, found.orders, problem.limit, DispatchRule(gap=float("inf")))
+    assert timed.orders == found.orders
+    return timed.length - max(problem.head_starts)
 
 
 @pytest.mark.parametrize(
@@ -48,10 +48,10 @@ def length_of(problem: Problem, found: Found) -> int | None:
     ],
 )
 def test_small_optima(
-    layout: Layout, ranks: int, microbatches: int, costs: Costs, limit: int, best: int
+    layout: StageLayout, ranks: int, microbatches: int, costs: Costs, limit: int, best: int
 ) -> None:
     problem = problem_of(layout, ranks, microbatches, costs, limit)
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     assert found.proven
     assert length_of(problem, found) == shortest(problem) == best
 
@@ -59,7 +59,7 @@ def test_small_optima(
 def test_the_only_order_there_is() -> None:
     problem = problem_of(LINEAR, 2, 1)
     orders = operations(problem, "F0 I0 W0", "F0 I0 W0")
-    assert search_all(problem, ROOMY, ENOUGH).orders == orders
+    assert exact_search(problem, ROOMY, ENOUGH).orders == orders
 
 
 @pytest.mark.parametrize(
@@ -71,10 +71,10 @@ def test_the_only_order_there_is() -> None:
     ],
 )
 def test_a_forward_may_have_to_wait_though_it_could_end_before_anything_else(
-    layout: Layout, costs: Costs, limit: int, best: int
+    layout: StageLayout, costs: Costs, limit: int, best: int
 ) -> None:
     problem = problem_of(layout, 2, 3, costs, limit)
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     assert (found.proven, length_of(problem, found)) == (True, best)
     assert shortest(problem) == best
 
@@ -82,7 +82,7 @@ def test_a_forward_may_have_to_wait_though_it_could_end_before_anything_else(
 @settings(max_examples=100)
 @given(problems(TINY, growing=False))
 def test_it_finds_the_shortest_and_knows_it(problem: Problem) -> None:
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     assert found.proven
     assert length_of(problem, found) == shortest(problem)
 
@@ -91,7 +91,7 @@ def test_it_finds_the_shortest_and_knows_it(problem: Problem) -> None:
 @given(problems(TINY))
 def test_it_says_proven_only_of_what_is(problem: Problem) -> None:
     best = shortest(problem)
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     length = length_of(problem, found)
     assert best is not None
     assert length is None or length >= best
@@ -109,7 +109,7 @@ def test_input_gradients_that_take_room(until_input: list[int], until_weight: li
     """A weight gradient may have to come before another input gradient then."""
     costs = Costs(4, 4, 2, until_I=until_input, until_W=until_weight)
     problem = problem_of(V, 2, 2, costs, limit)
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     assert not found.proven or length_of(problem, found) == shortest(problem)
 
 
@@ -119,33 +119,33 @@ def test_nothing_is_found_where_the_best_is_known(problem: Problem) -> None:
     best = shortest(problem)
     assert best is not None
     known = best + max(problem.head_starts)
-    assert search_all(problem, known, ENOUGH)[:2] == (None, True)
-    assert length_of(problem, search_all(problem, known + 1, ENOUGH)) == best
+    assert exact_search(problem, known, ENOUGH)[:2] == (None, True)
+    assert length_of(problem, exact_search(problem, known + 1, ENOUGH)) == best
 
 
 def test_what_is_known_saves_nodes() -> None:
     problem = problem_of(LINEAR, 3, 4, limit=2)
-    first = search_all(problem, ROOMY, ENOUGH)
+    first = exact_search(problem, ROOMY, ENOUGH)
     assert length_of(problem, first) == 17
-    again = search_all(problem, 17, ENOUGH)
+    again = exact_search(problem, 17, ENOUGH)
     assert again.proven
     assert again.nodes < first.nodes
 
 
 def test_without_enough_nodes_nothing_is_proven() -> None:
     problem = problem_of(LINEAR, 3, 4, limit=2)
-    assert search_all(problem, ROOMY, 5) == (None, False, 5)
-    found = search_all(problem, ROOMY, 60)  # enough for some schedule, not for all
+    assert exact_search(problem, ROOMY, 5) == (None, False, 5)
+    found = exact_search(problem, ROOMY, 60)  # enough for some schedule, not for all
     assert (found.proven, found.nodes) == (False, 60)
     assert found.orders is not None
-    needed = search_all(problem, ROOMY, ENOUGH).nodes
-    assert search_all(problem, ROOMY, needed) == (search_all(problem, ROOMY, ENOUGH).orders, True, needed)
-    assert not search_all(problem, ROOMY, needed - 1).proven
+    needed = exact_search(problem, ROOMY, ENOUGH).nodes
+    assert exact_search(problem, ROOMY, needed) == (exact_search(problem, ROOMY, ENOUGH).orders, True, needed)
+    assert not exact_search(problem, ROOMY, needed - 1).proven
 
 
 def test_weight_gradients_come_where_they_delay_nobody() -> None:
     problem = problem_of(LINEAR, 2, 2, limit=2)
-    found = search_all(problem, ROOMY, ENOUGH)
+    found = exact_search(problem, ROOMY, ENOUGH)
     assert found.orders is not None
     assert words(problem, found.orders)[0] == "F0 F1 I0 W0 I1 W1"
     assert schedule_of(problem, found.orders).order[1][0] == "1F0"

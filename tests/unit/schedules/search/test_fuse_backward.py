@@ -13,7 +13,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
 from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.fuse_backward import fused
+from plait.schedules.search.auto import fuse_backward
 from plait.schedules.search.initial_orders import initial_orders, orders_from
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
@@ -33,19 +33,19 @@ def rows_of(schedule: Schedule) -> list[str]:
 
 def test_at_the_end_of_the_way_nobody_minds() -> None:
     alone = written("0F0 0I0 0W0 0F1 0I1 0W1", rank_of=(0,))
-    assert rows_of(fused(alone, Costs())) == ["0F0 0B0 0F1 0B1"]
+    assert rows_of(fuse_backward(alone, Costs())) == ["0F0 0B0 0F1 0B1"]
 
 
 def test_who_waits_for_a_gradient_minds() -> None:
     # rank 0  F0 F1  . I0 W0  . I1 W1
     # rank 1   . F0 I0 W0 F1 I1 W1
-    assert rows_of(fused(BOTH, Costs())) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
+    assert rows_of(fuse_backward(BOTH, Costs())) == ["0F0 0F1 0B0 0B1", "1F0 1I0 1W0 1F1 1I1 1W1"]
 
 
 def test_who_is_busy_until_then_does_not() -> None:
     # Rank 0 does F1 until 12, rank 1 turns micro-batch 0 until 8 and weighs it until 10, or comm later.
     costs = [Costs([6, 1], 1, 2, comm=comm) for comm in (0, 1, 1.5)]
-    assert [rows_of(fused(BOTH, each))[1] for each in costs] == [
+    assert [rows_of(fuse_backward(BOTH, each))[1] for each in costs] == [
         "1F0 1B0 1F1 1I1 1W1",
         "1F0 1B0 1F1 1I1 1W1",  # there at 12
         "1F0 1I0 1W0 1F1 1I1 1W1",  # it would be there at 13
@@ -55,22 +55,22 @@ def test_who_is_busy_until_then_does_not() -> None:
 def test_on_the_same_rank_there_is_no_hop() -> None:
     rows = "0F0 1F0 1I0 1W0 0I0 0W0 0F1 1F1 1I1 1W1 0I1 0W1"
     costs = Costs(comm=5)
-    assert rows_of(fused(written(rows, rank_of=(0, 0)), costs)) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
+    assert rows_of(fuse_backward(written(rows, rank_of=(0, 0)), costs)) == ["0F0 1F0 1B0 0B0 0F1 1F1 1B1 0B1"]
 
 
 def test_a_weight_gradient_that_comes_later_stays_there() -> None:
     rows = ("0F0 0F1 0I0 0I1 0W0 0W1", "1F0 1F1 1I0 1I1 1W0 1W1")
-    assert rows_of(fused(written(*rows), Costs())) == list(rows)
+    assert rows_of(fuse_backward(written(*rows), Costs())) == list(rows)
 
 
 def test_full_backwards_stay() -> None:
     made = policy_schedule("1f1b", 3, 5)
-    assert fused(made, Costs()) == made
+    assert fuse_backward(made, Costs()) == made
 
 
 def test_everything_else_stays() -> None:
     made = replace(policy_schedule("zb-h1", 3, 4), bound=1.5)
-    assert replace(fused(made, Costs()), actions=made.actions) == made
+    assert replace(fuse_backward(made, Costs()), actions=made.actions) == made
 
 
 @st.composite
@@ -88,7 +88,7 @@ def timed(draw: st.DrawFn) -> tuple[Schedule, Costs]:
 @given(timed())
 def test_nothing_else_moves(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
-    joined = fused(schedule, costs)
+    joined = fuse_backward(schedule, costs)
     check(joined)
     before, after = simulate(schedule, costs), simulate(joined, costs)
     assert (after.makespan, after.span, after.peak) == (before.makespan, before.span, before.peak)
@@ -110,7 +110,7 @@ def pairs(schedule: Schedule) -> Iterator[tuple[int, int]]:
 @given(timed())
 def test_what_is_left_would_delay_somebody(case: tuple[Schedule, Costs]) -> None:
     schedule, costs = case
-    left = fused(schedule, costs)
+    left = fuse_backward(schedule, costs)
     starts_left = {cell.action: cell.start for row in simulate(left, costs).cells for cell in row}
     for rank, position in pairs(left):
         row = left.actions[rank]

@@ -19,7 +19,7 @@ from plait.schedules.search.initial_orders import (
     initial_orders,
     orders_from,
 )
-from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 PLAIN = (0, 0, 0)
@@ -39,7 +39,7 @@ def first_starts(problem: Problem, count: int) -> Iterator[InitialOrder]:
         ((Placement.LOOP, 3), ["interleaved"]),
     ],
 )
-def test_policies_that_have_the_stages_come_first(layout: Layout, names: list[str]) -> None:
+def test_policies_that_have_the_stages_come_first(layout: StageLayout, names: list[str]) -> None:
     found = list(first_starts(problem_of(layout), 60))
     named = [start.origin for start in found if isinstance(start.origin, str)]
     assert named == names * 4  # four tempers
@@ -110,7 +110,7 @@ def test_what_costs_nothing_takes_a_cell_too() -> None:
 
 def test_what_is_admitted_goes_by_keys() -> None:
     problem = problem_of(LINEAR, 2, 2, limit=2)
-    kinds = [lane % 3 for lane in problem.ahead.lane]
+    kinds = [lane % 3 for lane in problem.tables.lane]
     assert admit_in_order(problem, kinds) == operations(problem, "F0 F1 I0 I1 W0 W1", "F0 F1 I0 I1 W0 W1")
     backwards = [2 - kind for kind in kinds]
     alone = "F0 I0 W0 F1 I1 W1"
@@ -136,5 +136,5 @@ def test_every_start_can_be_run_within_the_limit(problem: Problem, number: int) 
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_any_keys_give_orders_that_can_be_run_within_the_limit(problem: Problem, chance: Random) -> None:
-    require_legal(problem, admit_in_order(problem, [chance.randrange(100) for _ in range(problem.size)]))
+def test_any_keys_give_orders_that_can_be_run_within_the_limit(problem: Problem, rng: Random) -> None:
+    require_legal(problem, admit_in_order(problem, [rng.randrange(100) for _ in range(problem.size)]))

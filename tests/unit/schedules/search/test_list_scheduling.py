@@ -10,23 +10,25 @@ from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, requ
 
 from plait.schedules.policies import policy_schedule
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
-from plait.schedules.search.list_scheduling import Effort, Habit, Settled, justify, settle
+from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.problem import Orders, Problem
 from plait.schedules.simulation.costs import Costs
 
 ROWS = ("F0 F1 I0 I1 W0 W1", "F0 I0 F1 I1 W0 W1")
 ALONE = ((LINEAR, 1, 4), (V, 1, 3), (LOOP, 1, 3), ((LOOP[0], 4), 1, 2))
-HABITS = (Habit(), Habit(0.0), Habit(1.0, True), Habit(3.0))
+DISPATCH_RULES = (DispatchRule(), DispatchRule(0.0), DispatchRule(1.0, True), DispatchRule(3.0))
 
 
-def settled(rows: tuple[str, ...], costs: Costs | None = None, limit: int = 9, gap: float = 0.5) -> list[str]:
+def timed(rows: tuple[str, ...], costs: Costs | None = None, limit: int = 9, gap: float = 0.5) -> list[str]:
     problem = problem_of(LINEAR, 2, 2, costs, limit)
-    return words(problem, settle(problem.ahead, operations(problem, *rows), limit, Habit(gap)).orders)
+    return words(
+        problem, list_schedule(problem.tables, operations(problem, *rows), limit, DispatchRule(gap)).orders
+    )
 
 
 @st.composite
 def started(draw: st.DrawFn) -> tuple[Problem, Orders]:
-    """A problem, and orders to settle."""
+    """A problem, and orders to schedule."""
     problem = draw(problems())
     number = draw(st.integers(0, 40))
     return problem, orders_from(problem, next(islice(initial_orders(problem, Random(0)), number, None)))
@@ -35,32 +37,32 @@ def started(draw: st.DrawFn) -> tuple[Problem, Orders]:
 def test_a_weight_gradient_fills_a_gap() -> None:
     # F0 F1  . I0  . I1 W0 W1    rank 0 waits for I1 of rank 1
     #  . F0 I0 F1 I1 W0 W1
-    assert settled(ROWS) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
+    assert timed(ROWS) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
 
 
 def test_an_order_in_which_nothing_can_come_forward_is_kept() -> None:
     rows = ("F0 F1 I0 I1 W0 W1", "F0 F1 I0 I1 W0 W1")
-    assert settled(rows) == settled(rows, Costs(1, 1, 1, comm=1)) == list(rows)
+    assert timed(rows) == timed(rows, Costs(1, 1, 1, comm=1)) == list(rows)
 
 
 def test_a_gap_is_filled_that_is_at_least_a_part_of_what_goes_into_it() -> None:
     costs = Costs(1, 1, 2)  # the gap of rank 0 is 1
-    assert settled(ROWS, costs, gap=0.5) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
-    assert settled(ROWS, costs, gap=0.6) == list(ROWS)
-    assert settled(ROWS, Costs(1, 1, 200), gap=0.0) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
+    assert timed(ROWS, costs, gap=0.5) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
+    assert timed(ROWS, costs, gap=0.6) == list(ROWS)
+    assert timed(ROWS, Costs(1, 1, 200), gap=0.0) == ["F0 F1 I0 W0 I1 W1", ROWS[1]]
 
 
 def test_a_forward_fills_a_gap_where_there_is_room_for_it() -> None:
     rows = ("F0 I0 W0 F1 I1 W1", "F0 I0 W0 F1 I1 W1")
-    assert settled(rows, limit=2) == ["F0 F1 I0 W0 I1 W1", rows[1]]
-    assert settled(rows, limit=1) == list(rows)
+    assert timed(rows, limit=2) == ["F0 F1 I0 W0 I1 W1", rows[1]]
+    assert timed(rows, limit=1) == list(rows)
 
 
 def test_a_forward_stays_out_where_what_comes_before_it_needs_the_room() -> None:
     # Rank 0 could do F2 while it waits for I0, but F1 stands before and nothing is given back until then.
     problem = problem_of(LINEAR, 2, 3, Costs(1, 1, 1, comm=5), limit=2)
     rows = ("F0 F1 I0 W0 F2 I1 W1 I2 W2", "F0 I0 W0 F1 I1 W1 F2 I2 W2")
-    found = settle(problem.ahead, operations(problem, *rows), 2, Habit())
+    found = list_schedule(problem.tables, operations(problem, *rows), 2, DispatchRule())
     assert words(problem, found.orders)[0] == rows[0]
 
 
@@ -68,16 +70,16 @@ def test_what_somebody_waits_for_may_go_first() -> None:
     problem = problem_of(LINEAR, 2, 3, Costs(until_W=0), limit=2)
     orders = operations(problem, "F0 F1 I0 I1 W0 F2 W1 I2 W2", "F0 I0 F1 I1 W0 W1 F2 I2 W2")
 
-    def first_rank(habit: Habit) -> str:
-        return words(problem, settle(problem.ahead, orders, 2, habit).orders)[0]
+    def first_rank(rule: DispatchRule) -> str:
+        return words(problem, list_schedule(problem.tables, orders, 2, rule).orders)[0]
 
-    assert first_rank(Habit()) == "F0 F1 I0 W0 I1 F2 W1 I2 W2"
-    assert first_rank(Habit(spare_last=True)) == "F0 F1 I0 F2 I1 W0 W1 I2 W2"
+    assert first_rank(DispatchRule()) == "F0 F1 I0 W0 I1 F2 W1 I2 W2"
+    assert first_rank(DispatchRule(consumed_first=True)) == "F0 F1 I0 F2 I1 W0 W1 I2 W2"
 
 
 def test_the_length_counts_to_the_last_end() -> None:
     problem = problem_of(LINEAR, 2, 2)
-    found = settle(problem.ahead, operations(problem, *ROWS), 9, Habit())
+    found = list_schedule(problem.tables, operations(problem, *ROWS), 9, DispatchRule())
     assert found.length == max(found.ends) == 7
     assert found.ends == [1, 2, 4, 6, 5, 7, 2, 4, 3, 5, 6, 7]
     assert found.reversed() == [order[::-1] for order in found.orders]
@@ -85,7 +87,7 @@ def test_the_length_counts_to_the_last_end() -> None:
 
 def test_of_a_span_the_length_counts_from_each_ranks_own_start() -> None:
     problem = problem_of(LINEAR, 2, 2, of_span=True)
-    found = settle(problem.ahead, operations(problem, *ROWS), 9, Habit())
+    found = list_schedule(problem.tables, operations(problem, *ROWS), 9, DispatchRule())
     assert found.ends[5] == found.ends[11] == 7
     assert found.length == 8  # rank 0 ends at 7 like rank 1, which may end 1 later
     assert problem.measure(found.length) == 7
@@ -95,45 +97,47 @@ def test_orders_that_cannot_be_run_are_no_schedule() -> None:
     problem = problem_of()
     stuck = operations(problem, "F0 I0 W0 F1 I1 W1", "F1 I1 W1 F0 I0 W0")
     with pytest.raises(AssertionError, match="orders that cannot be run"):
-        settle(problem.ahead, stuck, 1, Habit())
+        list_schedule(problem.tables, stuck, 1, DispatchRule())
 
 
 def test_times_may_be_as_fine_as_floats_are() -> None:
     costs = Costs(0.01852212345678901, 0.01808698765432109, 0.009337, comm=6.012345678901234e-07)
     problem = problem_of(LINEAR, 2, 64, costs, limit=2)
-    found = settle(problem.ahead, problem.orders_of(policy_schedule("1f1b", 2, 64).actions), 2, Habit())
+    found = list_schedule(
+        problem.tables, problem.orders_of(policy_schedule("1f1b", 2, 64).actions), 2, DispatchRule()
+    )
     require_legal(problem, found.orders)
 
 
-@given(problems(ALONE), st.sampled_from(HABITS))
-def test_one_rank_has_nothing_to_wait_for(problem: Problem, habit: Habit) -> None:
+@given(problems(ALONE), st.sampled_from(DISPATCH_RULES))
+def test_one_rank_has_nothing_to_wait_for(problem: Problem, rule: DispatchRule) -> None:
     orders = orders_from(problem, next(initial_orders(problem, Random(0))))
-    assert settle(problem.ahead, orders, problem.limit, habit).orders == orders
+    assert list_schedule(problem.tables, orders, problem.limit, rule).orders == orders
 
 
-@given(started(), st.sampled_from(HABITS))
-def test_what_is_settled_is_legal(case: tuple[Problem, Orders], habit: Habit) -> None:
+@given(started(), st.sampled_from(DISPATCH_RULES))
+def test_what_is_settled_is_legal(case: tuple[Problem, Orders], rule: DispatchRule) -> None:
     problem, orders = case
-    found = settle(problem.ahead, orders, problem.limit, habit)
+    found = list_schedule(problem.tables, orders, problem.limit, rule)
     require_legal(problem, found.orders)
     require_ends(problem, found)
 
 
-@given(started(), st.sampled_from(HABITS))
+@given(started(), st.sampled_from(DISPATCH_RULES))
 def test_what_is_settled_from_the_back_is_legal_from_the_front(
-    case: tuple[Problem, Orders], habit: Habit
+    case: tuple[Problem, Orders], rule: DispatchRule
 ) -> None:
     problem, orders = case
     backwards = [order[::-1] for order in orders]
-    late = settle(problem.mirrored, backwards, problem.limit, habit)
+    late = list_schedule(problem.mirrored_tables, backwards, problem.limit, rule)
     require_legal(problem, late.reversed())
-    again = settle(problem.ahead, late.reversed(), problem.limit, habit)
+    again = list_schedule(problem.tables, late.reversed(), problem.limit, rule)
     require_legal(problem, again.orders)
 
 
-def require_ends(problem: Problem, found: Settled) -> None:
+def require_ends(problem: Problem, found: TimedOrders) -> None:
     """Everything ends after what it needs, and nothing overlaps on a rank."""
-    view = problem.ahead
+    view = problem.tables
     for order in found.orders:
         free = 0
         for operation in order:
@@ -145,31 +149,36 @@ def require_ends(problem: Problem, found: Settled) -> None:
 
 
 @given(started(), st.integers(0, 9), st.sampled_from((0.0, 0.1, 0.5, 1.0)))
-def test_restless_ranks_stay_within_the_rules(case: tuple[Problem, Orders], seed: int, unrest: float) -> None:
+def test_restless_ranks_stay_within_the_rules(
+    case: tuple[Problem, Orders], seed: int, swap_chance: float
+) -> None:
     problem, orders = case
-    habit = Habit(unrest=unrest)
-    found = settle(problem.ahead, orders, problem.limit, habit, Random(seed))
+    rule = DispatchRule(swap_chance=swap_chance)
+    found = list_schedule(problem.tables, orders, problem.limit, rule, Random(seed))
     require_legal(problem, found.orders)
-    assert settle(problem.ahead, orders, problem.limit, habit, Random(seed)) == found
-    late = settle(problem.mirrored, found.reversed(), problem.limit, habit, Random(seed))
+    assert list_schedule(problem.tables, orders, problem.limit, rule, Random(seed)) == found
+    late = list_schedule(problem.mirrored_tables, found.reversed(), problem.limit, rule, Random(seed))
     require_legal(problem, late.reversed())
 
 
 def test_unrest_changes_orders() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=4)
     orders = problem.orders_of(policy_schedule("zb-h1", 4, 8).actions)
-    calm = settle(problem.ahead, orders, 4, Habit(), Random(0))
-    assert calm == settle(problem.ahead, orders, 4, Habit())
-    restless = [settle(problem.ahead, orders, 4, Habit(unrest=0.5), Random(seed)) for seed in (0, 1)]
+    calm = list_schedule(problem.tables, orders, 4, DispatchRule(), Random(0))
+    assert calm == list_schedule(problem.tables, orders, 4, DispatchRule())
+    restless = [
+        list_schedule(problem.tables, orders, 4, DispatchRule(swap_chance=0.5), Random(seed))
+        for seed in (0, 1)
+    ]
     assert restless[0].orders != restless[1].orders != calm.orders
 
 
 @settings(max_examples=50)
-@given(started(), st.sampled_from(HABITS), st.integers(0, 4))
-def test_justified_is_never_longer(case: tuple[Problem, Orders], habit: Habit, rounds: int) -> None:
+@given(started(), st.sampled_from(DISPATCH_RULES), st.integers(0, 4))
+def test_justified_is_never_longer(case: tuple[Problem, Orders], rule: DispatchRule, rounds: int) -> None:
     problem, orders = case
-    start = settle(problem.ahead, orders, problem.limit, habit)
-    best = justify(problem, start, habit, rounds)
+    start = list_schedule(problem.tables, orders, problem.limit, rule)
+    best = justify(problem, start, rule, rounds)
     require_legal(problem, best.orders)
     assert best.length <= start.length
     assert rounds or best is start
@@ -177,23 +186,27 @@ def test_justified_is_never_longer(case: tuple[Problem, Orders], habit: Habit, r
 
 def test_justified_gpipe_is_shorter() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=8)
-    start = settle(problem.ahead, problem.orders_of(policy_schedule("gpipe", 4, 8).actions), 8, Habit())
-    assert (start.length, justify(problem, start, Habit(), 6).length) == (30, 27)
+    start = list_schedule(
+        problem.tables, problem.orders_of(policy_schedule("gpipe", 4, 8).actions), 8, DispatchRule()
+    )
+    assert (start.length, justify(problem, start, DispatchRule(), 6).length) == (30, 27)
 
 
 def test_the_best_of_all_rounds_is_kept() -> None:
     problem = problem_of(LINEAR, 4, 4, Costs(1, 2, 3, comm=1), limit=3)
-    start = settle(problem.ahead, orders_from(problem, InitialOrder("zb-h1")), 3, Habit())
-    late = settle(problem.mirrored, start.reversed(), 3, Habit())
-    again = settle(problem.ahead, late.reversed(), 3, Habit())
+    start = list_schedule(problem.tables, orders_from(problem, InitialOrder("zb-h1")), 3, DispatchRule())
+    late = list_schedule(problem.mirrored_tables, start.reversed(), 3, DispatchRule())
+    again = list_schedule(problem.tables, late.reversed(), 3, DispatchRule())
     assert (start.length, again.length) == (42, 43)
-    assert justify(problem, start, Habit(), 1) is start
+    assert justify(problem, start, DispatchRule(), 1) is start
 
 
 def test_justification_ends_when_no_effort_is_left() -> None:
     problem = problem_of(LINEAR, 4, 8, limit=8)
-    start = settle(problem.ahead, problem.orders_of(policy_schedule("gpipe", 4, 8).actions), 8, Habit())
-    effort = Effort(1)
-    justify(problem, start, Habit(), 6, effort)
-    assert effort.left == 1 - 2 * problem.size  # one round, from the back and from the front
-    assert justify(problem, start, Habit(), 6, effort) is start
+    start = list_schedule(
+        problem.tables, problem.orders_of(policy_schedule("gpipe", 4, 8).actions), 8, DispatchRule()
+    )
+    budget = Budget(1)
+    justify(problem, start, DispatchRule(), 6, budget)
+    assert budget.left == 1 - 2 * problem.size  # one round, from the back and from the front
+    assert justify(problem, start, DispatchRule(), 6, budget) is start

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, problem_of, problems
 
 from plait.schedules.search.memory_guard import MemoryGuard, least_memory
-from plait.schedules.search.problem import Layout, Problem
+from plait.schedules.search.problem import Problem, StageLayout
 from plait.schedules.simulation.costs import Costs
 
 ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microbatches in (2, 3))
@@ -18,7 +18,7 @@ ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microba
 
 def in_turn(problem: Problem, room: MemoryGuard) -> list[int]:
     """Of each lane what comes next, if everything that it needs is done."""
-    view, count = problem.ahead, problem.microbatches
+    view, count = problem.tables, problem.microbatches
     due = [lane * count + number for lane, number in enumerate(room.done) if number < count]
 
     def is_done(operation: int) -> bool:
@@ -74,7 +74,7 @@ def test_what_is_held_is_counted_and_given_back() -> None:
         held.append((room.held[0], room.held[1], room.inside[0]))
     assert held == [(3, 0, 3), (3, 3, 3), (6, 3, 6), (6, 1, 6), (4, 1, 3)]
     for operation in (2, 8, 1, 6, 0):
-        room.give_back(operation)
+        room.undo(operation)
     assert (room.held, room.inside, set(room.done)) == ([0, 0], [0, 0], {0})
 
 
@@ -89,7 +89,7 @@ def test_what_is_held_is_counted_and_given_back() -> None:
     ],
 )
 def test_the_least_room(
-    layout: Layout, until_input: list[int], until_weight: list[int], least: tuple[int, int]
+    layout: StageLayout, until_input: list[int], until_weight: list[int], least: tuple[int, int]
 ) -> None:
     problem = problem_of(layout, 2, 2, Costs(until_I=until_input, until_W=until_weight))
     assert (least_memory(problem, 0), least_memory(problem, 1)) == least
@@ -104,11 +104,11 @@ def test_the_least_room_is_enough_where_a_chunk_grows_when_the_others_are_gone()
 
 @settings(max_examples=150)
 @given(problems(), st.randoms(use_true_random=False))
-def test_whatever_is_let_in_everything_can_be_done(problem: Problem, chance: Random) -> None:
+def test_whatever_is_let_in_everything_can_be_done(problem: Problem, rng: Random) -> None:
     room = MemoryGuard(problem)
     for _ in range(problem.size):
         choices = [operation for operation in in_turn(problem, room) if room.admits(operation)]
-        room.take(chance.choice(choices))
+        room.take(rng.choice(choices))
         assert max(room.held) <= problem.limit
     assert room.held == room.inside == [0] * problem.ranks
 
@@ -129,7 +129,7 @@ def test_nothing_is_kept_out_that_could_be_let_in(problem: Problem) -> None:
             admitted = room.admits(operation)
             room.take(operation)
             leads[operation] = (admitted, goes_on(tuple(room.done)))
-            room.give_back(operation)
+            room.undo(operation)
         ends = not leads or any(possible for _, possible in leads.values())
         assert not ends or all(admitted == possible for admitted, possible in leads.values())
         return ends
@@ -156,7 +156,7 @@ def can_end(problem: Problem) -> bool:
         for operation in choices:
             room.take(operation)
             ends = room.held[0] <= problem.limit and can_go_on(tuple(room.done))
-            room.give_back(operation)
+            room.undo(operation)
             if ends:
                 return True
         return not choices

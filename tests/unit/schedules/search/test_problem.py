@@ -20,7 +20,7 @@ NONE = -1
 def test_operations_of_a_v_need_each_other() -> None:
     assert ONE.rank_of == (0, 1, 1, 0)
     assert ONE.stages_of == ((0, 3), (1, 2))
-    view = ONE.ahead
+    view = ONE.tables
     assert view.rank == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
     assert view.needs == [NONE, 4, NONE, 0, 7, NONE, 3, 10, NONE, 6, 9, NONE]
     assert view.feeds == [3, NONE, NONE, 6, 1, NONE, 9, 4, NONE, 10, 7, NONE]
@@ -28,34 +28,34 @@ def test_operations_of_a_v_need_each_other() -> None:
     assert view.after == [NONE, 0, 1, NONE, 3, 4, NONE, 6, 7, NONE, 9, 10]
     assert view.lanes == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
     assert view.duration == [1, 2, 3] * 4
-    assert view.grows == [2, -1, -1] * 4
-    assert view.spare == [False, False, True] * 4
+    assert view.memory_change == [2, -1, -1] * 4
+    assert view.is_last == [False, False, True] * 4
 
 
 def test_the_mirror_image_of_a_v() -> None:
-    view = ONE.mirrored
-    assert view.needs == ONE.ahead.feeds
-    assert view.feeds == ONE.ahead.needs
+    view = ONE.mirrored_tables
+    assert view.needs == ONE.tables.feeds
+    assert view.feeds == ONE.tables.needs
     assert view.delay == [5, 0, 0, 0, 5, 0, 5, 0, 0, 0, 5, 0]
     assert view.after == [1, 2, NONE, 4, 5, NONE, 7, 8, NONE, 10, 11, NONE]
-    assert view.grows == [-2, 1, 1] * 4
-    assert view.spare == [True, False, False] * 4
-    assert (view.duration, view.rank, view.lanes) == (ONE.ahead.duration, ONE.ahead.rank, ONE.ahead.lanes)
+    assert view.memory_change == [-2, 1, 1] * 4
+    assert view.is_last == [True, False, False] * 4
+    assert (view.duration, view.rank, view.lanes) == (ONE.tables.duration, ONE.tables.rank, ONE.tables.lanes)
 
 
 def test_microbatches_of_a_lane_stand_side_by_side() -> None:
-    view = problem_of(LINEAR, 2, 3).ahead
+    view = problem_of(LINEAR, 2, 3).tables
     assert view.lane == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
     assert view.needs == [NONE] * 3 + [12, 13, 14] + [NONE] * 3 + [0, 1, 2] + [9, 10, 11] + [NONE] * 3
     assert list(view.microbatches) == [0, 1, 2]
-    assert list(problem_of(LINEAR, 2, 3).mirrored.microbatches) == [2, 1, 0]
+    assert list(problem_of(LINEAR, 2, 3).mirrored_tables.microbatches) == [2, 1, 0]
 
 
 def test_of_a_makespan_all_ends_count_alike() -> None:
     problem = problem_of(LINEAR, 3, 2, Costs(2, 1, 1, comm=0.5))
     assert problem.first_starts == (0, 5, 10)
     assert problem.head_starts == (0, 0, 0)
-    assert problem.ahead.closes == problem.mirrored.opens == [0, 0, 0]
+    assert problem.tables.end_offsets == problem.mirrored_tables.start_offsets == [0, 0, 0]
 
 
 def test_of_a_span_a_rank_that_starts_later_may_end_later() -> None:
@@ -63,14 +63,14 @@ def test_of_a_span_a_rank_that_starts_later_may_end_later() -> None:
     assert problem.ticks.tick == Fraction(1, 2)
     assert problem.first_starts == (0, 3, 6, 8, 11, 14)  # no hop between the stages in the middle
     assert problem.head_starts == (0, 3, 6)
-    assert problem.ahead.opens == problem.mirrored.closes == [0, 0, 0]
-    assert problem.ahead.closes == problem.mirrored.opens == [6, 3, 0]
+    assert problem.tables.start_offsets == problem.mirrored_tables.end_offsets == [0, 0, 0]
+    assert problem.tables.end_offsets == problem.mirrored_tables.start_offsets == [6, 3, 0]
     assert problem.measure(46) == 20
 
 
 def test_one_stage_a_rank_is_the_same_in_every_placement() -> None:
     v, loop, line = (problem_of((layout[0], 1), 3) for layout in (V, LOOP, LINEAR))
-    assert v.ahead == loop.ahead == line.ahead
+    assert v.tables == loop.tables == line.tables
 
 
 def test_fewer_microbatches() -> None:
@@ -84,7 +84,7 @@ def test_a_full_backward_is_two_operations() -> None:
     problem = problem_of(LINEAR, 1, 2)
     (order,) = problem.orders_of([[Action(0, Kind.F, 0), Action(0, Kind.B, 0)]])
     assert order == [0, 2, 4]
-    assert problem.actions_of([order]) == [[Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)]]
+    assert problem.actions_of([order]) == (tuple(Action(0, kind, 0) for kind in (Kind.F, Kind.I, Kind.W)),)
 
 
 def test_actions_are_operations() -> None:
@@ -98,27 +98,30 @@ def test_actions_are_operations() -> None:
 
 
 @given(problems(), st.randoms(use_true_random=False))
-def test_operations_are_actions_and_back(problem: Problem, chance: Random) -> None:
+def test_operations_are_actions_and_back(problem: Problem, rng: Random) -> None:
     orders = [
-        [operation for operation in range(problem.size) if problem.ahead.rank[operation] == rank]
+        [operation for operation in range(problem.size) if problem.tables.rank[operation] == rank]
         for rank in range(problem.ranks)
     ]
     for order in orders:
-        chance.shuffle(order)
+        rng.shuffle(order)
     assert problem.orders_of(problem.actions_of(orders)) == orders
 
 
 @given(problems())
 def test_the_mirror_image_swaps_what_comes_before_and_behind(problem: Problem) -> None:
-    ahead, mirrored = problem.ahead, problem.mirrored
+    ahead, mirrored_tables = problem.tables, problem.mirrored_tables
     for operation, follower in enumerate(ahead.feeds):
-        assert mirrored.needs[operation] == follower
+        assert mirrored_tables.needs[operation] == follower
         if follower >= 0:
-            assert mirrored.feeds[follower] == ahead.needs[follower] == operation
-            assert mirrored.delay[operation] == ahead.delay[follower]
+            assert mirrored_tables.feeds[follower] == ahead.needs[follower] == operation
+            assert mirrored_tables.delay[operation] == ahead.delay[follower]
         if ahead.after[operation] >= 0:
-            assert mirrored.after[ahead.after[operation]] == operation
-    assert list(map(sum, zip(ahead.grows, mirrored.grows, strict=True))) == [0] * problem.size
+            assert mirrored_tables.after[ahead.after[operation]] == operation
+    assert (
+        list(map(sum, zip(ahead.memory_change, mirrored_tables.memory_change, strict=True)))
+        == [0] * problem.size
+    )
 
 
 @given(problems(), st.integers(0, 1000))

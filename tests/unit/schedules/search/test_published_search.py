@@ -10,8 +10,8 @@ from search_cases import LINEAR, LOOP, ROOMY, V, problem_of, require_legal, sche
 
 from plait.schedules.search.api import schedule
 from plait.schedules.search.auto import Measure
-from plait.schedules.search.exact_search import search_all
-from plait.schedules.search.problem import Layout
+from plait.schedules.search.exact_search import exact_search
+from plait.schedules.search.problem import StageLayout
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
 
@@ -95,7 +95,7 @@ def found(
     chunks: int | None = None,
     measure: Measure = "makespan",
 ) -> Timeline:
-    """With all the effort that a user gets."""
+    """With all the budget that a user gets."""
     made = schedule(
         "auto",
         ranks=ranks,
@@ -112,19 +112,19 @@ def found(
 
 @pytest.mark.parametrize(("layout", "ranks", "microbatches", "times", "limit", "best"), EXACT_OPTIMA)
 def test_exact_optima(
-    layout: Layout, ranks: int, microbatches: int, times: tuple[float, ...], limit: int, best: float
+    layout: StageLayout, ranks: int, microbatches: int, times: tuple[float, ...], limit: int, best: float
 ) -> None:
     chunks = layout[1]
     forward, inputs, weights, comm = times
     costs = Costs(chunks * forward, chunks * inputs, chunks * weights, comm)
-    exact = search_all(problem_of(layout, ranks, microbatches, costs, limit), ROOMY, nodes=20_000)
+    exact = exact_search(problem_of(layout, ranks, microbatches, costs, limit), ROOMY, nodes=20_000)
     assert exact.proven
     assert exact.orders is not None
     problem = problem_of(layout, ranks, microbatches, costs, limit)
     require_legal(problem, exact.orders)
     assert simulate(schedule_of(problem, exact.orders), costs).makespan == best
     # Over both layouts of so many chunks it may be shorter still.
-    auto = searched(ranks, microbatches, costs, limit / chunks, chunks, effort=20_000, nodes=20_000)
+    auto = searched(ranks, microbatches, costs, limit / chunks, chunks, budget=20_000, nodes=20_000)
     assert auto.makespan <= best
     assert chunks > 1 or auto.makespan == auto.schedule.bound == best
 

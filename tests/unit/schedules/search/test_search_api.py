@@ -103,8 +103,8 @@ def test_a_pattern_is_legal_within_its_memory_for_any_costs(
 )
 def test_a_pattern_depends_on_costs(policy: str, span: float, of_unit_costs: float) -> None:
     slow = Costs(1, 2, 0.5, comm=0.3)
-    settled, other = (schedule(policy, ranks=3, microbatches=6, costs=costs) for costs in (slow, None))
-    assert (simulate(settled, slow).span, simulate(other, slow).span) == (span, of_unit_costs)
+    timed, other = (schedule(policy, ranks=3, microbatches=6, costs=costs) for costs in (slow, None))
+    assert (simulate(timed, slow).span, simulate(other, slow).span) == (span, of_unit_costs)
 
 
 @pytest.mark.parametrize("limit", [inf, 8, 1e30])
@@ -186,6 +186,6 @@ def test_refuses_costs_for_another_number_of_stages(policy: str, stages: int) ->
 
 
 def test_auto_measures_what_it_is_told_to() -> None:
-    by_makespan = searched(4, 8, limit=7, chunks=1, effort=50_000).schedule
-    by_span = searched(4, 8, limit=7, chunks=1, measure="span", effort=50_000).schedule
+    by_makespan = searched(4, 8, limit=7, chunks=1, budget=50_000).schedule
+    by_span = searched(4, 8, limit=7, chunks=1, measure="span", budget=50_000).schedule
     assert (by_makespan.bound, by_span.bound) == (27, 24)
