@@ -9,6 +9,7 @@ linears. The row linear's bias is added once, after the sum.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -19,7 +20,7 @@ from plait.autograd.paired_collectives import copy
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.partition import EVEN, Partition
+from plait.tensor.partition import Partition
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Rotates queries and keys, each `[rows, heads, length, head_size]`, such as rotary positions do."""
@@ -52,16 +53,15 @@ class TensorParallelMLP(nn.Module):
         """
         super().__init__()
         self.group, self.activation = group, activation
-        self.up = _column(hidden, inner, group, EVEN, "up", bias=bias, device=device, dtype=dtype)
-        self.gate: ColumnParallelLinear | None = None
-        if gated:
-            self.gate = _column(hidden, inner, group, EVEN, "gate", bias=bias, device=device, dtype=dtype)
-        self.down = RowParallelLinear(
-            inner, hidden, group, bias=bias, path="down", device=device, dtype=dtype
-        )
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.up = ColumnParallelLinear(hidden, inner, group, path="up", **options)
+        self.gate = ColumnParallelLinear(hidden, inner, group, path="gate", **options) if gated else None
+        self.down = RowParallelLinear(inner, hidden, group, path="down", **options)
+        for column in filter(None, (self.up, self.gate)):
+            column.enters = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the output without a residual connection."""
+        """Return the output, without a residual connection."""
         entered = self.up.boundary.enter(x)
         up = self.up(entered)
         inner = self.activation(up) if self.gate is None else self.activation(self.gate(entered)) * up
@@ -111,18 +111,17 @@ class TensorParallelAttention(nn.Module):
         self.head_size = hidden // heads if head_size is None else head_size
         self.copies = _checked_copies(copies, kv_heads, group)
         of_heads, of_keys = Partition(heads), Partition(kv_heads, repeated=True)
-        sizes = {"query": (heads, of_heads), "key": (kv_heads, of_keys), "value": (kv_heads, of_keys)}
-        self.query, self.key, self.value = (
-            _column(hidden, n * self.head_size, group, partition, name, bias=bias, device=device, dtype=dtype)
-            for name, (n, partition) in sizes.items()
-        )
-        features = heads * self.head_size
-        self.output = RowParallelLinear(
-            features, hidden, group, bias=bias, partition=of_heads, path="output", device=device, dtype=dtype
-        )
+        queries, keys = heads * self.head_size, kv_heads * self.head_size
+        options: dict[str, Any] = {"bias": bias, "device": device, "dtype": dtype}
+        self.query = ColumnParallelLinear(hidden, queries, group, partition=of_heads, path="query", **options)
+        self.key = ColumnParallelLinear(hidden, keys, group, partition=of_keys, path="key", **options)
+        self.value = ColumnParallelLinear(hidden, keys, group, partition=of_keys, path="value", **options)
+        self.output = RowParallelLinear(queries, hidden, group, partition=of_heads, path="output", **options)
+        for column in (self.query, self.key, self.value):
+            column.enters = False
 
     def forward(self, x: Tensor) -> Tensor:
-        """Give the output without a residual connection."""
+        """Return the output, without a residual connection."""
         entered = self.query.boundary.enter(x)
         query = self._heads(self.query(entered))
         key, value = (self._heads(self._shared(one, entered)) for one in (self.key, self.value))
@@ -147,25 +146,6 @@ class TensorParallelAttention(nn.Module):
         weight = copy(column.weight, self.copies)
         bias = None if column.bias is None else copy(column.bias, self.copies)
         return linear(entered, weight, bias, None)
-
-
-def _column(
-    inputs: int,
-    outputs: int,
-    group: Group,
-    partition: Partition,
-    path: str,
-    *,
-    bias: bool,
-    device: torch.device | str | None,
-    dtype: torch.dtype | None,
-) -> ColumnParallelLinear:
-    """Return a column linear whose input has entered the region already."""
-    made = ColumnParallelLinear(
-        inputs, outputs, group, bias=bias, partition=partition, path=path, device=device, dtype=dtype
-    )
-    made.enters = False
-    return made
 
 
 def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:

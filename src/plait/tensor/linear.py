@@ -30,7 +30,10 @@ class _ParallelLinear(nn.Module):
 
     weight: nn.Parameter
     bias: nn.Parameter | None
+    transposed = False
+    """Whether the weight is `[in, out]`."""
     group: Group
+    queue: WeightGradientQueue | None = None
     boundary: RegionBoundary
     """The boundary of the linear's region."""
     layouts: dict[str, Layout]
@@ -57,6 +60,9 @@ class ColumnParallelLinear(_ParallelLinear):
     under `layouts`. Communication: one all-reduce of the input's gradient; with `gather_output` one
     all-gather forward.
     """
+
+    enters = True
+    """Whether `forward` enters the region; else an entrance before does, once for several linears."""
 
     def __init__(
         self,
@@ -87,11 +93,6 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"or tp to {partition.parts}."
             )
         self.boundary = WholeBoundary(group)
-        self.enters = True
-        """Whether `forward` enters the region; else an entrance before does, once for several linears."""
-        self.transposed = False
-        """Whether the weight is `[in, out]`."""
-        self.queue: WeightGradientQueue | None = None
         self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -132,9 +133,6 @@ class RowParallelLinear(_ParallelLinear):
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
         self.boundary = WholeBoundary(group)
-        self.transposed = False
-        """Whether the weight is `[in, out]`."""
-        self.queue: WeightGradientQueue | None = None
         self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.models.building import require_length
 from plait.models.initial import Constant, Initial, Normal
 from plait.models.rotary import rotate
 
@@ -35,6 +36,64 @@ class ConvertedLayer(nn.Module):
             else:
                 found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
         return found
+
+
+class Embedding(ConvertedLayer):
+    """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which enter in attention."""
+
+    def __init__(
+        self, name: str, table: nn.Module, context: int, std: float, emb_dropout: nn.Module | None = None
+    ) -> None:
+        """`name`: of `table` in the model."""
+        super().__init__(std)
+        self.name, self.context = name, context
+        self.add_module(name, table)
+        self.emb_dropout = emb_dropout
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """Return the embeddings. ModelError for a sequence longer than the context."""
+        require_length(tokens.shape[1], self.context)
+        embedded: Tensor = self.get_submodule(self.name)(tokens)
+        return embedded if self.emb_dropout is None else self.emb_dropout(embedded)
+
+
+class MLP(ConvertedLayer):
+    """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
+
+    def __init__(
+        self,
+        name: str,
+        norm: nn.Module,
+        mlp: nn.Module,
+        std: float,
+        exceptions: Mapping[str, float] | None = None,
+    ) -> None:
+        """`name`: of `norm` in the model."""
+        super().__init__(std, exceptions)
+        self.name = name
+        self.add_module(name, norm)
+        self.mlp = mlp
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the output, with the residual connection."""
+        result: Tensor = x + self.mlp(self.get_submodule(self.name)(x))
+        return result
+
+
+class Head(ConvertedLayer):
+    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
+
+    def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
+        """`name`: of `norm` in the model."""
+        super().__init__(std)
+        self.name = name
+        self.add_module(name, norm)
+        self.lm_head = lm_head
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.lm_head(self.get_submodule(self.name)(x))
+        return logits
 
 
 def attention_cost(layer: nn.Module, context: int, width: int) -> float:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from plait.errors import ModelError
 from plait.models.building import assemble, require_length
-from plait.models.huggingface.common import ConvertedLayer, attend, attention_cost, heads_of
+from plait.models.huggingface.common import MLP, ConvertedLayer, Head, attend, attention_cost, heads_of
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -45,13 +45,15 @@ def adapt(model: Any) -> nn.Sequential:
         nn.Sequential(
             OrderedDict(
                 attention=Attention(block.ln_1, block.attn, context, std, smaller),
-                mlp=MLP(block.ln_2, block.mlp, std, smaller),
+                mlp=MLP("ln_2", block.ln_2, block.mlp, std, smaller),
             )
         )
         for block in body.h
     ]
     embedding = Embedding(body.wte, body.wpe, body.drop, std)
-    return assemble(embedding, blocks, Head(body.ln_f, model.lm_head, std), context=context, rules=RULES)
+    return assemble(
+        embedding, blocks, Head("ln_f", body.ln_f, model.lm_head, std), context=context, rules=RULES
+    )
 
 
 class Embedding(ConvertedLayer):
@@ -91,29 +93,3 @@ class Attention(ConvertedLayer):
     def cost(self) -> float:
         """Return multiplications a token."""
         return attention_cost(self, self.context, self.attn.embed_dim)
-
-
-class MLP(ConvertedLayer):
-    """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
-
-    def __init__(self, ln_2: nn.Module, mlp: nn.Module, std: float, smaller: dict[str, float]) -> None:
-        super().__init__(std, smaller)
-        self.ln_2, self.mlp = ln_2, mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection."""
-        result: Tensor = x + self.mlp(self.ln_2(x))
-        return result
-
-
-class Head(ConvertedLayer):
-    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
-
-    def __init__(self, ln_f: nn.Module, lm_head: nn.Module, std: float) -> None:
-        super().__init__(std)
-        self.ln_f, self.lm_head = ln_f, lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.lm_head(self.ln_f(x))
-        return logits

@@ -6,9 +6,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.models.building import assemble, require_length
+from plait.models.building import assemble
 from plait.models.huggingface.common import (
     ConvertedLayer,
+    Embedding,
+    Head,
     Rotary,
     attend,
     attention_cost,
@@ -37,24 +39,10 @@ def adapt(model: Any) -> nn.Sequential:
     """Return `model` as a sequence. ModelError for rotary embeddings that depend on a sequence's length."""
     config, body = model.config, model.gpt_neox
     std, context = config.initializer_range, config.max_position_embeddings
-    embedding = Embedding(body.embed_in, body.emb_dropout, context, std)
+    embedding = Embedding("embed_in", body.embed_in, context, std, body.emb_dropout)
     blocks = [Block(block, body.rotary_emb, std) for block in body.layers]
-    head = Head(body.final_layer_norm, model.lm_head, std)
+    head = Head("final_layer_norm", body.final_layer_norm, model.lm_head, std)
     return assemble(embedding, blocks, head, context=context, rules=RULES)
-
-
-class Embedding(ConvertedLayer):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
-
-    def __init__(self, embed_in: nn.Module, emb_dropout: nn.Module, context: int, std: float) -> None:
-        super().__init__(std)
-        self.embed_in, self.emb_dropout, self.context = embed_in, emb_dropout, context
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings. ModelError for a sequence longer than the context."""
-        require_length(tokens.shape[1], self.context)
-        embedded: Tensor = self.emb_dropout(self.embed_in(tokens))
-        return embedded
 
 
 class Block(ConvertedLayer):
@@ -97,16 +85,3 @@ class Block(ConvertedLayer):
         """Return multiplications a token."""
         config = self.attention.config
         return attention_cost(self, config.max_position_embeddings, config.hidden_size)
-
-
-class Head(ConvertedLayer):
-    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
-
-    def __init__(self, final_layer_norm: nn.Module, lm_head: nn.Module, std: float) -> None:
-        super().__init__(std)
-        self.final_layer_norm, self.lm_head = final_layer_norm, lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.lm_head(self.final_layer_norm(x))
-        return logits

@@ -7,9 +7,12 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.models.building import assemble, require_length
+from plait.models.building import assemble
 from plait.models.huggingface.common import (
+    MLP,
     ConvertedLayer,
+    Embedding,
+    Head,
     Rotary,
     attend,
     attention_cost,
@@ -46,27 +49,15 @@ def adapt(model: Any) -> nn.Sequential:
         nn.Sequential(
             OrderedDict(
                 attention=Attention(block.input_layernorm, block.self_attn, body.rotary_emb, std),
-                mlp=MLP(block.post_attention_layernorm, block.mlp, std),
+                mlp=MLP("post_attention_layernorm", block.post_attention_layernorm, block.mlp, std),
             )
         )
         for block in body.layers
     ]
-    embedding = Embedding(body.embed_tokens, context, std)
-    return assemble(embedding, blocks, Head(body.norm, model.lm_head, std), context=context, rules=RULES)
-
-
-class Embedding(ConvertedLayer):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
-
-    def __init__(self, embed_tokens: nn.Module, context: int, std: float) -> None:
-        super().__init__(std)
-        self.embed_tokens, self.context = embed_tokens, context
-
-    def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings. ModelError for a sequence longer than the context."""
-        require_length(tokens.shape[1], self.context)
-        embedded: Tensor = self.embed_tokens(tokens)
-        return embedded
+    embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
+    return assemble(
+        embedding, blocks, Head("norm", body.norm, model.lm_head, std), context=context, rules=RULES
+    )
 
 
 class Attention(ConvertedLayer):
@@ -112,29 +103,3 @@ def _window(self_attn: Any) -> int | None:
         found: int | None = self_attn.sliding_window
         return found
     return getattr(self_attn.config, "sliding_window", None)
-
-
-class MLP(ConvertedLayer):
-    """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
-
-    def __init__(self, post_attention_layernorm: nn.Module, mlp: nn.Module, std: float) -> None:
-        super().__init__(std)
-        self.post_attention_layernorm, self.mlp = post_attention_layernorm, mlp
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection."""
-        result: Tensor = x + self.mlp(self.post_attention_layernorm(x))
-        return result
-
-
-class Head(ConvertedLayer):
-    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
-
-    def __init__(self, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
-        super().__init__(std)
-        self.norm, self.lm_head = norm, lm_head
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.lm_head(self.norm(x))
-        return logits
