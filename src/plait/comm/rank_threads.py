@@ -55,8 +55,7 @@ def run_threads(
     try:
         for rank in range(ranks):
             RankThread(LocalRank(rank, scheduler, groups, shared_results), partial(run, rank)).start()
-        scheduler.start()
-        scheduler.join()
+        scheduler.run()
     except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait
         scheduler.cancel("the run was interrupted")
         raise

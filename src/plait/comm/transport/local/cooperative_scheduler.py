@@ -50,9 +50,10 @@ class CooperativeScheduler:
         self._deadlock: str | None = None
         self._all_ended = threading.Event()
 
-    def start(self) -> None:
-        """Run rank 0."""
+    def run(self) -> None:
+        """Run rank 0, and block until all ranks have ended."""
         self._resume[0].release()
+        self._all_ended.wait()
 
     def begin(self, rank: int) -> None:
         """Block until this rank is run for the first time."""
@@ -66,10 +67,6 @@ class CooperativeScheduler:
             self._all_ended.set()
         elif rank not in self._timed_out and (next_rank := self._next()) is not None:
             self._resume[next_rank].release()
-
-    def join(self) -> None:
-        """Block until all ranks have ended."""
-        self._all_ended.wait()
 
     def wait(self, rank: int, condition: WaitCondition, timeout: float) -> None:
         """Run other ranks until `condition` is ready and no lower rank can continue.

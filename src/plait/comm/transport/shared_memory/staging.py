@@ -47,8 +47,8 @@ class SharedSegments:
         finally:
             os.close(descriptor)
 
-    def wait(self) -> None:
-        """Block until the segments of all others are mapped. Raises as `Channels.receive`."""
+    def all_segments(self) -> tuple[Tensor, ...]:
+        """Return the segments of all ranks by index, as bytes. Blocks and raises as `Channels.receive`."""
         if not self._segments:
             messages = self._channels.receive(self._sequence, Message(self._nbytes))
             descriptors = (message.descriptor for message in messages)
@@ -56,10 +56,6 @@ class SharedSegments:
                 self.own if one is None else self._map_and_close(one) for one in descriptors
             )
             self._channels.acknowledge(self._sequence)
-
-    def all_segments(self) -> tuple[Tensor, ...]:
-        """Return the segments of all ranks in order of the index, as bytes. Blocks and raises as `wait`."""
-        self.wait()
         return self._segments
 
     def _map_and_close(self, descriptor: int) -> Tensor:
@@ -162,7 +158,7 @@ class StagingBuffers:
         """Finish all pending reads, on every rank, so that every block is free."""
         for pending in list(self._pending.values()):
             pending.wait()
-        self.segments.wait()  # not yet done where all reads were abandoned
+        self.segments.all_segments()  # not received yet where all reads were abandoned
         self.channels.send_acknowledgement()
         if self._lent:
             self.channels.wait_acknowledged(self._lent[-1][0])
