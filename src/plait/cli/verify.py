@@ -11,7 +11,7 @@ from difflib import get_close_matches
 from plait.cli.arguments import CommandParser, count
 from plait.cli.ranks_and_signals import degrees, importing, local_ranks
 from plait.errors import ConfigError
-from plait.train.config_parser import config_from_arguments, nearest
+from plait.train.config_parser import config_from_arguments, nearest_field
 
 _ABOUT = """\
 usage: plait verify [--config FILE.toml] [--section.field value ...] [options]
@@ -84,7 +84,7 @@ def _require_sections(arguments: Sequence[str]) -> None:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")
         if not argument.startswith("--") or "." in name or name == "config":
             continue
-        near = next(iter(get_close_matches(name, own, n=1)), None) or nearest(name)
+        near = next(iter(get_close_matches(name, own, n=1)), None) or nearest_field(name)
         remedy = f"did you mean --{near}?" if near else "see `plait verify --help`."
         raise ConfigError(f"--{name} is not an option of `plait verify`: {remedy}")
 

@@ -1,6 +1,6 @@
 """Batches of tokens, which depend on the seed and the step only, never on the layout.
 
-A global batch is `batch` sequences, of which data-parallel rank `d` of `D` takes `rows_of(d, D, batch)`.
+A global batch is `batch` sequences, of which data-parallel rank `d` of `D` takes `rank_rows(d, D, batch)`.
 Nothing is communicated and no state is kept: any batch of any step can be made directly, also after a resume.
 """
 
@@ -33,7 +33,7 @@ class Batches(Protocol):
         ...
 
 
-def rows_of(rank: int, ranks: int, batch: int) -> slice:
+def rank_rows(rank: int, ranks: int, batch: int) -> slice:
     """Return the rows of a global batch of data-parallel rank `rank`; `ranks` divides `batch`."""
     share = batch // ranks
     return slice(rank * share, (rank + 1) * share)

@@ -37,7 +37,7 @@ def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any]
     return None if config.folder is None else weights_in(config.folder, model)
 
 
-def adamw(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
+def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
     """Return AdamW for parameter groups that set their own weight decay."""
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 

@@ -197,12 +197,12 @@ def _field(name: str, origin: str) -> Schema:
     if name in sections():
         example = next(known for known in fields() if known.startswith(f"{name}."))
         raise ConfigError(f"{name} (from {origin}) is a section: set one of its fields, such as {example}.")
-    near = nearest(name)
+    near = nearest_field(name)
     remedy = f"did you mean {near}?" if near else "see `plait train --help` for all fields."
     raise ConfigError(f"{name} (from {origin}) is not a known field: {remedy}")
 
 
-def nearest(name: str) -> str | None:
+def nearest_field(name: str) -> str | None:
     """Return the field nearest to `name`, if one is near; the section in `name` may be wrong or missing."""
     lasts = {known.rpartition(".")[2]: known for known in fields()}
     near = get_close_matches(name.rpartition(".")[2], lasts, n=1)

@@ -13,7 +13,7 @@ from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import write_pictures
 from plait.schedules.simulation.text import title
 from plait.schedules.simulation.timeline import simulate
-from plait.train.batches import rows_of
+from plait.train.batches import rank_rows
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.data import Data
@@ -28,7 +28,7 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
     """Return the plan with stages cut by measured layer times where `parallel.balance` asks for it."""
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
-    rows = rows_of(mesh.index("dp"), mesh.size("dp"), config.train.batch)
+    rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
     inputs, targets = data.training.batch(0, rows)
     return balance(build_model(config.model, data.vocab), plan, mesh, inputs, targets)
 

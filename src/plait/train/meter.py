@@ -59,7 +59,7 @@ class Meter:
 
         Communication: one number, all-reduced over the world. Waits for the device.
         """
-        memory = torch.tensor([peak_memory(self._mesh.device)], dtype=torch.float64, device=loss.device)
+        memory = torch.tensor([peak_memory_bytes(self._mesh.device)], dtype=torch.float64, device=loss.device)
         all_reduce(memory, self._mesh.group("world"), "max", checked=False).wait()
         numbers = torch.stack([loss.double(), norm.double(), memory[0]]).tolist()
         seconds = time.perf_counter() - self._started
@@ -78,7 +78,7 @@ class Meter:
         return row
 
 
-def peak_memory(device: torch.device) -> int:
+def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak in bytes so far: the allocator's on a GPU, the process's resident set on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)

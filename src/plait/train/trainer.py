@@ -16,8 +16,8 @@ from plait.composer import parallelize
 from plait.errors import NonFiniteError
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
-from plait.train.batches import rows_of
-from plait.train.build import adamw, build_model, initial_weights, learning_rate
+from plait.train.batches import rank_rows
+from plait.train.build import build_model, build_optimizer, initial_weights, learning_rate
 from plait.train.config import Config
 from plait.train.data import Data
 from plait.train.tokenizer import printable
@@ -34,11 +34,11 @@ class Trainer:
         self.has_weights = values is not None
         self.engine = parallelize(model, plan, mesh, loss=cross_entropy, seed=settings.seed, values=values)
         groups = self.engine.parameter_groups(weight_decay=settings.weight_decay)
-        self.optimizer = adamw(groups, settings)
+        self.optimizer = build_optimizer(groups, settings)
         self._settings = settings
         self._data = data
         self._mesh = mesh
-        self._rows = rows_of(mesh.index("dp"), mesh.size("dp"), settings.batch)
+        self._rows = rank_rows(mesh.index("dp"), mesh.size("dp"), settings.batch)
 
     def step(self, step: int) -> tuple[Tensor, Tensor]:
         """Train on the batch of `step`, counted from 0; return its loss and gradient norm, 0-d.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import partial
 
 from plait.tensor.losses import cross_entropy
-from plait.train.build import adamw, build_model
+from plait.train.build import build_model, build_optimizer
 from plait.train.config import Config
 from plait.train.data import load_data
 from plait.verification.case import Case
@@ -23,7 +23,7 @@ def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate:
         mode=mode,
         steps=steps,
         weight_decay=settings.weight_decay,
-        optimizer=partial(adamw, settings=settings),
+        optimizer=partial(build_optimizer, settings=settings),
         isolate=isolate,
         seed=settings.seed,
     )

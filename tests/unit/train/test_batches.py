@@ -11,7 +11,7 @@ from plait.train.batches import (
     ShuffledBatches,
     TokenWindows,
     ValidationBatches,
-    rows_of,
+    rank_rows,
 )
 from plait.train.permutation import permute
 
@@ -55,7 +55,7 @@ def batches(kind: str, size: int) -> Batches:
 def test_ranks_together_take_the_global_batch(kind: str, share: int, ranks: int, step: int) -> None:
     made = batches(kind, size=share * ranks)
     whole = made.batch(step, slice(None))
-    parts = [made.batch(step, rows_of(rank, ranks, share * ranks)) for rank in range(ranks)]
+    parts = [made.batch(step, rank_rows(rank, ranks, share * ranks)) for rank in range(ranks)]
     for place in (0, 1):
         assert torch.equal(torch.cat([part[place] for part in parts]), whole[place])
         assert whole[place].shape == (share * ranks, 5)
