@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -132,8 +132,10 @@ class Engine:
         the device. Communication: one all-reduce of 8 bytes over `pp` and `tp`, or over `world`
         where gradients are cut.
         """
-        norm = self._start_norm(norm_type)()
-        scale_to(self._runtime.units.values(), norm, max_norm)
+        units, counted = self._runtime.units.values(), self._runtime.counted
+        group = self.mesh.group("world" if self.plan.shards else "model")
+        norm = start_norm(units, counted, group, self.mesh.device, norm_type)()
+        scale_to(units, norm, max_norm)
         if self._runner.scale.guards or error_if_nonfinite:
             finite = bool(norm.isfinite())
             self._runner.scale.update(finite=finite)
@@ -160,12 +162,11 @@ class Engine:
         return norm
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's parameters with their names in the model, layer by layer.
+        """Iterate over this rank's parameters with their names in the model, layer by layer.
 
         The engine sets their gradients: hooks on parameters run too early for some, and never for others.
         """
-        for unit in self._runtime.units.values():
-            yield from unit.pieces.items()
+        return self._runtime.named_parameters()
 
     def parameters(self) -> Iterator[nn.Parameter]:
         """Yield this rank's parameters."""
@@ -173,9 +174,8 @@ class Engine:
             yield parameter
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's buffers that are in the model's `state_dict`, whole, with their names there."""
-        for stage in self._pipeline.stages.values():
-            yield from saved_buffers(stage.layers)
+        """Iterate over this rank's buffers that are in the model's `state_dict`, with their names there."""
+        return self._runtime.named_buffers()
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
         """Return the whole model as `model.state_dict()` names it: parameters and buffers, on the CPU.
@@ -315,11 +315,6 @@ class Engine:
         limit = self.plan.memory_limit if memory_limit is None else memory_limit
         self.follow(schedule_from_rank_zero(now, lambda: shortest_schedule(now, costs, limit), self.mesh))
         return self.schedule
-
-    def _start_norm(self, norm_type: float) -> Callable[[], Tensor]:
-        units, counted = self._runtime.units.values(), self._runtime.counted
-        group = self.mesh.group("world" if self.plan.shards else "model")
-        return start_norm(units, counted, group, self.mesh.device, norm_type)
 
     @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:

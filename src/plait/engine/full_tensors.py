@@ -21,7 +21,6 @@ from plait.comm.text import all_gather_text
 from plait.engine.runtime import Runtime
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
-from plait.layers.layer_sequence import saved_buffers
 from plait.layout import shard
 from plait.models.tensor_sources import (
     LocalSource,
@@ -36,7 +35,7 @@ from plait.tensor.tensor_parallelism import named
 
 def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
     """Return the whole model's parameters and buffers on the CPU; see `Engine.state_dict`."""
-    held = {**_pieces(runtime), **dict(_buffers(runtime))}
+    held: dict[str, Tensor] = {**dict(runtime.named_parameters()), **dict(runtime.named_buffers())}
     keeps = everywhere or runtime.mesh.rank == 0
     found = {
         name: tensor.to("cpu", copy=True)
@@ -51,7 +50,7 @@ def state_dict(runtime: Runtime, *, everywhere: bool) -> dict[str, Tensor]:
 
 def named_gradients(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
     """Yield the whole gradient of each parameter on every rank; see `Engine.named_gradients`."""
-    held = {name: piece.grad for name, piece in _pieces(runtime).items() if piece.grad is not None}
+    held = {name: piece.grad for name, piece in runtime.named_parameters() if piece.grad is not None}
     for name, gradient in _full(runtime, held, "gradients", everywhere=True):
         assert gradient is not None
         yield name, gradient
@@ -62,7 +61,7 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
     """Copy whole tensors into this rank's pieces and buffers; see `Engine.load_state_dict`."""
     places = _places(runtime)
     source = _agreed(runtime, LocalSource(places, 0, given or {}), from_rank_zero=from_rank_zero)
-    pieces, buffers = _pieces(runtime), dict(_buffers(runtime))
+    pieces, buffers = dict(runtime.named_parameters()), dict(runtime.named_buffers())
     for name, place in places.items():
         here = [buffers[alias] for alias in place.saved_as if alias in buffers]
         if name in pieces:
@@ -139,15 +138,3 @@ def _places(runtime: Runtime) -> dict[str, TensorLocation]:
             empty = torch.empty(shape, dtype=place.tensor.dtype, device="meta")
             found[name] = replace(place, tensor=empty)
     return found
-
-
-def _pieces(runtime: Runtime) -> dict[str, Tensor]:
-    """Return the parameters that this rank's optimizer updates, by name."""
-    units = runtime.units.values()
-    return {name: piece for unit in units for name, piece in unit.pieces.items()}
-
-
-def _buffers(runtime: Runtime) -> Iterator[tuple[str, Tensor]]:
-    """Yield this rank's buffers that are in the state dict."""
-    for stage in runtime.pipeline.stages.values():
-        yield from saved_buffers(stage.layers)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
@@ -54,33 +55,22 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
     text = ""
     if mesh.rank == 0:
         try:
-            text = to_text(choose())
+            text = json.dumps(to_json(choose()))
         except PlaitError as error:  # the other ranks wait for a text
             text = f"{_ERROR}{error}"
     text = broadcast_text(text, mesh.group("world"), mesh.device)
     if text.startswith(_ERROR):
         raise ScheduleError(text.removeprefix(_ERROR))
-    return from_text(text, now)
-
-
-def to_text(order: Schedule) -> str:
-    """Return an order as text: its policy, then a line for each rank."""
-    return "\n".join([order.policy, *(" ".join(row) for row in order.order)])
-
-
-def from_text(text: str, now: Schedule) -> Schedule:
-    """Return the order whose text is given, with the stages on their ranks of `now`."""
-    policy, *rows = text.split("\n")
-    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
-    return replace(now, policy=policy, actions=actions, bound=None)
+    return from_json(json.loads(text), now) or now
 
 
 def to_json(order: Schedule) -> dict[str, Any]:
-    """Return an order, with its number of micro-batches and its ranks of stages, as JSON holds it."""
+    """Return an order as JSON holds it: a text of its policy and a line for each rank, and what it is of."""
+    lines = [order.policy, *(" ".join(row) for row in order.order)]
     return {
         "microbatches": order.microbatches,
         "rank_of": list(order.rank_of),
-        "order": to_text(order),
+        "order": "\n".join(lines),
     }
 
 
@@ -88,8 +78,9 @@ def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
     """Return the order of a `to_json`; None where it is of other actions, or the same as `now`."""
     if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
         return None
-    order = from_text(state["order"], now)
-    return None if order.order == now.order else order
+    policy, *rows = state["order"].split("\n")
+    actions = tuple(tuple(map(Action.parse, row.split())) for row in rows)
+    return None if actions == now.actions else replace(now, policy=policy, actions=actions, bound=None)
 
 
 def require_same_actions(other: Schedule, now: Schedule) -> None:

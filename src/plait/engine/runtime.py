@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
+
+from torch import Tensor, nn
 
 from plait.autograd.dropout import DropoutGenerator
 from plait.blueprint import Blueprint
 from plait.comm.mesh import Mesh
+from plait.layers.layer_sequence import saved_buffers
 from plait.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.program import Instruction
 from plait.sharding.unit import Unit
@@ -36,6 +39,16 @@ class Runtime:
     """All layers of the model, on the meta device."""
     context: int | None
     """The longest sequence that the model takes; None where it has no attribute `context`."""
+
+    def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
+        """Yield the parameters that this rank's optimizer updates, with their names in the model."""
+        for unit in self.units.values():
+            yield from unit.pieces.items()
+
+    def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield this rank's buffers that are in the model's `state_dict`, with their names there."""
+        for stage in self.pipeline.stages.values():
+            yield from saved_buffers(stage.layers)
 
 
 InstructionObserver = Callable[[Instruction, Runtime], None]

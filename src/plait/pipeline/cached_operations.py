@@ -10,7 +10,6 @@ that is written to is not kept.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
 from typing import Any, Self
 
 from torch import Tensor
@@ -35,97 +34,77 @@ _CACHED = frozenset(
 """Names of aten operations."""
 
 
-@dataclass
-class OperationCache:
-    """The results of one run's operations, in their order; None for one that is to be computed again."""
-
-    most: int | None
-    """How many results to keep; None: all."""
-    results: list[Any] = field(default_factory=list)
-    recording: bool = False
-    """Whether the first run is under way."""
-
-    def add(self, result: Any) -> None:
-        """Append the next result, without its graph, which would keep the activations alive."""
-        wanted = self.most is None or len(self.results) < self.most
-        self.results.append(map_tensors(Tensor.detach, result) if wanted else None)
-
-    def drop(self, written: Tensor) -> None:
-        """Drop the results that share memory with a tensor that is written to."""
-        storage = written.untyped_storage()
-        for number, result in enumerate(self.results):
-            if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
-                self.results[number] = None
-
-    def take(self, number: int) -> Any:
-        """Remove and return a result; None where the operation is to be computed again."""
-        if number >= len(self.results):
-            return None
-        result, self.results[number] = self.results[number], None
-        return result
-
-    def disable(self) -> None:
-        """Keep nothing: the layer runs again within its first run, so operations cannot be numbered."""
-        self.results.clear()
-        self.most = 0
-
-
 class RecordOperations(TorchDispatchMode):
-    """The context of a layer's first run: results go to `cache`."""
+    """The context of a layer's first run: keeps the results of cached operations, in their order."""
 
-    def __init__(self, cache: OperationCache) -> None:
+    def __init__(self, most: int | None) -> None:
+        """`most`: how many results to keep; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self.most = most
+        self.results: list[Any] = []
+        """None for an operation that is to be computed again."""
+        self.active = False
 
     def __enter__(self) -> Self:
         """Start to record."""
-        self._cache.recording = True
+        self.active = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop recording."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._cache.recording = False
+        self.active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func`; add its result to the cache, and drop the results that it writes to."""
+        """Run `func`; keep its result, and drop the results that it writes to."""
         for tensor in _written(func, args, kwargs or {}):
-            self._cache.drop(tensor)
+            self._drop(tensor)
         result = func(*args, **(kwargs or {}))
         if _is_cached(func):
-            self._cache.add(result)
+            kept = self.most is None or len(self.results) < self.most
+            # Without its graph, which would keep the activations alive.
+            self.results.append(map_tensors(Tensor.detach, result) if kept else None)
         return result
+
+    def _drop(self, written: Tensor) -> None:
+        """Drop the results that share memory with a tensor that is written to."""
+        storage = written.untyped_storage()
+        for number, result in enumerate(self.results):
+            if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
+                self.results[number] = None
 
 
 class ReplayOperations(TorchDispatchMode):
-    """The context of a layer's second run: results come from `cache`; at its end `note` gets their number."""
+    """The context of a layer's second run: takes over results of the first, and passes their number to `note`."""
 
-    def __init__(self, cache: OperationCache, note: Callable[[int], None]) -> None:
+    def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self._cache = cache
+        self._recorded = recorded
         self._note = note
-        self._asked = 0
+        self._replayed = 0
 
     def __enter__(self) -> Self:
         """Start to replay."""
-        self._asked = 0
-        if self._cache.recording:
-            self._cache.disable()
+        self._replayed = 0
+        if self._recorded.active:  # the layer runs again within its first run: operations cannot be numbered
+            self._recorded.results.clear()
+            self._recorded.most = 0
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
         """Stop replaying."""
         super().__exit__(*error)  # type: ignore[no-untyped-call]
-        self._note(self._asked)
+        self._note(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Return the cached result of `func`, or run it."""
-        found = None
+        """Return the recorded result of `func`, once, or run it."""
+        found, results = None, self._recorded.results
         if _is_cached(func):
-            found = self._cache.take(self._asked)
-            self._asked += 1
+            if self._replayed < len(results):
+                found, results[self._replayed] = results[self._replayed], None
+            self._replayed += 1
         return func(*args, **(kwargs or {})) if found is None else found
 
 

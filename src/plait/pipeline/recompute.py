@@ -18,7 +18,7 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint
 
 from plait.layers.nested import Value
-from plait.pipeline.cached_operations import OperationCache, RecordOperations, ReplayOperations
+from plait.pipeline.cached_operations import RecordOperations, ReplayOperations
 from plait.plan import Recompute
 
 
@@ -39,12 +39,11 @@ class _SelectiveContexts:
 
     def __init__(self) -> None:
         self._replayed: int | None = None
-        """The most cached operations that a second run has asked for; None before the first backward."""
+        """The most operations that a second run has replayed; None before the first backward."""
 
     def make(self) -> tuple[RecordOperations, ReplayOperations]:
-        cache = OperationCache(self._replayed)
-
         def note(replayed: int) -> None:
             self._replayed = max(self._replayed or 0, replayed)
 
-        return RecordOperations(cache), ReplayOperations(cache, note)
+        recorded = RecordOperations(self._replayed)
+        return recorded, ReplayOperations(recorded, note)
