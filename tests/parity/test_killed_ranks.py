@@ -7,7 +7,7 @@ import re
 import signal
 from collections import Counter
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
 from typing import Any, Literal, NamedTuple
 from unittest.mock import patch
 
@@ -180,9 +180,14 @@ def fall(plan: Plan, fate: Fate, timeout: float) -> str:
 
 def surround(engine: Engine, doom: Doom) -> None:
     """Let `doom` see the beginning and the end of each instruction, and of weight work."""
-    for handlers in engine._runner.executor._handlers.values():
-        handlers.insert(0, lambda instruction: doom.reach(when="before"))
-        handlers.append(lambda instruction: doom.reach(when="after"))
+    executor = engine._runner._executor
+    original_calls = executor._calls
+
+    def calls(instruction: Instruction) -> list[Any]:
+        before, after = (partial(doom.reach, when=when) for when in ("before", "after"))
+        return [(before, instruction), *original_calls(instruction), (after, instruction)]
+
+    patch.object(executor, "_calls", calls).start()
     original = deferred._add_product
 
     def add_product(*arguments: Tensor) -> None:

@@ -143,8 +143,8 @@ def alive_in(plan: Plan) -> tuple[int, int, list[int]]:
     engine = engine_of(plan)
     most: Counter[str] = Counter()
 
-    def observe(_: Any, parts: Any) -> None:
-        buffers = [buffer for unit in parts.reducer.units.values() for buffer in unit.buffers]
+    def observe(_: Any, runtime: Any) -> None:
+        buffers = [buffer for unit in runtime.units.values() for buffer in unit.buffers]
         wholes = sum(buffer.whole.untyped_storage().nbytes() for buffer in buffers)
         gradients = sum(buffer.gradient.untyped_storage().nbytes() for buffer in buffers)
         most["whole"], most["gradient"] = max(most["whole"], wholes), max(most["gradient"], gradients)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -309,3 +311,13 @@ def test_a_step_that_fails_leaves_gradients_as_they_were() -> None:
     with pytest.raises(ZeroDivisionError):
         engine.forward_backward(INPUTS, TARGETS)
     assert_gradients(engine, wanted)
+
+
+def test_an_engine_does_not_keep_the_models_tensors_alive() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2).eval())
+    kept = [weakref.ref(tensor) for tensor in (*model.parameters(), model[1].running_mean)]
+    engine = parallelize(model, Plan(), Mesh(), loss=cross_entropy)
+    del model
+    gc.collect()
+    assert [reference() for reference in kept] == [None] * len(kept)
+    assert len(list(engine.parameters())) == 4

@@ -61,7 +61,7 @@ class Runner:
         """Whether the inputs of the latest step were `Microbatches`."""
         self._has_dropout = any(names_of(layer.module) for layer in runtime.meta_layers.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
-        self._latest: LossBatch | None = None
+        self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
         self.observe(None)
 
@@ -112,7 +112,7 @@ class Runner:
             self._totals = self.pipeline.loss_stage.totals
         if self.is_last and self.mesh.index("tp") == 0:
             mean = torch.stack(self._totals).double().sum() / batch.divisor
-        self._latest = batch
+        self._weights = batch.weights
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
@@ -133,11 +133,11 @@ class Runner:
 
     def microbatch_losses(self) -> Tensor:
         """Return the mean loss of each of the last micro-batches; see `Engine.microbatch_losses`."""
-        if self._latest is None:
+        if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
-        losses = torch.zeros_like(self._latest.weights)
+        losses = torch.zeros_like(self._weights)
         if self.is_last:
-            losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._latest.weights)
+            losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
     def require_same_call(self, call: str, axis: str) -> None:

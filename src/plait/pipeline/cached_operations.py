@@ -76,7 +76,7 @@ class RecordOperations(TorchDispatchMode):
 
 
 class ReplayOperations(TorchDispatchMode):
-    """The context of a layer's second run: takes over results of the first, and passes their number to `note`."""
+    """The context of a layer's second run: takes over results of the first, and notes how many."""
 
     def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
