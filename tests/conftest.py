@@ -1,14 +1,14 @@
 """What all tests share: ranks, as threads or as one pool of processes; how examples are drawn."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from typing import Any
 
 import hypothesis
 import pytest
 import torch
 
-import plait
 from plait.comm.pool import RankPool
+from plait.comm.rank_threads import run_threads
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -37,13 +37,17 @@ def rank_pool() -> Iterator[RankPool]:
 
 
 class ThreadRanks:
-    """Ranks as threads of the test's own process, asked as a `RankPool` is."""
+    """Ranks as threads of the test's own process, asked as a `RankPool` is.
 
-    def run(
-        self, function: Callable[..., Any], *arguments: Any, ranks: int, timeout: float = 60.0
-    ) -> list[Any]:
-        """What `function(*arguments)` gives on each rank; one thread of torch each."""
-        return plait.launch(function, *arguments, ranks=ranks, ranks_as="threads", threads=1, timeout=timeout)
+    What meta runs have shown of layers is kept from one test to the next: many tests build the same model.
+    """
+
+    def __init__(self) -> None:
+        self._shared_results: dict[Hashable, Any] = {}
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+        """Return what `function(*arguments)` returns on each rank; one thread of torch each."""
+        return run_threads(function, arguments, ranks, 1, self._shared_results)
 
 
 @pytest.fixture(scope="session")

@@ -84,9 +84,11 @@ def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
 
 
 @contextmanager
-def run_of(plan: Plan, *, seed: int = 3, dropout: float = 0.0, make: Make = adamw) -> Iterator[Run]:
+def run_of(
+    plan: Plan, *, seed: int = 3, dropout: float = 0.0, make: Make = adamw, timeout: float = 20.0
+) -> Iterator[Run]:
     """A model and an optimizer on this rank."""
-    mesh = plait.Mesh(plan, timeout=20.0)
+    mesh = plait.Mesh(plan, timeout=timeout)
     ours = model()
     if dropout:
         first, *rest = ours.named_children()

@@ -28,7 +28,7 @@ from plait.verification.report_from_ranks import build_report
 @pytest.fixture(scope="module")
 def ranks(thread_ranks: RankPool) -> RankPool:
     """Ranks that have transformers."""
-    thread_ranks.run(cases.load, ranks=8, timeout=600.0)
+    thread_ranks.run(cases.load, ranks=8)
     return thread_ranks
 
 

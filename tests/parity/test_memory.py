@@ -38,7 +38,7 @@ FEW = 512
 """Bytes, of models whose tensors have about as many: scalars of a step, and of the user's own model."""
 OTHERWISE = ("attention", "recurrent")
 """What PyTorch runs in another way on meta: attention inside of `nn.MultiheadAttention`, recurrent layers."""
-SIZES = {"layers": 4, "hidden": 64, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
+SIZES = {"layers": 3, "hidden": 64, "heads": 4, "vocab": VOCAB, "context": CONTEXT}
 GPT2 = Case("gpt2", partial(plait.models.gpt2, **SIZES), draw)
 LLAMA = Case("llama", partial(plait.models.llama, **SIZES, kv_heads=2), draw)
 

@@ -24,18 +24,23 @@ _POLL_PERIOD = 0.002
 
 
 def run_threads(
-    function: Callable[..., Result], arguments: tuple[Any, ...], ranks: int, threads: int
+    function: Callable[..., Result],
+    arguments: tuple[Any, ...],
+    ranks: int,
+    threads: int,
+    shared_results: dict[Hashable, Any] | None = None,
 ) -> list[Result]:
     """Call `function(*arguments)` on `ranks` threads, one at a time, and return their results, rank 0 first.
 
     All ranks get the same argument objects, and share the state of the process: modules, the environment,
     torch's default dtype. torch's and Python's random generators are each rank's own, seeded with the rank.
-    `threads` are torch's, in each rank. Raises the first rank's error, as `RankPool.run` does.
+    `threads` are torch's, in each rank. `shared_results` is what their meshes share, see `GridMesh`; empty by
+    default. Raises the first rank's error, as `RankPool.run` does.
     """
     if ranks < 1:
         raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
     scheduler, groups = CooperativeScheduler(ranks), dict[Key, GroupOperations]()
-    shared_results: dict[Hashable, Any] = {}
+    shared_results = {} if shared_results is None else shared_results
     results: dict[int, Result] = {}
     failures: dict[int, tuple[RankFailure, BaseException]] = {}
 
