@@ -68,7 +68,7 @@ def kept(rank_pool: Any, family: str, tp: int, **choices: Any) -> tuple[int, int
     return max(forward for forward, _ in ranks), max(waiting for _, waiting in ranks)
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_blocks_keep_their_share(rank_pool: Any, family: str, tp: int) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
@@ -78,7 +78,7 @@ def test_blocks_keep_their_share(rank_pool: Any, family: str, tp: int) -> None:
     assert waiting_piece <= waiting / tp
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_keep_holds_what_was_gathered(rank_pool: Any, tp: int) -> None:
     """Of each layer what enters its region, and between `I` and `W` the gradient of what leaves it, too."""
     forward, waiting = kept(rank_pool, "gpt2", 1)
@@ -87,7 +87,7 @@ def test_keep_holds_what_was_gathered(rank_pool: Any, tp: int) -> None:
     assert kept(rank_pool, "gpt2", tp, sequence_parallel="keep") == expected
 
 
-@pytest.mark.parametrize("tp", [2, 4])
+@pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 def test_without_it_more_is_kept(rank_pool: Any, tp: int) -> None:
     """Norms and residual connections: else the bound would say nothing."""
     forward, waiting = kept(rank_pool, "gpt2", 1)
@@ -97,7 +97,7 @@ def test_without_it_more_is_kept(rank_pool: Any, tp: int) -> None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), (1, 4)])
+@pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
 def test_what_is_gathered_again_is_right(rank_pool: Any, family: str, pp: int, tp: int) -> None:
     """Also where weight work waits, and where rows of a micro-batch are few or its positions uneven."""
     plan = Plan(

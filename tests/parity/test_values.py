@@ -110,28 +110,28 @@ def given_by_file(path: Path, case: Case, plan: Plan, mesh: plait.Mesh) -> Engin
 
 @pytest.mark.parametrize("weave", [broadcast_model, given_everywhere, given_on_rank_zero])
 @pytest.mark.parametrize("plan", PLANS, ids=name_of)
-def test_every_layout(rank_pool: Any, plan: Plan, weave: Weave) -> None:
-    check_parity(rank_pool, weave, gpt2(), plan)
+def test_every_layout(thread_ranks: Any, plan: Plan, weave: Weave) -> None:
+    check_parity(thread_ranks, weave, gpt2(), plan)
 
 
 @pytest.mark.parametrize("case", [gpt2(tied=False), llama()], ids=["untied", "llama"])
 @pytest.mark.parametrize("weave", [broadcast_model, given_everywhere, given_on_rank_zero])
-def test_other_models_of_plait(rank_pool: Any, weave: Weave, case: Case) -> None:
-    check_parity(rank_pool, weave, case, Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
+def test_other_models_of_plait(thread_ranks: Any, weave: Weave, case: Case) -> None:
+    check_parity(thread_ranks, weave, case, Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
 
 
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
-def test_users_models_are_broadcast(rank_pool: Any, case: Case) -> None:
+def test_users_models_are_broadcast(thread_ranks: Any, case: Case) -> None:
     """Buffers, ties that cross, frozen and unused parameters, one layer several times."""
     plan = Plan(pp=2, dp=2, strategy="full", microbatches=2, precision="fp64")
-    check_parity(rank_pool, broadcast_model, case, plan)
+    check_parity(thread_ranks, broadcast_model, case, plan)
 
 
-def test_values_in_a_file(rank_pool: Any, tmp_path: Path) -> None:
+def test_values_in_a_file(thread_ranks: Any, tmp_path: Path) -> None:
     path = tmp_path / "values.pt"
     torch.save(model_from(gpt2(), START).state_dict(), path)
     plan = Plan(pp=2, dp=2, strategy="full", microbatches=2, precision="fp64")
-    check_parity(rank_pool, partial(given_by_file, path), gpt2(), plan)
+    check_parity(thread_ranks, partial(given_by_file, path), gpt2(), plan)
 
 
 def watch_what_is_held(plan: Plan) -> tuple[int, int]:

@@ -51,10 +51,10 @@ def verified(pool, model, plans, ranks):
 
 @pytest.mark.parametrize("name", MODELS)
 @pytest.mark.parametrize(("ranks", "number"), [(1, 18), (2, 75)])
-def test_plans_in_turns_are_equal(rank_pool, name, ranks, number):
+def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
     plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
     assert len(plans) == number
-    for report in verified(rank_pool, model_of(name, ranks), plans[IN_TURNS[name]], ranks):
+    for report in verified(thread_ranks, model_of(name, ranks), plans[IN_TURNS[name]], ranks):
         assert report, report
 
 
@@ -81,17 +81,17 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_each_layout_of_four_ranks_is_equal(rank_pool, name):
+def test_each_layout_of_four_ranks_is_equal(thread_ranks, name):
     plans = plans_on(4, PLAN, ROWS)
     chosen = [plans[number] for number in EACH[name]] + in_pieces_of(4)[MODELS.index(name) :: 6]
-    for report in verified(rank_pool, model_of(name, 4), chosen, 4):
+    for report in verified(thread_ranks, model_of(name, 4), chosen, 4):
         assert report, report
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("ranks", [1, 2, 4])
 @pytest.mark.parametrize("name", MODELS)
-def test_every_plan_is_equal(rank_pool, name, ranks):
+def test_every_plan_is_equal(thread_ranks, name, ranks):
     plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
-    for report in verified(rank_pool, model_of(name, ranks), plans, ranks):
+    for report in verified(thread_ranks, model_of(name, ranks), plans, ranks):
         assert report, report
