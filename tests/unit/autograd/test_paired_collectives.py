@@ -39,7 +39,7 @@ def backward(output: Tensor, leaf: Tensor, gradient: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_copy_sums_gradients(rank_pool: Any, ranks: int) -> None:
+def test_copy_sums_gradients(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape in SHAPES:
@@ -51,26 +51,26 @@ def test_copy_sums_gradients(rank_pool: Any, ranks: int) -> None:
             assert torch.equal(gradient, kept), "others may hold the gradient too"
         return results
 
-    for results in rank_pool.run(body, ranks=ranks):
+    for results in thread_ranks.run(body, ranks=ranks):
         for shape, (output, gradient) in zip(SHAPES, results, strict=True):
             assert torch.equal(output, draw(shape, 0))
             wanted = torch.stack([draw(shape, 1 + rank) for rank in range(ranks)]).sum(0)
             torch.testing.assert_close(gradient, wanted, rtol=1e-14, atol=1e-14)
 
 
-def test_copy_sums_gradients_that_take_no_memory(rank_pool: Any) -> None:
+def test_copy_sums_gradients_that_take_no_memory(thread_ranks: Any) -> None:
     def body() -> Tensor | None:
         group = Mesh(tp=2).group("tp")
         leaf = draw((3, 4), 0).requires_grad_()
         (copy(leaf, group) * (1 + group.index) if group.index else copy(leaf, group)).sum().backward()
         return leaf.grad
 
-    for gradient in rank_pool.run(body, ranks=2):
+    for gradient in thread_ranks.run(body, ranks=2):
         assert torch.equal(gradient, torch.full((3, 4), 3.0, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_reduce_sums_forward_and_leaves_gradients(rank_pool: Any, ranks: int) -> None:
+def test_reduce_sums_forward_and_leaves_gradients(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor, bool]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape in SHAPES:
@@ -81,7 +81,7 @@ def test_reduce_sums_forward_and_leaves_gradients(rank_pool: Any, ranks: int) ->
             results.append((output.detach(), backward(output, leaf, strided(draw(shape, 9))), in_place))
         return results
 
-    for results in rank_pool.run(body, ranks=ranks):
+    for results in thread_ranks.run(body, ranks=ranks):
         for shape, (output, gradient, in_place) in zip(SHAPES, results, strict=True):
             wanted = torch.stack([draw(shape, rank) for rank in range(ranks)]).sum(0)
             torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14)
@@ -89,17 +89,17 @@ def test_reduce_sums_forward_and_leaves_gradients(rank_pool: Any, ranks: int) ->
             assert in_place
 
 
-def test_what_is_reduced_may_be_written_to(rank_pool: Any) -> None:
+def test_what_is_reduced_may_be_written_to(thread_ranks: Any) -> None:
     def body() -> Tensor | None:
         leaf = draw((3,), 0).requires_grad_()
         reduce(leaf * 1, Mesh(tp=2).group("tp")).mul_(3).sum().backward()
         return leaf.grad
 
-    for gradient in rank_pool.run(body, ranks=2):
+    for gradient in thread_ranks.run(body, ranks=2):
         assert torch.equal(gradient, torch.full((3,), 3.0, dtype=torch.float64))
 
 
-def test_reduce_tells_who_saved_its_summand(rank_pool: Any) -> None:
+def test_reduce_tells_who_saved_its_summand(thread_ranks: Any) -> None:
     """It is written to: a backward that needs it must not go on with the sum."""
 
     def body() -> None:
@@ -108,11 +108,11 @@ def test_reduce_tells_who_saved_its_summand(rank_pool: Any) -> None:
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
             reduce(saved, Mesh(tp=2).group("tp")).sum().backward()
 
-    rank_pool.run(body, ranks=2)
+    thread_ranks.run(body, ranks=2)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_gather_joins_pieces_and_cuts_gradients(rank_pool: Any, ranks: int) -> None:
+def test_gather_joins_pieces_and_cuts_gradients(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
@@ -121,14 +121,14 @@ def test_gather_joins_pieces_and_cuts_gradients(rank_pool: Any, ranks: int) -> N
             results.append((output.detach(), backward(output, leaf, strided(draw(shape, 9)))))
         return results
 
-    for index, results in enumerate(rank_pool.run(body, ranks=ranks)):
+    for index, results in enumerate(thread_ranks.run(body, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(output, draw(shape, 0))
             assert torch.equal(gradient, piece(draw(shape, 9), ranks, index, dim))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_split_cuts_forward_and_joins_gradients(rank_pool: Any, ranks: int) -> None:
+def test_split_cuts_forward_and_joins_gradients(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
@@ -138,13 +138,13 @@ def test_split_cuts_forward_and_joins_gradients(rank_pool: Any, ranks: int) -> N
             results.append((output.detach(), backward(output, leaf, mine)))
         return results
 
-    for index, results in enumerate(rank_pool.run(body, ranks=ranks)):
+    for index, results in enumerate(thread_ranks.run(body, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(output, piece(draw(shape, 0), ranks, index, dim))
             assert torch.equal(gradient, draw(shape, 9))
 
 
-def test_more_ranks_than_rows(rank_pool: Any) -> None:
+def test_more_ranks_than_rows(thread_ranks: Any) -> None:
     def body() -> tuple[Tensor, tuple[int, ...]]:
         group = Mesh(tp=3).group("tp")
         leaf = draw((4, 2), 0).requires_grad_()
@@ -153,12 +153,12 @@ def test_more_ranks_than_rows(rank_pool: Any) -> None:
         assert leaf.grad is not None
         return leaf.grad, tuple(mine.shape)
 
-    gradients, shapes = zip(*rank_pool.run(body, ranks=3), strict=True)
+    gradients, shapes = zip(*thread_ranks.run(body, ranks=3), strict=True)
     assert shapes == ((4, 1), (4, 1), (4, 0))
     assert all(torch.equal(gradient, draw((4, 2), 9)) for gradient in gradients)
 
 
-def test_communication(rank_pool: Any) -> None:
+def test_communication(thread_ranks: Any) -> None:
     def body() -> dict[str, Any]:
         mesh, counts = Mesh(tp=2), {}
         group = mesh.group("tp")
@@ -178,7 +178,7 @@ def test_communication(rank_pool: Any) -> None:
         return counts
 
     whole, padded = {"tp": {"all_reduce": Count(1, 56)}}, {"tp": {"all_gather": Count(1, 32)}}
-    for counts in rank_pool.run(body, ranks=2):
+    for counts in thread_ranks.run(body, ranks=2):
         assert counts == {
             "copy": ({}, whole),
             "reduce": (whole, {}),
@@ -187,7 +187,7 @@ def test_communication(rank_pool: Any) -> None:
         }
 
 
-def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
+def test_meanwhile_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
     def body() -> tuple[list[str], Any]:
         mesh, events = Mesh(tp=2), []
         counted: list[Any] = []
@@ -202,7 +202,7 @@ def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
         output.sum().backward()
         return events, counted
 
-    for events, counted in rank_pool.run(body, ranks=2):
+    for events, counted in thread_ranks.run(body, ranks=2):
         assert events == ["forward", "overlap"]
         assert counted == [{"tp": {"all_reduce": Count(1, 12)}}]
 
@@ -248,7 +248,7 @@ ENTRANCES: dict[str, Callable[[Tensor, Group], Tensor]] = {
 @pytest.mark.parametrize("gradients", [True, False])
 @pytest.mark.parametrize("entrance", ENTRANCES)
 def test_a_guarded_entrance_refuses_what_is_not_the_same(
-    rank_pool: Any, entrance: str, gradients: bool
+    thread_ranks: Any, entrance: str, gradients: bool
 ) -> None:
     """The last bit of one element on rank 1, a sign of zero, another shape, another dtype."""
 
@@ -269,7 +269,7 @@ def test_a_guarded_entrance_refuses_what_is_not_the_same(
         ENTRANCES[entrance](zeros, group)  # the group goes on
         return messages
 
-    results = rank_pool.run(body, ranks=3)
+    results = thread_ranks.run(body, ranks=3)
     assert results[0] == results[1] == results[2]
     whole = "float64[2, 6]"
     for message, odd in zip(results[0], (whole, whole, "float64[6, 2]", "float32[2, 6]"), strict=True):
@@ -283,7 +283,7 @@ def test_a_guarded_entrance_refuses_what_is_not_the_same(
         assert (said[2] != said[4]) == (odd == whole)  # zeros of any shape have the same bits
 
 
-def test_a_guarded_entrance_lets_pass_what_is_the_same(rank_pool: Any) -> None:
+def test_a_guarded_entrance_lets_pass_what_is_the_same(thread_ranks: Any) -> None:
     def body(guarded: bool) -> tuple[list[Tensor], dict[str, Any]]:
         mesh = Mesh(tp=2, guarded=guarded)
         group, results = mesh.group("tp"), []
@@ -295,7 +295,7 @@ def test_a_guarded_entrance_lets_pass_what_is_the_same(rank_pool: Any) -> None:
         return results, mesh.traffic.snapshot()["tp"]
 
     for (results, traffic), (wanted, counted) in zip(
-        rank_pool.run(body, True, ranks=2), rank_pool.run(body, False, ranks=2), strict=True
+        thread_ranks.run(body, True, ranks=2), thread_ranks.run(body, False, ranks=2), strict=True
     ):
         for result, want in zip(results, wanted, strict=True):
             torch.testing.assert_close(result, want, rtol=0, atol=0, equal_nan=True)
@@ -303,13 +303,13 @@ def test_a_guarded_entrance_lets_pass_what_is_the_same(rank_pool: Any) -> None:
         assert traffic == counted | {"guard": Count(4, 4 * 256)}
 
 
-def test_a_guarded_entrance_looks_at_nothing_on_meta_and_alone(rank_pool: Any) -> None:
+def test_a_guarded_entrance_looks_at_nothing_on_meta_and_alone(thread_ranks: Any) -> None:
     def body() -> tuple[list[torch.Size], Any]:
         mesh = Mesh(tp=2, guarded=True)
         tensor = torch.empty(4, 2, device="meta", requires_grad=True)
         shapes = [entrance(tensor, mesh.group("tp")).shape for entrance in ENTRANCES.values()]
         return shapes, mesh.traffic.snapshot()
 
-    assert rank_pool.run(body, ranks=2) == [([(4, 2), (4, 1)], {})] * 2
+    assert thread_ranks.run(body, ranks=2) == [([(4, 2), (4, 1)], {})] * 2
     group, tensor = Mesh(guarded=True).group("tp"), torch.ones(3)
     assert copy(tensor, group) is split(tensor, group, 0) is tensor

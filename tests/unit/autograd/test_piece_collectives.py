@@ -34,7 +34,7 @@ def draw(shape: tuple[int, ...], seed: int) -> Tensor:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_whole_and_piece_of_the_sum(rank_pool: Any, ranks: int) -> None:
+def test_whole_and_piece_of_the_sum(thread_ranks: Any, ranks: int) -> None:
     def body() -> list[tuple[Tensor, Tensor, Tensor]]:
         group, results = Mesh(tp=ranks).group("tp"), []
         for shape, dim in CASES:
@@ -47,7 +47,7 @@ def test_whole_and_piece_of_the_sum(rank_pool: Any, ranks: int) -> None:
             results.append((whole, piece, summed.contiguous()))
         return results
 
-    for results in rank_pool.run(body, ranks=ranks):
+    for results in thread_ranks.run(body, ranks=ranks):
         for (shape, _), (whole, piece, wanted) in zip(CASES, results, strict=True):
             assert torch.equal(whole, draw(shape, 0))
             torch.testing.assert_close(piece, wanted, rtol=1e-14, atol=1e-14)

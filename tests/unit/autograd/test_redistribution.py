@@ -114,12 +114,12 @@ def close(actual: Tensor, wanted: Tensor) -> None:
 
 
 @pytest.mark.parametrize("axes", AXES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
-def test_any_layout_to_any_other(rank_pool: Any, axes: Mapping[str, int]) -> None:
+def test_any_layout_to_any_other(thread_ranks: Any, axes: Mapping[str, int]) -> None:
     # Starting four ranks takes longer than many cases: so few examples, of many cases each.
     @settings(max_examples=settings().max_examples // 25, phases=[Phase.generate])
     @given(st.lists(cases(axes), min_size=40, max_size=40))
     def check(drawn_cases: list[Case]) -> None:
-        ranks = rank_pool.run(there_and_back, axes, drawn_cases, ranks=4)
+        ranks = thread_ranks.run(there_and_back, axes, drawn_cases, ranks=4)
         for case, results in zip(drawn_cases, zip(*ranks, strict=True), strict=True):
             outputs, gradients = zip(*results, strict=True)
             value = assemble([local(case.source, c, 1) for c in case.source.coordinates()], case.source)
@@ -167,12 +167,12 @@ def counted(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", TRANSITIONS)
-def test_each_transition_sends_what_it_must(rank_pool: Any, name: str) -> None:
+def test_each_transition_sends_what_it_must(thread_ranks: Any, name: str) -> None:
     wanted = [
         {"tp": {kind: Count(1, size) for kind, size in kinds.items()}} if kinds else {}
         for kinds in TRANSITIONS[name][3:]
     ]
-    assert rank_pool.run(counted, name, ranks=2) == [tuple(wanted)] * 2
+    assert thread_ranks.run(counted, name, ranks=2) == [tuple(wanted)] * 2
 
 
 @given(st.sampled_from(AXES).flatmap(cases))
@@ -208,7 +208,7 @@ def test_an_inner_cut_gives_way_and_comes_back() -> None:
     ]
 
 
-def test_combined_axes(rank_pool: Any) -> None:
+def test_combined_axes(thread_ranks: Any) -> None:
     def body() -> Tensor:
         mesh = Mesh(dp=2, tp=2, replicate=2)
         layout = Layout((5, 2), {"dp": 2, "tp": 2}, {"dp": Shard(0), "tp": Shard(1)})
@@ -216,7 +216,7 @@ def test_combined_axes(rank_pool: Any) -> None:
         mine = shard(drawn((5, 2), 1), layout, where)
         return redistribute(mine, layout, Layout((5, 2), {"dp": 2, "tp": 2}), mesh)
 
-    assert all(torch.equal(result, drawn((5, 2), 1)) for result in rank_pool.run(body, ranks=4))
+    assert all(torch.equal(result, drawn((5, 2), 1)) for result in thread_ranks.run(body, ranks=4))
 
 
 def test_a_rank_alone_keeps_what_it_has() -> None:
@@ -230,7 +230,7 @@ def test_a_rank_alone_keeps_what_it_has() -> None:
     assert redistribute(tensor, source, source, Mesh()) is tensor
 
 
-def test_only_first_order_gradients(rank_pool: Any) -> None:
+def test_only_first_order_gradients(thread_ranks: Any) -> None:
     def body() -> None:
         mesh, leaf = Mesh(tp=2), torch.ones(4, 6, requires_grad=True)
         output = redistribute(leaf, laid("tp", Replicate()), laid("tp", Shard(0)), mesh)
@@ -238,7 +238,7 @@ def test_only_first_order_gradients(rank_pool: Any) -> None:
         with pytest.raises(RuntimeError, match="once_differentiable"):
             gradient.sum().backward()
 
-    rank_pool.run(body, ranks=2)
+    thread_ranks.run(body, ranks=2)
 
 
 REFUSED = {

@@ -58,10 +58,10 @@ def one_gather_for_three(spends: bool) -> tuple[list[Tensor], dict[str, Count], 
     return gradients, mesh.traffic.snapshot()["tp"], again.get("all_gather", Count()).calls
 
 
-def test_three_linears_that_read_the_same_gather_it_once(rank_pool: Any) -> None:
+def test_three_linears_that_read_the_same_gather_it_once(thread_ranks: Any) -> None:
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
     for spends in (False, True):
-        for gradients, sent, late in rank_pool.run(one_gather_for_three, spends, ranks=2):
+        for gradients, sent, late in thread_ranks.run(one_gather_for_three, spends, ranks=2):
             assert sent["all_gather"].calls == 2, "one forward, one for all weight work"
             assert late == (0 if spends else 1), "started in the backward, if that does the weight work"
             for gradient in gradients:
@@ -81,10 +81,10 @@ def two_micro_batches() -> tuple[list[Tensor], int]:
     ].calls
 
 
-def test_micro_batches_are_not_mixed_up(rank_pool: Any) -> None:
+def test_micro_batches_are_not_mixed_up(thread_ranks: Any) -> None:
     rows = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1)
     read = (draw(ROWS, LENGTH, WIDTH) + draw(ROWS, LENGTH, WIDTH, seed=1)).flatten(0, 1)
-    for gradients, calls in rank_pool.run(two_micro_batches, ranks=2):
+    for gradients, calls in thread_ranks.run(two_micro_batches, ranks=2):
         assert calls == 4
         for gradient in gradients:
             torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)
@@ -138,8 +138,8 @@ def written_to_after_it_was_gathered() -> list[Tensor]:
     return [weight.grad for weight in learned[:1] if weight.grad is not None]
 
 
-def test_what_was_written_to_is_kept(rank_pool: Any) -> None:
+def test_what_was_written_to_is_kept(thread_ranks: Any) -> None:
     """The piece is what it was before."""
     rows, read = draw(ROWS, LENGTH, 4, seed=9).flatten(0, 1), 2 * draw(ROWS, LENGTH, WIDTH).flatten(0, 1)
-    for (gradient,) in rank_pool.run(written_to_after_it_was_gathered, ranks=2):
+    for (gradient,) in thread_ranks.run(written_to_after_it_was_gathered, ranks=2):
         torch.testing.assert_close(gradient, rows.T @ read, rtol=1e-13, atol=1e-13)

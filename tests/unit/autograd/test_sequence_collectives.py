@@ -57,8 +57,8 @@ def in_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @RANKS
-def test_gather_in_joins_pieces_and_scatters_sums_of_gradients(rank_pool: Any, ranks: int) -> None:
-    for index, results in enumerate(rank_pool.run(in_and_back, ranks, ranks=ranks)):
+def test_gather_in_joins_pieces_and_scatters_sums_of_gradients(thread_ranks: Any, ranks: int) -> None:
+    for index, results in enumerate(thread_ranks.run(in_and_back, ranks, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(output, draw(shape, 0))
             wanted = piece(total(shape, ranks), ranks, index, dim)
@@ -76,8 +76,8 @@ def out_and_back(ranks: int) -> list[tuple[Tensor, Tensor]]:
 
 
 @RANKS
-def test_scatter_out_scatters_sums_and_joins_gradients(rank_pool: Any, ranks: int) -> None:
-    for index, results in enumerate(rank_pool.run(out_and_back, ranks, ranks=ranks)):
+def test_scatter_out_scatters_sums_and_joins_gradients(thread_ranks: Any, ranks: int) -> None:
+    for index, results in enumerate(thread_ranks.run(out_and_back, ranks, ranks=ranks)):
         for (shape, dim), (output, gradient) in zip(CASES, results, strict=True):
             wanted = piece(total(shape, ranks), ranks, index, dim)
             torch.testing.assert_close(output, wanted, rtol=1e-14, atol=1e-14)
@@ -95,8 +95,8 @@ def there_and_back(ranks: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 @RANKS
-def test_to_pieces_and_to_whole_lead_there_and_back(rank_pool: Any, ranks: int) -> None:
-    for index, results in enumerate(rank_pool.run(there_and_back, ranks, ranks=ranks)):
+def test_to_pieces_and_to_whole_lead_there_and_back(thread_ranks: Any, ranks: int) -> None:
+    for index, results in enumerate(thread_ranks.run(there_and_back, ranks, ranks=ranks)):
         for (shape, dim), (mine, whole, gradient) in zip(CASES, results, strict=True):
             assert torch.equal(mine, piece(draw(shape, 0), ranks, index, dim))
             assert torch.equal(whole, draw(shape, 0))
@@ -113,8 +113,8 @@ def few_positions() -> tuple[Tensor, Tensor, tuple[int, ...]]:
     return output.detach(), backward(output, leaf, draw((4, 2), 9)), tuple(left.shape)
 
 
-def test_more_ranks_than_positions(rank_pool: Any) -> None:
-    outputs, gradients, shapes = zip(*rank_pool.run(few_positions, ranks=3), strict=True)
+def test_more_ranks_than_positions(thread_ranks: Any) -> None:
+    outputs, gradients, shapes = zip(*thread_ranks.run(few_positions, ranks=3), strict=True)
     assert shapes == ((4, 1), (4, 1), (4, 0))
     for output, gradient in zip(outputs, gradients, strict=True):  # in a region all did the same
         torch.testing.assert_close(output, 3 * draw((4, 2), 0), rtol=1e-14, atol=1e-14)
@@ -140,14 +140,14 @@ def written_to(shape: tuple[int, ...], dim: int) -> list[Tensor]:
 
 
 @pytest.mark.parametrize(("shape", "dim"), [((4, 3), 0), ((5, 3), 0), ((2, 2, 3), 1), ((1, 3, 3), 1)])
-def test_results_may_be_written_to(rank_pool: Any, shape: tuple[int, ...], dim: int) -> None:
+def test_results_may_be_written_to(thread_ranks: Any, shape: tuple[int, ...], dim: int) -> None:
     """Along the first dim, and of a single row, a piece would be a view."""
-    for entered, *others in rank_pool.run(written_to, shape, dim, ranks=2):
+    for entered, *others in thread_ranks.run(written_to, shape, dim, ranks=2):
         assert torch.equal(entered, torch.full_like(entered, 6))
         assert all(torch.equal(gradient, torch.full_like(gradient, 3)) for gradient in others)
 
 
-def test_communication(rank_pool: Any) -> None:
+def test_communication(thread_ranks: Any) -> None:
     def body() -> dict[str, Any]:
         mesh, counts = Mesh(tp=2), {}
         group = mesh.group("tp")
@@ -166,7 +166,7 @@ def test_communication(rank_pool: Any) -> None:
         return counts
 
     joined, summed = {"tp": {"all_gather": Count(1, 32)}}, {"tp": {"reduce_scatter": Count(1, 64)}}
-    for counts in rank_pool.run(body, ranks=2):  # pieces are padded to four rows
+    for counts in thread_ranks.run(body, ranks=2):  # pieces are padded to four rows
         assert counts == {
             "gather_in": (joined, summed),
             "scatter_out": (summed, joined),
@@ -175,7 +175,7 @@ def test_communication(rank_pool: Any) -> None:
         }
 
 
-def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
+def test_meanwhile_runs_once_while_gradients_are_summed(thread_ranks: Any) -> None:
     def body() -> list[Any]:
         mesh, counted = Mesh(tp=2), []
         leaf = torch.ones(2, requires_grad=True)
@@ -186,7 +186,7 @@ def test_meanwhile_runs_once_while_gradients_are_summed(rank_pool: Any) -> None:
         return counted
 
     both = {"all_gather": Count(1, 8), "reduce_scatter": Count(1, 16)}
-    assert rank_pool.run(body, ranks=2) == [[{"tp": both}]] * 2
+    assert thread_ranks.run(body, ranks=2) == [[{"tp": both}]] * 2
 
 
 def lonely(size: int) -> Group:
@@ -217,11 +217,11 @@ def test_a_rank_alone_has_nothing_to_do() -> None:
     assert to_whole(tensor, group, 0, 3) is tensor
 
 
-def test_a_guarded_group_looks_at_what_becomes_pieces(rank_pool: Any) -> None:
+def test_a_guarded_group_looks_at_what_becomes_pieces(thread_ranks: Any) -> None:
     def body() -> Tensor:
         group = Mesh(tp=2, guarded=True).group("tp")
         with pytest.raises(CommunicationError, match="the ranks of tp do not agree"):
             to_pieces(draw((4, 2), group.index), group, 0)
         return to_whole(to_pieces(draw((4, 2), 0), group, 0), group, 0, 4)
 
-    assert all(torch.equal(found, draw((4, 2), 0)) for found in rank_pool.run(body, ranks=2))
+    assert all(torch.equal(found, draw((4, 2), 0)) for found in thread_ranks.run(body, ranks=2))

@@ -47,9 +47,9 @@ def read_all(sizes: dict[str, int]) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("sizes", [{"dp": 3}, {"pp": 2, "tp": 2}], ids=str)
-def test_every_rank_gets_what_rank_zero_has(rank_pool: Any, sizes: dict[str, int]) -> None:
+def test_every_rank_gets_what_rank_zero_has(thread_ranks: Any, sizes: dict[str, int]) -> None:
     expected = LocalSource(locate_tensors([("layer", Tensors(0))]), 0)
-    ranks = rank_pool.run(read_all, sizes, ranks=4 if "pp" in sizes else 3)
+    ranks = thread_ranks.run(read_all, sizes, ranks=4 if "pp" in sizes else 3)
     for read in ranks:
         assert 0 < len(read) < len(expected.locations)
         for name, value in read.items():
@@ -78,8 +78,8 @@ def read_given() -> tuple[torch.dtype, list[list[float]]]:
     return read.dtype, read.tolist()
 
 
-def test_given_values_of_rank_zero(rank_pool: Any) -> None:
-    assert rank_pool.run(read_given, ranks=2) == [(torch.float64, [[1.5, 2.0], [3.0, 4.0]])] * 2
+def test_given_values_of_rank_zero(thread_ranks: Any) -> None:
+    assert thread_ranks.run(read_given, ranks=2) == [(torch.float64, [[1.5, 2.0], [3.0, 4.0]])] * 2
 
 
 class Broken:
@@ -100,8 +100,8 @@ def hear_of_failure(given: dict[str, Any]) -> tuple[str, str]:
     return caught.type.__name__, str(caught.value)
 
 
-def test_values_that_do_not_fit_are_told_on_all_ranks(rank_pool: Any) -> None:
-    first, *others = rank_pool.run(hear_of_failure, {"layer.bias": torch.zeros(3)}, ranks=3)
+def test_values_that_do_not_fit_are_told_on_all_ranks(thread_ranks: Any) -> None:
+    first, *others = thread_ranks.run(hear_of_failure, {"layer.bias": torch.zeros(3)}, ranks=3)
     told = (
         "the given values do not fit the model (missing: layer.weight; unfit: layer.bias is [3] and not [2])"
         ": give a tensor of the right shape for each name in model.state_dict()."
@@ -110,9 +110,9 @@ def test_values_that_do_not_fit_are_told_on_all_ranks(rank_pool: Any) -> None:
     assert others == [("ModelError", f"rank 0 refuses: {told}")] * 2
 
 
-def test_a_failure_of_rank_zero_is_told_on_all_ranks(rank_pool: Any) -> None:
+def test_a_failure_of_rank_zero_is_told_on_all_ranks(thread_ranks: Any) -> None:
     given = {"layer.weight": Broken(), "layer.bias": torch.zeros(2)}
-    first, *others = rank_pool.run(hear_of_failure, given, ranks=3)
+    first, *others = thread_ranks.run(hear_of_failure, given, ranks=3)
     assert first == ("OSError", "the disk is gone")
     told = "rank 0 cannot read layer.weight (OSError: the disk is gone): check its values."
     assert others == [("ModelError", told)] * 2

@@ -128,10 +128,10 @@ def over_pieces(plan: Plan) -> list[tuple[float, float]]:
 
 
 @pytest.mark.parametrize("plan", [{"dp": 3}, {"dp": 4, "replicate": 2}], ids=str)
-def test_pieces_count_once(rank_pool: Any, plan: dict[str, int]) -> None:
+def test_pieces_count_once(thread_ranks: Any, plan: dict[str, int]) -> None:
     chosen = Plan(strategy="full", precision="fp64", **plan)
     values = torch.cat([parameter.detach().flatten().double() for parameter in two_layers().parameters()])
     wanted = [torch.linalg.vector_norm(values, order).item() for order in ORDERS]
-    for found in rank_pool.run(over_pieces, chosen, ranks=chosen.dp):
+    for found in thread_ranks.run(over_pieces, chosen, ranks=chosen.dp):
         assert [norm for norm, _ in found] == pytest.approx(wanted, rel=1e-12)
         assert [clipped for _, clipped in found] == pytest.approx([1.0] * len(ORDERS), rel=1e-6)

@@ -38,12 +38,12 @@ FAMILIES = {
 }
 
 
-def over_cube(rank_pool: Any, body: Any) -> list[Any]:
+def over_cube(thread_ranks: Any, body: Any) -> list[Any]:
     """`body(mesh)` on each of the 8 ranks."""
-    return rank_pool.run(lambda: body(Mesh(pp=2, dp=2, tp=2)), ranks=8)
+    return thread_ranks.run(lambda: body(Mesh(pp=2, dp=2, tp=2)), ranks=8)
 
 
-def test_ranks_that_hold_the_same_piece(rank_pool):
+def test_ranks_that_hold_the_same_piece(thread_ranks):
     def body(mesh: Mesh) -> Any:
         return (
             reduction_ranks([(0,), (1,)], 2, mesh),
@@ -51,19 +51,19 @@ def test_ranks_that_hold_the_same_piece(rank_pool):
             reduction_ranks([(0, 1)], 2, mesh),
         )
 
-    for stages, tied, both in over_cube(rank_pool, body):
+    for stages, tied, both in over_cube(thread_ranks, body):
         assert stages == [[0, 1, 2, 3], [4, 5, 6, 7]]
         assert tied == [[0, 2, 4, 6], [1, 3, 5, 7]]
         assert both == [[0, 1, 2, 3, 4, 5, 6, 7]]
 
 
-def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(rank_pool):
+def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(thread_ranks):
     def body(mesh: Mesh) -> dict[str, Any]:
         groups = reduction_groups(HOLDERS, SUMMED, mesh)
         mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
         return {name: (groups[name].name, groups[name].ranks) for name in mine}
 
-    for rank, groups in enumerate(over_cube(rank_pool, body)):
+    for rank, groups in enumerate(over_cube(thread_ranks, body)):
         pp, tp = rank // 4, rank % 2
         data = tuple(4 * pp + 2 * dp + tp for dp in range(2))
         tied = ("tie", tuple(range(tp, 8, 2)))
@@ -75,7 +75,7 @@ def test_gradients_are_summed_over_who_holds_the_piece_and_saw_something_else(ra
         assert groups == wanted
 
 
-def test_the_groups_work(rank_pool):
+def test_the_groups_work(thread_ranks):
     """Each rank gives its number: what comes is the sum over the group, on all of it."""
 
     def body(mesh: Mesh) -> dict[str, float]:
@@ -84,7 +84,7 @@ def test_the_groups_work(rank_pool):
         mine = [name for name, stages in HOLDERS.items() if mesh.index("pp") in stages]
         return {name: all_reduce(own.clone(), groups[name]).wait().item() for name in mine}
 
-    for rank, sums in enumerate(over_cube(rank_pool, body)):
+    for rank, sums in enumerate(over_cube(thread_ranks, body)):
         pp, tp = rank // 4, rank % 2
         assert sums["tied.copied"] == 28
         assert sums["tied.cut"] == 12 + 4 * tp
@@ -92,16 +92,16 @@ def test_the_groups_work(rank_pool):
         assert pp == 0 or sums["last.copied"] == 22
 
 
-def test_parameters_that_are_held_alike_share_a_group(rank_pool):
+def test_parameters_that_are_held_alike_share_a_group(thread_ranks):
     def body(mesh: Mesh) -> Any:
         groups = reduction_groups(HOLDERS, SUMMED, mesh)
         return groups["tied.cut"] is groups["tied.whole"], groups["first.cut"] is mesh.group("dp")
 
-    assert over_cube(rank_pool, body) == [(True, True)] * 8
+    assert over_cube(thread_ranks, body) == [(True, True)] * 8
 
 
-def test_what_counts_as_whose(rank_pool):
-    counted = over_cube(rank_pool, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh))
+def test_what_counts_as_whose(thread_ranks):
+    counted = over_cube(thread_ranks, lambda mesh: counted_parameters(HOLDERS, LAYOUTS, mesh))
     first = {"first.cut", "tied.cut"}
     for dp in range(2):
         assert counted[2 * dp] == first | {"first.whole", "tied.whole", "tied.copied"}
@@ -110,23 +110,23 @@ def test_what_counts_as_whose(rank_pool):
         assert counted[4 + 2 * dp + 1] == {"last.cut"}
 
 
-def over_hybrid(rank_pool: Any, body: Any) -> list[Any]:
+def over_hybrid(thread_ranks: Any, body: Any) -> list[Any]:
     """`body(mesh)` on each of 8 ranks: rank = 4·pp + 2·replicate + shard."""
-    return rank_pool.run(lambda: body(Mesh(pp=2, dp=4, replicate=2)), ranks=8)
+    return thread_ranks.run(lambda: body(Mesh(pp=2, dp=4, replicate=2)), ranks=8)
 
 
-def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(rank_pool):
+def test_ranks_that_hold_the_same_piece_of_what_is_cut_over_shard(thread_ranks):
     def body(mesh: Mesh) -> Any:
         return reduction_ranks([(0,), (1,)], 1, mesh, "replicate"), reduction_ranks(
             [(0, 1)], 1, mesh, "replicate"
         )
 
-    for stages, tied in over_hybrid(rank_pool, body):
+    for stages, tied in over_hybrid(thread_ranks, body):
         assert stages == [[0, 2], [1, 3], [4, 6], [5, 7]]
         assert tied == [[0, 2, 4, 6], [1, 3, 5, 7]]
 
 
-def test_pieces_are_summed_over_who_holds_the_same(rank_pool):
+def test_pieces_are_summed_over_who_holds_the_same(thread_ranks):
     axes = {"replicate": 2, "shard": 2, "tp": 1}
     piece = Layout((4,), axes, {"shard": Flat((0, 2, 4))})
     owners = {"first": (0,), "last": (1,), "tied": (0, 1)}
@@ -136,7 +136,7 @@ def test_pieces_are_summed_over_who_holds_the_same(rank_pool):
         counted = counted_parameters(owners, dict.fromkeys(owners, piece), mesh)
         return {name: (groups[name].name, groups[name].ranks) for name in ("first", "tied")}, counted
 
-    for rank, (groups, counted) in enumerate(over_hybrid(rank_pool, body)):
+    for rank, (groups, counted) in enumerate(over_hybrid(thread_ranks, body)):
         pp, replicate, shard = rank // 4, rank // 2 % 2, rank % 2
         assert groups == {
             "first": ("replicate", (4 * pp + shard, 4 * pp + 2 + shard)),
@@ -163,8 +163,8 @@ def elements_of(family: str, tied: bool) -> int:
 
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"dp": 2, "tp": 4}])
-def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, degrees):
-    found = rank_pool.run(counted_of_models, Plan(**degrees), ranks=8)
+def test_each_element_of_a_model_counts_once_over_pp_and_tp(thread_ranks, degrees):
+    found = thread_ranks.run(counted_of_models, Plan(**degrees), ranks=8)
     for family, tied in product(FAMILIES, (True, False)):
         for dp in range(degrees.get("dp", 1)):
             counted = sum(counts[family, tied] for place, counts in found if place == dp)
@@ -174,7 +174,7 @@ def test_each_element_of_a_model_counts_once_over_pp_and_tp(rank_pool, degrees):
 @pytest.mark.parametrize(
     "degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2, "replicate": 2}, {"dp": 8}], ids=str
 )
-def test_each_element_of_what_is_cut_over_shard_counts_once_over_the_world(rank_pool, degrees):
-    found = rank_pool.run(counted_of_models, Plan(**degrees, strategy="optimizer"), ranks=8)
+def test_each_element_of_what_is_cut_over_shard_counts_once_over_the_world(thread_ranks, degrees):
+    found = thread_ranks.run(counted_of_models, Plan(**degrees, strategy="optimizer"), ranks=8)
     for family, tied in product(FAMILIES, (True, False)):
         assert sum(counts[family, tied] for _, counts in found) == elements_of(family, tied)

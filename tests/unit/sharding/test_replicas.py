@@ -133,7 +133,7 @@ DAMAGES = {
 }
 
 
-def test_what_was_damaged_is_named_on_every_rank(rank_pool: Any) -> None:
+def test_what_was_damaged_is_named_on_every_rank(thread_ranks: Any) -> None:
     def body() -> list[str]:
         engine, optimizer = stepped(CUBE)
         answers = [found(engine, optimizer)]
@@ -144,7 +144,7 @@ def test_what_was_damaged_is_named_on_every_rank(rank_pool: Any) -> None:
             answers.append(found(engine, None))
         return [*answers, found(engine, optimizer)]
 
-    results = rank_pool.run(body, ranks=8)
+    results = thread_ranks.run(body, ranks=8)
     assert all(answers == results[0] for answers in results)
     before, *told, without_state, after = results[0]
     assert before == without_state == after == "nothing"
@@ -153,7 +153,7 @@ def test_what_was_damaged_is_named_on_every_rank(rank_pool: Any) -> None:
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 
 
-def test_the_first_of_the_model_is_named_and_all_are_counted(rank_pool: Any) -> None:
+def test_the_first_of_the_model_is_named_and_all_are_counted(thread_ranks: Any) -> None:
     def body() -> str:
         engine, optimizer = stepped(CUBE)
         with (
@@ -163,13 +163,13 @@ def test_the_first_of_the_model_is_named_and_all_are_counted(rank_pool: Any) -> 
         ):
             return found(engine, optimizer)
 
-    sentences = set(rank_pool.run(body, ranks=8))
+    sentences = set(thread_ranks.run(body, ranks=8))
     (sentence,) = sentences
     assert re.match(DAMAGES["state over dp"].told, sentence)
     assert "; 3 of the 20 parameters" in sentence
 
 
-def test_what_nobody_else_holds_may_be_anything(rank_pool: Any) -> None:
+def test_what_nobody_else_holds_may_be_anything(thread_ranks: Any) -> None:
     """Without dp: five norms, the keys and values of two blocks, and the tied weight are held by several."""
 
     def body() -> list[str]:
@@ -185,7 +185,7 @@ def test_what_nobody_else_holds_may_be_anything(rank_pool: Any) -> None:
                 parameter.mul_(1 + engine.mesh.rank)
         return [*answers, found(engine, optimizer)]
 
-    results = rank_pool.run(body, ranks=4)
+    results = thread_ranks.run(body, ranks=4)
     assert [alone for alone, _, _ in results] == ["5"] * 4
     assert {nothing for _, nothing, _ in results} == {"nothing"}
     (told,) = {told for _, _, told in results}
@@ -193,7 +193,7 @@ def test_what_nobody_else_holds_may_be_anything(rank_pool: Any) -> None:
     assert "; 10 of the 10 parameters" in told
 
 
-def test_frozen_parameters_and_other_optimizers_count_too(rank_pool: Any) -> None:
+def test_frozen_parameters_and_other_optimizers_count_too(thread_ranks: Any) -> None:
     def body() -> list[str]:
         plan = Plan(dp=2)
         model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 2)).requires_grad_(True)
@@ -214,7 +214,7 @@ def test_frozen_parameters_and_other_optimizers_count_too(rank_pool: Any) -> Non
             mine["0.bias"].data[0] = -0.5
         return [*answers, found(engine, optimizer)]
 
-    results = rank_pool.run(body, ranks=2)
+    results = thread_ranks.run(body, ranks=2)
     assert results[0] == results[1]
     before, missing, frozen = results[0]
     assert before == "nothing"
@@ -228,7 +228,7 @@ def test_frozen_parameters_and_other_optimizers_count_too(rank_pool: Any) -> Non
 
 
 @pytest.mark.parametrize("strategy", ["optimizer", "gradients", "full"])
-def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(rank_pool: Any, strategy: Any) -> None:
+def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(thread_ranks: Any, strategy: Any) -> None:
     """Over dp=4 in two replicas (rank = 2·replicate + shard): neighbours hold different pieces."""
     plan = Plan(dp=4, replicate=2, strategy=strategy, precision="fp64")
     value, state = (Damage((3,), FIRST, "", state=name) for name in (None, "exp_avg"))
@@ -241,7 +241,7 @@ def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(rank_pool: Any, str
                 answers.append(found(engine, optimizer))
         return [*answers, found(engine, optimizer)]
 
-    results = rank_pool.run(body, ranks=4)
+    results = thread_ranks.run(body, ranks=4)
     assert all(answers == results[0] for answers in results)
     before, *told, after = results[0]
     assert before == after == "nothing"
@@ -251,16 +251,16 @@ def test_of_what_is_cut_the_replicas_of_each_piece_are_alike(rank_pool: Any, str
         assert "; 1 of the 20 parameters that ranks must hold alike differ: go back" in sentence
 
 
-def test_numbers_that_are_none_are_alike_where_their_bits_are(rank_pool: Any) -> None:
+def test_numbers_that_are_none_are_alike_where_their_bits_are(thread_ranks: Any) -> None:
     def body() -> str:
         engine, optimizer = stepped(Plan(dp=2))
         next(engine.parameters()).data.fill_(math.nan)
         return found(engine, optimizer)
 
-    assert rank_pool.run(body, ranks=2) == ["nothing"] * 2
+    assert thread_ranks.run(body, ranks=2) == ["nothing"] * 2
 
 
-def test_what_is_sent(rank_pool: Any) -> None:
+def test_what_is_sent(thread_ranks: Any) -> None:
     """8 bytes for each parameter of the model along an axis, 2 over the world; pp only for what is tied."""
 
     def body(plan: Plan, guarded: bool, tied: bool) -> Any:
@@ -271,11 +271,11 @@ def test_what_is_sent(rank_pool: Any) -> None:
 
     along, over = {"all_gather": Count(1, 20 * 8)}, {"all_reduce": Count(1, 20 * 2)}
     wanted = {"dp": along, "tp": along, "pp": along, "world": over}
-    assert rank_pool.run(body, CUBE, False, True, ranks=8) == [wanted] * 8
+    assert thread_ranks.run(body, CUBE, False, True, ranks=8) == [wanted] * 8
     guard = {"guard": Count(1, 256)}
     along, over = {"all_gather": Count(1, 21 * 8)}, {"all_reduce": Count(1, 21 * 2)}
     wanted = {"tp": along | guard, "world": over | guard}
-    assert rank_pool.run(body, FLAT, True, False, ranks=4) == [wanted] * 4
+    assert thread_ranks.run(body, FLAT, True, False, ranks=4) == [wanted] * 4
 
 
 def test_a_rank_alone_holds_what_it_holds() -> None:

@@ -365,12 +365,12 @@ def woven_on_a_rank(make: Any, rules: Rules, keeps: bool, spends: bool) -> Any:
     [(sharing, COLUMNS, 6, 6), (sharing, ENTERED, 4, 6), (transposed, JOINED, 4, 4)],
     ids=["columns", "entrance", "transposed"],
 )
-def test_woven_layers_equal_plain_ones(rank_pool, make, rules, sums, linears, keeps, spends):
+def test_woven_layers_equal_plain_ones(thread_ranks, make, rules, sums, linears, keeps, spends):
     layers = make()
     layouts = layouts_of(layers, match_modules(rules, layers), {"tp": 2})
     plain = nn.ModuleList(layer for _, layer in layers)
     expected = run(*plain)
-    answers = rank_pool.run(woven_on_a_rank, make, rules, keeps, spends, ranks=2)
+    answers = thread_ranks.run(woven_on_a_rank, make, rules, keeps, spends, ranks=2)
     for results, _, kept, traffic in answers:
         for got, wanted in zip(results, expected, strict=True):
             assert_close(got, wanted, "output or gradient of the input")
@@ -381,9 +381,9 @@ def test_woven_layers_equal_plain_ones(rank_pool, make, rules, sums, linears, ke
         assert_close(assemble(pieces, layouts[id(parameter)]), parameter.grad, name)
 
 
-def test_work_that_is_done_early_gives_the_same_bits(rank_pool):
+def test_work_that_is_done_early_gives_the_same_bits(thread_ranks):
     early, late = (
-        rank_pool.run(woven_on_a_rank, sharing, ENTERED, True, spends, ranks=2) for spends in (True, False)
+        thread_ranks.run(woven_on_a_rank, sharing, ENTERED, True, spends, ranks=2) for spends in (True, False)
     )
     for (_, ours, *_), (_, theirs, *_) in zip(early, late, strict=True):
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs)

@@ -59,7 +59,7 @@ def woven(
     return total.detach(), leaf.grad, in_place, not torch.equal(leaf.detach(), piece)
 
 
-def all_over_ranks(rank_pool, ranks, *trials):
+def all_over_ranks(thread_ranks, ranks, *trials):
     """Of each `(loss, logits, targets)` the loss (the same bits on all ranks), the gradient of the whole
     logits, and every rank's other answers.
     """
@@ -68,15 +68,15 @@ def all_over_ranks(rank_pool, ranks, *trials):
         group = Mesh(tp=ranks).group("tp")
         return [woven(*trial, group) for trial in trials]
 
-    for answers in zip(*rank_pool.run(body, ranks=ranks), strict=True):
+    for answers in zip(*thread_ranks.run(body, ranks=ranks), strict=True):
         totals, pieces, in_place, spent = zip(*answers, strict=True)
         assert all(torch.equal(total, totals[0]) for total in totals)
         yield totals[0], torch.cat(pieces, dim=-1), in_place, spent
 
 
-def over_ranks(rank_pool, ranks, loss, logits, targets):
+def over_ranks(thread_ranks, ranks, loss, logits, targets):
     """The same of one."""
-    (answer,) = all_over_ranks(rank_pool, ranks, (loss, logits, targets))
+    (answer,) = all_over_ranks(thread_ranks, ranks, (loss, logits, targets))
     return answer
 
 
@@ -94,11 +94,11 @@ LOSSES = [
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_loss_and_gradient_are_those_of_torch(rank_pool, ranks):
+def test_loss_and_gradient_are_those_of_torch(thread_ranks, ranks):
     trials = [
         (loss, *batch(classes, ignored=4)) for classes in (16, 13, 7) for loss in (*LOSSES[:3], LOSSES[4])
     ]
-    found = all_over_ranks(rank_pool, ranks, *trials)
+    found = all_over_ranks(thread_ranks, ranks, *trials)
     for trial, (total, gradient, in_place, _) in zip(trials, found, strict=True):
         expected, expected_gradient = whole(*trial)
         assert_close(total, expected)
@@ -107,10 +107,10 @@ def test_loss_and_gradient_are_those_of_torch(rank_pool, ranks):
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_another_ignore_index_and_all_terms_at_once(rank_pool, ranks):
+def test_another_ignore_index_and_all_terms_at_once(thread_ranks, ranks):
     logits, targets = batch(5)
     assert (targets == 3).any()
-    total, gradient, _, _ = over_ranks(rank_pool, ranks, LOSSES[3], logits, targets)
+    total, gradient, _, _ = over_ranks(thread_ranks, ranks, LOSSES[3], logits, targets)
     expected, expected_gradient = whole(LOSSES[3], logits, targets)
     assert_close(total, expected)
     assert_close(gradient, expected_gradient)
@@ -118,46 +118,46 @@ def test_another_ignore_index_and_all_terms_at_once(rank_pool, ranks):
 
 
 @pytest.mark.parametrize("loss", LOSSES[:3])
-def test_ranks_without_classes(rank_pool, loss):
+def test_ranks_without_classes(thread_ranks, loss):
     logits, targets = batch(2)
-    total, gradient, _, _ = over_ranks(rank_pool, 4, loss, logits, targets)
+    total, gradient, _, _ = over_ranks(thread_ranks, 4, loss, logits, targets)
     expected, expected_gradient = whole(loss, logits, targets)
     assert_close(total, expected)
     assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("loss", LOSSES[:3])
-def test_nothing_counted_gives_zero(rank_pool, loss):
+def test_nothing_counted_gives_zero(thread_ranks, loss):
     logits, targets = batch(7, ignored=0)
-    total, gradient, _, _ = over_ranks(rank_pool, 2, loss, logits, torch.full_like(targets, -100))
+    total, gradient, _, _ = over_ranks(thread_ranks, 2, loss, logits, torch.full_like(targets, -100))
     assert total.item() == 0
     assert not gradient.any()
 
 
 @pytest.mark.parametrize("classes", [7, 13])
-def test_the_last_class_of_each_piece_counts(rank_pool, classes):
+def test_the_last_class_of_each_piece_counts(thread_ranks, classes):
     logits, _ = batch(classes)
     cuts = [Vocabulary(classes, Group("tp", (0, 1, 2), i, None, Traffic(), 1.0)).own for i in range(3)]
     targets = torch.tensor([cut[-1] for cut in cuts] * 4).view(3, 4)
     assert targets.max() == classes - 1
-    total, gradient, _, _ = over_ranks(rank_pool, 3, CrossEntropy(), logits, targets)
+    total, gradient, _, _ = over_ranks(thread_ranks, 3, CrossEntropy(), logits, targets)
     expected, expected_gradient = whole(CrossEntropy(), logits, targets)
     assert_close(total, expected)
     assert_close(gradient, expected_gradient)
 
 
 @pytest.mark.parametrize("loss", LOSSES[:2])
-def test_large_logits_do_not_overflow(rank_pool, loss):
+def test_large_logits_do_not_overflow(thread_ranks, loss):
     logits, targets = batch(13, scale=1e4)
-    total, gradient, _, _ = over_ranks(rank_pool, 3, loss, logits.float(), targets)
+    total, gradient, _, _ = over_ranks(thread_ranks, 3, loss, logits.float(), targets)
     expected, expected_gradient = whole(loss, logits.float(), targets)
     torch.testing.assert_close(total, expected)
     torch.testing.assert_close(gradient, expected_gradient)
 
 
-def test_float32_is_as_good_as_torch_and_in_place(rank_pool):
+def test_float32_is_as_good_as_torch_and_in_place(thread_ranks):
     logits, targets = batch(13)
-    total, gradient, in_place, spent = over_ranks(rank_pool, 3, CrossEntropy(), logits.float(), targets)
+    total, gradient, in_place, spent = over_ranks(thread_ranks, 3, CrossEntropy(), logits.float(), targets)
     expected, expected_gradient = whole(CrossEntropy(), logits.float(), targets)
     assert total.dtype == torch.float32
     torch.testing.assert_close(total, expected)
@@ -167,10 +167,10 @@ def test_float32_is_as_good_as_torch_and_in_place(rank_pool):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_16_bit_logits_are_computed_in_float32_and_left_alone(rank_pool, dtype):
+def test_16_bit_logits_are_computed_in_float32_and_left_alone(thread_ranks, dtype):
     logits, targets = batch(13)
     half = logits.to(dtype)
-    total, gradient, _, spent = over_ranks(rank_pool, 3, LOSSES[1], half, targets)
+    total, gradient, _, spent = over_ranks(thread_ranks, 3, LOSSES[1], half, targets)
     expected, expected_gradient = whole(LOSSES[1], half.float(), targets)
     assert (total.dtype, gradient.dtype) == (torch.float32, dtype)
     torch.testing.assert_close(total, expected)
@@ -178,7 +178,7 @@ def test_16_bit_logits_are_computed_in_float32_and_left_alone(rank_pool, dtype):
     assert not any(spent)
 
 
-def test_communication_is_two_all_reduces(rank_pool):
+def test_communication_is_two_all_reduces(thread_ranks):
     logits, targets = batch(13)
 
     def body():
@@ -190,7 +190,7 @@ def test_communication_is_two_all_reduces(rank_pool):
             counts.append(mesh.traffic.since(before))
         return counts
 
-    for counts in rank_pool.run(body, ranks=3):
+    for counts in thread_ranks.run(body, ranks=3):
         numbers = [count["tp"].pop("all_reduce") for count in counts]
         assert numbers == [Count(2, 8 * ROWS * each) for each in (1 + 2, 1 + 3, 1 + 2)]
         assert counts == [{"tp": {}}] * 3

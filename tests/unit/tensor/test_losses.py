@@ -94,7 +94,7 @@ TARGETS = torch.tensor([6, 0, 1, 5, 2, 4])
 
 @pytest.mark.parametrize("ranks", [1, 3])
 @pytest.mark.parametrize(("loss", "kind"), [(ShareOfSquares(), "all_gather"), (cross_entropy, "all_reduce")])
-def test_a_loss_takes_this_ranks_piece(rank_pool, loss, kind, ranks):
+def test_a_loss_takes_this_ranks_piece(thread_ranks, loss, kind, ranks):
     def body():
         mesh = Mesh(tp=ranks)
         vocabulary = Vocabulary(7, mesh.group("tp"))
@@ -108,7 +108,7 @@ def test_a_loss_takes_this_ranks_piece(rank_pool, loss, kind, ranks):
     leaf = LOGITS.clone().requires_grad_()
     expected = loss.total(leaf, TARGETS)
     expected.backward()
-    totals, gradients, weights, traffic = zip(*rank_pool.run(body, ranks=ranks), strict=True)
+    totals, gradients, weights, traffic = zip(*thread_ranks.run(body, ranks=ranks), strict=True)
     for total, weight in zip(totals, weights, strict=True):
         torch.testing.assert_close(total, expected.detach(), rtol=1e-12, atol=0)
         assert torch.equal(weight, loss.weight(TARGETS))

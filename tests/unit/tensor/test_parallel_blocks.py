@@ -141,8 +141,8 @@ def found_in_a_rank(ranks: int) -> list[Any]:
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
-def test_blocks_are_those_of_full_linears(rank_pool: RankPool, ranks: int) -> None:
-    answers = rank_pool.run(found_in_a_rank, ranks, ranks=ranks)
+def test_blocks_are_those_of_full_linears(thread_ranks: RankPool, ranks: int) -> None:
+    answers = thread_ranks.run(found_in_a_rank, ranks, ranks=ranks)
     for number, (make, _) in enumerate(CASES):
         mine = [answer[number] for answer in answers]
         layer = full(make)
@@ -160,9 +160,9 @@ def test_blocks_are_those_of_full_linears(rank_pool: RankPool, ranks: int) -> No
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_one_sum_forward_and_one_backward(rank_pool: RankPool, ranks: int) -> None:
+def test_one_sum_forward_and_one_backward(thread_ranks: RankPool, ranks: int) -> None:
     one = 2 * 5 * HIDDEN * 8
-    for answers in rank_pool.run(found_in_a_rank, ranks, ranks=ranks):
+    for answers in thread_ranks.run(found_in_a_rank, ranks, ranks=ranks):
         for (make, _), (*_, sent) in zip(CASES, answers, strict=True):
             assert sent["columns"] == {"all_reduce": Count(2, 2 * one)}
             kv_heads = getattr(full(make), "kv_heads", ranks)
@@ -186,8 +186,8 @@ def refused_in_a_rank() -> list[str]:
     return told
 
 
-def test_what_cannot_be_cut_is_refused(rank_pool: RankPool) -> None:
-    told = rank_pool.run(refused_in_a_rank, ranks=4)[3]
+def test_what_cannot_be_cut_is_refused(thread_ranks: RankPool) -> None:
+    told = thread_ranks.run(refused_in_a_rank, ranks=4)[3]
     assert "ranks 2, 3 hold the same, but none are given: give copies=mesh.neighbours('tp', 2)" in told[0]
     assert "ranks 0, 1, 2, 3 hold the same, but copies are ranks 2, 3" in told[1]
     assert "each of 4 ranks of tp holds key and value heads of its own: leave copies out" in told[2]

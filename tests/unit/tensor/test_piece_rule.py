@@ -106,13 +106,13 @@ TOO_MUCH = (
     [(REGION, MISSING), ({**RULES, "*.after": piece}, TOO_MUCH), ({"0.after": piece}, TOO_MUCH)],
     ids=["missing", "outside", "no region at all"],
 )
-def test_a_dropout_in_the_wrong_place_is_refused(rank_pool: Any, rules: Rules, told: str) -> None:
+def test_a_dropout_in_the_wrong_place_is_refused(thread_ranks: Any, rules: Rules, told: str) -> None:
     for kind in (nn.Dropout, Dropout):
-        assert rank_pool.run(refused, rules, kind, ranks=2) == [told, told]
+        assert thread_ranks.run(refused, rules, kind, ranks=2) == [told, told]
 
 
-def test_where_nothing_is_dropped_no_rule_is_asked_for(rank_pool: Any) -> None:
-    assert rank_pool.run(runs_in_evaluation_mode, ranks=2) == [True, True]
+def test_where_nothing_is_dropped_no_rule_is_asked_for(thread_ranks: Any) -> None:
+    assert thread_ranks.run(runs_in_evaluation_mode, ranks=2) == [True, True]
 
 
 def runs_in_evaluation_mode() -> bool:

@@ -60,12 +60,12 @@ def gradients(where_scaled: str) -> dict[str, Tensor]:
     return {name: p.grad.clone() for name, p in engine.named_parameters() if p.grad is not None}
 
 
-def test_gradients_are_those_of_one_device(rank_pool: Any) -> None:
+def test_gradients_are_those_of_one_device(thread_ranks: Any) -> None:
     alone = model(None)
     tokens, targets = batch()
     nn.functional.cross_entropy(alone(tokens).flatten(0, 1), targets.flatten()).backward()
     wanted = {name: parameter.grad for name, parameter in alone.named_parameters()}
-    for rank, found in enumerate(rank_pool.run(gradients, "outside", ranks=2)):
+    for rank, found in enumerate(thread_ranks.run(gradients, "outside", ranks=2)):
         table = wanted["0.weight"]
         assert table is not None
         for name, gradient in found.items():
@@ -82,7 +82,7 @@ def test_gradients_are_those_of_one_device(rank_pool: Any) -> None:
     ],
 )
 def test_the_proof_refuses_what_would_be_one_ranks_part(
-    rank_pool: Any, where_scaled: str, sentence: str
+    thread_ranks: Any, where_scaled: str, sentence: str
 ) -> None:
     with pytest.raises(ModelError, match=re.escape(sentence)):
-        rank_pool.run(gradients, where_scaled, ranks=2)
+        thread_ranks.run(gradients, where_scaled, ranks=2)

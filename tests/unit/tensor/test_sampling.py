@@ -66,7 +66,7 @@ CHOICES = [
 ]
 
 
-def over_ranks(rank_pool, ranks, logits, **options):
+def over_ranks(thread_ranks, ranks, logits, **options):
     """The tokens, which are the same on every rank, and what was communicated, likewise."""
 
     def body():
@@ -75,7 +75,7 @@ def over_ranks(rank_pool, ranks, logits, **options):
         own = vocabulary.own
         return draw(logits[:, own.start : own.stop], vocabulary, **options), mesh.traffic.snapshot()
 
-    tokens, traffic = zip(*rank_pool.run(body, ranks=ranks), strict=True)
+    tokens, traffic = zip(*thread_ranks.run(body, ranks=ranks), strict=True)
     assert all(torch.equal(other, tokens[0]) for other in tokens)
     assert all(other == traffic[0] for other in traffic)
     return tokens[0], traffic[0]
@@ -83,34 +83,34 @@ def over_ranks(rank_pool, ranks, logits, **options):
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
 @pytest.mark.parametrize("options", CHOICES, ids=str)
-def test_the_token_does_not_depend_on_the_ranks(rank_pool, options, ranks):
+def test_the_token_does_not_depend_on_the_ranks(thread_ranks, options, ranks):
     expected = draw(MANY, **options)
     assert len(expected.unique()) > 5
-    assert torch.equal(over_ranks(rank_pool, ranks, MANY, **options)[0], expected)
+    assert torch.equal(over_ranks(thread_ranks, ranks, MANY, **options)[0], expected)
 
 
 @pytest.mark.parametrize("options", [{"temperature": 0}, {}, {"top_k": 1}, {"top_k": 2}], ids=str)
-def test_ranks_without_classes_draw_too(rank_pool, options):
+def test_ranks_without_classes_draw_too(thread_ranks, options):
     logits = MANY[:, :2]
-    assert torch.equal(over_ranks(rank_pool, 4, logits, **options)[0], draw(logits, **options))
+    assert torch.equal(over_ranks(thread_ranks, 4, logits, **options)[0], draw(logits, **options))
 
 
 @pytest.mark.parametrize("ranks", [1, 3])
-def test_one_candidate_is_the_likeliest(rank_pool, ranks):
-    tokens, _ = over_ranks(rank_pool, ranks, MANY, top_k=1, temperature=5.0)
+def test_one_candidate_is_the_likeliest(thread_ranks, ranks):
+    tokens, _ = over_ranks(thread_ranks, ranks, MANY, top_k=1, temperature=5.0)
     assert torch.equal(tokens, MANY.argmax(-1))
 
 
-def test_of_equal_logits_the_smallest_number_wins(rank_pool):
+def test_of_equal_logits_the_smallest_number_wins(thread_ranks):
     logits = torch.tensor([[0.0, 1.0, 1.0, 0.0, 1.0], [0.0, 0.0, 0.0, 2.0, 2.0], [3.0] * 5])
     for ranks in (1, 3):
-        assert over_ranks(rank_pool, ranks, logits, temperature=0)[0].tolist() == [1, 3, 0]
+        assert over_ranks(thread_ranks, ranks, logits, temperature=0)[0].tolist() == [1, 3, 0]
 
 
-def test_communication_is_one_offer_a_row_and_one_more_with_top_k(rank_pool):
-    assert over_ranks(rank_pool, 3, MANY)[1] == {"tp": {"all_gather": Count(1, 64 * 16)}}
+def test_communication_is_one_offer_a_row_and_one_more_with_top_k(thread_ranks):
+    assert over_ranks(thread_ranks, 3, MANY)[1] == {"tp": {"all_gather": Count(1, 64 * 16)}}
     for top_k, offered in ((2, 2), (9, 4)):  # of 11 classes the largest piece has 4
-        traffic = over_ranks(rank_pool, 3, MANY, top_k=top_k)[1]
+        traffic = over_ranks(thread_ranks, 3, MANY, top_k=top_k)[1]
         assert traffic == {"tp": {"all_gather": Count(2, 64 * (16 + 8 * offered))}}
 
 

@@ -201,9 +201,9 @@ def found_over(plan: Plan, steps: int = 1) -> dict[StepPhase, int]:
     return compared(outcome.findings)
 
 
-def test_each_rank_compares_its_own_part(rank_pool: RankPool) -> None:
+def test_each_rank_compares_its_own_part(thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, microbatches=2, layers_per_stage=(2, 2))
-    first, second = rank_pool.run(found_over, plan, ranks=2)
+    first, second = thread_ranks.run(found_over, plan, ranks=2)
     assert first == {
         StepPhase.BATCH: 1,
         StepPhase.INITIAL: 4,
@@ -254,8 +254,8 @@ def found_of(plan: Plan) -> Findings:
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, rank_pool: RankPool) -> None:
-    first, second = rank_pool.run(found_of, plan, ranks=2)
+def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, thread_ranks: RankPool) -> None:
+    first, second = thread_ranks.run(found_of, plan, ranks=2)
     assert first.differences == second.differences == []
     assert compared(first) == compared(second) | {StepPhase.BATCH: STEPS}
     gathers = 9 if plan.strategy == "full" else 3  # what two layers in a row use is gathered once
@@ -277,7 +277,7 @@ def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, r
 
 @pytest.mark.parametrize("schedule", ONE_STAGE)
 def test_weight_gradients_that_come_after_a_scatter_are_no_difference(
-    schedule: str, rank_pool: RankPool
+    schedule: str, thread_ranks: RankPool
 ) -> None:
     """With zero bubbles a stage runs `I` of a micro-batch before the one before it is scattered."""
     plan = Plan(
@@ -290,14 +290,14 @@ def test_weight_gradients_that_come_after_a_scatter_are_no_difference(
         schedule=schedule,
         layers_per_stage=(2, 2),
     )
-    for findings in rank_pool.run(found_of, plan, ranks=4):
+    for findings in thread_ranks.run(found_of, plan, ranks=4):
         assert findings.differences == []
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_gathered_parameters_are_those_that_the_step_before_left(plan: Plan, rank_pool: RankPool) -> None:
+def test_gathered_parameters_are_those_that_the_step_before_left(plan: Plan, thread_ranks: RankPool) -> None:
     key = RecordKey("value", name="3.weight")
-    for findings in rank_pool.run(found_in_damaged, RecordScope(0, WHOLE_STEP), key, plan, ranks=2):
+    for findings in thread_ranks.run(found_in_damaged, RecordScope(0, WHOLE_STEP), key, plan, ranks=2):
         places = {difference.location for difference in findings.differences}
         gathered = Location(1, StepPhase.PARAMETERS, 3, name="3.weight")
         assert gathered in places
@@ -311,10 +311,10 @@ def found_in_damaged(scope: RecordScope, key: RecordKey, plan: Plan) -> Findings
 @pytest.mark.parametrize("plan", WAYS, ids=way)
 @pytest.mark.parametrize("microbatch", [0, 1, 3])
 def test_a_wrong_weight_gradient_is_found_before_it_is_scattered(
-    microbatch: int, plan: Plan, rank_pool: RankPool
+    microbatch: int, plan: Plan, thread_ranks: RankPool
 ) -> None:
     key, name = RecordKey("contribution", 3, "3.weight"), "3.weight"
-    results = rank_pool.run(found_in_damaged, RecordScope(0, microbatch), key, plan, ranks=2)
+    results = thread_ranks.run(found_in_damaged, RecordScope(0, microbatch), key, plan, ranks=2)
     wrong = results.pop(microbatch // 2)
     assert [one.location for one in wrong.differences] == [
         Location(0, StepPhase.WEIGHT_GRADIENT, 3, microbatch, name)
@@ -324,10 +324,10 @@ def test_a_wrong_weight_gradient_is_found_before_it_is_scattered(
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, rank_pool: RankPool) -> None:
+def test_the_place_in_a_flat_piece_is_that_in_the_global_tensor(plan: Plan, thread_ranks: RankPool) -> None:
     """Of 48 elements in rows of 6 rank 1 has the last 16."""
     key = RecordKey("final", name="0.weight")
-    first, second = rank_pool.run(found_in_damaged, RecordScope(1, WHOLE_STEP), key, plan, ranks=2)
+    first, second = thread_ranks.run(found_in_damaged, RecordScope(1, WHOLE_STEP), key, plan, ranks=2)
     assert first.differences == []
     (difference,) = second.differences
     assert difference.location == Location(1, StepPhase.REDUCTION, name="0.weight")
@@ -359,11 +359,11 @@ def scaled(model: Any, plan: Plan) -> list[tuple[StepPhase, int | None, tuple[tu
     return [(d.location.phase, d.location.layer, d.box) for d in differences[:1]]
 
 
-def test_pieces_are_compared_with_pieces(rank_pool: RankPool) -> None:
+def test_pieces_are_compared_with_pieces(thread_ranks: RankPool) -> None:
     """The head's last row of each piece: 37 classes over two ranks are 19 and 18."""
     case = gpt2(layers=1, tied=False)
     plan = Plan(tp=2, precision="fp64")
-    one, two = rank_pool.run(scaled, case.build(), plan, ranks=2)
+    one, two = thread_ranks.run(scaled, case.build(), plan, ranks=2)
     layers = len(sequence_of(case.build()).layers)
     assert one == [(StepPhase.FORWARD, layers - 1, ((0, 2), (0, 8), (18, 19)))]
     assert two == [(StepPhase.FORWARD, layers - 1, ((0, 2), (0, 8), (36, 37)))]

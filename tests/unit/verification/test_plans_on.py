@@ -213,11 +213,11 @@ def test_plans_that_cannot_be_are_given_with_the_reason() -> None:
     assert four.findings.differences == []
 
 
-def test_after_a_plan_that_was_refused_the_next_one_runs(rank_pool: RankPool) -> None:
+def test_after_a_plan_that_was_refused_the_next_one_runs(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 5))
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     plans = [Plan(pp=2), Plan(pp=2, layers_per_stage=(2, 1)), Plan(tp=2), Plan(dp=2)]
-    results = rank_pool.run(run_each, case, plans, ranks=2)
+    results = thread_ranks.run(run_each, case, plans, ranks=2)
     for of_rank in results:
         assert [type(outcome) for outcome in of_rank] == [RankOutcome, RefusedPlan, RefusedPlan, RankOutcome]
     told = [{of_rank[number].reason for of_rank in results} for number in (1, 2)]

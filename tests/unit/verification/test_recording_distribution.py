@@ -63,9 +63,9 @@ def shared(own: dict[int, list[str]], tensors: dict[str, Tensor]) -> dict[Record
     }
 
 
-def test_each_rank_gets_what_it_wants_and_nothing_else(rank_pool: RankPool) -> None:
+def test_each_rank_gets_what_it_wants_and_nothing_else(thread_ranks: RankPool) -> None:
     own = {0: [], 1: list(TENSORS), 2: ["narrow", "scalar"], 3: []}
-    results = rank_pool.run(shared, own, TENSORS, ranks=4)
+    results = thread_ranks.run(shared, own, TENSORS, ranks=4)
     whole = results[0]
     assert list(whole) == [RecordScope(0, number) for number in (WHOLE_STEP, 0, 1, 2, 3)]
     assert all(list(entries) == list(TENSORS) for entries in whole.values())
@@ -79,9 +79,9 @@ def test_each_rank_gets_what_it_wants_and_nothing_else(rank_pool: RankPool) -> N
             assert entries == {name: whole[scope][name] for name in TENSORS if name in names}
 
 
-def test_masks_are_shared_too(rank_pool: RankPool) -> None:
+def test_masks_are_shared_too(thread_ranks: RankPool) -> None:
     mask = {"mask": torch.tensor([True, False, True])}
-    _, got, *_ = rank_pool.run(shared, {rank: ["mask"] for rank in range(4)}, mask, ranks=4)
+    _, got, *_ = thread_ranks.run(shared, {rank: ["mask"] for rank in range(4)}, mask, ranks=4)
     assert got[RecordScope(0, 1)]["mask"][:3] == (bits_of(mask["mask"]), torch.bool, (3,))
 
 
@@ -106,10 +106,10 @@ def told(case: Case, plan: Plan) -> str:
     return "nothing"
 
 
-def test_an_error_of_rank_0_is_raised_on_all_ranks(rank_pool: RankPool) -> None:
+def test_an_error_of_rank_0_is_raised_on_all_ranks(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 4), Exponential(), nn.Linear(4, CLASSES))
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(mode="exact", steps=1))
-    said = rank_pool.run(told, case, Plan(pp=2, microbatches=2), ranks=2)
+    said = thread_ranks.run(told, case, Plan(pp=2, microbatches=2), ranks=2)
     assert len(set(said)) == 1
     assert said[0].startswith("the reference's output of layer 1 holds ")
     assert "mode float64" in said[0]
@@ -124,8 +124,8 @@ class Shy(nn.Module):
         return x
 
 
-def test_what_fails_on_one_rank_already_is_a_sentence(rank_pool: RankPool) -> None:
+def test_what_fails_on_one_rank_already_is_a_sentence(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, CLASSES), Shy())
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     with pytest.raises(PlaitError, match="1 fails on a single device, ValueError: no such rows"):
-        rank_pool.run(verify_rank, case, Plan(pp=2, microbatches=2), ranks=2)
+        thread_ranks.run(verify_rank, case, Plan(pp=2, microbatches=2), ranks=2)

@@ -32,9 +32,9 @@ from plait.verification.verify import verify_all
 PLAN = Plan(microbatches=2)
 
 
-def over(rank_pool: RankPool, case: Case, plan: Plan) -> VerificationReport:
+def over(thread_ranks: RankPool, case: Case, plan: Plan) -> VerificationReport:
     """`plait.verify` on ranks that are there already."""
-    return build_report(rank_pool.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
+    return build_report(thread_ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
 
 
 def test_a_users_own_model_over_two_ranks_which_is_not_altered() -> None:
@@ -69,16 +69,16 @@ def test_a_function_that_builds_the_model_on_ranks_of_its_own() -> None:
     ],
     ids=label,
 )
-def test_a_function_that_builds_the_model(plan: Plan, rank_pool: RankPool) -> None:
+def test_a_function_that_builds_the_model(plan: Plan, thread_ranks: RankPool) -> None:
     case = Case(lambda: mlp(), cross_entropy, [rows_and_classes(8)] * 2, VerifyOptions(), device="cpu")
-    report = over(rank_pool, case, plan)
+    report = over(thread_ranks, case, plan)
     assert report, report
 
 
 @pytest.mark.parametrize("plan", [Plan(tp=2, microbatches=2), Plan(pp=2, tp=2, microbatches=2)], ids=label)
-def test_gpt2_and_llama_over_tensor_parallel_ranks(plan: Plan, rank_pool: RankPool) -> None:
+def test_gpt2_and_llama_over_tensor_parallel_ranks(plan: Plan, thread_ranks: RankPool) -> None:
     for case in (gpt2(), llama()):
-        report = over(rank_pool, case_of(case), plan)
+        report = over(thread_ranks, case_of(case), plan)
         assert report, report
 
 
@@ -92,9 +92,9 @@ def test_users_models_on_one_rank(case: Any) -> None:
 @pytest.mark.full
 @pytest.mark.parametrize("schedule", ["1f1b", "zb-h1"])
 @pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
-def test_users_models_over_four_ranks(case: Any, schedule: str, rank_pool: RankPool) -> None:
+def test_users_models_over_four_ranks(case: Any, schedule: str, thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, dp=2, microbatches=2, schedule=schedule)
-    report = over(rank_pool, case_of(case, rows=8), plan)
+    report = over(thread_ranks, case_of(case, rows=8), plan)
     assert report, report
 
 
@@ -296,14 +296,14 @@ def refused_by_parallelize(model: nn.Module, plan: Plan) -> str:
     return ""
 
 
-def test_a_plan_that_cannot_be_raises_as_parallelize_does(rank_pool: RankPool) -> None:
+def test_a_plan_that_cannot_be_raises_as_parallelize_does(thread_ranks: RankPool) -> None:
     model = nn.Sequential(nn.Linear(6, 5))
     plan = Plan(pp=2, microbatches=2)
-    told = rank_pool.run(refused_by_parallelize, model, plan, ranks=2)[0]
+    told = thread_ranks.run(refused_by_parallelize, model, plan, ranks=2)[0]
     assert "2 stages" in told
     case = Case(model, cross_entropy, [rows_and_classes()], VerifyOptions(steps=1))
     with pytest.raises((PlanError, ScheduleError)) as caught:
-        over(rank_pool, case, plan)
+        over(thread_ranks, case, plan)
     assert str(caught.value) == told
 
 
