@@ -48,13 +48,13 @@ def peak_of_load(plan: Plan, path: str) -> tuple[int, int]:
 @pytest.mark.parametrize("after", PLANS)
 @pytest.mark.parametrize("before", PLANS)
 def test_loading_takes_the_rank_s_part_and_one_tensor(
-    rank_pool: RankPool, tmp_path: Path, before: str, after: str
+    thread_ranks: RankPool, tmp_path: Path, before: str, after: str
 ) -> None:
     path = str(tmp_path / "one")
-    rank_pool.run(save_it, PLANS[before], path, ranks=2)
+    thread_ranks.run(save_it, PLANS[before], path, ranks=2)
     tensors = read_manifest(Path(path)).tensors.values()
     largest = max(math.prod(one.shape) for one in tensors) * 4
-    for most, state in rank_pool.run(peak_of_load, PLANS[after], path, ranks=2):
+    for most, state in thread_ranks.run(peak_of_load, PLANS[after], path, ranks=2):
         assert most <= state + largest + 4096, "numbers, and news between ranks"
 
 
@@ -81,9 +81,9 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
 
 @pytest.mark.parametrize("name", PLANS)
 def test_each_piece_is_written_once_and_bytes_are_shared_out(
-    rank_pool: RankPool, tmp_path: Path, name: str
+    thread_ranks: RankPool, tmp_path: Path, name: str
 ) -> None:
-    told = rank_pool.run(bytes_of, PLANS[name], str(tmp_path), ranks=2)
+    told = thread_ranks.run(bytes_of, PLANS[name], str(tmp_path), ranks=2)
     file_bytes = [file.bytes for file in read_manifest(resolve(tmp_path)).files]
     boxes = [len(file.boxes) for file in read_manifest(resolve(tmp_path)).files]
     everything = told[0][3]
@@ -117,8 +117,8 @@ def evaluated(plan: Plan, path: str, *, loads: bool) -> float:
     ],
     ids=str,
 )
-def test_what_layers_use_is_what_was_loaded(rank_pool: RankPool, tmp_path: Path, plan: Plan) -> None:
+def test_what_layers_use_is_what_was_loaded(thread_ranks: RankPool, tmp_path: Path, plan: Plan) -> None:
     """Where the optimizer updates other tensors than layers use, these follow before the next pass."""
     path = str(tmp_path / "one")
-    before = rank_pool.run(lambda: evaluated(plan, path, loads=False), ranks=2)
-    assert rank_pool.run(lambda: evaluated(plan, path, loads=True), ranks=2) == before
+    before = thread_ranks.run(lambda: evaluated(plan, path, loads=False), ranks=2)
+    assert thread_ranks.run(lambda: evaluated(plan, path, loads=True), ranks=2) == before

@@ -119,10 +119,10 @@ def units(actual: Tensor, expected: Tensor, plan: Plan) -> float:
     return float(difference) / UNIT[plan.precision]
 
 
-def check(rank_pool: Any, row: Row) -> None:
+def check(thread_ranks: Any, row: Row) -> None:
     plan = plan_of(row)
     alone = plan_of({**row, "pp": 1, "tp": 1, "dp": 1, "strategy": "none", "sequence": "none"})
-    ((one,), ranks) = (rank_pool.run(step, each, ranks=each.world) for each in (alone, plan))
+    ((one,), ranks) = (thread_ranks.run(step, each, ranks=each.world) for each in (alone, plan))
     gradients = whole(ranks)
     assert gradients.keys() == one.gradients.keys()
     if plan.tp == plan.dp == 1:
@@ -147,11 +147,11 @@ def identify(row: Row) -> str:
 
 
 @pytest.mark.parametrize("row", PAIRS, ids=identify)
-def test_every_pair_of_factors(rank_pool: Any, row: Row) -> None:
-    check(rank_pool, row)
+def test_every_pair_of_factors(thread_ranks: Any, row: Row) -> None:
+    check(thread_ranks, row)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=identify)
-def test_every_plan(rank_pool: Any, row: Row) -> None:
-    check(rank_pool, row)
+def test_every_plan(thread_ranks: Any, row: Row) -> None:
+    check(thread_ranks, row)

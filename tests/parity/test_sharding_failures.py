@@ -115,9 +115,9 @@ def trained(plan: Plan, breaks: tuple[str, int] | None, carries: bool) -> list[T
     ],
     ids=lambda plan: f"{plan.strategy}-{plan.reduce}-{plan.replicate}",
 )
-def test_the_next_step_is_clean(rank_pool: Any, plan: Plan, breaks: Any, carries: bool) -> None:
-    broken = rank_pool.run(trained, plan, breaks, carries, ranks=plan.world)
-    whole = rank_pool.run(trained, plan, None, carries, ranks=plan.world)
+def test_the_next_step_is_clean(thread_ranks: Any, plan: Plan, breaks: Any, carries: bool) -> None:
+    broken = thread_ranks.run(trained, plan, breaks, carries, ranks=plan.world)
+    whole = thread_ranks.run(trained, plan, None, carries, ranks=plan.world)
     for one, other in zip(broken, whole, strict=True):
         assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
@@ -133,8 +133,8 @@ def fails_alone(plan: Plan) -> str:
 
 
 @pytest.mark.parametrize("strategy", ["gradients", "full"])
-def test_a_rank_that_fails_alone_is_not_waited_for(rank_pool: Any, strategy: Any) -> None:
+def test_a_rank_that_fails_alone_is_not_waited_for(thread_ranks: Any, strategy: Any) -> None:
     """Its own error is told, and not that of those who wait for it."""
     plan = Plan(dp=2, strategy=strategy, reduce="each", microbatches=MICROBATCHES)
     with pytest.raises(RankError, match="the forward breaks"):
-        rank_pool.run(fails_alone, plan, ranks=2)
+        thread_ranks.run(fails_alone, plan, ranks=2)

@@ -120,8 +120,8 @@ def test_parameters_that_are_not_the_engine_s(tmp_path: Path) -> None:
         plait.load(engine, optimizer, tmp_path)
 
 
-def on_ranks(rank_pool: RankPool, function: Callable[..., Any], *arguments: Any) -> list[Any]:
-    return rank_pool.run(function, *arguments, ranks=2)
+def on_ranks(thread_ranks: RankPool, function: Callable[..., Any], *arguments: Any) -> list[Any]:
+    return thread_ranks.run(function, *arguments, ranks=2)
 
 
 STAGES = Plan(pp=2, layers_per_stage=(1, 1))
@@ -137,11 +137,11 @@ def left_out_on_a_stage(path: Path) -> str:
     return refused(path, (NAMES[1:], {}), plan=STAGES)
 
 
-def test_ranks_with_other_parameters_are_asked_too(rank_pool: RankPool, tmp_path: Path) -> None:
-    told = on_ranks(rank_pool, divided_by_stage, tmp_path)
+def test_ranks_with_other_parameters_are_asked_too(thread_ranks: RankPool, tmp_path: Path) -> None:
+    told = on_ranks(thread_ranks, divided_by_stage, tmp_path)
     assert told[0] == told[1]
     assert told[0].startswith("the optimizer has 0.weight and 1.weight in different groups (lr 0.5 and 0.25)")
-    told = on_ranks(rank_pool, left_out_on_a_stage, tmp_path)
+    told = on_ranks(thread_ranks, left_out_on_a_stage, tmp_path)
     assert told[0] == told[1]
     assert told[0].startswith("the checkpoint's optimizer had 0.weight, and the optimizer has not")
 
@@ -176,9 +176,9 @@ def kept_by_rows(path: Path) -> tuple[str, bool]:
 
 
 def test_a_state_that_cannot_be_cut_is_refused_before_anything_is_read(
-    rank_pool: RankPool, tmp_path: Path
+    thread_ranks: RankPool, tmp_path: Path
 ) -> None:
-    (told, same), other = on_ranks(rank_pool, kept_by_rows, tmp_path)
+    (told, same), other = on_ranks(thread_ranks, kept_by_rows, tmp_path)
     assert (told, same) == other
     assert same
     assert told.startswith(
@@ -194,5 +194,5 @@ def with_lbfgs(path: Path) -> bool:
         return all(torch.equal(a, b) for a, b in zip(before, run.engine.parameters(), strict=True))
 
 
-def test_an_optimizer_that_cannot_work_here_is_refused(rank_pool: RankPool, tmp_path: Path) -> None:
-    assert on_ranks(rank_pool, with_lbfgs, tmp_path) == [True, True]
+def test_an_optimizer_that_cannot_work_here_is_refused(thread_ranks: RankPool, tmp_path: Path) -> None:
+    assert on_ranks(thread_ranks, with_lbfgs, tmp_path) == [True, True]

@@ -39,11 +39,11 @@ def rows(folder: Path) -> list[dict[str, float]]:
     return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
-def test_a_run_is_written_down_and_matches_one_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_run_is_written_down_and_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(
         tmp_path, pp=2, dp=2, microbatches=1, validate_every=3, sample="def ", sample_tokens=5, compare=3
     )
-    reports = run(rank_pool, config)
+    reports = run(thread_ranks, config)
     written = rows(tmp_path)
     assert [row["step"] for row in written] == [1, 2, 3, 4]
     assert [row["step"] for row in written if "validation_loss" in row] == [3, 4]
@@ -66,20 +66,20 @@ def test_a_run_is_written_down_and_matches_one_rank(rank_pool: RankPool, tmp_pat
     assert Config.model_validate_json((tmp_path / "config.json").read_text()) == config
 
 
-def test_a_llama_matches_one_rank(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_llama_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:
     model = {"name": "llama", "kv_heads": 1, "inner": 24}
     config = make(tmp_path, pp=2, model=model, sample="def ", sample_tokens=3, compare=2)
-    reports = run(rank_pool, config)
+    reports = run(thread_ranks, config)
     assert all(report.matches and report.sample for report in reports)
     assert rows(tmp_path)[0]["loss"] == pytest.approx(math.log(256), rel=0.05)
 
 
 @pytest.mark.parametrize("precision", ["bf16", "fp16"])
 def test_few_digits_match_one_rank_with_masters_and_a_loss_scale(
-    rank_pool: RankPool, tmp_path: Path, precision: str
+    thread_ranks: RankPool, tmp_path: Path, precision: str
 ) -> None:
     config = make(tmp_path, dp=2, microbatches=1, steps=2, precision=precision, compare=2)
-    (comparison, _) = (report.comparison for report in run(rank_pool, config))
+    (comparison, _) = (report.comparison for report in run(thread_ranks, config))
     assert comparison is not None
     assert comparison.matches, comparison
 
@@ -94,29 +94,29 @@ def run_without_steps(config: Config) -> TrainingResult:
         return train(config)
 
 
-def test_a_step_without_the_optimizer_does_not_match(rank_pool: RankPool, tmp_path: Path) -> None:
-    (report,) = rank_pool.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
+def test_a_step_without_the_optimizer_does_not_match(thread_ranks: RankPool, tmp_path: Path) -> None:
+    (report,) = thread_ranks.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
     assert not report.matches
 
 
-def test_random_tokens_have_no_sample(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_random_tokens_have_no_sample(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(tmp_path, sample="def ")
     config = config.model_copy(update={"data": config.data.model_copy(update={"source": "random"})})
-    (report,) = run(rank_pool, config)
+    (report,) = run(thread_ranks, config)
     assert report.sample is None
     assert report.matches  # nothing was compared
 
 
-def test_a_loss_that_is_no_number_ends_the_run(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_loss_that_is_no_number_ends_the_run(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(tmp_path, pp=2, lr=1e25, clip=0, warmup=0)
     with pytest.raises(
         NonFiniteError, match=r"^step 2: the (loss|gradient norm) is (nan|inf) on rank 1, stage 1: "
     ):
-        run(rank_pool, config)
+        run(thread_ranks, config)
     assert len(rows(tmp_path)) == 1
 
 
-def test_a_validation_loss_that_is_no_number_ends_the_run(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_a_validation_loss_that_is_no_number_ends_the_run(thread_ranks: RankPool, tmp_path: Path) -> None:
     config = make(tmp_path, pp=2, lr=1e38, warmup=0, steps=1)
     with pytest.raises(NonFiniteError, match=r"^step 1: the validation loss is nan"):
-        run(rank_pool, config)
+        run(thread_ranks, config)
