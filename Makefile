@@ -3,7 +3,7 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: help install demo test test-all check format wheel clean
+.PHONY: help install demo test test-all test-share check format wheel clean
 
 help:  ## list these verbs
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' Makefile
@@ -18,12 +18,16 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## train a small GPT on four local ranks; one or two minutes on two CPU cores
 	$(BIN)/plait train --config examples/demo.toml
 
-# Two workers: what needs ranks (they wait for each other much of the time) runs beside what needs none.
-test: install  ## run the tests, with few examples of each property
-	$(BIN)/pytest -n 2 --dist loadgroup
+# Two workers, each with ranks of its own.
+test: install  ## run the tests, with few examples of each property; print the ten slowest
+	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1
 
 test-all: install  ## run the tests with all examples and the full products
-	$(BIN)/pytest -n 2 --dist loadgroup -m ''
+	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1 -m ''
+
+SEED ?= 0
+test-share: install  ## run a twentieth of the full products, chosen by SEED=..., for at most three minutes
+	$(BIN)/pytest -n 2 --dist loadgroup -m full --twentieth $(SEED)
 
 check: install  ## check format, lint and types
 	$(BIN)/ruff format --check .

@@ -1,7 +1,9 @@
 """What all tests share: ranks, as threads or as one pool of processes; how examples are drawn."""
 
 from collections.abc import Callable, Hashable, Iterator
+from time import monotonic
 from typing import Any
+from zlib import crc32
 
 import hypothesis
 import pytest
@@ -9,6 +11,10 @@ import torch
 
 from plait.comm.pool import RankPool
 from plait.comm.rank_threads import run_threads
+
+
+STARTED, MOST_SECONDS = monotonic(), 170
+"""When this worker began, and for how long tests of a twentieth are begun."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -21,12 +27,26 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.load_profile("plait")
 
 
-@pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Two workers, one pool: what needs processes runs on one worker, in its order, all else beside it."""
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--twentieth", metavar="SEED", help="of the tests chosen run a twentieth, by this seed")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
+    """Keep a module's tests that need processes on one worker, each of which has a pool; choose a twentieth."""
     for item in items:
         if "rank_pool" in getattr(item, "fixturenames", ()):
-            item.add_marker(pytest.mark.xdist_group("ranks"))
+            item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
+    yield  # -m leaves tests out
+    seed = config.getoption("--twentieth")
+    if seed is not None:
+        items[:] = [item for item in items if crc32(f"{seed} {item.nodeid}".encode()) % 20 == 0]
+
+
+@pytest.fixture(autouse=True)
+def _within_the_time_for_a_twentieth(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--twentieth") is not None and monotonic() - STARTED > MOST_SECONDS:
+        pytest.skip(f"the twentieth has taken {MOST_SECONDS} s")
 
 
 @pytest.fixture(scope="session")

@@ -41,9 +41,9 @@ def test_ranks_that_start_from_other_values_are_refused(rank_pool):
     assert "in weave_with_seed" in shown
 
 
-def test_ranks_with_other_models_are_refused(rank_pool):
+def test_ranks_with_other_models_are_refused(thread_ranks):
     with pytest.raises(CommunicationError, match="do not agree"):
-        rank_pool.run(weave_with_width, (3, 5), ranks=2)
+        thread_ranks.run(weave_with_width, (3, 5), ranks=2)
 
 
 def first_loss(
@@ -59,16 +59,16 @@ def first_loss(
     return loss, dtype
 
 
-def test_without_a_precision_the_model_keeps_its_own(rank_pool):
-    kept = rank_pool.run(first_loss, None, torch.float64, torch.float64, ranks=2)
-    given = rank_pool.run(first_loss, "fp64", torch.float64, torch.float64, ranks=2)
+def test_without_a_precision_the_model_keeps_its_own(thread_ranks):
+    kept = thread_ranks.run(first_loss, None, torch.float64, torch.float64, ranks=2)
+    given = thread_ranks.run(first_loss, "fp64", torch.float64, torch.float64, ranks=2)
     assert kept == given
     assert kept[0][1] == "torch.float64"
 
 
-def test_inputs_are_brought_to_the_precision(rank_pool):
-    (loss, dtype), _ = rank_pool.run(first_loss, "fp64", torch.float32, torch.float32, ranks=2)
+def test_inputs_are_brought_to_the_precision(thread_ranks):
+    (loss, dtype), _ = thread_ranks.run(first_loss, "fp64", torch.float32, torch.float32, ranks=2)
     assert dtype == "torch.float64"
-    (single, dtype), _ = rank_pool.run(first_loss, "fp32", torch.float32, torch.float64, ranks=2)
+    (single, dtype), _ = thread_ranks.run(first_loss, "fp32", torch.float32, torch.float64, ranks=2)
     assert dtype == "torch.float32"
     assert loss == pytest.approx(single, rel=1e-6)

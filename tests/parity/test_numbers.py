@@ -148,16 +148,16 @@ RUNS = [(name, "float64") for name in PLANS] + [("full", "native"), ("full", "ex
 
 
 @pytest.mark.parametrize(("name", "mode"), RUNS)
-def test_verified(rank_pool: RankPool, name: str, mode: Any) -> None:
+def test_verified(thread_ranks: RankPool, name: str, mode: Any) -> None:
     plan, options = PLANS[name], VerifyOptions(mode=mode, steps=1 if mode == "exact" else 2)
     case = Case(
         model(), LOSS, [batch(0), batch(1)][: options.steps], options, RULES, device="cpu", timeout=60.0
     )
-    report = build_report(rank_pool.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
+    report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
     assert report, str(report)
 
 
-def test_pieces_are_those_of_the_layouts(rank_pool: RankPool) -> None:
+def test_pieces_are_those_of_the_layouts(thread_ranks: RankPool) -> None:
     plan = Plan(dp=2, strategy="full")
 
     def body() -> dict[str, Any]:
@@ -166,7 +166,7 @@ def test_pieces_are_those_of_the_layouts(rank_pool: RankPool) -> None:
             name: (piece.detach().clone(), engine.layouts[name]) for name, piece in engine.named_parameters()
         }
 
-    first, second = rank_pool.run(body, ranks=2)
+    first, second = thread_ranks.run(body, ranks=2)
     for name, value in model().state_dict().items():
         if name in first:
             pieces = {(0, 0, 0): first[name][0], (0, 1, 0): second[name][0]}

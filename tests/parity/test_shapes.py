@@ -82,9 +82,9 @@ def train_in_a_rank(plan: Plan) -> list[tuple[Outcome, float | None, list[float]
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_steps_on_many_shapes_equal_one_process(rank_pool: RankPool, name: str) -> None:
+def test_steps_on_many_shapes_equal_one_process(thread_ranks: RankPool, name: str) -> None:
     plan, single = PLANS[name], Single()
-    ranks = rank_pool.run(train_in_a_rank, plan, ranks=plan.world)
+    ranks = thread_ranks.run(train_in_a_rank, plan, ranks=plan.world)
     for step, lengths in enumerate(STEPS):
         batch = microbatches(lengths, step)
         loss, gradients, of_inputs = single.step(batch)
@@ -171,9 +171,9 @@ def test_the_number_of_collectives_does_not_depend_on_the_shapes(
             assert first["agreement over pp"] == 1
 
 
-def test_only_what_there_is_is_sent(rank_pool: RankPool) -> None:
+def test_only_what_there_is_is_sent(thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
-    ranks = rank_pool.run(count_in_a_rank, plan, ranks=2)
+    ranks = thread_ranks.run(count_in_a_rank, plan, ranks=2)
     hidden = packed.HIDDEN * 8
     for number, lengths in enumerate((ALIKE, TWO_KINDS, ALL_DIFFERENT)):
         tokens, pairs = sum(map(sum, lengths)), sum(sum(one) ** 2 for one in lengths)
@@ -192,8 +192,8 @@ def remember_in_a_rank(plan: Plan) -> tuple[list[int], int]:
     return inferred, len(engine._runner._infos)
 
 
-def test_shapes_are_inferred_once_however_many_a_step_has(rank_pool: RankPool) -> None:
-    for inferred, remembered in rank_pool.run(remember_in_a_rank, make(pp=2), ranks=2):
+def test_shapes_are_inferred_once_however_many_a_step_has(thread_ranks: RankPool) -> None:
+    for inferred, remembered in thread_ranks.run(remember_in_a_rank, make(pp=2), ranks=2):
         assert inferred == [5, 0, 1, 0, 2], "five lengths, none, a new one, none, what was forgotten"
         assert remembered == 5 + 1, "those of the step, and another that was not forgotten"
 
@@ -216,7 +216,7 @@ def refusals_in_a_rank() -> list[str]:
     return messages
 
 
-def test_what_does_not_fit_is_refused(rank_pool: RankPool) -> None:
+def test_what_does_not_fit_is_refused(thread_ranks: RankPool) -> None:
     told = refusals_in_a_rank()
     assert "the targets are 1 micro-batches, but the plan runs 2 a step" in told[0]
     assert "the targets are not Microbatches, but the others are" in told[2]
@@ -249,9 +249,9 @@ def disagree_in_a_rank(plan: Plan) -> str:
     return "nothing"
 
 
-def test_ranks_that_pass_other_shapes_are_told(rank_pool: RankPool) -> None:
+def test_ranks_that_pass_other_shapes_are_told(thread_ranks: RankPool) -> None:
     with pytest.raises(PlaitError) as caught:
-        rank_pool.run(raise_in_a_rank, make(pp=2), ranks=2)
+        thread_ranks.run(raise_in_a_rank, make(pp=2), ranks=2)
     told = str(caught.value)
     assert re.search(r"the ranks of pp do not agree \(rank 0: a step on micro-batches of 8 shapes", told)
 
@@ -271,9 +271,9 @@ def empty_in_a_rank(plan: Plan) -> tuple[Outcome, float]:
 EMPTY: Lengths = ((3,), (0,), (5,), (0,))
 
 
-def test_a_micro_batch_may_be_empty(rank_pool: RankPool) -> None:
+def test_a_micro_batch_may_be_empty(thread_ranks: RankPool) -> None:
     plan = Plan(pp=2, microbatches=4, precision="fp64")
-    outcomes = [outcome for outcome, _ in rank_pool.run(empty_in_a_rank, plan, ranks=2)]
+    outcomes = [outcome for outcome, _ in thread_ranks.run(empty_in_a_rank, plan, ranks=2)]
     loss, gradients, _ = Single().step(microbatches(EMPTY, 0))
     assert_equal(merged(outcomes, "gradients"), gradients, TIGHT, "the gradient")
     assert_close(outcomes[0].losses[0], loss, TIGHT, "the loss")

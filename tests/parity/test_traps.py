@@ -51,8 +51,10 @@ def gradients_of_flattened_inputs() -> tuple[Tensor | None, Tensor, float, float
     return engine.input_gradients(), leaf.grad, loss, wanted.item()
 
 
-def test_input_gradients_outlast_the_buffers_they_came_in(rank_pool):
-    (given, wanted, loss, wanted_loss), (nothing, *_) = rank_pool.run(gradients_of_flattened_inputs, ranks=2)
+def test_input_gradients_outlast_the_buffers_they_came_in(thread_ranks):
+    (given, wanted, loss, wanted_loss), (nothing, *_) = thread_ranks.run(
+        gradients_of_flattened_inputs, ranks=2
+    )
     torch.testing.assert_close(given, wanted, rtol=1e-12, atol=1e-14)
     assert loss == pytest.approx(wanted_loss, rel=1e-14)
     assert nothing is None
@@ -71,9 +73,9 @@ def run_rounding() -> None:
     )
 
 
-def test_an_output_unlike_the_one_on_meta_is_refused(rank_pool):
+def test_an_output_unlike_the_one_on_meta_is_refused(thread_ranks):
     with pytest.raises(ModelError, match=r"layer '1' gave torch\.float32 \[2, 3\], but torch\.float64"):
-        rank_pool.run(run_rounding, ranks=2)
+        thread_ranks.run(run_rounding, ranks=2)
 
 
 class TwoInTraining(nn.Module):
@@ -93,8 +95,8 @@ def train_and_evaluate() -> tuple[float, float]:
     return trained, engine.evaluate(rows(2, 3), rows(2, 3)).item()
 
 
-def test_evaluation_may_send_something_else(rank_pool):
-    (trained, evaluated), other = rank_pool.run(train_and_evaluate, ranks=2)
+def test_evaluation_may_send_something_else(thread_ranks):
+    (trained, evaluated), other = thread_ranks.run(train_and_evaluate, ranks=2)
     assert (trained, evaluated) == other
     assert trained != evaluated
 

@@ -51,14 +51,14 @@ def inputs() -> list[Tensor]:
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_a_block_equals_the_full_linears(rank_pool, ranks, deferred):
+def test_a_block_equals_the_full_linears(thread_ranks, ranks, deferred):
     trials = [block_trial(given, bias=bias) for bias in (True, False) for given in inputs()]
-    check(rank_pool, ranks, *trials, deferred=deferred)
+    check(thread_ranks, ranks, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_each_layer_equals_the_full_linear(rank_pool, ranks, deferred):
+def test_each_layer_equals_the_full_linear(thread_ranks, ranks, deferred):
     trials = [
         trial
         for bias in (True, False)
@@ -71,27 +71,27 @@ def test_each_layer_equals_the_full_linear(rank_pool, ranks, deferred):
             row_trial(full, given, parallel=False),
         )
     ]
-    check(rank_pool, ranks, *trials, deferred=deferred)
+    check(thread_ranks, ranks, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("frozen", ["weight", "bias"])
-def test_what_is_frozen_stays_without_gradient(rank_pool, frozen, deferred):
+def test_what_is_frozen_stays_without_gradient(thread_ranks, frozen, deferred):
     trials = [
         trial
         for full in (linear(frozen=frozen), linear(frozen=frozen, bias=False))
         if any(parameter.requires_grad for parameter in full.parameters())
         for trial in (column_trial(full, draw(3, WIDTH)), row_trial(full, draw(3, WIDTH)))
     ]
-    check(rank_pool, 2, *trials, deferred=deferred)
+    check(thread_ranks, 2, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_gradients_of_two_backwards_add_up(rank_pool, deferred):
-    check(rank_pool, 2, block_trial(draw(3, WIDTH)), deferred=deferred, twice=True)
+def test_gradients_of_two_backwards_add_up(thread_ranks, deferred):
+    check(thread_ranks, 2, block_trial(draw(3, WIDTH)), deferred=deferred, twice=True)
 
 
-def test_no_rows_give_no_rows(rank_pool):
+def test_no_rows_give_no_rows(thread_ranks):
     def body():
         group = Mesh(tp=2).group("tp")
         given = torch.zeros(0, WIDTH, dtype=torch.float64, requires_grad=True)
@@ -100,7 +100,7 @@ def test_no_rows_give_no_rows(rank_pool):
         output.sum().backward()
         return output.shape, [parameter.grad.count_nonzero().item() for parameter in layer.parameters()]
 
-    assert rank_pool.run(body, ranks=2) == [((0, 8), [0, 0, 0, 0])] * 2
+    assert thread_ranks.run(body, ranks=2) == [((0, 8), [0, 0, 0, 0])] * 2
 
 
 BROKEN = [

@@ -46,32 +46,32 @@ def all_tokens(rows: int = ROWS) -> Tensor:
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3, 4])
-def test_equals_the_full_table(rank_pool, ranks, deferred):
+def test_equals_the_full_table(thread_ranks, ranks, deferred):
     tokens = all_tokens()
     shapes = [tokens, tokens[:1], tokens[:36].view(4, 9).t(), tokens[:36].view(2, 3, 6), tokens[36]]
     trials = [trial(table(), given) for given in shapes]
     trials += [trial(table(), tokens.int()), trial(table(4), all_tokens(4))]
-    check(rank_pool, ranks, *trials, deferred=deferred)
+    check(thread_ranks, ranks, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
 @pytest.mark.parametrize("ranks", [1, 2, 3])
-def test_the_padding_row_does_not_learn_wherever_it_lies(rank_pool, ranks, deferred):
+def test_the_padding_row_does_not_learn_wherever_it_lies(thread_ranks, ranks, deferred):
     paddings = (0, 12, 13, 18, 19, 24, 25, ROWS - 1, -1)
     trials = [trial(table(padding=padding), all_tokens()) for padding in paddings]
-    check(rank_pool, ranks, *trials, deferred=deferred)
+    check(thread_ranks, ranks, *trials, deferred=deferred)
 
 
 @pytest.mark.parametrize("deferred", [True, False])
-def test_a_frozen_table_and_two_backwards(rank_pool, deferred):
-    check(rank_pool, 3, trial(table(padding=3), all_tokens()), deferred=deferred, twice=True)
+def test_a_frozen_table_and_two_backwards(thread_ranks, deferred):
+    check(thread_ranks, 3, trial(table(padding=3), all_tokens()), deferred=deferred, twice=True)
 
     def body():
         made = VocabParallelEmbedding.of(table(frozen=True), Mesh(tp=2).group("tp"))
         queue = defer(made) if deferred else None
         return made(all_tokens()).requires_grad, queue is None or queue.take() == []
 
-    assert rank_pool.run(body, ranks=2) == [(False, True)] * 2
+    assert thread_ranks.run(body, ranks=2) == [(False, True)] * 2
 
 
 @pytest.mark.parametrize("deferred", [True, False])
@@ -94,7 +94,7 @@ def test_a_defect_is_found(rank_pool, defect, finding, deferred):
 
 
 @pytest.mark.parametrize("padding", [None, 0, 5, -1])
-def test_made_from_shapes_it_is_the_full_table_of_the_same_seed(rank_pool, padding):
+def test_made_from_shapes_it_is_the_full_table_of_the_same_seed(thread_ranks, padding):
     def body():
         torch.manual_seed(5)
         made = VocabParallelEmbedding(7, 4, Mesh(tp=3).group("tp"), padding_idx=padding)
@@ -103,13 +103,13 @@ def test_made_from_shapes_it_is_the_full_table_of_the_same_seed(rank_pool, paddi
 
     torch.manual_seed(5)
     full = nn.Embedding(7, 4, padding)
-    layouts, pieces = zip(*rank_pool.run(body, ranks=3), strict=True)
+    layouts, pieces = zip(*thread_ranks.run(body, ranks=3), strict=True)
     assert [len(piece) for piece in pieces] == [3, 2, 2]
     assert torch.equal(assemble(list(pieces), layouts[0]), full.weight)
 
 
 @pytest.mark.parametrize("strangers", [[ROWS], [-1], [3, ROWS + 5, 2]])
-def test_what_is_no_token_is_refused_on_every_rank(rank_pool, strangers):
+def test_what_is_no_token_is_refused_on_every_rank(thread_ranks, strangers):
     def body():
         made = VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))
         with pytest.raises(DataError) as caught:
@@ -118,7 +118,7 @@ def test_what_is_no_token_is_refused_on_every_rank(rank_pool, strangers):
 
     least, most = min(strangers), max(strangers)
     assert (
-        rank_pool.run(body, ranks=2)
+        thread_ranks.run(body, ranks=2)
         == [
             f"tokens from {least} to {most} were looked up in a table of {ROWS} rows: "
             "give tokens of the vocabulary."
@@ -127,14 +127,14 @@ def test_what_is_no_token_is_refused_on_every_rank(rank_pool, strangers):
     )
 
 
-def test_no_tokens_give_no_rows(rank_pool):
+def test_no_tokens_give_no_rows(thread_ranks):
     def body():
         return VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))(torch.zeros(2, 0).long()).shape
 
-    assert rank_pool.run(body, ranks=2) == [(2, 0, 6)] * 2
+    assert thread_ranks.run(body, ranks=2) == [(2, 0, 6)] * 2
 
 
-def test_communication(rank_pool):
+def test_communication(thread_ranks):
     def body():
         mesh = Mesh(tp=2)
         made = VocabParallelEmbedding.of(table(), mesh.group("tp"))
@@ -146,10 +146,10 @@ def test_communication(rank_pool):
         return forward, mesh.traffic.since(forward)
 
     forward = {"tp": {"all_reduce": Count(2, 2 * 5 * 6 * 8)}}
-    assert rank_pool.run(body, ranks=2) == [(forward, {})] * 2
+    assert thread_ranks.run(body, ranks=2) == [(forward, {})] * 2
 
 
-def test_a_plain_optimizer_a_state_dict_and_a_copy(rank_pool):
+def test_a_plain_optimizer_a_state_dict_and_a_copy(thread_ranks):
     def body():
         made = VocabParallelEmbedding.of(table(), Mesh(tp=2).group("tp"))
         made(all_tokens()).square().sum().backward()
@@ -161,7 +161,7 @@ def test_a_plain_optimizer_a_state_dict_and_a_copy(rank_pool):
     full = table()
     full(all_tokens()).square().sum().backward()
     torch.optim.SGD(full.parameters(), lr=0.1).step()
-    for outputs in rank_pool.run(body, ranks=2):
+    for outputs in thread_ranks.run(body, ranks=2):
         for output in outputs:
             assert_close(output, full(all_tokens()).detach(), "output")
 

@@ -71,29 +71,29 @@ def whole(rank_pool: RankPool, tmp_path_factory: pytest.TempPathFactory) -> Path
     return folder
 
 
-def test_it_goes_on_with_the_same_bits(rank_pool: RankPool, whole: Path, tmp_path: Path) -> None:
+def test_it_goes_on_with_the_same_bits(thread_ranks: RankPool, whole: Path, tmp_path: Path) -> None:
     folder = copied(whole, 3, tmp_path / "run")
-    run(rank_pool, make(folder, resume="auto", parallel={"pp": 2}))
+    run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2}))
     assert numbers(folder) == numbers(whole)
     assert [line.partition(",")[0] for line in (folder / "metrics.csv").read_text().splitlines()] == [
         "step",
         *"123456",
     ]
     assert kept(folder) == ["step-00000003", "step-00000006"]
-    assert run(rank_pool, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, "nothing is left to do"
+    assert run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, "nothing is left to do"
 
 
-def test_in_another_layout(rank_pool: RankPool, whole: Path, tmp_path: Path) -> None:
+def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) -> None:
     path = whole / "checkpoints" / "step-00000003"
     parallel = {"tp": 2, "dp": 2, "strategy": "full"}
-    run(rank_pool, make(tmp_path, resume=str(path), parallel=parallel, microbatches=1))
+    run(thread_ranks, make(tmp_path, resume=str(path), parallel=parallel, microbatches=1))
     for row, other in zip(numbers(tmp_path), numbers(whole)[3:], strict=True):
         assert row == pytest.approx(other, rel=1e-5)
     assert kept(tmp_path) == ["step-00000006"]
 
 
 def test_a_damaged_one_is_told_and_passed_over(
-    rank_pool: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    thread_ranks: RankPool, whole: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = copied(whole, 3, tmp_path / "run")
     shutil.copytree(whole / "checkpoints" / "step-00000004", folder / "checkpoints" / "step-00000004")
@@ -108,11 +108,11 @@ def test_a_damaged_one_is_told_and_passed_over(
     assert kept(folder) == ["step-00000004.aside-1", "step-00000006"]
     again = copied(whole, 3, tmp_path / "again")
     shutil.copytree(folder / "checkpoints" / "step-00000004.aside-1", again / "checkpoints" / "step-00000004")
-    run(rank_pool, make(again, resume="auto", keep_last=1, parallel={"pp": 2}))
+    run(thread_ranks, make(again, resume="auto", keep_last=1, parallel={"pp": 2}))
     assert kept(again) == kept(folder), "a rank that read no damaged file passes it over too"
     path = folder / "checkpoints" / "step-00000004.aside-1"
     with pytest.raises(CheckpointError, match=r"is damaged: rank-00001\.safetensors has"):
-        run(rank_pool, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))
+        run(thread_ranks, make(tmp_path / "other", resume=str(path), parallel={"pp": 2}))
 
 
 def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) -> None:
@@ -124,32 +124,32 @@ def test_where_all_are_damaged_nothing_starts_anew(whole: Path, tmp_path: Path) 
     assert (folder / "metrics.jsonl").read_text() == before
 
 
-def test_what_was_being_written_when_the_loss_overflowed(rank_pool: RankPool, tmp_path: Path) -> None:
+def test_what_was_being_written_when_the_loss_overflowed(thread_ranks: RankPool, tmp_path: Path) -> None:
     with pytest.raises(NonFiniteError, match="step 2"):
-        run(rank_pool, make(tmp_path, lr=1e38, warmup=0, save_every=1, parallel={"pp": 2}))
+        run(thread_ranks, make(tmp_path, lr=1e38, warmup=0, save_every=1, parallel={"pp": 2}))
     assert kept(tmp_path) == ["step-00000001"]
 
 
-def test_which_are_kept(rank_pool: RankPool, tmp_path: Path) -> None:
-    run(rank_pool, make(tmp_path, save_every=1, keep_last=2, keep_every=3))
+def test_which_are_kept(thread_ranks: RankPool, tmp_path: Path) -> None:
+    run(thread_ranks, make(tmp_path, save_every=1, keep_last=2, keep_every=3))
     assert kept(tmp_path) == ["step-00000003", "step-00000005", "step-00000006"]
-    run(rank_pool, make(tmp_path, steps=2))
+    run(thread_ranks, make(tmp_path, steps=2))
     assert kept(tmp_path) == [
         "step-00000002",
         *(f"step-0000000{step}.aside-1" for step in (3, 5, 6)),
     ], "those of the run before are not this run's, and are not removed"
-    run(rank_pool, make(tmp_path / "none", save_every=None))
+    run(thread_ranks, make(tmp_path / "none", save_every=None))
     assert not (tmp_path / "none" / "checkpoints").exists()
 
 
 def test_a_run_whose_data_would_be_another_is_refused(
-    rank_pool: RankPool, whole: Path, tmp_path: Path
+    thread_ranks: RankPool, whole: Path, tmp_path: Path
 ) -> None:
     path = str(whole / "checkpoints" / "step-00000003")
     with pytest.raises(ConfigError, match=r"train\.seed is 1, and was 0 when .* was written: a resumed run"):
-        run(rank_pool, make(tmp_path, resume=path, seed=1))
+        run(thread_ranks, make(tmp_path, resume=path, seed=1))
     with pytest.raises(CheckpointError, match="nowhere is no folder: give the folder of a checkpoint"):
-        run(rank_pool, make(tmp_path, resume=str(tmp_path / "nowhere")))
+        run(thread_ranks, make(tmp_path, resume=str(tmp_path / "nowhere")))
 
 
 def test_training_goes_on_where_nothing_can_be_written(

@@ -254,7 +254,9 @@ def found_of(plan: Plan) -> Findings:
 
 
 @pytest.mark.parametrize("plan", WAYS, ids=way)
-def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(plan: Plan, thread_ranks: RankPool) -> None:
+def test_a_rank_compares_its_pieces_and_the_whole_weight_gradients(
+    plan: Plan, thread_ranks: RankPool
+) -> None:
     first, second = thread_ranks.run(found_of, plan, ranks=2)
     assert first.differences == second.differences == []
     assert compared(first) == compared(second) | {StepPhase.BATCH: STEPS}

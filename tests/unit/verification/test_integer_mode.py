@@ -341,8 +341,8 @@ def outcomes(case: ParityCase, plan: Plan, rank_pool: RankPool) -> str:
     "plan", [Plan(tp=2, microbatches=2), Plan(pp=2, microbatches=2, schedule="zb-h1")], ids=label
 )
 @pytest.mark.parametrize("case", [gpt2(), llama(tied=False)], ids=lambda case: case.name)
-def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, rank_pool: RankPool) -> None:
-    assert outcomes(case, plan, rank_pool).startswith("EQUAL to one rank, bit by bit: ")
+def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, thread_ranks: RankPool) -> None:
+    assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
 @pytest.mark.full
@@ -352,8 +352,8 @@ def test_gpt2_and_llama_are_equal_bit_by_bit(case: ParityCase, plan: Plan, rank_
     [gpt2(layers=3, heads=4), llama(layers=3, heads=4, kv_heads=2)],
     ids=lambda case: case.name,
 )
-def test_every_layout_of_four_ranks_bit_by_bit(case: ParityCase, plan: Plan, rank_pool: RankPool) -> None:
-    assert outcomes(case, plan, rank_pool).startswith("EQUAL to one rank, bit by bit: ")
+def test_every_layout_of_four_ranks_bit_by_bit(case: ParityCase, plan: Plan, thread_ranks: RankPool) -> None:
+    assert outcomes(case, plan, thread_ranks).startswith("EQUAL to one rank, bit by bit: ")
 
 
 WITH_STAND_INS = (
