@@ -12,7 +12,6 @@ import torch
 from plait.comm.pool import RankPool
 from plait.comm.rank_threads import run_threads
 
-
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
@@ -33,7 +32,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Keep a module's tests that need processes on one worker, each of which has a pool; choose a twentieth."""
+    """Keep a module's tests that need processes on one worker, which has a pool; choose a twentieth."""
     for item in items:
         if "rank_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))

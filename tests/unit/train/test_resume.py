@@ -80,7 +80,9 @@ def test_it_goes_on_with_the_same_bits(thread_ranks: RankPool, whole: Path, tmp_
         *"123456",
     ]
     assert kept(folder) == ["step-00000003", "step-00000006"]
-    assert run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, "nothing is left to do"
+    assert run(thread_ranks, make(folder, resume="auto", parallel={"pp": 2})).steps == 6, (
+        "nothing is left to do"
+    )
 
 
 def test_in_another_layout(thread_ranks: RankPool, whole: Path, tmp_path: Path) -> None:
