@@ -17,7 +17,6 @@ from plait.checkpoint.optimizer_state import is_number
 from plait.checkpoint.rank_contents import (
     WriterAssignment,
     parameter_key,
-    replicated_layout,
     state_key,
     state_keys,
 )
@@ -44,16 +43,14 @@ def convert(
     )
 
 
-def convert_for(
-    source: str | Path, target: str | Path, shard_plan: ShardPlan, *, disk: Disk | None = None
-) -> None:
+def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -> None:
     """Write `source` to the new folder `target` with the boxes and files that the ranks of a plan would save.
 
     `shard_plan`: `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds all
     that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
     Memory: one box. Raises `CheckpointError` as `convert`, and for a checkpoint of another model.
     """
-    tensors, disk = FullTensors(Path(source)), disk or Disk()
+    tensors, disk = FullTensors(Path(source)), Disk()
     manifest, plan = tensors.manifest, shard_plan.plan
     require_model(manifest, shard_plan.layouts, shard_plan.buffer_shapes, shard_plan.aliases)
     head = replace(manifest, plan=asdict(plan), run=applicable_run_state(plan, manifest))
@@ -97,10 +94,10 @@ def _layouts(
             full = state_key(name, key)
             shape = saved[full].shape
             sharded = shape == layout.shape and not is_number(key, shape, layout.shape)
-            yield full, layout if sharded else replicated_layout(layout, shape), owners[name]
+            yield full, layout if sharded else Layout(shape, layout.axis_degrees), owners[name]
     any_layout = next(iter(shard_plan.layouts.values()))
     for name, shape in shard_plan.buffer_shapes.items():
-        yield parameter_key(name), replicated_layout(any_layout, shape), owners[name]
+        yield parameter_key(name), Layout(shape, any_layout.axis_degrees), owners[name]
     for name in map(parameter_key, shard_plan.aliases):
         if name in saved:  # torch saves a tied parameter under each of its names
-            yield name, replicated_layout(any_layout, saved[name].shape), (0,)
+            yield name, Layout(saved[name].shape, any_layout.axis_degrees), (0,)

@@ -1,8 +1,7 @@
 """Export to and import from torch.distributed.checkpoint (DCP), in one process without ranks.
 
     export_dcp    dcp_planner     which boxes torch writes
-    import_dcp    dcp_reader      reads what torch wrote, entry by entry
-                  dcp_metadata    reads the metadata without running code in it
+    import_dcp    dcp_reader      reads what torch wrote, entry by entry, without running code in it
                   dcp_keys        finds model and optimizer among the keys
 
 Keys are as in a native checkpoint, `model.NAME` and `optim.state.NAME.KEY`; nested, they are the dictionaries
@@ -25,7 +24,6 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
 from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
-from plait.checkpoint.dcp_metadata import chunk_boxes
 from plait.checkpoint.dcp_planner import OWN, OWN_PARTS, ExportPlanner, ExportWriter
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
@@ -123,7 +121,7 @@ def _items(reader: DcpReader, keys: DcpKeys) -> list[BoxToWrite]:
     return [
         BoxToWrite(name, box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
         for key, name in keys.tensors(reader).items()
-        for box in chunk_boxes(reader.tensors[key])
+        for box in reader.boxes(key)
         if box.numel
     ]
 

@@ -27,7 +27,6 @@ from plait.checkpoint.optimizer_state import is_number, number_device, restore_o
 from plait.checkpoint.rank_contents import (
     Checkpointable,
     parameter_key,
-    replicated_layout,
     state_key,
     state_keys,
 )
@@ -187,7 +186,7 @@ def _empty_state(
     `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the piece.
     """
     shape, dtype = entry.shape, entry.torch_dtype
-    replicated = replicated_layout(layout, shape)
+    replicated = Layout(shape, layout.axis_degrees)
     if is_number(key, shape, layout.shape):
         return torch.empty((), dtype=dtype, device=number_device(key, group, piece)), replicated
     dtype = piece.dtype if same_dtype else dtype

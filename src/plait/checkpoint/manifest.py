@@ -14,9 +14,9 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -30,8 +30,7 @@ TAKE_ANOTHER = ": take another checkpoint."
 """The end of error messages about a damaged manifest."""
 
 
-@dataclass(frozen=True)
-class StoredBox:
+class StoredBox(NamedTuple):
     """A box of a global tensor in a file."""
 
     tensor: str
@@ -204,8 +203,8 @@ class ManifestPart:
     def to_json(self) -> str:
         """Return the part as text, for `from_json`."""
         assert self.file is not None
-        tensors = {name: asdict(one) for name, one in self.tensors.items()}
-        plain = {"tensors": tensors, "optimizer": self.optimizer, "file": _plain_file(self.file)}
+        tensors = {name: vars(one) for name, one in self.tensors.items()}
+        plain = {"tensors": tensors, "optimizer": self.optimizer, "file": vars(self.file)}
         return json.dumps(plain, separators=(",", ":"))
 
     @classmethod
@@ -256,13 +255,8 @@ _OTHERS = ("optimizer", "run", "state", "plan", "versions", "aliases")
 
 def _plain(manifest: Manifest) -> dict[str, Any]:
     plain = {name: getattr(manifest, name) for name in _OTHERS}
-    tensors = {name: asdict(one) for name, one in manifest.tensors.items()}
-    return plain | {"tensors": tensors, "files": [_plain_file(file) for file in manifest.files]}
-
-
-def _plain_file(file: FileEntry) -> dict[str, Any]:
-    boxes = [[box.tensor, box.offsets, box.sizes, box.start, box.checksum] for box in file.boxes]
-    return {"name": file.name, "bytes": file.bytes, "header": file.header, "boxes": boxes}
+    tensors = {name: vars(one) for name, one in manifest.tensors.items()}
+    return plain | {"tensors": tensors, "files": [vars(file) for file in manifest.files]}
 
 
 def _manifest(plain: Mapping[str, Any]) -> Manifest:

@@ -102,7 +102,7 @@ def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | Non
         yield held(parameter_key(name), layout, piece.detach(), stages)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
-                state_layout = layout if shape is None else replicated_layout(layout, shape)
+                state_layout = layout if shape is None else Layout(shape, layout.axis_degrees)
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
@@ -130,8 +130,3 @@ def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
     """Yield the pieces that `rank` writes."""
     writers = WriterAssignment()
     return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)
-
-
-def replicated_layout(layout: Layout, shape: tuple[int, ...]) -> Layout:
-    """Return the layout of a replicated tensor over the axes of `layout`."""
-    return Layout(shape, layout.axis_degrees)

@@ -103,13 +103,13 @@ class Portion:
     boxes: range
 
 
-def portions(files: Sequence[FileEntry], most: int = BETWEEN_SYNCS) -> list[Portion]:
-    """Return all boxes of the files in portions of at most `most` bytes, or of one box."""
+def portions(files: Sequence[FileEntry]) -> list[Portion]:
+    """Return all boxes of the files in portions of at most `BETWEEN_SYNCS` bytes, or of one larger box."""
     found = []
     for file in files:
         stops, first = list(_stops(file)), 0
         for number in range(len(stops)):
-            if number > first and stops[number] - file.boxes[first].start > most:
+            if number > first and stops[number] - file.boxes[first].start > BETWEEN_SYNCS:
                 found.append(Portion(file, range(first, number)))
                 first = number
         found.append(Portion(file, range(first, len(stops))))

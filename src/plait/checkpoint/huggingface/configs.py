@@ -107,25 +107,29 @@ def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
 
 
 def _gpt2(config: Mapping[str, Any], where: Path) -> ModelSizes:
-    hidden, heads = _size(config, where, "n_embd"), _size(config, where, "n_head")
-    _require(config, where, "n_inner", config.get("n_inner") or 4 * hidden, (4 * hidden,))
-    return ModelSizes(
-        family="gpt2",
-        layers=_size(config, where, "n_layer"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=heads,
-        inner=4 * hidden,
-        vocab=_size(config, where, "vocab_size"),
-        context=_size(config, where, "n_positions"),
-        tied=config.get("tie_word_embeddings", True),
-    )
+    keys = {"layers": "n_layer", "hidden": "n_embd", "heads": "n_head", "vocab": "vocab_size"}
+    sizes = {name: _size(config, where, key) for name, key in (keys | {"context": "n_positions"}).items()}
+    inner = 4 * sizes["hidden"]
+    _require(config, where, "n_inner", config.get("n_inner") or inner, (inner,))
+    tied = config.get("tie_word_embeddings", True)
+    return ModelSizes("gpt2", **sizes, kv_heads=sizes["heads"], inner=inner, tied=tied)
 
 
 def _llama(config: Mapping[str, Any], where: Path) -> ModelSizes:
-    hidden, heads = _size(config, where, "hidden_size"), _size(config, where, "num_attention_heads")
-    _require(config, where, "head_dim", config.get("head_dim") or hidden // heads, (hidden // heads,))
+    keys = {
+        "layers": "num_hidden_layers",
+        "hidden": "hidden_size",
+        "heads": "num_attention_heads",
+        "kv_heads": "num_key_value_heads",
+        "inner": "intermediate_size",
+        "vocab": "vocab_size",
+        "context": "max_position_embeddings",
+    }
     known = {key: value for key, value in config.items() if value is not None}
+    known.setdefault("num_key_value_heads", config.get("num_attention_heads"))
+    sizes = {name: _size(known, where, key) for name, key in keys.items()}
+    head_dim = sizes["hidden"] // sizes["heads"]
+    _require(config, where, "head_dim", config.get("head_dim") or head_dim, (head_dim,))
     rope = {"rope_theta": config.get("rope_theta", ModelSizes.rope_base)}  # as in older files
     for key in ("rope_scaling", "rope_parameters"):
         given = config.get(key) or {}
@@ -136,18 +140,8 @@ def _llama(config: Mapping[str, Any], where: Path) -> ModelSizes:
     base = rope["rope_theta"]
     if not isinstance(base, int | float) or not 0 < base < inf:
         raise CheckpointError(f"{where / FILE} has rope_theta = {base!r}: give a number above 0.")
-    return ModelSizes(
-        family="llama",
-        layers=_size(config, where, "num_hidden_layers"),
-        hidden=hidden,
-        heads=heads,
-        kv_heads=_size({"num_key_value_heads": heads} | known, where, "num_key_value_heads"),
-        inner=_size(config, where, "intermediate_size"),
-        vocab=_size(config, where, "vocab_size"),
-        context=_size(config, where, "max_position_embeddings"),
-        tied=config.get("tie_word_embeddings", False),
-        rope_base=float(base),
-    )
+    tied = config.get("tie_word_embeddings", False)
+    return ModelSizes("llama", **sizes, tied=tied, rope_base=float(base))
 
 
 def _size(config: Mapping[str, Any], where: Path, key: str) -> int:

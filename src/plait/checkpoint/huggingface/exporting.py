@@ -65,7 +65,6 @@ def export_adapted(
     *,
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
-    disk: Disk | None = None,
 ) -> None:
     """Export a `model` of transformers, made by `from_huggingface`, with the `config.json` of `folder`.
 
@@ -77,7 +76,7 @@ def export_adapted(
     config.pop("torch_dtype", None)  # the former name of dtype
     copied = [folder / name for name in COPIED if (folder / name).is_file()]
     config["dtype"] = _dtype_name(tensors, dtype)
-    _export(tensors, target, pairs, config, copied, dtype, max_bytes, disk or Disk())
+    _export(tensors, target, pairs, config, copied, dtype, max_bytes, Disk())
 
 
 def _export(
