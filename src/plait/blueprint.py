@@ -144,14 +144,14 @@ def build_blueprint(
     refuse_compiled_modules(model)
     recompute = recompute_per_layer(plan, len(sequence.layers))
     refuse_layout_dependence(sequence)
-    cuts = rules_of_partitioned_modules(model, rules, plan, sequence)
-    whole_layouts, summed = parameter_layouts(sequence, cuts, plan)
-    flow = sequence_dims(named(sequence.layers), cuts)
+    module_rules = rules_of_partitioned_modules(model, rules, plan, sequence)
+    whole_layouts, summed = parameter_layouts(sequence, module_rules, plan)
+    dims = sequence_dims(named(sequence.layers), module_rules)
     specs = build_buffer_specs(
         sequence.units, sequence.parameters, whole_layouts, summed, storage_policy(plan), plan.shard
     )
     check_accumulation_dtype(plan, specs)
-    order, counts = order_of(
+    schedule, counts = order_of(
         plan.schedule,
         LayerCosts.evenly(layer_costs(sequence.layers)).with_messages(plan.pp),
         ranks=plan.pp,
@@ -160,7 +160,9 @@ def build_blueprint(
         limit=plan.memory_limit,
         cut=plan.layers_per_stage,
     )
-    return Blueprint(plan, sequence, cuts, whole_layouts, summed, flow, specs, order, counts, recompute)
+    return Blueprint(
+        plan, sequence, module_rules, whole_layouts, summed, dims, specs, schedule, counts, recompute
+    )
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
@@ -209,8 +211,8 @@ def rules_of_partitioned_modules(
     chosen = getattr(model, "rules", None) if rules is None else rules
     if chosen is None:
         raise PlanError(
-            f"plan.tp is {plan.tp}, but nothing says which modules of the model are cut: give "
-            "parallelize rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
+            f"plan.tp is {plan.tp}, but the model has no rules for tensor parallelism: give parallelize "
+            "rules, such as plait.models.gpt2.RULES, or set plan.tp to 1."
         )
     matched = match_modules(chosen, named(sequence.layers))
     if not plan.cuts_sequence:
@@ -224,13 +226,13 @@ def rules_of_partitioned_modules(
 
 
 def parameter_layouts(
-    sequence: LayerSequence, cuts: Mapping[str, Rule], plan: Plan
+    sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
     """Return each parameter's layout over `tp` and the number of neighbours that sum its gradient."""
-    inside = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
+    degrees = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     layers = named(sequence.layers)
-    layouts = layouts_of(layers, cuts, inside)
-    summed = summed_over_tp(layers, cuts, layouts)
+    layouts = layouts_of(layers, module_rules, degrees)
+    summed = summed_over_tp(layers, module_rules, layouts)
     names = {name: id(parameter) for name, parameter in sequence.parameters.items()}
     return (
         {name: layouts[parameter] for name, parameter in names.items()},

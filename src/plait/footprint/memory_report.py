@@ -80,17 +80,19 @@ class Memory:
         fullest = max(self.ranks, key=lambda rank: rank.peak)
         lines = [
             "MB (1e6 bytes) on the ranks along pp, each at its peak; at rest: between steps.",
-            f"Rank {fullest.rank} holds most after {fullest.at}.",
-            f"Within operations it is up to {self._megabytes(self.most)} MB.",
+            f"Rank {fullest.rank} has the largest peak, after {fullest.at}.",
+            f"Within operations up to {self._megabytes(self.most)} MB are allocated.",
         ]
         if self.plan.strategy != "none":
-            saving = f"saves {self.saving:.0%} of" if self.saving >= 0 else f"is {-self.saving:.0%} above"
-            lines.append(f"That {saving} the {self._megabytes(self.unsharded)} MB of strategy none.")
+            saving = (
+                f"saves {self.saving:.0%} of" if self.saving >= 0 else f"takes {-self.saving:.0%} more than"
+            )
+            lines.append(f"The plan {saving} the {self._megabytes(self.unsharded)} MB of strategy none.")
         host = max(rank.host for rank in self.ranks)
         if host:
-            lines.append(f"Offloaded to the CPU besides: {self._megabytes(host)} MB.")
+            lines.append(f"Offloaded to the CPU: {self._megabytes(host)} MB.")
         if not self.has_activations:
-            lines.append("Without activations: nothing says what a batch looks like, so give inputs.")
+            lines.append("Activations are not counted, because the shape of a batch is unknown: give inputs.")
         return lines
 
     def _megabytes(self, nbytes: int) -> str:

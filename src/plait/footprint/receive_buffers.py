@@ -14,7 +14,7 @@ class ReceiveBufferAccount:
     """Enters in a ledger what the `Exchange` of one rank allocates."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
-        """`crossing` has one micro-batch, whose shapes all have."""
+        """`crossing` has the shapes of one micro-batch, which all have."""
         self._ledger = ledger
         self._crossing = crossing
         self._sizes = buffer_sizes(crossing)

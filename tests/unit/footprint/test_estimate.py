@@ -157,7 +157,7 @@ def test_the_table_says_where_the_peak_is() -> None:
     ]
     assert rows[0].split()[0] == "0"
     assert float(rows[0].split()[-2]) == pytest.approx(memory.peak / 1e6, abs=1e-3)
-    assert f"Rank 0 holds most after {memory.ranks[0].at}." in rows
+    assert f"Rank 0 has the largest peak, after {memory.ranks[0].at}." in rows
 
 
 def test_plans_share_what_layers_do() -> None:
