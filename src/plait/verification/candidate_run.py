@@ -26,32 +26,24 @@ class CandidateRun:
     def __init__(self, comparison: StepComparison) -> None:
         self.comparison = comparison
         self.engine = comparison.engine
-        self.options = comparison.options
         self.recording = comparison.recording
-        self.sequence = comparison.sequence
-        self.formats = comparison.formats
         self.update = CandidateUpdate(comparison)
         self.checker: InstructionChecker | None = None
 
-    @property
-    def is_dynamic(self) -> bool:
-        """Whether the plan asks for a dynamic loss scale."""
-        overflows = any(map(self.formats.may_overflow, self.sequence.parameters.values()))
-        return self.formats.loss_scale is None and overflows
-
     def start(self, change: ValueChange) -> None:
         """Compare the initial values, then replace them by the changed ones."""
+        sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
-            layer = self.sequence.layers[self.sequence.users[name][0]]
+            layer = sequence.layers[sequence.users[name][0]]
             piece, local = self.comparison.piece(name), name.removeprefix(f"{layer.path}.")
-            whole = initial_value(layer.module, layer.path, local, self.options.seed)
-            master = self.formats.master_of(self.sequence.parameters[name])
+            whole = initial_value(layer.module, layer.path, local, self.comparison.options.seed)
+            master = formats.master_of(sequence.parameters[name])
             expected = convert(piece.of(whole), master, parameter.device)
             location = Location(0, StepPhase.INITIAL, name=name)
             self.comparison.findings.compare(location, parameter, expected, NO_TOLERANCE, piece=piece)
             with torch.no_grad():
                 parameter.copy_(piece.of(change(name, whole)))
-        first = INITIAL_LOSS_SCALE if self.is_dynamic else self.formats.loss_scale or 1.0
+        first = INITIAL_LOSS_SCALE if self.comparison.is_dynamic else formats.loss_scale or 1.0
         self.comparison.compare_loss_scale(0, StepPhase.INITIAL, first)
         if self.engine.adapts_loss_scale:
             settled = self.recording.number(0, "scale")
@@ -73,7 +65,7 @@ class CandidateRun:
 
         def inherited(name: str) -> float:
             """Return the tolerance of the contributions to a gradient, which its own does not include."""
-            if not self.options.resynchronizes:
+            if not self.comparison.options.resynchronizes:
                 return 0.0
             assert self.checker is not None
             return self.checker.weights.tolerance_of(name) * self.engine.mesh.size("dp") / scale
@@ -87,13 +79,7 @@ class CandidateRun:
         mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
         self.comparison.compare(step, StepPhase.EVALUATION, RecordKey("evaluation"), mean)
 
-    def overflow(self, step: int) -> None:
-        """With a loss scale, verify that a step with infinite gradients changes nothing."""
-        self.update.overflow(step, dynamic=self.is_dynamic)
-
     def _observer(self, step: int, targets: Value) -> Callable[[Instruction, Runtime], None]:
-        """Return a function that compares the result of an instruction."""
-
         def observe(instruction: Instruction, runtime: Runtime) -> None:
             if self.checker is None:
                 self.checker = InstructionChecker(runtime, self.comparison)
@@ -104,6 +90,5 @@ class CandidateRun:
         return observe
 
     def _rows_of_rank(self, value: Value) -> Value:
-        """Return this data-parallel rank's rows of a global batch."""
         mesh = self.engine.mesh
         return split(value, mesh.size("dp"), "batch")[mesh.index("dp")]

@@ -54,15 +54,15 @@ class CandidateUpdate:
             self.optimizer.step()
         self.comparison.compare_update(step, before, self.optimizer)
 
-    def overflow(self, step: int, *, dynamic: bool) -> None:
+    def overflow(self, step: int) -> None:
         """Set a gradient of one stage to infinity and step, which must change nothing on any rank.
 
         Compares parameters and optimizer state with their values before, and the loss scale with half of its
-        value if it is `dynamic`. `step` is the number after the last training step.
+        value if it is dynamic. `step` is the number after the last training step.
         """
-        sequence, formats = self.comparison.sequence, self.comparison.formats
-        trained = [name for name, p in sequence.parameters.items() if p.requires_grad]
-        if not trained or not (dynamic or formats.loss_scale not in (None, 1.0)):
+        trained = [name for name, p in self.comparison.sequence.parameters.items() if p.requires_grad]
+        dynamic, constant = self.comparison.is_dynamic, self.comparison.formats.loss_scale
+        if not trained or not (dynamic or constant not in (None, 1.0)):
             return
         scale = self.engine.loss_scale
         before = {name: tensor.detach().clone() for name, tensor in self._updated_tensors()}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -63,6 +64,10 @@ class NumberFormats:
         """Return whether the gradient of `parameter` is computed, accumulated or reduced in fp16."""
         kinds = (self.compute_of(parameter), self.gradient_of(parameter), self.reduce_of(parameter))
         return parameter.requires_grad and torch.float16 in kinds
+
+    def scales_dynamically(self, parameters: Iterable[nn.Parameter]) -> bool:
+        """Return whether a model with these parameters has a dynamic loss scale."""
+        return self.loss_scale is None and any(map(self.may_overflow, parameters))
 
 
 def formats_of(plan: Plan) -> NumberFormats:

@@ -129,7 +129,6 @@ class InstructionChecker:
             parameter.data.copy_(expected)
 
     def _compare_layer(self, action: Action, number: int) -> None:
-        """Compare the result of a layer's forward or backward."""
         layer = self._first_layer(action.stage) + number
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
@@ -252,7 +251,6 @@ class InstructionChecker:
         return self.blueprint.sequence_dims[key.layer].next
 
     def _first_layer(self, stage: int) -> int:
-        """Return the index in the model of the first layer of a stage."""
         return sum(self.blueprint.layers_per_stage[:stage])
 
     def _global_microbatch(self, action: Action) -> int:

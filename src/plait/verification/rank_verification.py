@@ -84,7 +84,7 @@ def _compared(
     for step, batch in enumerate(batches):
         candidate.train(step, *batch)
     if case.options.mode != "exact":  # after a step in whole numbers, parameters are too large to go on
-        candidate.overflow(len(batches))
+        candidate.update.overflow(len(batches))
         candidate.evaluate(len(batches), *batches[-1])
     return comparison.findings, recording.number(0, "clip")
 

@@ -112,21 +112,17 @@ class ReferenceRun:
         for step, (inputs, targets) in enumerate(batches):
             yield from self._step(step, inputs, targets, microbatches)
         inputs, targets = batches[-1]
-        self._refresh()
+        self._update_aliases()
         with evaluating(layer.module for layer in self.layers):
             mean = self._mean(inputs, targets)
         yield RecordScope(len(batches)), {RecordKey("evaluation"): mean}
 
     def _scale(self, first: float | None) -> ReferenceLossScale:
-        """Return the loss scale that the formats require."""
-        if self.formats.loss_scale is not None:
-            return ReferenceLossScale(self.formats.loss_scale)
-        if any(map(self.formats.may_overflow, self.model_parameters.values())):
+        if self.formats.scales_dynamically(self.model_parameters.values()):
             return ReferenceLossScale(INITIAL_LOSS_SCALE if first is None else first, dynamic=True)
-        return ReferenceLossScale()
+        return ReferenceLossScale(self.formats.loss_scale or 1.0)
 
-    def _refresh(self) -> None:
-        """Update the aliases of the layers from the parameters."""
+    def _update_aliases(self) -> None:
         with torch.no_grad():
             for name, copied in self.copies.items():
                 copied.copy_(self.perturbation.perturb(self.parameters[name].to(copied.dtype)))
@@ -139,7 +135,7 @@ class ReferenceRun:
         self, step: int, inputs: Value, targets: Value, microbatches: int
     ) -> Iterator[tuple[RecordScope, Records]]:
         self.dropout.step = step
-        self._refresh()
+        self._update_aliases()
         whole = self._mean(inputs, targets)
         target_parts = split(targets, microbatches, "targets")
         input_parts = split(inputs, microbatches, "inputs")

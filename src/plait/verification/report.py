@@ -84,7 +84,9 @@ class VerificationReport:
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
             worst = max(tally.relative for tally in self.tallies.values())
             rest = (
-                f" {self.vague:,} of them say little: rounding explains half of them." if self.vague else ""
+                f" {self.vague:,} of them are vague: rounding explains half of their size."
+                if self.vague
+                else ""
             )
             return (
                 f"EQUAL to one rank: {self.compared:,} tensors differ by at most {worst:.1e} of their size, "
@@ -243,7 +245,6 @@ def _ranks(first: FirstDifference) -> str:
 
 
 def _coordinate(coordinate: Mapping[str, int]) -> str:
-    """Return a coordinate in words: `pp 1 · tp 0`."""
     return " · ".join(f"{axis} {index}" for axis, index in coordinate.items())
 
 

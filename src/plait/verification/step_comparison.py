@@ -46,6 +46,8 @@ class StepComparison:
         is_exact = options.mode == "exact"
         self.gradient_epsilon = 0.0 if is_exact else max(map(epsilon_of, dtypes), default=0.0)
         """Machine epsilon of the dtypes in which gradients are accumulated; 0 in mode exact."""
+        self.is_dynamic = formats.scales_dynamically(sequence.parameters.values())
+        """Whether the loss scale is dynamic."""
 
     def compare(
         self,

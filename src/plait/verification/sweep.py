@@ -87,7 +87,6 @@ class Sweep:
 
 
 def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> str:
-    """Return the line of one plan: layout, schedule, micro-batches, result."""
     start = f"  {layout_of(plan):<{width}}  {plan.schedule:<{SCHEDULE_WIDTH}}  m {plan.microbatches:<3}"
     if isinstance(result, RefusedPlan):
         return f"{start} not possible: {result.reason}"
