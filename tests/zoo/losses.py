@@ -99,7 +99,7 @@ def target_subtracted_on_every_rank() -> Any:
     def subtract(self: Any, piece: Tensor, amounts: Tensor) -> None:
         piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts[:, None])
 
-    return patch.object(cross_entropy._Hits, "subtract", subtract)
+    return patch.object(cross_entropy._LocalTargets, "subtract", subtract)
 
 
 @contextmanager
