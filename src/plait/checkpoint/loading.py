@@ -33,7 +33,7 @@ from plait.checkpoint.rank_contents import (
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.text import all_gather_text, broadcast_text
+from plait.comm.text import all_gather_text, broadcast_result, first_nonempty_text
 from plait.errors import CheckpointError
 from plait.layout import Layout
 
@@ -94,23 +94,13 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 def _broadcast_path(path: Path, mesh: Mesh) -> str:
     """Return on all ranks the checkpoint that rank 0 finds. CheckpointError, on all, where it finds none."""
-    found = ""
-    if mesh.rank == 0:
-        try:
-            found = f"+{resolve(path)}"
-        except (CheckpointError, OSError) as error:
-            found = f"-{error}"
-    found = broadcast_text(found, mesh.group("world"), mesh.device)
-    if found.startswith("-"):
-        raise CheckpointError(found[1:])
-    return found[1:]
+    return broadcast_result(lambda: str(resolve(path)), CheckpointError, mesh.group("world"), mesh.device)
 
 
 def _raise_on_all_ranks(error: CheckpointError | None, mesh: Mesh) -> None:
     """Raise on all ranks the error of the first rank that has one."""
     own = "" if error is None else json.dumps([str(error), error.damaged])
-    first = next(filter(None, all_gather_text(own, mesh.group("world"), mesh.device)), None)
-    if first is not None:
+    if first := first_nonempty_text(own, mesh.group("world"), mesh.device):
         message, damaged = json.loads(first)
         raise CheckpointError(message, damaged=damaged)
 

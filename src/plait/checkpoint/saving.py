@@ -21,8 +21,7 @@ from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_conte
 from plait.checkpoint.save_task import PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.staging import StagingBuffer, local_boxes, unstaged
 from plait.checkpoint.tensor_file import BoxToWrite
-from plait.comm.mesh import Mesh
-from plait.comm.text import all_gather_text
+from plait.comm.text import first_nonempty_text
 from plait.errors import CheckpointError
 
 _FOLDER_TIMEOUT = 30.0
@@ -71,6 +70,7 @@ def start_save(
     does not have its name yet, and `after_commit` when it has; all may raise OSError.
     """
     mesh, disk, folder = engine.mesh, disk or Disk(), unfinished_path(path)
+    world = mesh.group("world")
     error, items, made = "", list[BoxToWrite](), False
     try:
         pieces = list(rank_contents(engine, optimizer))
@@ -86,11 +86,11 @@ def start_save(
         error = (
             f"rank {mesh.rank}: {raised if isinstance(raised, OSError | CheckpointError) else repr(raised)}"
         )
-    error = _first_error(error, mesh)
+    error = first_nonempty_text(error, world, mesh.device)
     if not error:
         seen = wait_for_folder(folder, min(mesh.timeout / 2, _FOLDER_TIMEOUT))
         unseen = f"rank {mesh.rank} does not see {folder}: give a folder that all hosts share"
-        error = _first_error("" if seen else unseen, mesh)
+        error = first_nonempty_text("" if seen else unseen, world, mesh.device)
     if error:
         if made:
             with suppress(OSError):  # the first error is raised
@@ -109,11 +109,6 @@ def start_save(
         after_commit=after_commit,
     )
     return PendingSave(task, mesh, background=staging is not None)
-
-
-def _first_error(error: str, mesh: Mesh) -> str:
-    """Return on all ranks the error of the first rank that has one, or an empty string."""
-    return next(filter(None, all_gather_text(error, mesh.group("world"), mesh.device)), "")
 
 
 def _make_folder(path: Path, disk: Disk) -> None:

@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.autograd.redistribution import full_tensor
 from plait.comm.collectives import broadcast
 from plait.comm.consistency_check import require_same_text
-from plait.comm.text import all_gather_text
+from plait.comm.text import all_gather_text, first_nonempty_text
 from plait.engine.runtime import Runtime
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
@@ -88,9 +88,8 @@ def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> T
             digest = fingerprint_of_values(values.known())
         except PlaitError as error:  # the other ranks wait for a text
             error_text = str(error)
-    errors = list(filter(None, all_gather_text(error_text, world, mesh.device)))
-    if errors:
-        raise ModelError(errors[0])
+    if first_error := first_nonempty_text(error_text, world, mesh.device):
+        raise ModelError(first_error)
     if from_rank_zero:
         return RankZeroSource(values, world, mesh.device)
     require_same_text(f"load a state dict of values {digest}", world, mesh.device)

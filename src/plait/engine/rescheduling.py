@@ -8,16 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from plait.comm.mesh import Mesh
-from plait.comm.text import broadcast_text
-from plait.errors import PlaitError, ScheduleError
+from plait.comm.text import broadcast_result
+from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
-
-_ERROR = "error: "
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
@@ -52,15 +50,8 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
 
     Communication: two broadcasts over `world`, of 8 bytes and of the order as text.
     """
-    text = ""
-    if mesh.rank == 0:
-        try:
-            text = json.dumps(to_json(choose()))
-        except PlaitError as error:  # the other ranks wait for a text
-            text = f"{_ERROR}{error}"
-    text = broadcast_text(text, mesh.group("world"), mesh.device)
-    if text.startswith(_ERROR):
-        raise ScheduleError(text.removeprefix(_ERROR))
+    world = mesh.group("world")
+    text = broadcast_result(lambda: json.dumps(to_json(choose())), ScheduleError, world, mesh.device)
     return from_json(json.loads(text), now) or now
 
 

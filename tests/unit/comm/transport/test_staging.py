@@ -11,22 +11,22 @@ from torch import Tensor
 from plait.comm.transport.shared_memory import staging as module
 from plait.comm.transport.shared_memory.channels import Channels
 from plait.comm.transport.shared_memory.listener import Listener
-from plait.comm.transport.shared_memory.staging import PendingRead, StagingBuffers
+from plait.comm.transport.shared_memory.staging import PendingRead, SharedStagingBuffers
 
 MIB = 2**20
 
 
-def joined(size: int) -> list[StagingBuffers]:
+def joined(size: int) -> list[SharedStagingBuffers]:
     listeners = [Listener() for _ in range(size)]
     names = [listener.name for listener in listeners]
     return [
-        StagingBuffers(Channels(listener, names, index, "tp", 10.0))
+        SharedStagingBuffers(Channels(listener, names, index, "tp", 10.0))
         for index, listener in enumerate(listeners)
     ]
 
 
 def stage_all(
-    ranks: list[StagingBuffers], tensors: Sequence[Tensor], seen: list[list[Tensor]]
+    ranks: list[SharedStagingBuffers], tensors: Sequence[Tensor], seen: list[list[Tensor]]
 ) -> list[PendingRead]:
     def keep(everyone: Sequence[Tensor]) -> None:
         seen.append([tensor.clone() for tensor in everyone])
@@ -34,7 +34,7 @@ def stage_all(
     return [rank.stage(tensor, keep) for rank, tensor in zip(ranks, tensors, strict=True)]
 
 
-def used_bytes(rank: StagingBuffers) -> int:
+def used_bytes(rank: SharedStagingBuffers) -> int:
     """Bytes of its segment that have ever been used."""
     return int(rank.segments.own.view(-1, 4096).any(1).sum()) * 4096
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from plait.comm.transport.reduction import Op, blocks, fold
 from plait.comm.transport.shared_memory.channel import Message
 from plait.comm.transport.shared_memory.channels import Channels
-from plait.comm.transport.shared_memory.staging import PendingRead, StagingBuffers
+from plait.comm.transport.shared_memory.staging import PendingRead, SharedStagingBuffers
 
 
 class BarrieredStep:
@@ -38,7 +38,7 @@ class BarrieredStep:
         return True
 
 
-def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: StagingBuffers) -> PendingRead:
+def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
     """Start an all-reduce of `tensor` into `total`, contiguous, where each rank reduces all of it.
 
     Each rank reads each byte once and sends one message to each peer.
@@ -47,7 +47,7 @@ def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: StagingBuff
     return staging.stage(tensor, lambda staged: fold(staged, op, flat))
 
 
-def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: StagingBuffers) -> PendingRead:
+def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
     """Start an all-reduce where each rank reduces one piece and copies the others: fewer sums, 2 messages."""
     channels = staging.channels
     own, totals = channels.index, total.view(-1).tensor_split(channels.size)
@@ -66,7 +66,9 @@ def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: Staging
     return staging.stage(tensor, read, reduced)
 
 
-def reduce_scatter_staged(tensor: Tensor, piece: Tensor, op: Op, staging: StagingBuffers) -> PendingRead:
+def reduce_scatter_staged(
+    tensor: Tensor, piece: Tensor, op: Op, staging: SharedStagingBuffers
+) -> PendingRead:
     """Start a reduce-scatter of `tensor` into this rank's `piece`, contiguous."""
     own, size, flat = staging.channels.index, staging.channels.size, piece.view(-1)
 
@@ -76,7 +78,7 @@ def reduce_scatter_staged(tensor: Tensor, piece: Tensor, op: Op, staging: Stagin
     return staging.stage(tensor, read)
 
 
-def all_gather_staged(tensor: Tensor, whole: Tensor, staging: StagingBuffers) -> PendingRead:
+def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffers) -> PendingRead:
     """Start an all-gather of `tensor`, which may be this rank's piece of `whole`, into contiguous `whole`."""
     own, pieces = staging.channels.index, whole.view(-1).tensor_split(staging.channels.size)
 

@@ -74,7 +74,7 @@ class PendingRead:
     """A staged tensor of this rank, and the `read` to call once all other ranks have staged theirs."""
 
     def __init__(
-        self, staging: StagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
+        self, staging: SharedStagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
     ) -> None:
         self._staging = staging
         self._sequences = sequences
@@ -103,7 +103,7 @@ class PendingRead:
         return True
 
 
-class StagingBuffers:
+class SharedStagingBuffers:
     """The staging buffers of a group, seen from one rank. All ranks make them and stage in one order."""
 
     def __init__(self, channels: Channels) -> None:

@@ -18,7 +18,7 @@ from plait.comm.transport.reduction import Op
 from plait.comm.transport.shared_memory import algorithms
 from plait.comm.transport.shared_memory.channels import Channels
 from plait.comm.transport.shared_memory.host_discovery import HostRanks
-from plait.comm.transport.shared_memory.staging import SharedSegments, StagingBuffers
+from plait.comm.transport.shared_memory.staging import SharedSegments, SharedStagingBuffers
 from plait.comm.transport.torch_distributed import Algorithm, TorchTransport
 
 WHOLE_LIMIT = 2**21
@@ -52,9 +52,9 @@ class SharedMemoryTransport(TorchTransport):
         return self._host.channels(self._ranks, self.index, label, self._timeout)
 
     @cached_property
-    def staging(self) -> StagingBuffers:
+    def staging(self) -> SharedStagingBuffers:
         """The group's staging buffers. All ranks make them at the same operation, without blocking."""
-        return StagingBuffers(self.channels)
+        return SharedStagingBuffers(self.channels)
 
     def over_torch(self) -> TorchTransport:
         """Return a transport of the group without shared memory, as if its ranks were on several hosts."""
