@@ -162,13 +162,10 @@ class _Linear(torch.autograd.Function):
 
             queue.add(work)
         needs_input, _, needs_bias, *_ = ctx.needs_input_grad
-        return (
-            _product_of_rows(rows, _rows_out(weight, transposed), gradient.shape) if needs_input else None,
-            None,
-            rows.sum(0) if needs_bias else None,
-            None,
-            None,
-        )
+        of_input = rows @ _rows_out(weight, transposed) if needs_input else None
+        if of_input is not None:
+            of_input = of_input.view(*gradient.shape[:-1], of_input.shape[1])
+        return of_input, None, rows.sum(0) if needs_bias else None, None, None
 
 
 def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
@@ -191,11 +188,6 @@ def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) 
 
 def _rows(tensor: Tensor) -> Tensor:
     return tensor.reshape(-1, tensor.shape[-1])
-
-
-def _product_of_rows(rows: Tensor, matrix: Tensor, shape: torch.Size) -> Tensor:
-    """Return `rows @ matrix` in `shape`, with the last dim replaced."""
-    return (rows @ matrix).view(*shape[:-1], matrix.shape[1])
 
 
 def _rows_out(weight: Tensor, transposed: bool) -> Tensor:

@@ -51,7 +51,7 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
 
     `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
-    _require_whole(tensor, group)
+    require_same_bits(tensor, group, _ENTERS)
     if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
     return _tagged("copy", _Copy.apply(tensor, group, overlap))  # type: ignore[no-untyped-call]
@@ -76,7 +76,7 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's piece of `dim` (as of `divide`). Communication: backward, one all-gather."""
-    _require_whole(tensor, group)
+    require_same_bits(tensor, group, _ENTERS)
     if group.size == 1:
         return tensor
     return _tagged("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
@@ -105,7 +105,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's piece of `dim`, to work on pieces outside of regions. Otherwise as `split`."""
-    _require_whole(whole, group)
+    require_same_bits(whole, group, _ENTERS)
     if group.size == 1:
         return whole
     return _tagged("to_pieces", _Split.apply(whole, group, dim))  # type: ignore[no-untyped-call]
@@ -122,11 +122,6 @@ def collective_of(node: Node) -> PairedCollective | None:
     """Return the function above that created a node of an autograd graph on the meta device, or None."""
     collective: PairedCollective | None = tag_of(node, _TAG)
     return collective
-
-
-def _require_whole(tensor: Tensor, group: Group) -> None:
-    """In a guarded group, raise CommunicationError where the ranks' tensors differ."""
-    require_same_bits(tensor, group, _ENTERS)
 
 
 def _refuse_create_graph() -> None:

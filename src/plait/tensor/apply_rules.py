@@ -9,7 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from operator import attrgetter
-from typing import cast
+from typing import Any, cast
 
 from torch import Tensor, nn
 
@@ -64,7 +64,9 @@ def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[
     """
     found: dict[int, tuple[str, Layout]] = {}
     for path, module, parent in _modules(layers):
-        layouts = _layouts(path, module, parent, matched[path], axes) if path in matched else {}
+        rule, layouts = matched.get(path), dict[str, Layout]()
+        if rule is not None and rule.kind not in WITHOUT_LAYOUT:
+            layouts = _layouts(path, module, _partition(path, rule, parent), rule, axes)
         for name, parameter in module.named_parameters(recurse=False):
             layout, full = layouts.get(name, Layout(parameter.shape, axes)), join(path, name)
             first, known = found.setdefault(id(parameter), (full, layout))
@@ -177,33 +179,21 @@ def _parallel(
         table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
         table.weight = cast(nn.Parameter, module.weight)
         return table.train(module.training)
-    sizes = _features(module)
-    made: ColumnParallelLinear | RowParallelLinear
-    if rule.kind == "row":
-        piece = rule.input_is_parallel
-        made = RowParallelLinear(
-            *sizes, group, input_is_parallel=piece, partition=partition, path=path, device="meta"
-        )
-    else:
-        whole = rule.gather_output
-        made = ColumnParallelLinear(
-            *sizes, group, gather_output=whole, partition=partition, path=path, device="meta"
-        )
+    is_row = rule.kind == "row"
+    kind = RowParallelLinear if is_row else ColumnParallelLinear
+    option: dict[str, Any] = {"gather_output": rule.gather_output}
+    if is_row:
+        option = {"input_is_parallel": rule.input_is_parallel}
+    made = kind(*_features(module), group, partition=partition, path=path, device="meta", **option)
     made.weight, made.bias = cast(nn.Parameter, module.weight), cast(nn.Parameter | None, module.bias)
     if is_transposed_linear(module):
-        layouts = row_layouts if rule.kind == "row" else column_layouts
         made.transposed = True
-        made.layouts = layouts(sizes[1], sizes[0], partition, {AXIS: group.size}, path, transposed=True)
+        made.layouts = _layouts(path, module, partition, rule, {AXIS: group.size})
     return made.train(module.training)
 
 
-def _layouts(
-    path: str, module: nn.Module, parent: nn.Module | None, rule: Rule, axes: Axes
-) -> dict[str, Layout]:
-    """Return the layouts of a module's parameters, by name; empty where its rule leaves them whole."""
-    if rule.kind in WITHOUT_LAYOUT:
-        return {}
-    partition = _partition(path, rule, parent)
+def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axes: Axes) -> dict[str, Layout]:
+    """Return the layouts of a module's parameters, by name."""
     if isinstance(module, nn.Embedding):
         return column_layouts(module.num_embeddings, module.embedding_dim, partition, axes, path)
     inputs, outputs = _features(module)

@@ -153,9 +153,9 @@ def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group 
     each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
     first = group.index // each * each
     alike = group.ranks[first : first + each]
-    if each == 1 and (copies is None or copies.size == 1):
-        return None
-    if each == 1 and copies is not None:
+    if each == 1:
+        if copies is None or copies.size == 1:
+            return None
         raise PlanError(
             f"each of {group.size} ranks of {group.name} holds key and value heads of its own: leave copies "
             "out."
