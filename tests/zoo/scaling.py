@@ -133,7 +133,7 @@ def fixed_scale_halved() -> Any:
 
 def scale_never_grows() -> Any:
     """Good steps are not counted."""
-    return patch.object(loss_scale, "GROWTH_INTERVAL", 10**9)
+    return patch.object(loss_scale, "GROWS_AFTER", 10**9)
 
 
 def scale_grows_on_one_rank() -> Any:
