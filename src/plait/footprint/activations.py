@@ -42,7 +42,7 @@ class ActivationAccount:
         self._ledger = ledger
         self._messages = messages
         self._stages = stages
-        self._loss, self._clones = traces.loss, traces.clones
+        self._loss, self._output_copy = traces.loss, traces.output_copy
         self._inputs = inputs
         self._current: dict[Hashable, Sequence[MemoryBlock | None]] = {}
         """Activations and gradients between layers, by direction, stage and micro-batch."""
@@ -121,10 +121,10 @@ class ActivationAccount:
 
     def _compute_loss(self, action: Action) -> None:
         forward = self._loss.forward
-        self._ledger.record_temporary(self._clones + forward.peak)
+        self._ledger.record_temporary(self._output_copy + forward.peak)
         given = self._take(action)
-        if self._clones:
-            given = [MemoryBlock(self._clones, Category.ACTIVATIONS)]
+        if self._output_copy:
+            given = [MemoryBlock(self._output_copy, Category.ACTIVATIONS)]
         known = _named(self._loss.inputs, given) | _made(forward)
         self._losses[action.microbatch] = known
         self._ledger.hold(("loss", action.microbatch), _blocks(forward.saved, known))

@@ -30,7 +30,7 @@ class ModelTraces:
     layers: Sequence[Trace]
     infos: Sequence[LayerInfo]
     loss: Trace
-    clones: int
+    output_copy: int
     """Bytes of a copy of the output for the loss; 0 where it is not copied."""
     inputs: Sequence[int]
     """Bytes of each tensor of the input."""
@@ -46,7 +46,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     tensor_parallel = blueprint.tensor_parallel(
         Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
     )
-    layers = _skeleton(blueprint, tensor_parallel, queue)
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
     given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
     infos = infer(layers, given, input_gradients=False)
     adds_late = blueprint.lowering_spec.sharding.scatters == "each"
@@ -58,8 +58,8 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         trace, value = trace_layer(stage, value)
         traces.append(trace)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
-    clones = vocabulary is not None and traces[-1].output_is_read
+    tensor_loss = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+    copies = vocabulary is not None and traces[-1].output_is_read
     classes = (
         _classes_like(value)
         if targets is None
@@ -68,14 +68,14 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
     return ModelTraces(
         traces,
         infos,
-        trace_loss(ending, value, classes),
-        sum(_bytes(value)) if clones else 0,
+        trace_loss(tensor_loss, value, classes),
+        sum(_bytes(value)) if copies else 0,
         _bytes(given),
         _bytes(classes),
     )
 
 
-def _skeleton(
+def _layers_on_meta(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
     """Return all layers as a rank runs them, with gradients to add to, on the meta device."""

@@ -91,11 +91,11 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
     rows = []
     for number, layer in enumerate(blueprint.sequence.layers):
         stage = _stage_of(layer, infos[number], blueprint, tensor_parallel, mesh)
-        ending = None
+        loss_of_last = None
         if number == len(infos) - 1:
             vocabulary = tensor_parallel.vocabulary_of(layer)
-            ending = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
-        runs = [_run(stage, value, ending, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
+            loss_of_last = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+        runs = [_run(stage, value, loss_of_last, wanted, _clock(mesh.device)) for _ in range(1 + REPEATS)]
         rows.append([median(times) for times in zip(*(times for _, times in runs[1:]), strict=True)])
         value = runs[-1][0]
     forward, inputs, weights = (tuple(column) for column in zip(*rows, strict=True))
@@ -126,7 +126,7 @@ def _stage_of(
 
 
 def _run(
-    stage: Stage, given: Value, ending: LossLike | None, targets: Value, clock: Callable[[], float]
+    stage: Stage, given: Value, loss_of_last: LossLike | None, targets: Value, clock: Callable[[], float]
 ) -> tuple[Value, tuple[float, float, float]]:
     """Return the layer's output, and the seconds of its forward, input gradient and weight gradient."""
     with torch.enable_grad():
@@ -134,8 +134,8 @@ def _run(
         start = clock()
         stage.forward(0, 0)
         output = stage.take_output(0)
-        if ending is not None:
-            end = LossStage(ending)
+        if loss_of_last is not None:
+            end = LossStage(loss_of_last)
             end.begin([targets], torch.ones((), dtype=torch.float64, device=next(tensors_of(output)).device))
             end.compute(0, map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output))
         forward = clock()
@@ -143,7 +143,7 @@ def _run(
             torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_of(output)
         ]
         begun = clock()
-        stage.seed(0, seeds if ending is None else end.seed(0))
+        stage.seed(0, seeds if loss_of_last is None else end.seed(0))
         stage.backward_input(0, 0)
         inputs = clock()
         stage.backward_weight(0, 0)

@@ -58,7 +58,7 @@ def test_cut_logits_are_spent_by_the_loss() -> None:
     assert sum(whole.loss.forward.allocated.values()) >= logits
     assert sum(cut.loss.forward.allocated.values()) < logits / 4
     assert cut.loss.backward.results == cut.loss.inputs
-    assert cut.clones == 0
+    assert cut.output_copy == 0
 
 
 def test_a_layer_that_stands_twice_is_traced_twice() -> None:
