@@ -10,9 +10,9 @@ it, even if every send is a rendezvous that blocks its rank: posting order adds 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple, Protocol, TypeAlias, TypeVar
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
@@ -69,3 +69,21 @@ def _inbox(
             position = max(position, min(positions[previous.consumer], reached))
             posted[position].append(message)
     return {position: tuple(messages) for position, messages in posted.items()}
+
+
+class _HasAction(Protocol):
+    @property
+    def action(self) -> Action: ...
+
+
+Entry = TypeVar("Entry", bound=_HasAction)
+
+
+def sends_and_receives(rows: Sequence[Sequence[Entry]], schedule: Schedule) -> Iterator[tuple[Entry, Entry]]:
+    """Yield the sending and the receiving entry of each message between ranks."""
+    receivers = {entry.action.message_key: entry for row in rows for entry in row}
+    rank_of = schedule.rank_of
+    for entry in (entry for row in rows for entry in row):
+        consumer = entry.action.consumer(schedule.stages)
+        if consumer in receivers and rank_of[consumer.stage] != rank_of[entry.action.stage]:
+            yield entry, receivers[consumer]

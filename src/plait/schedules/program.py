@@ -1,13 +1,13 @@
 """Programs: the lowered form of a schedule, one flat list of small instructions per rank.
 
 A compute instruction names one layer of one stage, so what happens between layers (gather, reduce, release)
-is an instruction of its own, at its position in the list.
+is an instruction of its own, at its position in the list. `verb` names an instruction in profiles.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import ClassVar, TypeAlias
 
 from plait.schedules.action import Action
 
@@ -16,6 +16,7 @@ from plait.schedules.action import Action
 class TakeBatch:
     """Feed micro-batch `action.microbatch` of this rank's batch to the first stage."""
 
+    verb: ClassVar = "take"
     action: Action
 
 
@@ -23,6 +24,7 @@ class TakeBatch:
 class PostReceive:
     """Start receiving the input of `action` from `peer`, a rank of the `pp` axis."""
 
+    verb: ClassVar = "receive"
     action: Action
     peer: int
 
@@ -31,6 +33,7 @@ class PostReceive:
 class AwaitReceive:
     """Wait for the input of `action` from `peer` and pass it to the stage."""
 
+    verb: ClassVar = "await"
     action: Action
     peer: int
 
@@ -39,6 +42,7 @@ class AwaitReceive:
 class LocalTransfer:
     """Pass the result of the previous (`F`) or next (`I`) stage of this rank on: no message, no copy."""
 
+    verb: ClassVar = "hand over"
     action: Action
 
 
@@ -46,6 +50,7 @@ class LocalTransfer:
 class Send:
     """Start sending the result of `action` to `peer`, a rank of the `pp` axis."""
 
+    verb: ClassVar = "send"
     action: Action
     peer: int
 
@@ -54,6 +59,7 @@ class Send:
 class RunLayer:
     """Run `F`, `I`, `W` or `B` of one layer, by its index within the stage."""
 
+    verb: ClassVar = ""
     action: Action
     layer: int
 
@@ -62,6 +68,7 @@ class RunLayer:
 class ComputeLoss:
     """Compute the loss of the micro-batch, at the end of the last stage's forward."""
 
+    verb: ClassVar = ""
     action: Action
 
 
@@ -69,6 +76,7 @@ class ComputeLoss:
 class KeepOutput:
     """Keep the last stage's output for the caller, at the end of a forward without targets."""
 
+    verb: ClassVar = "keep"
     action: Action
 
 
@@ -76,6 +84,7 @@ class KeepOutput:
 class SeedGradient:
     """Start the last stage's backward with the gradient of the global mean loss."""
 
+    verb: ClassVar = "seed"
     action: Action
 
 
@@ -83,6 +92,7 @@ class SeedGradient:
 class ReleaseBuffers:
     """Free the buffers of `action.microbatch` on `action.stage`: no later action needs them."""
 
+    verb: ClassVar = "release"
     action: Action
 
 
@@ -90,6 +100,7 @@ class ReleaseBuffers:
 class GatherParameters:
     """Start the all-gather of a unit's parameters over `shard`."""
 
+    verb: ClassVar = "gather"
     unit: str
 
 
@@ -97,6 +108,7 @@ class GatherParameters:
 class AwaitParameters:
     """Wait for the all-gather of a unit's parameters."""
 
+    verb: ClassVar = "await"
     unit: str
 
 
@@ -104,6 +116,7 @@ class AwaitParameters:
 class ReleaseParameters:
     """Free the whole parameters of a unit; this rank's shard stays."""
 
+    verb: ClassVar = "release"
     unit: str
 
 
@@ -111,6 +124,7 @@ class ReleaseParameters:
 class AllocateGradient:
     """Allocate the whole gradient of a unit, filled with zeros."""
 
+    verb: ClassVar = "allocate"
     unit: str
 
 
@@ -118,6 +132,7 @@ class AllocateGradient:
 class ScatterGradient:
     """Start the reduce-scatter of a unit's whole gradient over `shard`."""
 
+    verb: ClassVar = "scatter"
     unit: str
 
 
@@ -125,6 +140,7 @@ class ScatterGradient:
 class AwaitScatter:
     """Wait for this rank's shard of a unit's gradient, and free the whole gradient."""
 
+    verb: ClassVar = "collect"
     unit: str
 
 
@@ -132,12 +148,15 @@ class AwaitScatter:
 class ReduceGradient:
     """Start the all-reduce of a unit's final gradient over the ranks with the same parameters or shard."""
 
+    verb: ClassVar = "reduce"
     unit: str
 
 
 @dataclass(frozen=True, slots=True)
 class Finish:
     """Wait for every send and reduction in flight."""
+
+    verb: ClassVar = "finish"
 
 
 Instruction: TypeAlias = (

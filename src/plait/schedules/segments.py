@@ -8,54 +8,19 @@ needs the message, one that moves parameters or gradients after their unit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from itertools import groupby
 from typing import NamedTuple
 
 from plait.schedules.action import Action
 from plait.schedules.program import (
-    AllocateGradient,
-    AwaitParameters,
     AwaitReceive,
-    AwaitScatter,
     ComputeLoss,
     Finish,
-    GatherParameters,
     Instruction,
-    KeepOutput,
-    LocalTransfer,
-    PostReceive,
     Program,
-    ReduceGradient,
-    ReleaseBuffers,
-    ReleaseParameters,
     RunLayer,
-    ScatterGradient,
     SeedGradient,
-    Send,
-    TakeBatch,
 )
-
-_VERBS: Mapping[type, str] = {
-    TakeBatch: "take",
-    PostReceive: "receive",
-    AwaitReceive: "await",
-    LocalTransfer: "hand over",
-    Send: "send",
-    RunLayer: "",
-    ComputeLoss: "",
-    KeepOutput: "keep",
-    SeedGradient: "seed",
-    ReleaseBuffers: "release",
-    GatherParameters: "gather",
-    AwaitParameters: "await",
-    ReleaseParameters: "release",
-    AllocateGradient: "allocate",
-    ScatterGradient: "scatter",
-    AwaitScatter: "collect",
-    ReduceGradient: "reduce",
-    Finish: "finish",
-}
 
 
 class Segment(NamedTuple):
@@ -85,12 +50,11 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 
 
 def _name(instruction: Instruction) -> str:
-    verb = _VERBS[type(instruction)]
     if isinstance(instruction, Finish):
-        return verb
+        return instruction.verb
     unit = getattr(instruction, "unit", None)
     subject = str(instruction.action) if unit is None else unit or "the model"  # type: ignore[union-attr]
-    return f"{verb} {subject}".lstrip()
+    return f"{instruction.verb} {subject}".lstrip()
 
 
 def _segment(name: str, instructions: Program) -> Segment:

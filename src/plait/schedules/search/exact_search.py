@@ -148,7 +148,6 @@ class _Search:
         return arrivals
 
     def _bound(self) -> int:
-        """Return a lower bound on the schedules below this node."""
         ranks = zip(self.free, self.work, self.view.end_offsets, strict=True)
         bound = max(free + work + late for free, work, late in ranks)
         lanes = self.view.lane

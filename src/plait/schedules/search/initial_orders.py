@@ -135,7 +135,7 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
 
 
 def _times(problem: Problem, block: BuildingBlock) -> list[int]:
-    """When each operation initial_orders in a pattern."""
+    """Return the start of each operation when `block` repeats."""
     rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
     return [start + number * block.period for start in rows for number in range(problem.microbatches)]
 

@@ -160,7 +160,6 @@ def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedO
 
 
 def _last_rank(problem: Problem, timed: TimedOrders) -> int:
-    """Return the rank that ends last."""
     ends = [timed.ends[order[-1]] for order in timed.orders]
     late = list(map(int.__add__, ends, problem.tables.end_offsets))
     return late.index(max(late))

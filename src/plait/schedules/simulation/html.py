@@ -13,7 +13,7 @@ from importlib import resources
 from string import Template
 
 from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
-from plait.schedules.simulation.memory_curve import memory_changes
+from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
 
@@ -88,11 +88,11 @@ def _data(timeline: Timeline) -> dict[str, object]:
 
     def memory(rank: int) -> Iterator[int]:
         last = 0
-        for tick, units in changes[rank]:
+        for tick, units in curves[rank]:
             yield from (ticks(tick) - last, units)
             last = ticks(tick)
 
-    changes = memory_changes(timeline)
+    curves = memory_curve(timeline)
     parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
     return {
         "tick": float(timeline.tick * scale),

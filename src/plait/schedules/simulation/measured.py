@@ -5,7 +5,7 @@ Times are milliseconds; a tick is a nanosecond.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from fractions import Fraction
 from statistics import median
@@ -13,6 +13,7 @@ from typing import NamedTuple, TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.messages import sends_and_receives
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Cell, Timeline
@@ -46,7 +47,7 @@ def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
     cells = tuple(
         tuple(Cell(done.action, done.start - first, done.end - first) for done in row) for row in rows
     )
-    hops = [consumer.start - producer.end for producer, consumer in _messages(ran, rows)]
+    hops = [consumer.start - producer.end for producer, consumer in sends_and_receives(rows, ran)]
     return Timeline(
         ran, TICK, cells, Costs().memory(ran.ranks, ran.stages), max(0, min(hops, default=0)), unit="ms"
     )
@@ -71,7 +72,7 @@ def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
     stages = range(schedule.stages)
     hops = [
         max(0, consumer.start - producer.end)
-        for producer, consumer in _messages(schedule, rows)
+        for producer, consumer in sends_and_receives(rows, schedule)
         if consumer.wait_start is not None and consumer.wait_start < producer.end
     ]
     forward, inputs, weights = ([cost(stage, kind) for stage in stages] for kind in (Kind.F, Kind.I, Kind.W))
@@ -84,17 +85,6 @@ def measured_waits(rows: MeasuredRows) -> tuple[float, ...]:
         _milliseconds(sum(done.start - done.wait_start for done in row if done.wait_start is not None))
         for row in rows
     )
-
-
-def _messages(schedule: Schedule, rows: MeasuredRows) -> Iterator[tuple[MeasuredAction, MeasuredAction]]:
-    """Yield the sending and the receiving action of each message between ranks."""
-    receivers = {done.action.message_key: done for row in rows for done in row}
-    for producer in (done for row in rows for done in row):
-        consumer = producer.action.consumer(schedule.stages)
-        if consumer is None or schedule.rank_of[consumer.stage] == schedule.rank_of[producer.action.stage]:
-            continue
-        if consumer in receivers:
-            yield producer, receivers[consumer]
 
 
 def _milliseconds(nanoseconds: float) -> float:

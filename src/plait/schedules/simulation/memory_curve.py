@@ -13,16 +13,7 @@ from plait.schedules.simulation.timeline import Cell, Timeline
 
 
 class MemoryPoint(NamedTuple):
-    """Memory from `time` on, until the next point."""
-
-    time: float
-    """In the unit of the costs."""
-    held: float
-    """In units of one rank's micro-batch."""
-
-
-class MemoryChange(NamedTuple):
-    """A `MemoryPoint` in whole numbers: ticks of the timeline, and units of `timeline.memory_costs`."""
+    """Memory from `tick` on, until the next point, in units of `timeline.memory_costs`."""
 
     tick: int
     held: int
@@ -32,35 +23,25 @@ def memory_curve(timeline: Timeline) -> tuple[tuple[MemoryPoint, ...], ...]:
     """Return for each rank the points at which its memory changes, in order; before the first it is 0.
 
     A forward counts from its start. A full backward counts from start to end with its peak. Two points have
-    the same time where memory is held for no time at all: first the peak, then what stays. So the highest
+    the same tick where memory is held for no time at all: first the peak, then what stays. So the highest
     point of a rank is exactly its `timeline.peak`.
     """
-    unit = timeline.memory_costs.unit
-    return tuple(
-        tuple(MemoryPoint(timeline.time(tick), float(held * unit)) for tick, held in changes)
-        for changes in memory_changes(timeline)
-    )
+    return tuple(tuple(_points(row, timeline.memory_costs)) for row in timeline.cells)
 
 
-def memory_changes(timeline: Timeline) -> tuple[tuple[MemoryChange, ...], ...]:
-    """Return `memory_curve` in whole numbers."""
-    return tuple(tuple(_changes(row, timeline.memory_costs)) for row in timeline.cells)
-
-
-def _changes(row: Sequence[Cell], costs: MemoryCosts) -> Iterator[MemoryChange]:
+def _points(row: Sequence[Cell], costs: MemoryCosts) -> Iterator[MemoryPoint]:
     level = 0
     for tick, amounts in groupby(_amounts(row, costs), key=itemgetter(0)):
         units = [amount for _, amount in amounts]
         if max(units) > level:
             level = max(units)
-            yield MemoryChange(tick, level)
+            yield MemoryPoint(tick, level)
         if units[-1] != level:
             level = units[-1]
-            yield MemoryChange(tick, level)
+            yield MemoryPoint(tick, level)
 
 
 def _amounts(row: Sequence[Cell], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
-    """Yield the memory after each start and end."""
     use = memory_use([cell.action for cell in row], costs)
     for (action, start, end), (most, after) in zip(row, use, strict=True):
         if action.kind in (Kind.F, Kind.B):

@@ -63,7 +63,6 @@ def draw_svg(
 
 
 def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
-    """Return title, figures and legend, each on lines of its own."""
     timeline, room = frame.timeline, frame.width - 2 * MARGIN
     figures = (
         f"makespan {amount(timeline, timeline.makespan)} · bubble {timeline.bubble:.1%} · "

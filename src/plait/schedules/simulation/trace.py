@@ -6,7 +6,8 @@ import json
 from collections.abc import Iterator
 from typing import TypeAlias
 
-from plait.schedules.simulation.memory_curve import memory_changes
+from plait.schedules.messages import sends_and_receives
+from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.text import KIND_NAMES, title
 from plait.schedules.simulation.timeline import Cell, Timeline
 
@@ -63,27 +64,21 @@ def _arrows(timeline: Timeline) -> Iterator[TraceEvent]:
     begin, so arrows begin and end a little inside; those of actions too short for that are left out.
     """
     schedule = timeline.schedule
-    receivers = {cell.action.message_key: cell for row in timeline.cells for cell in row}
     number = 0
-    for rank, row in enumerate(timeline.cells):
-        for cell in row:
-            consumer = cell.action.consumer(schedule.stages)
-            receiver = receivers.get(consumer) if consumer else None
-            if receiver is None or schedule.rank_of[receiver.action.stage] == rank:
-                continue
-            before, after = _inside(timeline, cell), _inside(timeline, receiver)
-            if before and after:
-                sent = _microseconds(_nanoseconds(timeline, cell.end) - before)
-                received = _microseconds(_nanoseconds(timeline, receiver.start) + after)
-                other = schedule.rank_of[receiver.action.stage]
-                yield _event("s", "result", rank, ts=sent, cat="result", id=number)
-                yield _event("f", "result", other, ts=received, cat="result", id=number, bp="e")
-                number += 1
+    for sender, receiver in sends_and_receives(timeline.cells, schedule):
+        before, after = _inside(timeline, sender), _inside(timeline, receiver)
+        if before and after:
+            sent = _microseconds(_nanoseconds(timeline, sender.end) - before)
+            received = _microseconds(_nanoseconds(timeline, receiver.start) + after)
+            first, second = (schedule.rank_of[cell.action.stage] for cell in (sender, receiver))
+            yield _event("s", "result", first, ts=sent, cat="result", id=number)
+            yield _event("f", "result", second, ts=received, cat="result", id=number, bp="e")
+            number += 1
 
 
 def _memory(timeline: Timeline) -> Iterator[TraceEvent]:
     digits = len(str(timeline.schedule.ranks - 1))  # the same for all ranks, as readers sort by name
-    for rank, steps in enumerate(memory_changes(timeline)):
+    for rank, steps in enumerate(memory_curve(timeline)):
         for tick, units in steps:
             held = float(units * timeline.memory_costs.unit)
             time = _microseconds(_nanoseconds(timeline, tick))

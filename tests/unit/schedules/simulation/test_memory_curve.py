@@ -12,8 +12,18 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.memory_curve import memory_changes, memory_curve
-from plait.schedules.simulation.timeline import simulate
+from plait.schedules.simulation.memory_curve import memory_curve as memory_points
+from plait.schedules.simulation.timeline import Timeline, simulate
+
+
+def memory_curve(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...], ...]:
+    """The points in the unit of the costs, and in units of one rank's micro-batch."""
+    unit = timeline.memory_costs.unit
+    return tuple(
+        tuple((timeline.time(tick), float(held * unit)) for tick, held in points)
+        for points in memory_points(timeline)
+    )
+
 
 tenths = st.integers(0, 30).map(lambda number: number / 10)
 costs = st.builds(Costs, tenths, tenths, tenths, tenths, tenths, tenths)
@@ -70,9 +80,9 @@ def test_what_is_held_for_no_time_stands_before_what_stays() -> None:
 def test_the_highest_point_is_the_peak(policy: str, ranks: int, microbatches: int, costs: Costs) -> None:
     timeline = simulate(policy_schedule(policy, ranks, microbatches), costs)
     for points, peak in zip(memory_curve(timeline), timeline.peak, strict=True):
-        assert max((point.held for point in points), default=0.0) == peak
-        assert all(before.time <= after.time for before, after in pairwise(points))
-        assert not points or points[-1].held == 0
+        assert max((held for _, held in points), default=0.0) == peak
+        assert all(before[0] <= after[0] for before, after in pairwise(points))
+        assert not points or points[-1][1] == 0
 
 
 @given(one_rank_schedules(), st.builds(Costs, *[st.integers(1, 5)] * 3, st.just(0), tenths, tenths))
@@ -92,7 +102,7 @@ def test_the_curve_counts_every_micro_batch_from_its_forward_on(made: Schedule, 
             return early
         return late if tick < ends[Kind.W][microbatch].end else 0
 
-    (steps,) = memory_changes(timeline)
+    (steps,) = memory_points(timeline)
     for tick in range(timeline.length):
         expected = sum(amount(microbatch, tick) for microbatch in range(made.microbatches))
         assert [0, *(held for time, held in steps if time <= tick)][-1] == expected
