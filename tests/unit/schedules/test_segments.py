@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import fields
 from itertools import pairwise
 from typing import get_args
 
@@ -101,8 +102,7 @@ def test_nothing_is_lost_and_neighbours_differ(data: st.DataObject) -> None:
 @pytest.mark.parametrize("kind", get_args(Instruction), ids=lambda kind: kind.__name__)
 def test_every_instruction_has_a_name(kind: type) -> None:
     values = {"action": Action(1, Kind.F, 3), "unit": "head", "peer": 0, "layer": 0}
-    fields = kind.__dataclass_fields__  # type: ignore[attr-defined]
-    (part,) = segments_of((kind(**{name: values[name] for name in fields}),))
+    (part,) = segments_of((kind(**{field.name: values[field.name] for field in fields(kind)}),))
     assert part.name.endswith(("1F3", "head", "finish"))
 
 

@@ -1,7 +1,7 @@
 'use strict';
 
-// The timeline, unpacked from what html.py wrote. Cells are numbered through, rank after rank, and their
-// columns are arrays; times are in ticks.
+// The timeline, unpacked from the data that html.py wrote. Cells have consecutive numbers, rank after rank,
+// and each of their properties is an array; times are in ticks.
 
 const KINDS = {forward: 0, backward: 1, input: 2, weight: 3};
 const timeline = unpack(JSON.parse(document.getElementById('timeline').textContent));
@@ -13,7 +13,7 @@ function unpack(data) {
     rank: new Int32Array(count), stage: new Int32Array(count), kind: new Uint8Array(count),
     microbatch: new Int32Array(count), start: new Float64Array(count), end: new Float64Array(count),
   };
-  const first = new Int32Array(ranks + 1);  // of each rank's cells
+  const first = new Int32Array(ranks + 1);  // first cell of each rank
   const place = new Int32Array(data.microbatches * stages * 3).fill(-1);  // see placeOf
   let cell = 0;
   data.cells.forEach((row, rank) => {
@@ -53,7 +53,7 @@ function roleOf(kind) {
   return kind === KINDS.forward ? 0 : kind === KINDS.weight ? 2 : 1;
 }
 
-// The cell that does this, or -1. All of a micro-batch stand next to each other in `place`.
+// The cell of an action, or -1. The cells of a micro-batch are next to each other in `place`.
 function placeOf(microbatch, stage, role) {
   return timeline.place[(microbatch * timeline.stages + stage) * 3 + role];
 }
@@ -63,7 +63,7 @@ function cellsOf(microbatch) {
   return timeline.place.subarray(microbatch * size, (microbatch + 1) * size).filter((cell) => cell >= 0);
 }
 
-// The cell whose result this one starts from, or -1.
+// The cell whose result this one needs, or -1.
 function sourceOf(cell) {
   const {kind, stage, microbatch} = timeline.cells;
   const batch = microbatch[cell], here = stage[cell];
@@ -72,7 +72,7 @@ function sourceOf(cell) {
   return here + 1 < timeline.stages ? placeOf(batch, here + 1, 1) : placeOf(batch, here, 0);
 }
 
-// When the result of `source` is on the rank of `cell`.
+// Time at which the result of `source` arrives on the rank of `cell`.
 function arrival(source, cell) {
   const {rank, end} = timeline.cells;
   return end[source] + (rank[source] === rank[cell] ? 0 : timeline.hop);
@@ -82,29 +82,29 @@ function middleOf(cell) {
   return (timeline.cells.start[cell] + timeline.cells.end[cell]) / 2;
 }
 
-// For how long the rank was idle before this cell.
+// Idle time of the rank before this cell.
 function idleBefore(cell) {
   const {rank, start, end} = timeline.cells;
   return start[cell] - (cell > timeline.first[rank[cell]] ? end[cell - 1] : 0);
 }
 
-// The first index from `low` to `high` at which `holds` is true; it must be false before and true after.
-function firstWhere(low, high, holds) {
+// The first index from `low` to `high` for which `test` is true; it must be false before and true after.
+function firstWhere(low, high, test) {
   while (low < high) {
     const middle = (low + high) >> 1;
-    if (holds(middle)) high = middle;
+    if (test(middle)) high = middle;
     else low = middle + 1;
   }
   return low;
 }
 
-// The first cell of a rank that ends after `tick`; where there is none, the number after its last.
+// The first cell of a rank that ends after `tick`; if there is none, the number after its last.
 function cellAfter(rank, tick) {
   const {first, cells} = timeline;
   return firstWhere(first[rank], first[rank + 1], (cell) => cells.end[cell] > tick);
 }
 
-// How much a rank holds at `tick`, in units of one rank's micro-batch.
+// Memory of a rank at `tick`, in units of one rank's micro-batch.
 function heldAt(rank, tick) {
   const {ticks, held} = timeline.memory[rank];
   const next = firstWhere(0, ticks.length, (at) => ticks[at] > tick);
@@ -117,7 +117,7 @@ function nameOf(cell, withStage) {
   return `${withStage ? stage[cell] : ''}${timeline.kinds[kind[cell]][0]}${microbatch[cell]}`;
 }
 
-// Ticks in the unit of the costs, in no more digits than tell apart times that are `finest` ticks apart.
+// Ticks in the unit of the costs, with the digits needed to distinguish times `finest` ticks apart.
 function timeText(ticks, finest = (timeline.length || 1) * 1e-7) {
   const time = ticks * timeline.tick;
   const magnitude = (value) => Math.floor(Math.log10(value));

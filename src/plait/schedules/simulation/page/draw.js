@@ -1,17 +1,17 @@
 'use strict';
 
-// The picture itself: rows of cells, the time axis, and the strips of memory, all on one canvas.
+// The base picture on one canvas: rows of cells, the time axis, and the strips of memory.
 
 const SANS = 'system-ui, -apple-system, "Segoe UI", Helvetica, Arial, sans-serif';
 const BOLD = `600 11px ${SANS}`;
-const NARROW = 2;  // cells below so many pixels are blended into their neighbours
+const NARROW = 2;  // cells with fewer pixels are blended with their neighbours
 const base = document.getElementById('base').getContext('2d');
 const blend = document.createElement('canvas').getContext('2d', {willReadFrequently: true});
 const ON_CELL = colour('on-cell');
-const labels = new Map();  // how wide the longest label is, with and without its stage
+const labels = new Map();  // width of the longest label, with and without its stage
 let waiting = false;
 
-// Draws once before the next frame, however often it is asked.
+// Draws once before the next frame, however often it is called.
 function redraw() {
   if (!waiting) requestAnimationFrame(draw);
   waiting = true;
@@ -29,7 +29,7 @@ function draw() {
   document.getElementById('shown').textContent = `shown: ${part}${unit}`;
 }
 
-// A pixel of the screen for each pixel of the canvas, as far as browsers make canvases; clears it.
+// Clears the canvas and gives it one pixel for each pixel of the screen, up to the limit of browsers.
 function fitCanvas(context) {
   const {canvas} = context, {width, height} = layout;
   const ratio = Math.min(window.devicePixelRatio || 1, 16000 / height);
@@ -42,7 +42,7 @@ function fitCanvas(context) {
   context.textBaseline = 'middle';
 }
 
-// A colour of the style sheet, which knows light from dark.
+// A colour of the style sheet, for light or dark.
 function colour(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`);
 }
@@ -104,12 +104,12 @@ function writeRank(rank, y) {
   write(base, layout.left > 40 ? `rank ${rank}` : String(rank), layout.left - 8, y, {align: 'right'});
 }
 
-// Draws a rank's cells; the narrow ones go into its row of `image`. Says whether there were any.
+// Draws a rank's cells, narrow ones into its row of `image`. Returns whether there were any narrow ones.
 function drawCells(rank, image) {
   const {start, end, kind, microbatch} = timeline.cells, last = timeline.first[rank + 1];
   const scale = pixelsPerTick(), columns = image.width;
   const fine = columns / (view.to - view.from);  // columns of the image per tick
-  const mixed = new Float32Array(columns * 4);  // in each column: red, green and blue, and how much is covered
+  const mixed = new Float32Array(columns * 4);  // for each column: red, green, blue, and the part that is covered
   let narrow = false;
   for (let cell = cellAfter(rank, view.from); cell < last && start[cell] < view.to; cell++) {
     if ((end[cell] - start[cell]) * scale >= NARROW) {
@@ -140,7 +140,7 @@ function drawCells(rank, image) {
   return narrow;
 }
 
-// Draws the part of a cell that is in view, at least so many pixels wide.
+// Draws the part of a cell that is in view, at least `least` pixels wide.
 function drawCell(context, cell, least = 0) {
   const {rank, start, end, kind, microbatch} = timeline.cells;
   const from = Math.max(xOf(start[cell]), layout.left), to = Math.min(xOf(end[cell]), layout.right);
@@ -158,7 +158,7 @@ function drawCell(context, cell, least = 0) {
   if (text) write(context, text, x + wide / 2, y + height / 2 + 0.5, style);
 }
 
-// As much of a cell's name as fits: all of it, the number of its micro-batch, or nothing.
+// The longest form of a cell's name that fits: all of it, the number of its micro-batch, or nothing.
 function labelOf(cell, wide) {
   const many = timeline.stages > timeline.ranks;
   if (!labels.size) {
@@ -171,7 +171,7 @@ function labelOf(cell, wide) {
   return wide >= labels.get('number') ? String(timeline.cells.microbatch[cell]) : '';
 }
 
-// What a rank holds, as an area. Of what happens within a pixel it shows the most that is held.
+// The memory of a rank as an area; each pixel shows the largest value within it.
 function drawStrip(rank) {
   const {left, right, stripHeight} = layout, {ticks, held} = timeline.memory[rank];
   const floor = stripTop(rank) + stripHeight, highest = Math.max(...timeline.peak) || 1;

@@ -1,9 +1,9 @@
 'use strict';
 
-// What the mouse, fingers and keys do.
+// Events of mouse, touch and keyboard.
 
-const down = new Map();  // the pointers that are pressed, and where they are
-let travelled = 0;  // pixels, since the first of them was pressed
+const down = new Map();  // the pressed pointers, and their positions
+let travelled = 0;  // pixels since the first pointer was pressed
 
 function placeOfEvent(event) {
   const box = chart.getBoundingClientRect();
@@ -25,7 +25,7 @@ chart.addEventListener('pointermove', (event) => {
   }
   travelled += Math.abs(now.x - before.x);
   if (down.size === 1) {
-    if (travelled < 4) return;  // a click of an unsteady hand; `before` stays, so nothing is lost
+    if (travelled < 4) return;  // still a click; `before` is not updated, so no movement is lost
     pan(before.x - now.x);
   } else {
     const [other] = [...down].filter(([id]) => id !== event.pointerId).map(([, place]) => place);
@@ -47,7 +47,7 @@ for (const ending of ['pointerup', 'pointercancel']) {
 }
 
 chart.addEventListener('pointerleave', (event) => {
-  if (event.pointerType === 'touch') return;  // a finger is lifted, and what it pointed at stays
+  if (event.pointerType === 'touch') return;  // when a finger is lifted, the tooltip stays
   pointer = null;
   dismiss();
 });
@@ -56,9 +56,9 @@ chart.addEventListener('wheel', (event) => {
   const {x, y} = placeOfEvent(event), line = [1, 20, 400][event.deltaMode];
   const aside = event.shiftKey ? event.deltaX || event.deltaY : event.deltaX;
   const sideways = event.shiftKey || Math.abs(aside) > Math.abs(event.deltaY);
-  const speed = event.ctrlKey ? 0.01 : 0.002;  // with Ctrl: two fingers on a trackpad
+  const speed = event.ctrlKey ? 0.01 : 0.002;  // with Ctrl: a pinch on a trackpad
   const changed = sideways ? pan(aside * line) : zoom(Math.exp(event.deltaY * line * speed), x);
-  // Who turns on when all is shown wants to scroll the page.
+  // Zooming out further when all is shown scrolls the page.
   if (changed || event.ctrlKey || (!sideways && event.deltaY < 0)) event.preventDefault();
 }, {passive: false});
 
@@ -89,7 +89,7 @@ chart.addEventListener('keydown', (event) => {
   deed();
 });
 
-// Goes to the action before or behind, or to the one that the next rank does then.
+// Chooses the previous or next action, or the action of a neighbour rank at the same time.
 function step(along, across) {
   const {first, cells} = timeline;
   const rank = chosen < 0 ? 0 : cells.rank[chosen] + across;
@@ -114,7 +114,7 @@ function fit() {
 new ResizeObserver(fit).observe(chart);
 window.addEventListener('resize', () => {
   fit();
-  redraw();  // another screen may have other pixels
+  redraw();  // another screen may have another resolution
 });
 window.addEventListener('hashchange', showAddress);
 window.matchMedia('(prefers-color-scheme: dark)').addEventListener('change', redraw);

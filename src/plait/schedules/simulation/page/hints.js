@@ -1,11 +1,11 @@
 'use strict';
 
-// What one points at or chooses: its micro-batch stands out on a second canvas, a card says the rest.
+// The chosen cell: a second canvas highlights its micro-batch, a tooltip shows its details.
 
 const hint = document.getElementById('hint');
 const glass = document.getElementById('glass').getContext('2d');
 let chosen = -1;  // the cell, or -1
-let pointer = null;  // where the mouse is on the chart
+let pointer = null;  // position of the mouse on the chart
 
 function drawGlass() {
   fitCanvas(glass);
@@ -26,7 +26,7 @@ function drawGlass() {
   }
 }
 
-// A frame around the chosen cell, and the way that its input came from another rank.
+// A frame around the chosen cell, and a line from the action on another rank that sent its input.
 function drawChosen() {
   const {rank, start, end} = timeline.cells, {left, right, rowHeight} = layout;
   const x = xOf(start[chosen]), middle = rowHeight / 2, source = sourceOf(chosen);
@@ -50,7 +50,7 @@ function drawChosen() {
   glass.restore();
 }
 
-// Shows what is at a place of the chart.
+// Shows the tooltip for a position on the chart.
 function lookAt(x, y) {
   pointer = {x, y};
   const row = rowAt(y), tick = tickAt(x);
@@ -67,7 +67,7 @@ function lookAt(x, y) {
   drawGlass();
 }
 
-// Chooses a cell without a mouse.
+// Chooses a cell by keyboard.
 function choose(cell) {
   pointer = null;
   reveal(cell);
@@ -82,7 +82,7 @@ function present(cell) {
   drawGlass();
 }
 
-// After the view has changed.
+// Updates the tooltip after the view has changed.
 function lookAgain() {
   if (pointer) lookAt(pointer.x, pointer.y);
   else if (chosen >= 0 && isShown(chosen)) present(chosen);
@@ -95,7 +95,7 @@ function dismiss() {
   drawGlass();
 }
 
-// Each of these gives a headline and rows of what and how much.
+// Each of these functions returns a headline and rows of names and values.
 
 function aboutCell(cell) {
   const {rank, stage, kind, microbatch, start, end} = timeline.cells;
@@ -134,7 +134,7 @@ function heldText(rank, tick) {
   return `${numberText(heldAt(rank, tick))} of at most ${numberText(timeline.peak[rank])}`;
 }
 
-// The card next to a place of the chart, where the window has room for it.
+// Shows the tooltip next to a position on the chart, within the window.
 function showCard(headline, rows, x, y) {
   const head = document.createElement('strong'), list = document.createElement('dl');
   head.textContent = headline;

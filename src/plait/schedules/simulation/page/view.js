@@ -1,6 +1,6 @@
 'use strict';
 
-// Which part of the timeline is shown, and where on the canvas things stand.
+// The visible part of the timeline, and the layout of the canvas.
 
 const chart = document.getElementById('chart');
 const full = {from: 0, to: timeline.length || 1};
@@ -43,7 +43,7 @@ function stripTop(rank) {
   return layout.memory + rank * layout.strip;
 }
 
-// Whose row lies at a height, and whether it is one of the timeline or of the memory below; null between them.
+// The rank whose row is at a height, and whether it is a row of memory; null between rows.
 function rowAt(y) {
   const {top, bottom, memory, end, row, strip} = layout;
   if (y >= top && y < bottom) return {rank: Math.floor((y - top) / row), memory: false};
@@ -51,7 +51,7 @@ function rowAt(y) {
   return null;
 }
 
-// Shows `from` to `to`, moved and widened to what there is to see. Says whether anything changed.
+// Shows `from` to `to`, clipped to the timeline. Returns whether the view changed.
 function show(from, to) {
   const least = Math.min(timeline.shortest / 2, full.to);
   const length = Math.min(Math.max(to - from, least), full.to);
@@ -61,13 +61,13 @@ function show(from, to) {
   view.to = start + length;
   if (changed) {
     redraw();
-    clearTimeout(writing);  // browsers refuse to change the address all the time
+    clearTimeout(writing);  // browsers limit how often the address may change
     writing = setTimeout(writeAddress, 300);
   }
   return changed;
 }
 
-// Shows so many times as much, while the tick at x stays where it is.
+// Zooms by a factor around x.
 function zoom(factor, x = (layout.left + layout.right) / 2) {
   const still = tickAt(x);
   const length = Math.min((view.to - view.from) * factor, full.to);
@@ -89,7 +89,7 @@ function isShown(cell) {
   return start < end ? end > view.from && start < view.to : start >= view.from && start <= view.to;
 }
 
-// Moves the view so that a cell is in it.
+// Moves the view so that it contains a cell.
 function reveal(cell) {
   const length = view.to - view.from;
   if (timeline.cells.start[cell] < view.from || timeline.cells.end[cell] > view.to) {
@@ -98,12 +98,12 @@ function reveal(cell) {
   }
 }
 
-// A time as exactly as the eye can tell it here.
+// A time with the precision of one pixel.
 function nearText(tick) {
   return timeText(tick, 0.5 / pixelsPerTick());
 }
 
-// The address of what is shown: #from=10&to=20, in the unit of the costs.
+// The visible range in the address, in the unit of the costs: #from=10&to=20.
 
 function showAddress() {
   const words = new URLSearchParams(location.hash.slice(1));
@@ -119,6 +119,6 @@ function writeAddress() {
   try {
     history.replaceState(null, '', location.href.split('#')[0] + address);
   } catch {
-    // A page inside another may have no address of its own.
+    // A page embedded in another may have no address of its own.
   }
 }
