@@ -1,1 +1,1 @@
-"""Schedules as data: actions, where stages live, policies, rules, and the lowering to programs."""
+"""Schedules as data: actions, placement of stages, policies, rules, and the lowering to programs."""

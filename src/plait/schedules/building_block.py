@@ -3,7 +3,7 @@
     rank 0  F0 F1 I1 I0 W1 W0    two ranks, placement v, period 6: one period in the steady state
     rank 1  W0 F0 F1 I1 I0 W1    (digits are chunks)
 
-A building block says how a pipeline runs between filling and draining, and how much memory it takes then. Its
+A building block describes a pipeline between filling and draining, and the memory that it takes then. Its
 actions are placed along the path of one micro-batch, forward and back, each at the earliest time at which its
 rank is free in every period. Qi et al. 2024, "Pipeline Parallelism with Controllable Memory", section 3; in
 compilers this is modulo scheduling (Rau 1994).

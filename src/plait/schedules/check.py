@@ -85,7 +85,7 @@ def _order(schedule: Schedule) -> Iterator[Violation]:
         for position, action in enumerate(actions):
             for kind in _NEEDS[action.kind]:
                 if Action(action.stage, kind, action.microbatch) not in done:
-                    why = f"{kind} of its stage and micro-batch has to come first"
+                    why = f"{kind} of its stage and micro-batch must come first"
                     yield Violation(rank, action, why, position)
             done.add(action)
 

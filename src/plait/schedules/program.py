@@ -42,7 +42,7 @@ class AwaitReceive:
 class LocalTransfer:
     """Pass the result of the previous (`F`) or next (`I`) stage of this rank on: no message, no copy."""
 
-    verb: ClassVar = "hand over"
+    verb: ClassVar = "transfer"
     action: Action
 
 

@@ -43,7 +43,7 @@ class Schedule:
     """
 
     policy: str
-    """Name of the policy that made it; `auto (…)` with the winner where it was searched."""
+    """Name of the policy that made it; `auto (…)` with its placement or policy where it was searched."""
     microbatches: int
     rank_of: tuple[int, ...]
     actions: tuple[tuple[Action, ...], ...]

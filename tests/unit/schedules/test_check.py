@@ -136,7 +136,7 @@ BROKEN = {
         (0,),
         1,
         f"""\
-        rule '{ORDER}' is broken on rank 0 by 0B0: F of its stage and micro-batch has to come first.
+        rule '{ORDER}' is broken on rank 0 by 0B0: F of its stage and micro-batch must come first.
 
         rank 0  [0B0]  0F0
         """,
@@ -146,7 +146,7 @@ BROKEN = {
         (0, 1),
         1,
         f"""\
-        rule '{ORDER}' is broken on rank 1 by 1W0: I of its stage and micro-batch has to come first.
+        rule '{ORDER}' is broken on rank 1 by 1W0: I of its stage and micro-batch must come first.
 
         rank 0   0F0   0I0   0W0    .
         rank 1    .    1F0  [1W0]  1I0

@@ -20,24 +20,24 @@ ROUNDS = 6
 """Rounds of justification for the best of the first round."""
 
 
-def fit_block_policy(pattern: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
-    """Return `pattern` rescheduled for `costs` within the policy's memory, for the shortest span.
+def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
+    """Return `schedule` rescheduled for `costs` within the policy's memory, for the shortest span.
 
-    Where rescheduling makes the span longer, return `pattern` itself.
+    Where rescheduling makes the span longer, return `schedule` itself.
     """
-    ranks, chunks = pattern.ranks, policy.chunks
-    memory_costs = Costs().memory(pattern.ranks, pattern.stages)
+    ranks, chunks = schedule.ranks, policy.chunks
+    memory_costs = Costs().memory(schedule.ranks, schedule.stages)
     problem = Problem(
         policy.placement,
         ranks,
         chunks,
-        pattern.microbatches,
-        costs.ticks(pattern.ranks, pattern.stages),
+        schedule.microbatches,
+        costs.ticks(schedule.ranks, schedule.stages),
         memory_costs,
         limit_in_units(policy.peak(ranks), memory_costs.unit),
         of_span=True,
     )
-    orders, bound = problem.orders_of(pattern.actions), lower_bound(problem)
+    orders, bound = problem.orders_of(schedule.actions), lower_bound(problem)
     tries: list[tuple[TimedOrders, DispatchRule]] = []
     for rule in _different(DISPATCH_RULES, problem):
         timed = justify(problem, list_schedule(problem.tables, orders, problem.limit, rule), rule, 1)
@@ -47,8 +47,8 @@ def fit_block_policy(pattern: Schedule, policy: BlockPolicy, costs: Costs) -> Sc
     timed, rule = min(tries, key=lambda pair: pair[0].length)
     if timed.length > bound:
         timed = justify(problem, timed, rule, ROUNDS)
-    made = replace(pattern, actions=problem.actions_of(timed.orders))
-    return min(made, pattern, key=lambda order: simulate(order, costs).span)
+    made = replace(schedule, actions=problem.actions_of(timed.orders))
+    return min(made, schedule, key=lambda order: simulate(order, costs).span)
 
 
 def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:

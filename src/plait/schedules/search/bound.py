@@ -60,8 +60,8 @@ def _drains(problem: Problem) -> list[int]:
     durations = problem.ticks.durations
     drains = [0]
     for stage in range(1, problem.stages):
-        behind = max(drains[-1], durations[Kind.W][stage - 1])
-        drains.append(problem.hops[stage - 1] + durations[Kind.I][stage - 1] + behind)
+        rest = max(drains[-1], durations[Kind.W][stage - 1])
+        drains.append(problem.hops[stage - 1] + durations[Kind.I][stage - 1] + rest)
     return drains
 
 

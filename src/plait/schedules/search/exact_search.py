@@ -174,9 +174,9 @@ def _tails(problem: Problem) -> list[int]:
     forwards, inputs, weights = (problem.ticks.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
     tails = [0] * (3 * problem.stages)
     for stage in range(problem.stages):
-        behind = problem.hops[stage - 1] + tails[3 * stage - 2] if stage else 0
+        rest = problem.hops[stage - 1] + tails[3 * stage - 2] if stage else 0
         tails[3 * stage + 2] = weights[stage]
-        tails[3 * stage + 1] = inputs[stage] + max(weights[stage], behind)
+        tails[3 * stage + 1] = inputs[stage] + max(weights[stage], rest)
     tails[-3] = forwards[-1] + tails[-2]
     for stage in range(problem.stages - 2, -1, -1):
         tails[3 * stage] = forwards[stage] + problem.hops[stage] + tails[3 * stage + 3]

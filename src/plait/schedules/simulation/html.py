@@ -13,7 +13,6 @@ from importlib import resources
 from string import Template
 
 from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
-from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
 
@@ -92,7 +91,7 @@ def _data(timeline: Timeline) -> dict[str, object]:
             yield from (ticks(tick) - last, units)
             last = ticks(tick)
 
-    curves = memory_curve(timeline)
+    curves = timeline.memory_curve
     parts = [batch / max(schedule.microbatches - 1, 1) for batch in range(schedule.microbatches)]
     return {
         "tick": float(timeline.tick * scale),

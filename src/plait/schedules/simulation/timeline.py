@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
 from plait.errors import ScheduleError
-from plait.schedules.action import Action
+from plait.schedules.action import Action, Kind
 from plait.schedules.event_simulation import simulate_events
-from plait.schedules.memory import MemoryCosts, peak_memory
+from plait.schedules.memory import MemoryCosts, memory_use, peak_memory
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 
@@ -30,6 +32,13 @@ class Cell(NamedTuple):
     action: Action
     start: int
     end: int
+
+
+class MemoryPoint(NamedTuple):
+    """Memory from `tick` on, until the next point, in units of `memory_costs`."""
+
+    tick: int
+    held: int
 
 
 @dataclass(frozen=True)
@@ -93,6 +102,16 @@ class Timeline:
         In units of one rank's micro-batch: with several chunks per rank, a chunk counts as its part of one.
         """
         return tuple(map(float, peak_memory(self.schedule, self.memory_costs)))
+
+    @cached_property
+    def memory_curve(self) -> tuple[tuple[MemoryPoint, ...], ...]:
+        """Points at which the memory of each rank changes, in order; before the first it is 0.
+
+        A forward counts from its start. A full backward counts from start to end with its peak. Two points
+        have the same tick where memory is held for no time at all: first the peak, then what stays. So the
+        highest point of a rank is exactly its `peak`.
+        """
+        return tuple(tuple(_memory_points(row, self.memory_costs)) for row in self.cells)
 
     @cached_property
     def length(self) -> int:
@@ -191,3 +210,23 @@ def _deadlock(
 
 def _idle_part(used: int, whole: int) -> float:
     return (whole - used) / whole if whole else 0.0
+
+
+def _memory_points(row: Sequence[Cell], costs: MemoryCosts) -> Iterator[MemoryPoint]:
+    level = 0
+    for tick, amounts in groupby(_memory_changes(row, costs), key=itemgetter(0)):
+        units = [amount for _, amount in amounts]
+        if max(units) > level:
+            level = max(units)
+            yield MemoryPoint(tick, level)
+        if units[-1] != level:
+            level = units[-1]
+            yield MemoryPoint(tick, level)
+
+
+def _memory_changes(row: Sequence[Cell], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
+    use = memory_use([cell.action for cell in row], costs)
+    for (action, start, end), (most, after) in zip(row, use, strict=True):
+        if action.kind in (Kind.F, Kind.B):
+            yield start, most
+        yield end, after

@@ -7,7 +7,6 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from plait.schedules.messages import sends_and_receives
-from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.text import KIND_NAMES, title
 from plait.schedules.simulation.timeline import Cell, Timeline
 
@@ -78,7 +77,7 @@ def _arrows(timeline: Timeline) -> Iterator[TraceEvent]:
 
 def _memory(timeline: Timeline) -> Iterator[TraceEvent]:
     digits = len(str(timeline.schedule.ranks - 1))  # the same for all ranks, as readers sort by name
-    for rank, steps in enumerate(memory_curve(timeline)):
+    for rank, steps in enumerate(timeline.memory_curve):
         for tick, units in steps:
             held = float(units * timeline.memory_costs.unit)
             time = _microseconds(_nanoseconds(timeline, tick))

@@ -16,7 +16,6 @@ from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html
-from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 
@@ -67,7 +66,7 @@ def test_cells_and_memory_can_be_read_back(policy: str, costs: Costs) -> None:
             cells.append(Cell(Action(stage, kinds[kind], microbatch), time + idle, time + idle + duration))
             time += idle + duration
         assert tuple(cells) == row
-    for steps, packed in zip(memory_curve(timeline), data["memory"], strict=True):
+    for steps, packed in zip(timeline.memory_curve, data["memory"], strict=True):
         time, read = 0, []
         for later, held in in_groups(packed, 2):
             time += later

@@ -21,7 +21,6 @@ from plait.schedules.simulation.measured import (
     measured_timeline,
     measured_waits,
 )
-from plait.schedules.simulation.memory_curve import memory_curve
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 START = 7_000_000_123
@@ -127,7 +126,7 @@ def test_what_was_simulated_comes_back(
     back = measured_timeline(order, rows)
     assert back.cells == cells
     assert (back.makespan, back.bubble, back.peak) == (simulated.makespan, simulated.bubble, simulated.peak)
-    assert memory_curve(back) == memory_curve(in_nanoseconds)
+    assert back.memory_curve == in_nanoseconds.memory_curve
     costs = measured_costs(order, rows)
     assert [Fraction(str(cost)) for cost in costs.F] == per_stage[0]  # type: ignore[union-attr]
     both = [Fraction(str(i)) + Fraction(str(w)) for i, w in zip(costs.I, costs.W, strict=True)]  # type: ignore[arg-type]

@@ -12,7 +12,6 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.memory_curve import memory_curve as memory_points
 from plait.schedules.simulation.timeline import Timeline, simulate
 
 
@@ -21,7 +20,7 @@ def memory_curve(timeline: Timeline) -> tuple[tuple[tuple[float, float], ...], .
     unit = timeline.memory_costs.unit
     return tuple(
         tuple((timeline.time(tick), float(held * unit)) for tick, held in points)
-        for points in memory_points(timeline)
+        for points in timeline.memory_curve
     )
 
 
@@ -102,7 +101,7 @@ def test_the_curve_counts_every_micro_batch_from_its_forward_on(made: Schedule, 
             return early
         return late if tick < ends[Kind.W][microbatch].end else 0
 
-    (steps,) = memory_points(timeline)
+    (steps,) = timeline.memory_curve
     for tick in range(timeline.length):
         expected = sum(amount(microbatch, tick) for microbatch in range(made.microbatches))
         assert [0, *(held for time, held in steps if time <= tick)][-1] == expected
