@@ -25,6 +25,10 @@ class Kind(StrEnum):
     __hash__ = str.__hash__
 
 
+SPLIT_KINDS = (Kind.F, Kind.I, Kind.W)
+"""The kinds of a schedule whose backwards are split."""
+
+
 class Action(NamedTuple):
     """`Action(2, Kind.F, 0)`: forward of micro-batch 0 on stage 2; as text `2F0`, as in PyTorch."""
 

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from itertools import product
 from typing import NamedTuple
 
-from plait.schedules.action import Action, Kind
+from plait.schedules.action import SPLIT_KINDS, Action
 
-KINDS = (Kind.F, Kind.I, Kind.W)
 PerStage = Sequence[int]
 
 
@@ -92,7 +91,7 @@ class BuildingBlock:
 
     def _timed(self, rank: int, microbatches: int) -> Iterator[tuple[int, Action]]:
         for stage in self._stages_of(rank):
-            for kind, starts in zip(KINDS, self.starts, strict=True):
+            for kind, starts in zip(SPLIT_KINDS, self.starts, strict=True):
                 for microbatch in range(microbatches):
                     yield starts[stage] + microbatch * self.period, Action(stage, kind, microbatch)
 

@@ -6,13 +6,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from math import gcd
 
+from plait.schedules.action import SPLIT_KINDS
 from plait.schedules.memory import limit_in_units
 from plait.schedules.policies import BlockPolicy
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.local_search import DISPATCH_RULES
-from plait.schedules.search.problem import KINDS, Problem
+from plait.schedules.search.problem import Problem
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
 
@@ -57,7 +58,7 @@ def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[Disp
     All times are multiples of one unit. Where a rule fills a gap of one unit with the longest operation, it
     fills every gap, and rules that differ only in `gap` give the same schedule, as with the default costs.
     """
-    durations = [time for kind in KINDS for time in problem.ticks.durations[kind]]
+    durations = [time for kind in SPLIT_KINDS for time in problem.ticks.durations[kind]]
     unit, longest = gcd(*durations, *problem.hops), max(durations)
     seen = set()
     for rule in rules:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from fractions import Fraction
 from math import ceil
 
-from plait.schedules.action import Kind
+from plait.schedules.action import SPLIT_KINDS, Kind
 from plait.schedules.search.problem import Problem
 
 
@@ -21,7 +21,7 @@ def lower_bound(problem: Problem) -> int:
     - the path of one micro-batch through all stages, forward and back.
     """
     times, limit = problem.ticks.durations, problem.limit
-    forwards, inputs, weights = (times[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    forwards, inputs, weights = (times[kind] for kind in SPLIT_KINDS)
     turned = _input_starts(problem)
     drain = _drains(problem)
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight

@@ -11,7 +11,7 @@ from __future__ import annotations
 from operator import gt
 from typing import NamedTuple
 
-from plait.schedules.action import Kind
+from plait.schedules.action import SPLIT_KINDS, Kind
 from plait.schedules.search.memory_guard import MemoryGuard
 from plait.schedules.search.problem import Orders, Problem
 
@@ -53,7 +53,7 @@ class _Search:
     """The current node, as tables that are changed on the way down and restored on the way up."""
 
     def __init__(self, problem: Problem, known: int, nodes: int) -> None:
-        self.problem, self.view = problem, problem.tables
+        self.problem, self.tables = problem, problem.tables
         self.best, self.nodes = known, nodes
         self.found: Orders | None = None
         self.guard = MemoryGuard(problem)
@@ -61,7 +61,7 @@ class _Search:
         takes_memory = any(map(gt, problem.memory_costs.until_weight, problem.memory_costs.until_input))
         self.has_memory = self.guard.fits if takes_memory else self.guard.admits
         self.ends = [-1] * problem.size
-        self.free = list(self.view.start_offsets)
+        self.free = list(self.tables.start_offsets)
         self.path: list[int] = []
         self.held_back: list[frozenset[int]] = [frozenset()] * problem.ranks
         self.seen: dict[tuple[object, ...], list[list[int]]] = {}
@@ -79,7 +79,7 @@ class _Search:
         if self.nodes < 0:
             raise _BudgetExceeded
         if not any(self.guard.done[lane] < self.problem.microbatches for lane in range(len(self.guard.done))):
-            self.best = max(map(int.__add__, self.free, self.view.end_offsets))
+            self.best = max(map(int.__add__, self.free, self.tables.end_offsets))
             self.found = self._orders()
             return
         choices = min(filter(None, map(self._choices, range(self.problem.ranks))), default=None)
@@ -89,8 +89,8 @@ class _Search:
         for choice in choices:
             if choice.start < first.end or choice is first:
                 self._try(choice)
-        if self.view.memory_change[first.operation] > 0:
-            rank = self.view.rank[first.operation]
+        if self.tables.memory_change[first.operation] > 0:
+            rank = self.tables.rank[first.operation]
             before = self.held_back[rank]
             self.held_back[rank] = before | {first.operation}
             self.descend()
@@ -98,7 +98,7 @@ class _Search:
 
     def _choices(self, rank: int) -> list[NextOperation]:
         """Return the operations that a rank could run next, the one that ends first in front."""
-        view, count, free = self.view, self.problem.microbatches, self.free[rank]
+        tables, count, free = self.tables, self.problem.microbatches, self.free[rank]
         choices = []
         for stage in self.problem.stages_of[rank]:
             for lane in (3 * stage, 3 * stage + 1, 3 * stage + 2):
@@ -106,51 +106,51 @@ class _Search:
                 operation = lane * count + number
                 if number == count or (lane % 3 and self.guard.done[lane - 1] <= number):
                     continue
-                need = view.needs[operation]
+                need = tables.needs[operation]
                 if need >= 0 and self.ends[need] < 0:
                     continue
                 if operation in self.held_back[rank] or not self.has_memory(operation):
                     continue
-                start = free if need < 0 else max(free, self.ends[need] + view.delay[operation])
-                choices.append(NextOperation(start + view.duration[operation], start, operation))
+                start = free if need < 0 else max(free, self.ends[need] + tables.delay[operation])
+                choices.append(NextOperation(start + tables.duration[operation], start, operation))
         return sorted(choices)
 
     def _try(self, choice: NextOperation) -> None:
-        operation, rank = choice.operation, self.view.rank[choice.operation]
+        operation, rank = choice.operation, self.tables.rank[choice.operation]
         before = self.free[rank], self.held_back[rank]
         self.ends[operation] = self.free[rank] = choice.end
         self.held_back[rank] = frozenset()
-        self.work[rank] -= self.view.duration[operation]
+        self.work[rank] -= self.tables.duration[operation]
         self.guard.take(operation)
         self.path.append(operation)
         if self._bound() < self.best and not self._is_dominated():
             self.descend()
         self.path.pop()
         self.guard.undo(operation)
-        self.work[rank] += self.view.duration[operation]
+        self.work[rank] += self.tables.duration[operation]
         self.free[rank], self.held_back[rank] = before
         self.ends[operation] = -1
 
     def _arrivals(self) -> list[tuple[int, int]]:
         """Return the forwards and input gradients whose input is done, with their earliest start."""
-        view, count = self.view, self.problem.microbatches
+        tables, count = self.tables, self.problem.microbatches
         arrivals = []
         for lane, number in enumerate(self.guard.done):
             if lane % 3 == 2:
                 continue
-            free = self.free[view.rank[lane * count]]
+            free = self.free[tables.rank[lane * count]]
             for operation in range(lane * count + number, (lane + 1) * count):
-                need = view.needs[operation]
+                need = tables.needs[operation]
                 if need >= 0 and self.ends[need] < 0:
                     break
-                start = free if need < 0 else max(free, self.ends[need] + view.delay[operation])
+                start = free if need < 0 else max(free, self.ends[need] + tables.delay[operation])
                 arrivals.append((operation, start))
         return arrivals
 
     def _bound(self) -> int:
-        ranks = zip(self.free, self.work, self.view.end_offsets, strict=True)
+        ranks = zip(self.free, self.work, self.tables.end_offsets, strict=True)
         bound = max(free + work + late for free, work, late in ranks)
-        lanes = self.view.lane
+        lanes = self.tables.lane
         return max([bound, *(start + self.tails[lanes[operation]] for operation, start in self._arrivals())])
 
     def _is_dominated(self) -> bool:
@@ -165,13 +165,13 @@ class _Search:
     def _orders(self) -> Orders:
         orders: Orders = [[] for _ in range(self.problem.ranks)]
         for operation in self.path:
-            orders[self.view.rank[operation]].append(operation)
+            orders[self.tables.rank[operation]].append(operation)
         return orders
 
 
 def _tails(problem: Problem) -> list[int]:
     """Return for each lane the least time from the start of an operation to the end of its micro-batch."""
-    forwards, inputs, weights = (problem.ticks.durations[kind] for kind in (Kind.F, Kind.I, Kind.W))
+    forwards, inputs, weights = (problem.ticks.durations[kind] for kind in SPLIT_KINDS)
     tails = [0] * (3 * problem.stages)
     for stage in range(problem.stages):
         rest = problem.hops[stage - 1] + tails[3 * stage - 2] if stage else 0

@@ -8,7 +8,7 @@ from itertools import accumulate, product
 from random import Random
 from typing import NamedTuple
 
-from plait.schedules.action import Kind
+from plait.schedules.action import SPLIT_KINDS
 from plait.schedules.building_block import BuildingBlock, Delays, Lengths, build_block
 from plait.schedules.event_simulation import simulate_events
 from plait.schedules.policies import policies_for, policy_schedule
@@ -77,11 +77,11 @@ def orders_from(problem: Problem, start: InitialOrder) -> Orders:
 
 def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOrder) -> list[int]:
     """Return `keys` with forwards earlier and weight gradients later, where `orders` leave memory for it."""
-    view, count = problem.tables, problem.microbatches
+    tables, count = problem.tables, problem.microbatches
     latest = max(keys) + 1
     changed = list(keys)
     for stages, order in zip(problem.stages_of, orders, strict=True):
-        free = problem.limit - max(accumulate(view.memory_change[operation] for operation in order))
+        free = problem.limit - max(accumulate(tables.memory_change[operation] for operation in order))
         taken, kept = (sum(hold[stage] for stage in stages) for hold in problem.memory_costs[1:])
         earlier = min(start.eager, free // taken if taken else count)
         later = int(start.lazy * (free - earlier * taken) / kept) if kept else count
@@ -96,14 +96,14 @@ def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOr
 
 def _within_limit(problem: Problem, keys: list[int]) -> Orders:
     """Return the orders by `keys`, or similar ones where those exceed the limit or deadlock."""
-    view = problem.tables
+    tables = problem.tables
     operations = sorted(range(problem.size), key=lambda operation: (keys[operation], operation))
     orders: Orders = [[] for _ in range(problem.ranks)]
     for operation in operations:
-        orders[view.rank[operation]].append(operation)
+        orders[tables.rank[operation]].append(operation)
     timing = problem.ticks.timing(problem.rank_of)
     runnable = not simulate_events(problem.actions_of(orders), timing).missing
-    held = max(max(accumulate(view.memory_change[operation] for operation in order)) for order in orders)
+    held = max(max(accumulate(tables.memory_change[operation] for operation in order)) for order in orders)
     return orders if held <= problem.limit and runnable else admit_in_order(problem, keys)
 
 
@@ -128,7 +128,7 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
     ones = (1,) * problem.stages
     if cells == 1:
         return Lengths(ones, ones, ones)
-    rows = [problem.ticks.durations[kind] for kind in (Kind.F, Kind.I, Kind.W)]
+    rows = [problem.ticks.durations[kind] for kind in SPLIT_KINDS]
     work = max(sum(sum(row[stage] for row in rows) for stage in stages) for stages in problem.stages_of)
     cell = max(work / (3 * problem.chunks * cells), 1e-9)
     return Lengths(*(tuple(max(round(time / cell), 1) for time in row) for row in rows))
@@ -142,8 +142,8 @@ def _times(problem: Problem, block: BuildingBlock) -> list[int]:
 
 def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
     """Return all operations in the order of `keys`, each once it can run and there is memory for it."""
-    view, guard, count = problem.tables, MemoryGuard(problem), problem.microbatches
-    needs, feeds, after = view.needs, view.feeds, view.after
+    tables, guard, count = problem.tables, MemoryGuard(problem), problem.microbatches
+    needs, feeds, after = tables.needs, tables.feeds, tables.after
     orders: Orders = [[] for _ in range(problem.ranks)]
     barred: list[list[tuple[int, int]]] = [[] for _ in orders]
     done, queued = [False] * problem.size, [False] * problem.size
@@ -151,19 +151,19 @@ def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
     while waiting:
         entry = heappop(waiting)
         operation = entry[1]
-        rank = view.rank[operation]
+        rank = tables.rank[operation]
         if not guard.admits(operation):
             barred[rank].append(entry)
             continue
         guard.take(operation)
         done[operation] = True
         orders[rank].append(operation)
-        if barred[rank] and view.lane[operation] % 3:
+        if barred[rank] and tables.lane[operation] % 3:
             for other in barred[rank]:
                 heappush(waiting, other)
             barred[rank].clear()
         following = operation + 1 if (operation + 1) % count else -1
-        same_microbatch = -1 if view.is_last[operation] else operation + count
+        same_microbatch = -1 if tables.is_last[operation] else operation + count
         for freed in (following, same_microbatch, feeds[operation]):
             if freed < 0 or queued[freed] or (freed % count and not done[freed - 1]):
                 continue

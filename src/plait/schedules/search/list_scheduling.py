@@ -64,7 +64,7 @@ class Budget:
 
 
 def list_schedule(
-    view: OperationTables,
+    tables: OperationTables,
     orders: Orders,
     limit: int,
     rule: DispatchRule,
@@ -76,11 +76,13 @@ def list_schedule(
     Without `rng`, `swap_chance` and `gap_noise` have no effect. `overrides`: rules of single ranks.
     """
     rules = [(overrides or {}).get(rank, rule) for rank in range(len(orders))]
-    scheduler = _ListScheduler(view, orders, limit, rules, rng)
+    scheduler = _ListScheduler(tables, orders, limit, rules, rng)
     scheduler.run()
     ends = scheduler.ends
     assert min(ends) >= 0, "orders that cannot be run"
-    length = max(ends[order[-1]] + late for order, late in zip(scheduler.done, view.end_offsets, strict=True))
+    length = max(
+        ends[order[-1]] + late for order, late in zip(scheduler.done, tables.end_offsets, strict=True)
+    )
     return TimedOrders(length, scheduler.done, ends)
 
 
@@ -107,25 +109,25 @@ class _ListScheduler:
 
     def __init__(
         self,
-        view: OperationTables,
+        tables: OperationTables,
         orders: Orders,
         limit: int,
         rules: Sequence[DispatchRule],
         rng: Random | None,
     ) -> None:
-        self.view, self.orders, self.limit, self.rules, self.rng = view, orders, limit, rules, rng
+        self.tables, self.orders, self.limit, self.rules, self.rng = tables, orders, limit, rules, rng
         self.done: Orders = [[] for _ in orders]
-        self.ends = [-1] * len(view.lane)
-        self.places = positions_in(orders, len(view.lane))
+        self.ends = [-1] * len(tables.lane)
+        self.places = positions_in(orders, len(tables.lane))
         self.next = [0] * len(orders)
-        microbatches = view.microbatches
+        microbatches = tables.microbatches
         self.lane = count, _, _ = len(microbatches), microbatches.step, microbatches[-1]
         """Number of operations of a lane, the step between them, and the micro-batch of the last."""
-        self.heads = [[lane * count + microbatches[0] for lane in lanes] for lanes in view.lanes]
+        self.heads = [[lane * count + microbatches[0] for lane in lanes] for lanes in tables.lanes]
         """First operation of each lane that is not known to be done."""
-        self.free = list(view.start_offsets)
+        self.free = list(tables.start_offsets)
         self.held = [0] * len(orders)
-        self.woken = list(view.start_offsets)
+        self.woken = list(tables.start_offsets)
         """Time at which each rank looks for an operation again; NEVER until another rank's result arrives."""
         self.events = [(time, rank) for rank, time in enumerate(self.woken)]
         heapify(self.events)
@@ -135,9 +137,14 @@ class _ListScheduler:
 
         The loop reads local variables only, for speed: a search spends most of its time here.
         """
-        view, ends, free, held, rng = self.view, self.ends, self.free, self.held, self.rng
-        needs, delay, duration, memory_change = view.needs, view.delay, view.duration, view.memory_change
-        feeds, rank_of = view.feeds, view.rank
+        tables, ends, free, held, rng = self.tables, self.ends, self.free, self.held, self.rng
+        needs, delay, duration, memory_change = (
+            tables.needs,
+            tables.delay,
+            tables.duration,
+            tables.memory_change,
+        )
+        feeds, rank_of = tables.feeds, tables.rank
         events, woken, following, wake, filler = self.events, self.woken, self.next, self._wake, self._filler
         while events:
             now, rank = heappop(events)
@@ -183,8 +190,8 @@ class _ListScheduler:
 
     def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
         """Return an operation to run before `following`, the next of the order, is `ready`; or -1."""
-        view, ends, rule = self.view, self.ends, self.rules[rank]
-        needs, after, memory_change = view.needs, view.after, view.memory_change
+        tables, ends, rule = self.tables, self.ends, self.rules[rank]
+        needs, after, memory_change = tables.needs, tables.after, tables.memory_change
         gap, soonest = rule.gap, ready
         if self.rng is not None:
             gap += rule.gap_noise * (self.rng.random() - 0.5)
@@ -196,12 +203,12 @@ class _ListScheduler:
             if need >= 0:
                 if ends[need] < 0:
                     continue
-                start = ends[need] + view.delay[operation]
+                start = ends[need] + tables.delay[operation]
                 if start > now:
                     soonest = min(soonest, start)
                     continue
-            if ready <= now or ready - now >= gap * view.duration[operation]:
-                last = rule.consumed_first and view.is_last[operation]
+            if ready <= now or ready - now >= gap * tables.duration[operation]:
+                last = rule.consumed_first and tables.is_last[operation]
                 choices.append((last, self.places[operation], operation))
         for _, place, operation in sorted(choices):
             if memory_change[operation] <= 0 or self._has_memory(rank, place):
@@ -229,14 +236,14 @@ class _ListScheduler:
 
     def _has_memory(self, rank: int, place: int) -> bool:
         """Whether there is memory for the operation at `place` of the order from now on."""
-        view, order = self.view, self.orders[rank]
+        tables, order = self.tables, self.orders[rank]
         held = self.held[rank]
-        free = self.limit - view.memory_change[order[place]]
+        free = self.limit - tables.memory_change[order[place]]
         if held > free:
             return False
         for operation in order[self.next[rank] : place]:
             if self.ends[operation] < 0:
-                held += view.memory_change[operation]
+                held += tables.memory_change[operation]
                 if held > free:
                     return False
         return True

@@ -23,14 +23,14 @@ class MemoryGuard:
 
     def fits(self, operation: int) -> bool:
         """Whether the operation, the next of its lane, fits into the memory that is free."""
-        view = self.problem.tables
-        return self.held[view.rank[operation]] + view.memory_change[operation] <= self.problem.limit
+        tables = self.problem.tables
+        return self.held[tables.rank[operation]] + tables.memory_change[operation] <= self.problem.limit
 
     def admits(self, operation: int) -> bool:
         """Whether the operation fits, and all others can still run after it."""
-        view = self.problem.tables
-        lane = view.lane[operation]
-        return self.fits(operation) and (lane % 3 > 0 or self._is_safe(view.rank[operation], lane))
+        tables = self.problem.tables
+        lane = tables.lane[operation]
+        return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
         """Whether, with one more forward of this lane, the micro-batches can finish one after the other."""
@@ -61,10 +61,10 @@ class MemoryGuard:
         self._change(operation, -1)
 
     def _change(self, operation: int, by: int) -> None:
-        view = self.problem.tables
-        rank, lane = view.rank[operation], view.lane[operation]
+        tables = self.problem.tables
+        rank, lane = tables.rank[operation], tables.lane[operation]
         self.done[lane] += by
-        self.held[rank] += by * view.memory_change[operation]
+        self.held[rank] += by * tables.memory_change[operation]
         if lane % 3 < 2:
             self.inside[rank] += by * (1 - 2 * (lane % 3)) * self.problem.memory_costs.until_input[lane // 3]
 

@@ -17,12 +17,11 @@ from functools import cached_property
 from math import ceil
 from typing import NamedTuple, TypeAlias
 
-from plait.schedules.action import Action, Kind
+from plait.schedules.action import SPLIT_KINDS, Action, Kind
 from plait.schedules.memory import MemoryCosts
 from plait.schedules.schedule import Placement
 from plait.schedules.simulation.costs import Ticks
 
-KINDS = (Kind.F, Kind.I, Kind.W)
 StageLayout: TypeAlias = tuple[Placement, int]
 """Placement of stages, and their number per rank."""
 Orders: TypeAlias = list[list[int]]
@@ -153,13 +152,13 @@ class Problem:
                 if kind is Kind.B:
                     order += (first + count, first + 2 * count)
                 else:
-                    order.append(first + KINDS.index(kind) * count)
+                    order.append(first + SPLIT_KINDS.index(kind) * count)
             orders.append(order)
         return orders
 
     def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
         """Return operations as actions."""
-        lanes = [(stage, kind) for stage in range(self.stages) for kind in KINDS]
+        lanes = [(stage, kind) for stage in range(self.stages) for kind in SPLIT_KINDS]
         return tuple(
             tuple(
                 Action(*lanes[operation // self.microbatches], operation % self.microbatches)
@@ -181,7 +180,7 @@ def positions_in(orders: Orders, size: int) -> list[int]:
 def _tables(problem: Problem) -> OperationTables:
     count, size = problem.microbatches, problem.size
     lanes = [operation // count for operation in range(size)]
-    durations = [problem.ticks.durations[kind] for kind in KINDS]
+    durations = [problem.ticks.durations[kind] for kind in SPLIT_KINDS]
     needs, feeds, delay = [-1] * size, [-1] * size, [0] * size
     last = 3 * (problem.stages - 1) * count
 
@@ -219,16 +218,16 @@ def _tables(problem: Problem) -> OperationTables:
     )
 
 
-def _mirror(view: OperationTables) -> OperationTables:
-    count = len(view.microbatches)
-    return view._replace(
-        microbatches=view.microbatches[::-1],
-        needs=view.feeds,
-        feeds=view.needs,
-        delay=[view.delay[follower] if follower >= 0 else 0 for follower in view.feeds],
-        after=[operation + count if lane % 3 < 2 else -1 for operation, lane in enumerate(view.lane)],
-        memory_change=[-change for change in view.memory_change],
-        is_last=[lane % 3 == 0 for lane in view.lane],
-        start_offsets=view.end_offsets,
-        end_offsets=view.start_offsets,
+def _mirror(tables: OperationTables) -> OperationTables:
+    count = len(tables.microbatches)
+    return tables._replace(
+        microbatches=tables.microbatches[::-1],
+        needs=tables.feeds,
+        feeds=tables.needs,
+        delay=[tables.delay[follower] if follower >= 0 else 0 for follower in tables.feeds],
+        after=[operation + count if lane % 3 < 2 else -1 for operation, lane in enumerate(tables.lane)],
+        memory_change=[-change for change in tables.memory_change],
+        is_last=[lane % 3 == 0 for lane in tables.lane],
+        start_offsets=tables.end_offsets,
+        end_offsets=tables.start_offsets,
     )

@@ -137,15 +137,15 @@ def test_what_is_settled_from_the_back_is_legal_from_the_front(
 
 def require_ends(problem: Problem, found: TimedOrders) -> None:
     """Everything ends after what it needs, and nothing overlaps on a rank."""
-    view = problem.tables
+    tables = problem.tables
     for order in found.orders:
         free = 0
         for operation in order:
-            start = found.ends[operation] - view.duration[operation]
+            start = found.ends[operation] - tables.duration[operation]
             assert start >= free
             free = found.ends[operation]
-            if view.needs[operation] >= 0:
-                assert start >= found.ends[view.needs[operation]] + view.delay[operation]
+            if tables.needs[operation] >= 0:
+                assert start >= found.ends[tables.needs[operation]] + tables.delay[operation]
 
 
 @given(started(), st.integers(0, 9), st.sampled_from((0.0, 0.1, 0.5, 1.0)))

@@ -18,13 +18,13 @@ ALONE = tuple((layout, 1, microbatches) for layout in (LINEAR, LOOP) for microba
 
 def in_turn(problem: Problem, room: MemoryGuard) -> list[int]:
     """Of each lane what comes next, if everything that it needs is done."""
-    view, count = problem.tables, problem.microbatches
+    tables, count = problem.tables, problem.microbatches
     due = [lane * count + number for lane, number in enumerate(room.done) if number < count]
 
     def is_done(operation: int) -> bool:
         return operation < 0 or operation % count < room.done[operation // count]
 
-    return [one for one in due if is_done(view.after[one]) and is_done(view.needs[one])]
+    return [one for one in due if is_done(tables.after[one]) and is_done(tables.needs[one])]
 
 
 def admitted_after(problem: Problem, *done: tuple[int, int, int]) -> list[tuple[int, int, int]]:

@@ -20,34 +20,38 @@ NONE = -1
 def test_operations_of_a_v_need_each_other() -> None:
     assert ONE.rank_of == (0, 1, 1, 0)
     assert ONE.stages_of == ((0, 3), (1, 2))
-    view = ONE.tables
-    assert view.rank == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
-    assert view.needs == [NONE, 4, NONE, 0, 7, NONE, 3, 10, NONE, 6, 9, NONE]
-    assert view.feeds == [3, NONE, NONE, 6, 1, NONE, 9, 4, NONE, 10, 7, NONE]
-    assert view.delay == [0, 5, 0, 5, 0, 0, 0, 5, 0, 5, 0, 0]  # next door is the same rank in the middle
-    assert view.after == [NONE, 0, 1, NONE, 3, 4, NONE, 6, 7, NONE, 9, 10]
-    assert view.lanes == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
-    assert view.duration == [1, 2, 3] * 4
-    assert view.memory_change == [2, -1, -1] * 4
-    assert view.is_last == [False, False, True] * 4
+    tables = ONE.tables
+    assert tables.rank == [0, 0, 0, 1, 1, 1, 1, 1, 1, 0, 0, 0]
+    assert tables.needs == [NONE, 4, NONE, 0, 7, NONE, 3, 10, NONE, 6, 9, NONE]
+    assert tables.feeds == [3, NONE, NONE, 6, 1, NONE, 9, 4, NONE, 10, 7, NONE]
+    assert tables.delay == [0, 5, 0, 5, 0, 0, 0, 5, 0, 5, 0, 0]  # next door is the same rank in the middle
+    assert tables.after == [NONE, 0, 1, NONE, 3, 4, NONE, 6, 7, NONE, 9, 10]
+    assert tables.lanes == [[0, 1, 2, 9, 10, 11], [3, 4, 5, 6, 7, 8]]
+    assert tables.duration == [1, 2, 3] * 4
+    assert tables.memory_change == [2, -1, -1] * 4
+    assert tables.is_last == [False, False, True] * 4
 
 
 def test_the_mirror_image_of_a_v() -> None:
-    view = ONE.mirrored_tables
-    assert view.needs == ONE.tables.feeds
-    assert view.feeds == ONE.tables.needs
-    assert view.delay == [5, 0, 0, 0, 5, 0, 5, 0, 0, 0, 5, 0]
-    assert view.after == [1, 2, NONE, 4, 5, NONE, 7, 8, NONE, 10, 11, NONE]
-    assert view.memory_change == [-2, 1, 1] * 4
-    assert view.is_last == [True, False, False] * 4
-    assert (view.duration, view.rank, view.lanes) == (ONE.tables.duration, ONE.tables.rank, ONE.tables.lanes)
+    tables = ONE.mirrored_tables
+    assert tables.needs == ONE.tables.feeds
+    assert tables.feeds == ONE.tables.needs
+    assert tables.delay == [5, 0, 0, 0, 5, 0, 5, 0, 0, 0, 5, 0]
+    assert tables.after == [1, 2, NONE, 4, 5, NONE, 7, 8, NONE, 10, 11, NONE]
+    assert tables.memory_change == [-2, 1, 1] * 4
+    assert tables.is_last == [True, False, False] * 4
+    assert (tables.duration, tables.rank, tables.lanes) == (
+        ONE.tables.duration,
+        ONE.tables.rank,
+        ONE.tables.lanes,
+    )
 
 
 def test_microbatches_of_a_lane_stand_side_by_side() -> None:
-    view = problem_of(LINEAR, 2, 3).tables
-    assert view.lane == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
-    assert view.needs == [NONE] * 3 + [12, 13, 14] + [NONE] * 3 + [0, 1, 2] + [9, 10, 11] + [NONE] * 3
-    assert list(view.microbatches) == [0, 1, 2]
+    tables = problem_of(LINEAR, 2, 3).tables
+    assert tables.lane == [0, 0, 0, 1, 1, 1, 2, 2, 2, 3, 3, 3, 4, 4, 4, 5, 5, 5]
+    assert tables.needs == [NONE] * 3 + [12, 13, 14] + [NONE] * 3 + [0, 1, 2] + [9, 10, 11] + [NONE] * 3
+    assert list(tables.microbatches) == [0, 1, 2]
     assert list(problem_of(LINEAR, 2, 3).mirrored_tables.microbatches) == [2, 1, 0]
 
 
