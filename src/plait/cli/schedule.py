@@ -19,7 +19,7 @@ from plait.schedules.search.api import POLICY_NAMES, require_policy, schedule
 from plait.schedules.search.auto import Measure
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import FORMATS, write_pictures
-from plait.schedules.simulation.text import draw_text, title
+from plait.schedules.simulation.terminal import draw_text, title
 from plait.schedules.simulation.timeline import Timeline, simulate
 from plait.schedules.torch_csv import from_csv
 

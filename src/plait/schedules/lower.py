@@ -18,7 +18,7 @@ from typing import Literal
 from plait.schedules.action import Action, Kind
 from plait.schedules.gather_pass import insert_gathers
 from plait.schedules.lowering_spec import LoweringSpec
-from plait.schedules.messages import AT_START, Inbox, Message, inboxes
+from plait.schedules.messages import AT_START, Inbox, StageMessage, inboxes
 from plait.schedules.program import (
     AwaitReceive,
     ComputeLoss,
@@ -59,7 +59,7 @@ def _lower_rank(schedule: Schedule, spec: LoweringSpec, ending: Ending, rank: in
     return (*insert_gathers(lowered, spec), Finish())
 
 
-def _post(message: Message) -> PostReceive:
+def _post(message: StageMessage) -> PostReceive:
     return PostReceive(message.consumer, message.sender)
 
 

@@ -21,7 +21,7 @@ Channel: TypeAlias = tuple[int, int, Kind]
 """From rank, to rank, direction (`F` forward, `I` backward)."""
 
 
-class Message(NamedTuple):
+class StageMessage(NamedTuple):
     """The input of `consumer`, made by the action at position `made` of rank `sender`."""
 
     consumer: Action
@@ -31,13 +31,13 @@ class Message(NamedTuple):
 
 AT_START = -1
 """Position before all actions."""
-Inbox: TypeAlias = Mapping[int, tuple[Message, ...]]
+Inbox: TypeAlias = Mapping[int, tuple[StageMessage, ...]]
 """By position: the messages to a rank whose receives are posted once the action there has its input."""
 
 
 def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:
     """Return the messages to every rank, by the position at which their receives are posted."""
-    channels: dict[Channel, list[Message]] = defaultdict(list)
+    channels: dict[Channel, list[StageMessage]] = defaultdict(list)
     positions: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.actions):
         for position, action in enumerate(actions):
@@ -45,17 +45,17 @@ def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:
             consumer = action.consumer(schedule.stages)
             if consumer is not None and schedule.rank_of[consumer.stage] != rank:
                 receiver = schedule.rank_of[consumer.stage]
-                channels[rank, receiver, consumer.kind].append(Message(consumer, rank, position))
+                channels[rank, receiver, consumer.kind].append(StageMessage(consumer, rank, position))
     return tuple(_inbox(rank, channels, positions, schedule) for rank in range(schedule.ranks))
 
 
 def _inbox(
     rank: int,
-    channels: Mapping[Channel, list[Message]],
+    channels: Mapping[Channel, list[StageMessage]],
     positions: Mapping[Action, int],
     schedule: Schedule,
 ) -> Inbox:
-    posted: dict[int, list[Message]] = defaultdict(list)
+    posted: dict[int, list[StageMessage]] = defaultdict(list)
     steps = schedule.grid.steps[rank]
     for (sender, receiver, _), messages in channels.items():
         if receiver != rank:

@@ -29,7 +29,7 @@ from plait.schedules.building_block import smallest_block
 from plait.schedules.schedule import Placement, Schedule
 
 
-class PipelineRank(NamedTuple):
+class RankPosition(NamedTuple):
     """A rank, and the sizes of its pipeline: ranks, micro-batches, and chunks per rank."""
 
     rank: int
@@ -52,9 +52,9 @@ class AlternatingPolicy:
     placement: Placement
     chunks: int
     """Default number of stages per rank; the only one for a linear placement."""
-    ahead: Callable[[PipelineRank], int]
+    ahead: Callable[[RankPosition], int]
     """Forwards of a rank before its first backward."""
-    lag: Callable[[PipelineRank], int] | None = None
+    lag: Callable[[RankPosition], int] | None = None
     """Number of actions by which `W` lags behind `I`; None: both are one action, `B`."""
 
 
@@ -122,12 +122,12 @@ def policy_schedule(name: str, ranks: int, microbatches: int, chunks: int | None
     if isinstance(policy, BlockPolicy):
         rows = smallest_block(rank_of, policy.pause).orders(microbatches)
     else:
-        at = (PipelineRank(rank, ranks, microbatches, chunks) for rank in range(ranks))
+        at = (RankPosition(rank, ranks, microbatches, chunks) for rank in range(ranks))
         rows = [list(_alternating(policy, one)) for one in at]
     return Schedule(name, microbatches, rank_of, tuple(map(tuple, rows)))
 
 
-def _alternating(policy: AlternatingPolicy, at: PipelineRank) -> Iterator[Action]:
+def _alternating(policy: AlternatingPolicy, at: RankPosition) -> Iterator[Action]:
     forwards = _by_groups(at, Kind.F)
     inputs = _by_groups(at, Kind.B if policy.lag is None else Kind.I)
     weights = _by_groups(at, Kind.W)
@@ -142,7 +142,7 @@ def _alternating(policy: AlternatingPolicy, at: PipelineRank) -> Iterator[Action
         yield from weights
 
 
-def _by_groups(at: PipelineRank, kind: Kind) -> Iterator[Action]:
+def _by_groups(at: RankPosition, kind: Kind) -> Iterator[Action]:
     """Yield the actions of a kind of a rank: group by group, and within a group chunk by chunk."""
     stages = range(at.rank, at.ranks * at.chunks, at.ranks)
     for group in at.groups:

@@ -11,7 +11,7 @@ from plait.footprint.timing import balance
 from plait.plan import Plan
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import write_pictures
-from plait.schedules.simulation.text import title
+from plait.schedules.simulation.terminal import title
 from plait.schedules.simulation.timeline import simulate
 from plait.train.batches import rank_rows
 from plait.train.build import build_model

@@ -14,7 +14,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LoweringSpec
-from plait.schedules.messages import AT_START, Message, inboxes
+from plait.schedules.messages import AT_START, StageMessage, inboxes
 from plait.schedules.policies import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 
@@ -47,7 +47,7 @@ def test_a_receive_is_posted_when_the_one_before_is_taken() -> None:
 
 def test_a_message_says_where_it_is_made() -> None:
     _, last = inboxes(policy_schedule("gpipe", 2, 2))
-    first, second = (Message(Action(1, Kind.F, number), sender=0, made=number) for number in (0, 1))
+    first, second = (StageMessage(Action(1, Kind.F, number), sender=0, made=number) for number in (0, 1))
     assert last == {AT_START: (first,), 0: (second,)}
 
 
@@ -116,13 +116,13 @@ def test_every_message_is_received_once_in_the_order_of_sending(made: Schedule) 
     assert posted == messages_by_hand(made)
 
 
-def messages_by_hand(made: Schedule) -> dict[tuple[int, int, Kind], list[Message]]:
+def messages_by_hand(made: Schedule) -> dict[tuple[int, int, Kind], list[StageMessage]]:
     found = defaultdict(list)
     for sender, row in enumerate(made.actions):
         for place, (stage, kind, microbatch) in enumerate(row):
             to, needs = (stage + 1, Kind.F) if kind is Kind.F else (stage - 1, Kind.I)
             if kind is not Kind.W and 0 <= to < made.stages and made.rank_of[to] != sender:
-                message = Message(Action(to, needs, microbatch), sender, place)
+                message = StageMessage(Action(to, needs, microbatch), sender, place)
                 found[sender, made.rank_of[to], needs].append(message)
     return found
 
@@ -149,10 +149,10 @@ def test_of_the_receives_that_wait_one_at_most_is_for_what_nobody_makes_yet(made
         assert sum(made.grid.steps[sender][made_by] >= coming for _, sender, made_by in ahead) <= 1
 
 
-def waiting_receives(made: Schedule) -> Iterator[tuple[float, list[Message]]]:
+def waiting_receives(made: Schedule) -> Iterator[tuple[float, list[StageMessage]]]:
     """For each place and channel: the step of the rank's next action, and what is posted and not taken."""
     for rank, inbox in enumerate(inboxes(made)):
-        ahead: dict[tuple[int, Kind], list[Message]] = defaultdict(list)
+        ahead: dict[tuple[int, Kind], list[StageMessage]] = defaultdict(list)
         for place, step in enumerate((*made.grid.steps[rank], inf), start=AT_START):
             for message in inbox.get(place, ()):
                 ahead[message.sender, message.consumer.kind].append(message)

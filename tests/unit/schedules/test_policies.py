@@ -12,7 +12,7 @@ from schedule_cases import timeline
 from plait.errors import ScheduleError
 from plait.schedules.check import check
 from plait.schedules.memory import peak_memory
-from plait.schedules.policies import POLICIES, PipelineRank, forward_only, policy_schedule
+from plait.schedules.policies import POLICIES, RankPosition, forward_only, policy_schedule
 from plait.schedules.schedule import Placement
 from plait.schedules.search.api import schedule
 
@@ -191,7 +191,7 @@ def test_three_chunks_interleaved() -> None:
     ],
 )
 def test_microbatches_go_through_chunks_in_groups(ranks: int, microbatches: int, sizes: list[int]) -> None:
-    groups = PipelineRank(0, ranks, microbatches, 2).groups
+    groups = RankPosition(0, ranks, microbatches, 2).groups
     assert [len(group) for group in groups] == sizes
     assert [number for group in groups for number in group] == list(range(microbatches))
 

@@ -13,7 +13,7 @@ from importlib import resources
 from string import Template
 
 from plait.schedules.simulation.colours import MIDDLE, page_colours, shade
-from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, title
+from plait.schedules.simulation.terminal import KIND_NAMES, amount, kinds_of, title
 from plait.schedules.simulation.timeline import Timeline
 
 _SCRIPTS = "data.js", "view.js", "draw.js", "hints.js", "events.js"

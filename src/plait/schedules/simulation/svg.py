@@ -8,7 +8,7 @@ from textwrap import wrap
 
 from plait.schedules.simulation.colours import GREY, MIDDLE, ON_CELL, TEXT, shade
 from plait.schedules.simulation.svg_rows import MARGIN, Frame, RowLabel, SvgPart, draw_bands, draw_cells
-from plait.schedules.simulation.text import KIND_NAMES, amount, kinds_of, round_times, title
+from plait.schedules.simulation.terminal import KIND_NAMES, amount, kinds_of, round_times, title
 from plait.schedules.simulation.timeline import Timeline
 
 CROWDED = 3

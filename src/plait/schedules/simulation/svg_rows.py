@@ -15,7 +15,7 @@ from typing import NamedTuple, TypeAlias
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.simulation.colours import MIDDLE, shade
-from plait.schedules.simulation.text import amount, kinds_of
+from plait.schedules.simulation.terminal import amount, kinds_of
 from plait.schedules.simulation.timeline import Cell, Timeline
 
 MARGIN = 12

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TypeAlias
 
 from plait.schedules.messages import sends_and_receives
-from plait.schedules.simulation.text import KIND_NAMES, title
+from plait.schedules.simulation.terminal import KIND_NAMES, title
 from plait.schedules.simulation.timeline import Cell, Timeline
 
 TraceEvent: TypeAlias = dict[str, object]

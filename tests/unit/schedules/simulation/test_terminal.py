@@ -11,7 +11,7 @@ from plait.schedules.action import Action
 from plait.schedules.policies import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.text import draw_text, round_times, title
+from plait.schedules.simulation.terminal import draw_text, round_times, title
 from plait.schedules.simulation.timeline import Cell, Timeline, simulate
 
 ONE_BY_ONE = simulate(policy_schedule("1f1b", 2, 4))
