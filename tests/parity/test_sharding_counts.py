@@ -15,7 +15,7 @@ import plait
 from parity.case import SEED
 from parity.cases import gpt2
 from plait.comm.traffic import Count
-from plait.comm.transport.shared_memory.staging import CAPACITY
+from plait.comm.transport.shared_memory.shared_staging import CAPACITY
 from plait.engine import Engine
 from plait.plan import Plan
 

@@ -9,11 +9,11 @@ import time
 
 import pytest
 
-from plait.comm.transport.shared_memory.channel import Channel, Message
+from plait.comm.transport.shared_memory.channel import Channel, ChannelMessage
 from plait.comm.transport.shared_memory.channels import Channels
 from plait.comm.transport.shared_memory.listener import Listener
 
-OWN = Message(-1)
+OWN = ChannelMessage(-1)
 
 
 def joined(size: int, *, timeout: float = 10.0, label: str = "tp") -> list[Channels]:
@@ -22,7 +22,7 @@ def joined(size: int, *, timeout: float = 10.0, label: str = "tp") -> list[Chann
     return [Channels(listener, names, index, label, timeout) for index, listener in enumerate(listeners)]
 
 
-def values(messages: list[Message]) -> list[int]:
+def values(messages: list[ChannelMessage]) -> list[int]:
     return [message.value for message in messages]
 
 

@@ -11,7 +11,7 @@ import torch
 
 from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, reduce_scatter
 from plait.comm.shared_tensors import SMALLEST, shared_zeros
-from plait.comm.transport.shared_memory import algorithms, staging, transport
+from plait.comm.transport.shared_memory import algorithms, shared_staging, transport
 from plait.errors import CommunicationError, RankError
 
 RANKS = (2, 3, 4)
@@ -183,7 +183,7 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
 
     def body():
         group = Mesh(dp=2, timeout=10).group("dp")
-        capacity, staging.CAPACITY = staging.CAPACITY, 2**16
+        capacity, shared_staging.CAPACITY = shared_staging.CAPACITY, 2**16
         try:
             own = shared_zeros(2 * SMALLEST, torch.float32, CPU, group).fill_(7)
             whole, done = torch.zeros(2048), []
@@ -198,7 +198,7 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
             untouched = (whole == 5).all().item() and (own == 7).all().item()
             return all(done), untouched, all_reduce(torch.ones(1), group, checked=False).wait().item()
         finally:
-            staging.CAPACITY = capacity
+            shared_staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [(True, True, 2.0)] * 2
 
@@ -291,13 +291,13 @@ def test_any_failed_operation_of_a_group_ends_it_for_all(rank_pool):
 def test_more_is_pending_than_the_staging_buffers_hold(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=10).group("tp")
-        capacity, staging.CAPACITY = staging.CAPACITY, 2**22
+        capacity, shared_staging.CAPACITY = shared_staging.CAPACITY, 2**22
         try:
             tensors = [torch.full((2**18,), float(number + group.index)) for number in range(10)]
             handles = [all_reduce(tensor, group, checked=False) for tensor in tensors]
             return [set(handle.wait().tolist()) for handle in handles]
         finally:
-            staging.CAPACITY = capacity
+            shared_staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [[{2.0 * number + 1} for number in range(10)]] * 2
 
@@ -331,14 +331,14 @@ def test_a_rank_without_room_does_not_wait_for_who_waits_for_it(rank_pool):
     def body():
         group = Mesh(tp=2, timeout=5).group("tp")
         all_reduce(torch.ones(1), group).wait()
-        capacity = staging.CAPACITY
+        capacity = shared_staging.CAPACITY
         try:
             if group.index == 0:
-                staging.CAPACITY = 2**14
+                shared_staging.CAPACITY = 2**14
             small, large = (all_reduce(torch.ones(size), group, checked=False) for size in (4, 2**12))
             return large.wait().sum().item(), small.wait().sum().item()
         finally:
-            staging.CAPACITY = capacity
+            shared_staging.CAPACITY = capacity
 
     assert rank_pool.run(body, ranks=2) == [(2.0**13, 8.0)] * 2
 

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from plait.comm.transport.reduction import Op, blocks, fold
-from plait.comm.transport.shared_memory.channel import Message
+from plait.comm.transport.shared_memory.channel import ChannelMessage
 from plait.comm.transport.shared_memory.channels import Channels
-from plait.comm.transport.shared_memory.staging import PendingRead, SharedStagingBuffers
+from plait.comm.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 
 class BarrieredStep:
@@ -25,10 +25,10 @@ class BarrieredStep:
 
     def wait(self, awaited: str = "") -> None:
         """Pass the first barrier, run this rank's step, pass the second. Raises as `Channels.receive`."""
-        self._channels.receive(self._first, Message(0))
+        self._channels.receive(self._first, ChannelMessage(0))
         self._step()
         self._channels.send(self._second)
-        self._channels.receive(self._second, Message(0))
+        self._channels.receive(self._second, ChannelMessage(0))
         self._channels.acknowledge(self._first, self._second)
 
     def abandon(self) -> bool:
@@ -58,7 +58,7 @@ def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedS
         fold([piece[own] for piece in pieces], op, totals[own])
         pieces[own][own].copy_(totals[own])
         channels.send(reduced)
-        channels.receive(reduced, Message(0))
+        channels.receive(reduced, ChannelMessage(0))
         for index, piece in enumerate(pieces):
             if index != own:
                 totals[index].copy_(piece[index])

@@ -18,7 +18,7 @@ _ANCILLARY_BYTES = socket.CMSG_SPACE(_DESCRIPTOR.size) if hasattr(socket, "CMSG_
 _CLOSE_ON_EXEC = getattr(socket, "MSG_CMSG_CLOEXEC", 0)
 
 
-class Message(NamedTuple):
+class ChannelMessage(NamedTuple):
     """A received number, and the file descriptor sent with it, if any, which the receiver has to close."""
 
     value: int
@@ -30,7 +30,7 @@ class Channel:
 
     def __init__(self, listener: Listener, peer: str, here: str, there: str) -> None:
         """Connect from the address `here` to the listener named `peer`; the peer connects from `there`."""
-        self.received: dict[int, Message] = {}
+        self.received: dict[int, ChannelMessage] = {}
         """Messages by sequence number, until they are taken out."""
         self.acknowledged = 0
         """Last sequence number that the peer has acknowledged (exclusive)."""
@@ -86,7 +86,7 @@ class Channel:
             sequence, value, self.acknowledged = _PACKET.unpack(packet)
             if sequence != NO_SEQUENCE:
                 descriptor = _DESCRIPTOR.unpack(extra[0][2])[0] if extra else None
-                self.received[sequence] = Message(value, descriptor)
+                self.received[sequence] = ChannelMessage(value, descriptor)
 
     def register(self, poll: select.poll, writable: bool) -> None:
         """Register for pending messages with `poll`, and for room in the send buffer if `writable`."""

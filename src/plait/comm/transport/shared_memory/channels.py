@@ -12,7 +12,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, Message
+from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, ChannelMessage
 from plait.comm.transport.shared_memory.listener import Listener
 
 
@@ -57,7 +57,7 @@ class Channels:
             if not channel.send(packet, descriptor):
                 self._send_when_possible(channel, packet, descriptor)
 
-    def receive(self, sequence: int, own: Message) -> list[Message]:
+    def receive(self, sequence: int, own: ChannelMessage) -> list[ChannelMessage]:
         """Block until all others have sent under `sequence`; return the messages by index, `own` included.
 
         Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time.

@@ -18,7 +18,7 @@ from plait.comm.transport.reduction import Op
 from plait.comm.transport.shared_memory import algorithms
 from plait.comm.transport.shared_memory.channels import Channels
 from plait.comm.transport.shared_memory.host_discovery import HostRanks
-from plait.comm.transport.shared_memory.staging import SharedSegments, SharedStagingBuffers
+from plait.comm.transport.shared_memory.shared_staging import SharedSegments, SharedStagingBuffers
 from plait.comm.transport.torch_distributed import Algorithm, TorchTransport
 
 WHOLE_LIMIT = 2**21

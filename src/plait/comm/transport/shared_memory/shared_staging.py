@@ -16,7 +16,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from plait.comm.transport.shared_memory.channel import Message
+from plait.comm.transport.shared_memory.channel import ChannelMessage
 from plait.comm.transport.shared_memory.channels import Channels
 
 CAPACITY = 2**28
@@ -50,7 +50,7 @@ class SharedSegments:
     def all_segments(self) -> tuple[Tensor, ...]:
         """Return the segments of all ranks by index, as bytes. Blocks and raises as `Channels.receive`."""
         if not self._segments:
-            messages = self._channels.receive(self._sequence, Message(self._nbytes))
+            messages = self._channels.receive(self._sequence, ChannelMessage(self._nbytes))
             descriptors = (message.descriptor for message in messages)
             self._segments = tuple(
                 self.own if one is None else self._map_and_close(one) for one in descriptors
@@ -88,7 +88,7 @@ class PendingRead:
             return
         self._staging.finish_before(self._sequences[0])
         segments = self._staging.segments.all_segments()
-        messages = self._staging.channels.receive(self._sequences[0], Message(self._offset))
+        messages = self._staging.channels.receive(self._sequences[0], ChannelMessage(self._offset))
         pairs = zip(segments, messages, strict=True)
         self._read([segment[message.value :][: self._nbytes].view(self._dtype) for segment, message in pairs])
         self._read = None

@@ -8,10 +8,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.transport.shared_memory import staging as module
+from plait.comm.transport.shared_memory import shared_staging as module
 from plait.comm.transport.shared_memory.channels import Channels
 from plait.comm.transport.shared_memory.listener import Listener
-from plait.comm.transport.shared_memory.staging import PendingRead, SharedStagingBuffers
+from plait.comm.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 MIB = 2**20
 
