@@ -153,10 +153,10 @@ def whole_parameters_counted_by_every_rank() -> Iterator[None]:
 def each_rank_takes_its_own_best() -> Iterator[None]:
     """The token is the best of a rank's own classes, without asking the others."""
 
-    def from_all(offer: Tensor, vocabulary: Any, device: Any) -> Tensor:
-        return offer[None]
+    def own_only(own: Tensor, vocabulary: Any, device: Any) -> Tensor:
+        return own[None]
 
-    with patch.object(sampling, "_from_all", from_all):
+    with patch.object(sampling, "_all_gathered", own_only):
         yield
 
 
