@@ -8,16 +8,17 @@ from fnmatch import fnmatch
 from typing import Any, Literal
 from unittest.mock import patch
 
-import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm.handle import Handle
+from plait.comm.transport.world_ranks import current_ranks
 from plait.pipeline.stage import Stage
 
 
 def rank() -> int:
-    """This process's."""
-    return dist.get_rank()
+    """Return this rank's number, of a process or of a thread."""
+    ranks = current_ranks()
+    return 0 if ranks is None else ranks.rank
 
 
 @contextmanager
