@@ -94,7 +94,7 @@ class LayerInput:
 
 
 @dataclass(frozen=True)
-class LayerRun:
+class MetaRun:
     """A layer's run on the meta device."""
 
     info: LayerInfo
@@ -126,7 +126,7 @@ def infer(
     return infos
 
 
-def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[LayerRun, Value]:
+def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[MetaRun, Value]:
     """Run a layer that is on the meta device; return what is known of it, and its output with the graph.
 
     ModelError where the layer does not run.
@@ -140,7 +140,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
     info = LayerInfo(writes_input, map_tensors(_info_of, output), given.length)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
-    return LayerRun(info, without_graph, length, repeats=len(set(ids)) < len(ids)), output
+    return MetaRun(info, without_graph, length, repeats=len(set(ids)) < len(ids)), output
 
 
 def _info_of(tensor: Tensor) -> TensorInfo:

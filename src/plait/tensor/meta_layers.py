@@ -11,7 +11,7 @@ import torch
 from plait.autograd.dropout import names_of
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
-from plait.layers.shape_inference import LayerInfo, LayerInput, LayerRun, run_on_meta
+from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.layers.structure import structure_of
 from plait.layout import Layout
 from plait.tensor.partition import is_sharded
@@ -75,20 +75,20 @@ class MetaLayers:
         for _ in self._runs(microbatch, input_gradients=True, proves=True):
             pass
 
-    def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[LayerRun]:
+    def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype()
         for number in range(len(self.layers)):
             key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
             if key not in self._results:
                 self._results[key] = self._run(number, given, proves=proves)
-            run: LayerRun = self._results[key]
+            run: MetaRun = self._results[key]
             yield run
             given = run.next_input()
         while len(self._results) > MOST_RESULTS:
             del self._results[next(iter(self._results))]
 
-    def _run(self, number: int, given: LayerInput, *, proves: bool) -> LayerRun:
+    def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
         """Run a layer with its rules applied; `proves`: with gradients of all parameters, and prove it."""
         (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not torch.is_grad_enabled():
