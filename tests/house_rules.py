@@ -31,7 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules.simulation",),
     ("schedules",),
     ("layout",),
-    ("plan", "rules", "default_sizes", "weight_files"),
+    ("plan", "rules", "default_sizes", "huggingface_files"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
@@ -44,7 +44,7 @@ WITHOUT_TORCH = {
     "plan",
     "rules",
     "default_sizes",
-    "weight_files",
+    "huggingface_files",
     "errors",
 }
 WITH_DISTRIBUTED = {"comm", "checkpoint"}
@@ -76,7 +76,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",
     (
-        "footprint/fused_attention.py",
+        "footprint/meta_fused_attention.py",
         "_kernel",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "as a CPU runs it",

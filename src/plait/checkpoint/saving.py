@@ -21,7 +21,7 @@ from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_conte
 from plait.checkpoint.save_task import PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.staging import StagingBuffer, local_boxes, unstaged
 from plait.checkpoint.tensor_file import BoxToWrite
-from plait.comm.group_text import first_nonempty_text
+from plait.comm.text_collectives import first_nonempty_text
 from plait.errors import CheckpointError
 
 _FOLDER_TIMEOUT = 30.0

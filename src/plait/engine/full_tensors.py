@@ -17,7 +17,7 @@ from torch import Tensor
 from plait.autograd.redistribution import full_tensor
 from plait.comm.collectives import broadcast
 from plait.comm.consistency_check import require_same_text
-from plait.comm.group_text import all_gather_text, first_nonempty_text
+from plait.comm.text_collectives import all_gather_text, first_nonempty_text
 from plait.engine.runtime import Runtime
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values

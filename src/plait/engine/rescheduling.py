@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.comm.group_text import broadcast_result
+from plait.comm.text_collectives import broadcast_result
 from plait.comm.mesh import Mesh
 from plait.errors import ScheduleError
 from plait.schedules.action import Action

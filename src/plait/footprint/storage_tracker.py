@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, saved_tensors_hooks
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from plait.footprint.fused_attention import fused, fuses
+from plait.footprint.meta_fused_attention import fused, fuses
 from plait.layers.nested import tensors_of
 
 

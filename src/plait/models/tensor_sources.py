@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import broadcast
 from plait.comm.group import Group
-from plait.comm.group_text import broadcast_text
+from plait.comm.text_collectives import broadcast_text
 from plait.errors import ModelError, PlaitError, listed
 from plait.models.initial import initial_value
 from plait.rules import join

@@ -13,7 +13,7 @@ from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import Manifest, section
-from plait.comm.group_text import broadcast_result
+from plait.comm.text_collectives import broadcast_result
 from plait.comm.mesh import Mesh
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.layout.shard_plan import ShardPlan

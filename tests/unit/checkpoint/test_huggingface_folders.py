@@ -38,7 +38,7 @@ from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_mani
 from plait.errors import CheckpointError
 from plait.models.huggingface.pretrained import model_in
 from plait.models.rotary import rotary_angles
-from plait.weight_files import INDEX
+from plait.huggingface_files import INDEX
 
 TOKENS = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
 SMALL_FILES = 20_000

@@ -12,7 +12,7 @@ from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.validation import refuse_layout_dependence
 from plait.models import llama
-from plait.models.building import INITIAL_STD
+from plait.models.model_helpers import INITIAL_STD
 from plait.models.llama import RULES, Attention
 from plait.models.rotary import rotary_angles, rotate
 

@@ -16,7 +16,7 @@ from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, sequence_of
 from plait.layers.nested import Value, map_tensors, split, tensors_of
-from plait.verification.formats import NumberFormats
+from plait.verification.number_formats import NumberFormats
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation

@@ -22,7 +22,7 @@ from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite
 from plait.errors import CheckpointError, listed
 from plait.layout.boxes import full_box
-from plait.weight_files import INDEX
+from plait.huggingface_files import INDEX
 
 COPIED = (
     "generation_config.json",

@@ -21,7 +21,7 @@ from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
 from plait.layout.boxes import full_box
-from plait.weight_files import NO_WEIGHTS, files_of_tensors
+from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
 
 
 def import_folder(

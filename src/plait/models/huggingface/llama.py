@@ -7,7 +7,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.models.building import assemble
+from plait.models.model_helpers import assemble
 from plait.models.huggingface.common import (
     MLP,
     ConvertedLayer,

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.comm import Mesh
-from plait.comm.group_text import all_gather_text, broadcast_result, broadcast_text, first_nonempty_text
+from plait.comm.text_collectives import all_gather_text, broadcast_result, broadcast_text, first_nonempty_text
 from plait.errors import CommunicationError, MeshError
 
 CPU = torch.device("cpu")
