@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
-from plait.models.huggingface.pretrained import model_in, weights_in
 from plait.huggingface_files import INDEX, SINGLE, files_of_tensors
+from plait.models.huggingface.pretrained import model_in, weights_in
 
 SHARDS = "model-0000{}-of-00002.safetensors".format
 

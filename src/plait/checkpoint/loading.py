@@ -32,8 +32,8 @@ from plait.checkpoint.rank_contents import (
 )
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
-from plait.comm.text_collectives import all_gather_text, broadcast_result, first_nonempty_text
 from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import all_gather_text, broadcast_result, first_nonempty_text
 from plait.errors import CheckpointError
 from plait.layout import Layout
 

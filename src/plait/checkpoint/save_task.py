@@ -22,9 +22,9 @@ from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import discard, move_into_place, remove_replaced, unfinished_path
 from plait.checkpoint.manifest import FILE, Manifest, ManifestPart, manifest_text, merge_parts
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
-from plait.comm.text_collectives import all_gather_text
 from plait.comm.mesh import Mesh
 from plait.comm.rank_threads import join_thread, sleep
+from plait.comm.text_collectives import all_gather_text
 from plait.errors import CheckpointError
 
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.02, 1.0  # seconds between two looks at the folder, growing with time

@@ -7,8 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
-from plait.comm.text_collectives import broadcast_result
 from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import broadcast_result
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check

@@ -15,8 +15,8 @@ from plait.autograd.deferred import defer_weight_gradients
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import require_same_text
-from plait.comm.text_collectives import broadcast_text
 from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import broadcast_text
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert

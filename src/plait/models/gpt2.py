@@ -14,8 +14,14 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.models.model_helpers import INITIAL_STD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
+from plait.models.model_helpers import (
+    INITIAL_STD,
+    assemble,
+    require_length,
+    require_positive,
+    require_whole_heads,
+)
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 
 RULES: Rules = {

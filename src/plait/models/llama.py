@@ -17,8 +17,14 @@ from torch.nn import functional
 
 from plait.default_sizes import default_inner
 from plait.errors import ModelError
-from plait.models.model_helpers import INITIAL_STD, assemble, require_length, require_positive, require_whole_heads
 from plait.models.initial import Initial, Normal
+from plait.models.model_helpers import (
+    INITIAL_STD,
+    assemble,
+    require_length,
+    require_positive,
+    require_whole_heads,
+)
 from plait.models.rotary import rotary_angles, rotate
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
 

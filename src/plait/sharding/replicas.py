@@ -23,9 +23,9 @@ from plait.comm.buffers import describe
 from plait.comm.collectives import all_gather, all_reduce
 from plait.comm.coordinates import index_along, replica_ranks
 from plait.comm.group import Group
-from plait.comm.text_collectives import all_gather_text
 from plait.comm.mesh import Mesh
 from plait.comm.tensor_hash import as_hex, tensor_hash
+from plait.comm.text_collectives import all_gather_text
 from plait.errors import ReplicaError
 from plait.layout import Layout
 from plait.sharding.owners import Owners

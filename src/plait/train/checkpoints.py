@@ -13,8 +13,8 @@ from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import complete_checkpoints
 from plait.checkpoint.loading import load
 from plait.checkpoint.manifest import Manifest, section
-from plait.comm.text_collectives import broadcast_result
 from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import broadcast_result
 from plait.errors import CheckpointError, ConfigError, NonFiniteError, ReplicaError, listed
 from plait.layout.shard_plan import ShardPlan
 from plait.train.build import build_model

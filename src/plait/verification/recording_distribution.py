@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.collectives import broadcast
-from plait.comm.text_collectives import broadcast_text
 from plait.comm.mesh import Mesh
+from plait.comm.text_collectives import broadcast_text
 from plait.verification.location import RecordKey, RecordScope
 from plait.verification.reference_recording import ReferenceRecording, Tolerance
 

@@ -36,9 +36,9 @@ from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
 from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
 from plait.errors import CheckpointError
+from plait.huggingface_files import INDEX
 from plait.models.huggingface.pretrained import model_in
 from plait.models.rotary import rotary_angles
-from plait.huggingface_files import INDEX
 
 TOKENS = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
 SMALL_FILES = 20_000

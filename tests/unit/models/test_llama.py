@@ -12,8 +12,8 @@ from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.validation import refuse_layout_dependence
 from plait.models import llama
-from plait.models.model_helpers import INITIAL_STD
 from plait.models.llama import RULES, Attention
+from plait.models.model_helpers import INITIAL_STD
 from plait.models.rotary import rotary_angles, rotate
 
 SMALL = {"layers": 2, "hidden": 24, "heads": 4, "kv_heads": 2, "inner": 20, "vocab": 11, "context": 8}

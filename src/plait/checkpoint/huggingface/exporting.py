@@ -21,8 +21,8 @@ from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite
 from plait.errors import CheckpointError, listed
-from plait.layout.boxes import full_box
 from plait.huggingface_files import INDEX
+from plait.layout.boxes import full_box
 
 COPIED = (
     "generation_config.json",

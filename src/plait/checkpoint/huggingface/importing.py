@@ -20,8 +20,8 @@ from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.tensor_file import BoxToWrite, TensorFileReader
 from plait.errors import CheckpointError, ModelError, listed
-from plait.layout.boxes import full_box
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
+from plait.layout.boxes import full_box
 
 
 def import_folder(

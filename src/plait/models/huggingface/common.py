@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.models.model_helpers import require_length
 from plait.models.initial import Constant, Initial, Normal
+from plait.models.model_helpers import require_length
 from plait.models.rotary import rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")

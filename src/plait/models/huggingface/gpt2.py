@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.model_helpers import assemble, require_length
 from plait.models.huggingface.common import MLP, ConvertedLayer, Head, attend, attention_cost, heads_of
+from plait.models.model_helpers import assemble, require_length
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {

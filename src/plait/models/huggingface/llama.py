@@ -7,7 +7,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from plait.models.model_helpers import assemble
 from plait.models.huggingface.common import (
     MLP,
     ConvertedLayer,
@@ -19,6 +18,7 @@ from plait.models.huggingface.common import (
     heads_of,
     rotate_first,
 )
+from plait.models.model_helpers import assemble
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {

@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 from plait.errors import ModelError, PlaitError, listed
-from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
+from plait.models.huggingface.adapter import FAMILIES, from_huggingface
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
