@@ -1,4 +1,4 @@
-"""The blueprint: all that a model and a plan decide, before there are ranks or tensors."""
+"""The blueprint of a run: everything that follows from a model and a plan alone, without ranks or tensors."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Blueprint:
 
     @cached_property
     def layouts(self) -> Mapping[str, Layout]:
-        """The layout of each parameter as optimizers update it."""
+        """The layout of each parameter's pieces, as the ranks' optimizers update them."""
         return piece_layouts(self.buffer_specs, self.whole_layouts)
 
     @cached_property
@@ -67,7 +67,7 @@ class Blueprint:
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """What the lowering of a schedule needs to know of the model."""
+        """The layers, units and sharding that are needed to lower a schedule to programs."""
         users = unit_users(self.sequence, self.layers_per_stage)
         return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 
@@ -102,12 +102,12 @@ class Blueprint:
 
     @property
     def trains_in_fp16(self) -> bool:
-        """Whether gradients may overflow: something that trains is computed or reduced in fp16."""
+        """Whether gradients may overflow: a trainable parameter is computed or reduced in fp16."""
         kinds = (spec.kind for specs in self.buffer_specs.values() for spec in specs)
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
     def tensor_parallel(self, group: Group) -> TensorParallelism:
-        """Return the rules, to be applied to layers on a rank of `group`."""
+        """Return the rules, ready to be applied to layers on a rank of `group`."""
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
         return TensorParallelism(
@@ -166,7 +166,7 @@ def build_blueprint(
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
-    """Return the recomputation of each layer. PlanError where the plan has another number of layers."""
+    """Return the recomputation of each layer. Raises PlanError if the plan has another number of layers."""
     if isinstance(plan.recompute, str):
         return (plan.recompute,) * layers
     if len(plan.recompute) != layers:
@@ -178,7 +178,7 @@ def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
 
 
 def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
-    """Raise PlanError where sharded gradients would be accumulated in less precision than was asked for."""
+    """Raise PlanError where sharded gradients would be accumulated in less precision than the plan asks."""
     if sharding_of(plan).scatters != "each":
         return
     for unit, buffers in specs.items():
@@ -203,7 +203,7 @@ def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tupl
 def rules_of_partitioned_modules(
     model: nn.Module, rules: Rules | None, plan: Plan, sequence: LayerSequence
 ) -> dict[str, Rule]:
-    """Return the rule of each partitioned module. PlanError where `tp` asks for rules and there are none."""
+    """Return the rule of each partitioned module. Raises PlanError where `tp` > 1 and there are no rules."""
     if plan.tp == 1:
         if rules is not None:
             match_modules(rules, named(sequence.layers))  # raises for rules that are wrong
@@ -228,7 +228,7 @@ def rules_of_partitioned_modules(
 def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
-    """Return each parameter's layout over `tp` and the number of neighbours that sum its gradient."""
+    """Return each parameter's layout over `tp`, and how many `tp` ranks have a summand of its gradient."""
     degrees = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     layers = named(sequence.layers)
     layouts = layouts_of(layers, module_rules, degrees)

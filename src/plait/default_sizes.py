@@ -1,4 +1,4 @@
-"""Sizes of models that follow from other sizes, without importing torch."""
+"""Default sizes of models that are derived from other sizes, without importing torch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Errors that a user can correct. A message is one sentence: what, where, which values, how to correct it.
+"""Errors that a user can correct. Messages state in one sentence the problem, the values and the correction.
 
 The command line prints a `PlaitError` without a traceback and exits with code 2.
 """
@@ -10,7 +10,7 @@ MOST_LISTED = 20
 
 
 def listed(names: Sequence[str], *, most: int = MOST_LISTED, between: str = ", ") -> str:
-    """Return the first `most` names as text, with the number of those left out."""
+    """Return the first `most` names as text, followed by the number of the others."""
     more = f"{between.rstrip(', ')} and {len(names) - most} more" if len(names) > most else ""
     return between.join(names[:most]) + more
 
@@ -51,7 +51,7 @@ class CheckpointError(PlaitError):
     """A checkpoint cannot be written, read or used; the message names the file or the tensors."""
 
     def __init__(self, message: str, damaged: bool = False) -> None:
-        """`damaged`: the files changed since they were written, so that another checkpoint may work."""
+        """`damaged`: whether files have changed since they were written; then another checkpoint may work."""
         super().__init__(message)
         self.damaged = damaged
 
@@ -69,7 +69,7 @@ class NonFiniteError(PlaitError):
 
 
 class RankError(PlaitError):
-    """A rank failed; has the rank's number and traceback."""
+    """A rank failed; contains the rank's number and traceback."""
 
     def __init__(self, message: str, rank: int, traceback: str) -> None:
         super().__init__(message)

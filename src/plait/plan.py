@@ -28,7 +28,7 @@ _PRECISIONS = ("precision", "master_precision", "gradient_precision", "reduce_pr
 
 @dataclass(frozen=True, kw_only=True)
 class Plan:
-    """Degrees of parallelism, and how a step runs.
+    """The degrees of parallelism of a run, and the options of its steps.
 
     `dp` is the number of data-parallel ranks: `replicate` groups of `shard = dp / replicate` ranks each.
     `microbatches` is the number per data-parallel rank and step. `layers_per_stage` sets the number of layers
@@ -159,7 +159,7 @@ class Plan:
 
     @property
     def has_master(self) -> bool:
-        """Whether the optimizer updates parameters in another dtype than the layers'."""
+        """Whether the optimizer's parameters have another dtype than the layers'."""
         return self.master_precision not in (None, self.precision)
 
     @property

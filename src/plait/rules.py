@@ -1,4 +1,4 @@
-"""Rules of tensor parallelism: how the modules of a model are partitioned, as data beside the model.
+"""Rules of tensor parallelism: how a model's modules are partitioned, as data separate from the model.
 
     RULES = {
         "embedding.token": vocabulary,                     partition the rows of the table
@@ -29,7 +29,7 @@ NEAREST = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """How one module is partitioned.
+    """The partitioning of one module.
 
     `entrance`: the module's output enters a region, that is, the layer's column linears read it; its gradient
     is summed over `tp`, once. `column`: a linear with partitioned output features. `row`: a linear with
@@ -86,15 +86,15 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return the rule with `parts`, the name of an attribute, and `repeated`; see the fields."""
+        """Return the rule with the fields `parts`, the name of an attribute, and `repeated`."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
-        """Return the rule with `dim`; see the field."""
+        """Return the rule with the field `dim`."""
         return replace(self, dim=dim)
 
     def joined(self, blocks: int) -> Rule:
-        """Return the rule for a linear that is `blocks` linears in one, with their features concatenated."""
+        """Return the rule for a linear that concatenates the features of `blocks` linears."""
         return replace(self, blocks=blocks)
 
 
@@ -119,7 +119,7 @@ piece = Rule("piece")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
-    """Return the rules by path.
+    """Return the rule of each path that matches a pattern.
 
     PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """
@@ -152,7 +152,7 @@ def join(path: str, name: str) -> str:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Whether `name` matches `pattern`, in which `*` stands for one or more characters but dots."""
+    """Return whether `name` matches `pattern`, in which `*` stands for one or more characters except dots."""
     pieces = (re.escape(piece) for piece in pattern.split("*"))
     return re.fullmatch(r"[^.]+".join(pieces), name) is not None
 
@@ -165,5 +165,5 @@ def _nearest(pattern: str, names: list[str]) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return the name with `*` in place of numbers."""
+    """Return the name with each number replaced by `*`."""
     return re.sub(r"(?<![^.])\d+(?=\.)|(?<=\.)\d+(?![^.])", "*", name)

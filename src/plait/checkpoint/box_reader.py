@@ -16,7 +16,7 @@ from plait.layout.boxes import intersection, piece_boxes, slices_within
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Return the manifest in a folder. CheckpointError as `read_manifest`; names the previous checkpoint."""
+    """Return the manifest in a folder. Raises CheckpointError, which names the previous checkpoint."""
     try:
         return read_manifest(folder)
     except CheckpointError as error:
@@ -53,7 +53,7 @@ class BoxReader:
                 self._stored.setdefault(box.tensor, []).append((file.name, box))
 
     def fill(self, piece: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
-        """Read into a contiguous `piece` what the rank at coordinate `where` holds of a tensor.
+        """Read the piece of tensor `name` of the rank at coordinate `where` into the contiguous `piece`.
 
         Values are converted to the dtype of `piece`. Memory: a part of one stored box at a time.
         CheckpointError where a file cannot be read or elements are missing.
@@ -62,7 +62,7 @@ class BoxReader:
             self.fill_box(part.view_of(piece), name, part.box)
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
-        """Read one box of a tensor into `view`, which has its shape; otherwise as `fill`."""
+        """Read one box of tensor `name` into `view`, which has the shape of the box. Errors as for `fill`."""
         found = 0
         for file, stored in self._stored.get(name, ()):
             common = intersection(box, stored.box)

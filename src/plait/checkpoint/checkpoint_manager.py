@@ -50,7 +50,7 @@ class CheckpointManager:
 
     @property
     def error(self) -> str:
-        """On rank 0: why the pending save has failed, as soon as that is known; else empty."""
+        """The error of the pending save, on rank 0 as soon as it is known; else empty."""
         return "" if self._pending is None else self._pending.error
 
     @property

@@ -28,7 +28,7 @@ text, for JSON), each with the name of one of these parameters."""
 def require_compatible(
     manifest: Manifest, engine: Checkpointable, optimizer: torch.optim.Optimizer | None
 ) -> None:
-    """Raise CheckpointError unless the checkpoint is of this model, and of such an optimizer."""
+    """Raise CheckpointError unless model and optimizer match those that the checkpoint was saved from."""
     require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
     if optimizer is not None and manifest.optimizer is None:
         raise CheckpointError(
@@ -51,7 +51,7 @@ def require_model(
     buffer_shapes: Mapping[str, tuple[int, ...]],
     aliases: Iterable[str],
 ) -> None:
-    """Raise CheckpointError unless the checkpoint is of a model with these parameters and buffers."""
+    """Raise CheckpointError unless the checkpoint has exactly these parameters and buffers."""
     wanted = {parameter_key(name): layout.shape for name, layout in layouts.items()}
     wanted |= {parameter_key(name): shape for name, shape in buffer_shapes.items()}
     saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
@@ -108,7 +108,7 @@ def _require_same_parameters(
     saved: Mapping[str, Any],
     with_state: Iterable[str],
 ) -> None:
-    """Raise CheckpointError unless the optimizer has the trainable parameters that the saved one had."""
+    """Raise CheckpointError unless the optimizer and the saved one have the same trainable parameters."""
     require_own_parameters(optimizer, {id(piece): name for name, piece in pieces.items()})
     given = {id(one) for group in optimizer.param_groups for one in group["params"]}
     trainable = {name: id(piece) in given for name, piece in pieces.items() if piece.requires_grad}
@@ -130,7 +130,7 @@ def _require_same_parameters(
 def _require_states_shardable(
     pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
-    """Raise CheckpointError where saved state cannot be sharded as its parameter is here."""
+    """Raise CheckpointError where optimizer state has another shape than its sharded parameter."""
     for name, piece in pieces.items():
         full = layouts[name].shape
         for key, shape in shapes.get(name, {}).items():
@@ -144,7 +144,7 @@ def _require_states_shardable(
 def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
-    """Return the saved groups of the parameters in each group; `names`: of this rank's parameters, by id."""
+    """Return for each group the saved groups of its parameters; `names`: this rank's parameters, by id."""
     found = []
     for group in optimizer.param_groups:
         sources: dict[str, str] = {}
@@ -185,7 +185,7 @@ def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> N
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first option with different values in two groups, and the values; "" if there is none."""
+    """Return the first option with different values in two groups, and the values; "" if all are equal."""
     for key in one:
         if key in other and key not in NOT_RESTORED and one[key] != other[key]:
             return f"{key} {one[key]} and {other[key]}"

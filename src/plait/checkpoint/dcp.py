@@ -38,7 +38,7 @@ from plait.layout.boxes import is_tiling
 
 
 def export_dcp(source: Path, target: Path, names: Mapping[str, str] | None = None) -> None:
-    """Write the checkpoint `source`, or the newest one in that folder, to the folder `target` as torch does.
+    """Write the checkpoint `source`, or the newest one in that folder, to the folder `target` in DCP format.
 
     `dcp.load` reads it into the dictionaries `{"model": …, "optim": …}` of `get_state_dict`, and into a flat
     dictionary of native keys; `dcp_to_torch_save` turns it into such nested dictionaries, with the options of
@@ -92,7 +92,7 @@ def _renamed_aliases(aliases: Mapping[str, str], table: Mapping[str, str]) -> di
 
 
 def _require_complete(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all elements are there: torch would read uninitialised memory instead."""
+    """Raise CheckpointError unless all elements are stored: torch would read uninitialised memory instead."""
     boxes: dict[str, list[Box]] = {name: [] for name in manifest.tensors}
     for file in manifest.files:
         for box in file.boxes:

@@ -46,14 +46,14 @@ class DcpKeys:
         return {key: parameter_key(name) for key, name in self.model.items()} | states
 
     def rename(self, table: Mapping[str, str]) -> None:
-        """Rename parameters by `table`. CheckpointError for names that are not in it."""
+        """Rename parameters by `table`. Raises CheckpointError for names that are not in the table."""
         names = renamed(self.model.values(), table)
         self.model = {key: names[name] for key, name in self.model.items()}
         self.states = {key: (names[name], part) for key, (name, part) in self.states.items()}
 
 
 def parse_keys(source: DcpReader) -> DcpKeys:
-    """Return the keys of `source`. CheckpointError without a model, or where parameters have no names."""
+    """Return the keys of `source`. Raises CheckpointError without a model or for unnamed parameters."""
     found, others, roots = DcpKeys(), list[str](), dict[str, None]()
     for key in source.keys:
         entry = _optimizer_key(key, source.paths.get(key, ()))
@@ -121,7 +121,7 @@ def optimizer_of(
 
 
 def _optimizer_key(key: str, path: tuple[str | int, ...]) -> tuple[str, str, tuple[str, str]] | None:
-    """Return prefix and part of the optimizer of an entry, and its name and key; None for other entries."""
+    """Return (prefix of the optimizer, part, (parameter, state or option)) of an entry; None for others."""
     for depth, level in enumerate(path[:-1]):
         part, _, rest = str(path[depth + 1]).partition(".")
         if level in _OPTIMIZERS and part in _PARTS:
@@ -182,7 +182,7 @@ def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) ->
 
 
 def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
-    """Return for each key the outermost dictionary of which nothing is kept, or else the key itself."""
+    """Return for each key its outermost dictionary that contains no key of `kept`, or else the key itself."""
 
     def prefixes(key: str) -> list[str]:
         path = source.paths.get(key, ()) or (key,)

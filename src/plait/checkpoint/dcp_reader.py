@@ -59,7 +59,7 @@ _MOST_TOLD = 160
 
 
 class DcpReader:
-    """A checkpoint of torch.distributed.checkpoint. CheckpointError where it is none, or is damaged."""
+    """A checkpoint of torch.distributed.checkpoint. Raises CheckpointError if missing or damaged."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -77,13 +77,13 @@ class DcpReader:
         return _chunk_boxes(self.tensors[key])
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a stored box of a tensor, on the CPU. CheckpointError. Memory: the box twice."""
+        """Return a stored box of a tensor, on the CPU. Memory: the box twice. Raises CheckpointError."""
         found = self._read(MetadataIndex(key, box.offsets), LoadItemType.TENSOR, box.sizes)
         assert isinstance(found, Tensor)
         return found
 
     def value(self, key: str) -> Any:
-        """Return a plain value: a number, text, list or tensor of one chunk. CheckpointError for others."""
+        """Return a number, text, list or tensor of one chunk. Raises CheckpointError for other entries."""
         if key not in self.tensors:
             return self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
         boxes = self.boxes(key)
@@ -113,7 +113,7 @@ class _SingleEntryPlanner(DefaultLoadPlanner):
         self.entry: object = None
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the memory to read into; torch has compared the sizes before."""
+        """Return the tensor to read into; torch has compared the sizes before."""
         self.entry = memory = torch.empty(read_item.lengths, dtype=self._dtype)
         return memory
 
@@ -126,7 +126,7 @@ class _Reader(FileSystemReader):
     """Torch's reader, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata. CheckpointError."""
+        """Return the metadata. Raises CheckpointError."""
         return _read_metadata(Path(self.path))
 
 
@@ -185,7 +185,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 class _Pickled:
-    """The state of a pickled object, without its behaviour."""
+    """Stand-in for a pickled object: its state, without its class or behaviour."""
 
     state: Any = None
 

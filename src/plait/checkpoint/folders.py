@@ -1,4 +1,4 @@
-"""Folders of checkpoints: their names, which are complete, atomic creation, and removal of old ones.
+"""Folders of checkpoints: names, search for complete ones, atomic creation, removal of old ones.
 
 step-00000200/            a complete checkpoint
 .step-00000300.saving/    a checkpoint that is being written, or that was interrupted
@@ -37,7 +37,7 @@ def replaced_path(path: Path) -> Path:
 
 
 def move_into_place(path: Path, disk: Disk) -> None:
-    """Rename `unfinished_path(path)` to `path`. OSError.
+    """Rename `unfinished_path(path)` to `path`. Raises OSError.
 
     If this is interrupted at any point, `complete_version(path)` still finds a complete checkpoint.
     """
@@ -49,7 +49,7 @@ def move_into_place(path: Path, disk: Disk) -> None:
 
 
 def discard(folder: Path, path: Path, disk: Disk) -> None:
-    """Remove `folder`, a version of the checkpoint `path`: rename it, then delete its files. OSError."""
+    """Remove `folder`, a version of checkpoint `path`: rename it, then delete its files. Raises OSError."""
     removed = path.with_name(f".{path.name}.removed")
     if removed.exists():
         disk.remove(removed)
@@ -58,7 +58,7 @@ def discard(folder: Path, path: Path, disk: Disk) -> None:
 
 
 def remove_replaced(path: Path, disk: Disk) -> None:
-    """Remove the older checkpoint that was replaced by `path`. OSError."""
+    """Remove the older checkpoint that was replaced by `path`. Raises OSError."""
     if replaced_path(path).exists():
         disk.remove(replaced_path(path))
 
@@ -141,7 +141,7 @@ def previous_checkpoint(path: Path) -> Path | None:
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:
-    """Rename checkpoints of more than `start` steps: they belong to another run than the one that resumes."""
+    """Rename checkpoints of more than `start` steps: another run than the resumed one wrote them."""
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
@@ -150,7 +150,7 @@ def rename_later(folder: Path, start: int, disk: Disk) -> None:
 
 
 def restore_name(path: Path, disk: Disk) -> None:
-    """Rename the complete version of the checkpoint `path` to `path`, after an interruption. OSError."""
+    """After an interruption, rename the complete version of checkpoint `path` to `path`. Raises OSError."""
     version = None if path.exists() else complete_version(path)
     if version is not None:
         disk.rename(version, path)

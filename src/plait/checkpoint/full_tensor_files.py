@@ -29,7 +29,7 @@ class FullTensors:
     """The global tensors of a checkpoint, read by name."""
 
     def __init__(self, path: Path) -> None:
-        """`path`: as for `load`. Checks all bytes of the files. CheckpointError where damaged or missing."""
+        """Open a checkpoint and check all files; `path` as for `load`. Raises CheckpointError if damaged."""
         self.folder = resolve(path)
         self.manifest = open_manifest(self.folder)
         require_undamaged(self.folder, portions(self.manifest.files))
@@ -40,14 +40,14 @@ class FullTensors:
         return self.manifest.tensors[name].torch_dtype
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor on the CPU; `dtype` None: as it was saved. CheckpointError where a part is missing.
+        """Return a tensor on the CPU; `dtype` None: as saved. Raises CheckpointError where a part is missing.
 
         Memory: that tensor; the boxes of the files are memory-mapped.
         """
         return self.read_box(name, full_box(self.manifest.tensors[name].shape), dtype)
 
     def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a box of a tensor; otherwise as `read`."""
+        """Return a box of a tensor. Other arguments and errors as for `read`."""
         found = torch.empty(box.sizes, dtype=dtype or self.dtype(name))
         self._boxes.fill_box(found, name, box)
         return found
@@ -64,7 +64,7 @@ class FullTensors:
 def write_checkpoint(
     target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
-    """Write a checkpoint from one process. `head`: its manifest without files. CheckpointError."""
+    """Write a checkpoint from one process. `head`: its manifest without files. Raises CheckpointError."""
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
         write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))

@@ -72,7 +72,7 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
 
 
 def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    """Raise CheckpointError, on all ranks, unless the optimizer has the groups of the saved one."""
+    """Raise CheckpointError, on all ranks, unless the optimizer has the same groups as the saved one."""
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
     sources = json.dumps(group_sources(optimizer, names, saved))
@@ -81,7 +81,7 @@ def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, ma
 
 
 def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-    """Check all files for damage. Each rank checks one portion per round, so that none waits long."""
+    """Check all files for damage, one portion per rank and round, which bounds the wait in each round."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
         error = None
@@ -93,7 +93,7 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 
 def _broadcast_path(path: Path, mesh: Mesh) -> str:
-    """Return on all ranks the checkpoint that rank 0 finds. CheckpointError, on all, where it finds none."""
+    """Return on all ranks the checkpoint that rank 0 finds. Raises CheckpointError on all if none."""
     return broadcast_result(lambda: str(resolve(path)), CheckpointError, mesh.group("world"), mesh.device)
 
 
@@ -129,7 +129,7 @@ def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
 def _read(
     engine: Checkpointable, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
 ) -> Iterator[int]:
-    """Read all that this rank holds; yield the bytes of each tensor after it is read."""
+    """Read all tensors of this rank's pieces; yield the bytes of each after it is read."""
     boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
     states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}

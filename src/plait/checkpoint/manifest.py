@@ -77,7 +77,7 @@ class TensorEntry:
 
     @property
     def torch_dtype(self) -> torch.dtype:
-        """The dtype itself."""
+        """The dtype as a `torch.dtype`."""
         dtype: torch.dtype = getattr(torch, self.dtype)
         return dtype
 
@@ -128,7 +128,7 @@ def manifest_text(manifest: Manifest) -> str:
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Return the manifest of the checkpoint in `folder`. CheckpointError where it is missing or damaged."""
+    """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if missing or damaged."""
     path = folder / FILE
     try:
         text = path.read_text(encoding="utf-8")
@@ -161,7 +161,7 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def _path_error(folder: Path, name: str) -> str | None:
-    """Return how a file name leads out of the folder, by itself or as a link; None if it does not."""
+    """Return the error for a file name that is, or links to, a path outside of the folder; else None."""
     if not name or Path(name).name != name or "\0" in name:
         return f"files: it names {name!r}, outside of its folder"
     if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
@@ -170,7 +170,7 @@ def _path_error(folder: Path, name: str) -> str | None:
 
 
 def require_form(manifest: Manifest, where: Path) -> None:
-    """Raise CheckpointError where a manifest, imported from `where`, is ill formed."""
+    """Raise CheckpointError where a manifest, imported from `where`, breaks the schema."""
     problem = schema_error(json.loads(json.dumps(_plain(manifest))))
     if problem is not None:
         raise CheckpointError(f"{where} cannot be taken over ({problem}){TAKE_ANOTHER}")

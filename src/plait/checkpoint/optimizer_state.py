@@ -1,4 +1,4 @@
-"""An optimizer's state and group options by the names of parameters; their numbers differ between ranks.
+"""An optimizer's state and options by parameter names: parameter indices differ between ranks.
 
 State of the shape of a rank's piece is sharded as its parameter. A tensor without dims, such as the step
 count, is a number that is equal on all ranks. State of any other shape must belong to a parameter that is not
@@ -55,12 +55,12 @@ def state_of(
 
 
 def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
-    """Whether a state tensor is a number that is equal on all ranks that hold the parameter."""
+    """Return whether a state tensor is a scalar, equal on all ranks that hold the parameter."""
     return not tuple(shape) and (parameter != () or key in NUMBERS)
 
 
 def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return class, options of groups, group of each parameter and state that is no tensor, as JSON holds it.
+    """Return the optimizer's class, groups and non-tensor state by parameter name, as JSON values.
 
     `names`: of this rank's parameters, by `id`. CheckpointError for values that JSON cannot hold.
     """
@@ -96,7 +96,7 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int,
 def restore_options(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> None:
-    """Set the options of each group, such as the learning rate, to those saved for its parameters.
+    """Set the options of each group, such as the learning rate, to the saved ones of its parameters.
 
     `require_same_groups` has checked that all parameters of a group have the same saved options.
     """
@@ -108,7 +108,7 @@ def restore_options(
 
 
 def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.device:
-    """Return where torch's optimizers keep a number: step counts on the CPU, unless fused or capturable."""
+    """Return the device of a scalar state tensor: the CPU for step counts, unless fused or capturable."""
     on_device = key != "step" or group.get("fused") or group.get("capturable")
     return piece.device if on_device else torch.device("cpu")
 

@@ -1,4 +1,4 @@
-"""What a rank holds of a run, as pieces of named global tensors, and which rank saves each piece."""
+"""The tensors that a rank holds, as pieces of named global tensors, and which rank saves each piece."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Checkpointable(Protocol):
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """For each parameter that several ranks of `pp` hold, these ranks."""
+        """The ranks of `pp` that hold each parameter shared by several of them."""
         ...
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
@@ -78,7 +78,7 @@ def state_key(name: str, key: str = "") -> str:
 
 
 def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return for each parameter with optimizer state among these tensors the keys of its state."""
+    """Return the keys of the optimizer state of each parameter that has any among `tensors`."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
     for full in tensors:

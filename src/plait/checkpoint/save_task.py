@@ -38,7 +38,7 @@ class _AbandonedError(Exception):
 
 @dataclass(frozen=True)
 class SaveTask:
-    """What one rank does for a checkpoint."""
+    """The work of one rank for a checkpoint."""
 
     path: Path
     rank: int
@@ -75,7 +75,7 @@ class PendingSave:
 
     @property
     def error(self) -> str:
-        """This rank's error, before `wait`; on rank 0 that of any rank."""
+        """The error of this rank before `wait`; on rank 0 that of any rank."""
         return self._error
 
     def wait(self) -> None:
@@ -138,7 +138,7 @@ def wait_for_folder(folder: Path, timeout: float) -> bool:
 
 
 def write_rank_file(task: SaveTask) -> None:
-    """Write this rank's file and its part of the manifest. OSError; _AbandonedError if the folder is gone."""
+    """Write this rank's file and manifest part. Raises OSError; _AbandonedError if the folder is gone."""
     folder = unfinished_path(task.path)
     try:
         file = write_file(folder / file_name(task.rank), task.items, task.disk)
@@ -151,7 +151,7 @@ def write_rank_file(task: SaveTask) -> None:
 
 
 def commit(task: SaveTask) -> None:
-    """Make a checkpoint of the files of all ranks. OSError; _AbandonedError where another rank failed."""
+    """Complete a checkpoint from all ranks' files. Raises OSError; _AbandonedError if another rank failed."""
     folder = unfinished_path(task.path)
     parts = [folder / f"{_stem(rank)}.json" for rank in range(task.ranks)]
 
@@ -201,7 +201,7 @@ def _folder_size(folder: Path) -> int:
 
 
 def _abandon(task: SaveTask, message: str) -> None:
-    """Rank 0: remove the folder. Other ranks: report the error to rank 0 and wait until it is removed."""
+    """Rank 0: remove the folder. Others: report the error to rank 0 and wait for the removal."""
     folder = unfinished_path(task.path)
     with suppress(OSError):  # the first error is reported
         if task.rank == 0:

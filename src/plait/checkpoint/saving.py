@@ -1,4 +1,4 @@
-"""`save`: agree on all ranks what each of them writes, and start to write it (see `save_task`)."""
+"""`save`: plan on all ranks which tensors each of them writes, and start to write them (see `save_task`)."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def save(
     *,
     wait: bool = True,
 ) -> PendingSave:
-    """Write a checkpoint to the folder `path`: parameters, optimizer, and what else the next step depends on.
+    """Write a checkpoint to the folder `path`: parameters, optimizer and other state of the run.
 
     Called between steps, on all ranks; all hosts must share the folder. `state`: your own state as JSON holds
     it, such as the step or a scheduler's `state_dict()`; that of rank 0 is saved, and `load` returns it.
@@ -112,7 +112,7 @@ def start_save(
 
 
 def _make_folder(path: Path, disk: Disk) -> None:
-    """Make the folder to write in. CheckpointError where `path` exists and is no checkpoint."""
+    """Make the folder to write in. Raises CheckpointError where `path` exists and is no checkpoint."""
     if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
     restore_name(path, disk)
@@ -149,7 +149,7 @@ def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest
 
 
 def _require_text_keys(state: object) -> None:
-    """Raise CheckpointError for keys that JSON would return as text, as those of MultiStepLR's milestones."""
+    """Raise CheckpointError for non-text keys (as in MultiStepLR's milestones): JSON returns them as text."""
     if isinstance(state, Mapping):
         for key in state:
             if not isinstance(key, str):

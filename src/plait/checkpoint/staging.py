@@ -1,4 +1,4 @@
-"""The boxes of a rank's pieces, to be written in place or from a copy, so that training can continue."""
+"""The boxes of a rank's pieces, written directly or from a CPU copy so that training can continue."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class LocalBox:
 
 
 def local_boxes(pieces: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
-    """Return the boxes of pieces as views of them. CheckpointError for a dtype that no file can hold."""
+    """Return the boxes of pieces as views. Raises CheckpointError for a dtype that files cannot store."""
     found = []
     for piece in pieces:
         if piece.piece.dtype not in DTYPES:

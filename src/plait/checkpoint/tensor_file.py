@@ -168,7 +168,7 @@ class TensorFileReader:
         return found
 
     def contents(self, file: str) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Return shape and dtype of each tensor in a file, by key. CheckpointError."""
+        """Return shape and dtype of each tensor in a file, by key. Raises CheckpointError."""
         kinds = {name: dtype for dtype, name in DTYPES.items()}
         found = {}
         with self._open(file) as opened:
@@ -219,7 +219,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _stops(file: FileEntry) -> Iterator[int]:
-    """Yield the position after each box, where the next one begins."""
+    """Yield the end position of each box in the file."""
     yield from (box.start for box in file.boxes[1:])
     if file.boxes:
         yield file.bytes

@@ -65,7 +65,7 @@ def rules_from_torch(plan: Mapping[str, ParallelStyle], model: nn.Module) -> dic
 
 
 def _matching(key: str, paths: Iterable[str]) -> list[str]:
-    """Return the paths that `parallelize_module` finds for a key: name by name, with shell wildcards."""
+    """Return the paths that match a key as in `parallelize_module`: name by name, with shell wildcards."""
     tokens = key.split(".")
     return [
         path
@@ -77,7 +77,7 @@ def _matching(key: str, paths: Iterable[str]) -> list[str]:
 
 
 def _rule(path: str, module: nn.Module, style: ParallelStyle, is_head: bool) -> Rule | None:
-    """Return the rule for a module with this style; None where it needs none."""
+    """Return the rule for a module with this style; None where no rule is needed."""
     translate = _TRANSLATIONS.get(type(style))
     if translate is None:
         raise PlanError(
@@ -138,7 +138,7 @@ def _prepare(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
 def _require_replicated(
     path: str, style: ParallelStyle, option: str, pairs: Iterable[tuple[Any, Any]]
 ) -> None:
-    """Raise PlanError unless a value is replicated before and after."""
+    """Raise PlanError unless input and output layouts are replicated."""
     for given, wanted in pairs:
         if not {given, wanted} <= {None, Replicate()}:
             raise _refused(

@@ -104,7 +104,7 @@ def _dispatch(arguments: list[str]) -> int:
 
 
 def _ran_out_of_memory(error: RankError) -> bool:
-    """Print one sentence and return True where a rank failed for lack of memory."""
+    """Return whether a rank failed for lack of memory; if so, print one sentence about it."""
     if not _NO_MEMORY.search(error.traceback):
         return False
     size = re.search(r"allocate ([\d.]+ ?\w+)", error.traceback)

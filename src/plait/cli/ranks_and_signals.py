@@ -28,7 +28,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def stoppable(*, local: bool) -> Iterator[list[int]]:
-    """Stop a run after the current step at the first SIGINT or SIGTERM, and at once at the second.
+    """Within the block, stop a run after the current step at the first SIGINT or SIGTERM, then at once.
 
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
@@ -102,6 +102,6 @@ def degrees(plan: Plan) -> str:
 
 
 def _terminate(number: int, frame: object) -> None:
-    """Raise SystemExit at SIGTERM, so that local ranks end and temporary folders are removed."""
+    """Handle SIGTERM by raising SystemExit, so that local ranks end and temporary folders are removed."""
     print("plait: terminated.", file=sys.stderr)
     raise SystemExit(128 + number)

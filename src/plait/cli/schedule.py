@@ -105,7 +105,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _schedule_of(policy: str, options: Namespace, costs: Costs) -> Schedule:
-    """Return the schedule of a policy or a file."""
+    """Return the schedule named by `policy`, which is a policy or a file."""
     if _is_file(policy):
         return _read(Path(policy), options, costs)
     require_policy(policy)
@@ -182,7 +182,7 @@ def _bound_text(bound: float, reached: float, measure: str) -> str:
 
 
 def _compare(options: Namespace, costs: Costs) -> None:
-    """Print several schedules as a table or a list in JSON, an error in place of one that cannot be made."""
+    """Print several schedules as a table or as JSON; one that cannot be made is listed with its error."""
     if any(getattr(options, kind) for kind in FORMATS):
         raise ConfigError("--compare writes no files: name one policy, and leave --compare out.")
     names = ([] if options.policy is None else [options.policy]) + list(options.compare)

@@ -78,7 +78,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _require_sections(arguments: Sequence[str]) -> None:
-    """Raise ConfigError for an option that is neither one of this command nor in a section."""
+    """Raise ConfigError for an option that is unknown to this command and to all sections."""
     own = list(vars(parser().parse_args([])))
     for argument in arguments:
         name = argument.removeprefix("--").partition("=")[0].replace("-", "_")

@@ -196,7 +196,7 @@ def _check_and_count(
     checked: bool,
     payload: int | None = None,
 ) -> None:
-    """Raise for an `error` in the arguments, on every rank if `checked`; else count traffic.
+    """Raise the `error` in the arguments, if any, on every rank if `checked`; else count the call as traffic.
 
     `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
     check counts as traffic. Raises `CommunicationError`.
@@ -224,7 +224,7 @@ def _start(kind: str, group: Group, launch: Callable[[], Pending], finish: Calla
 
 
 def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:
-    """Return `result`, or `out` with a copy of it: the result of a collective of one rank."""
+    """Return the result of a collective of one rank: `result`, or `out` after copying `result` to it."""
     return result if out is None else out.detach().copy_(result)
 
 

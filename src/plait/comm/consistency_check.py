@@ -1,4 +1,4 @@
-"""Consistency check before a collective: do all ranks of the group make the same call?
+"""Consistency check before a collective: all ranks of the group must make the same call.
 
 A backend does not check. When sizes differ Gloo ends the process, without an exception that could be caught;
 other differences give wrong numbers or a hang. So the ranks first exchange a description of the call, as text
@@ -22,7 +22,7 @@ _DIGEST_BYTES = 16
 
 
 def require_same_text(text: str, group: Group, device: torch.device) -> None:
-    """Block until all ranks of `group` have called it, and raise unless their `text` is the same.
+    """Block until all ranks of `group` make this call, and raise unless their `text` is the same.
 
     Communication: one all-gather of 256 bytes per rank over the group, not counted as traffic; on CUDA
     without Gloo it synchronises the host. Raises `CommunicationError` on every rank, with each rank's text.

@@ -37,7 +37,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the names that combine several of a mesh's axes: those of a plan, or `world` only."""
+    """Return the names that combine several axes: `world` and, on the axes of a plan, `dp` and `model`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
@@ -52,12 +52,12 @@ def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
 
 
 def size_along(axis: str, sizes: Mapping[str, int]) -> int:
-    """Return the number of ranks along an axis, combined or not."""
+    """Return the number of ranks along an axis or a combined axis."""
     return prod(sizes[name] for name in axes_of(axis, sizes))
 
 
 def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the index of `coordinate` along an axis; for `dp` replicate index · shard + shard index."""
+    """Return the index of `coordinate` along an axis; along `dp`: replicate index · shard + shard index."""
     index = 0
     for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]
@@ -88,13 +88,13 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks that hold the same piece as the one at `coordinate`, on the ranks `stages` of `pp`."""
+    """Return the ranks of `stages` along `pp` that hold the same piece as the rank at `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the coordinate with `dp`, if present and a combined axis, split in `replicate` and `shard`.
+    """Return the coordinate with a combined axis `dp` split into `replicate` and `shard`.
 
     Raises `MeshError` for an unknown axis.
     """

@@ -1,4 +1,4 @@
-"""The failure log of a mesh: what each rank waited for when an operation of it failed, readable by all ranks.
+"""The failure log of a mesh: for each rank, the operation in which it failed, readable by all ranks.
 
 When a rank dies, only the ranks that wait for it notice. They end in turn, others notice that, and so on:
 most would blame a rank that only did the same. So a rank that fails first records which ranks it waited for,
@@ -30,7 +30,7 @@ _SHARE_OF_TIMEOUT = 0.1
 
 @dataclass(frozen=True)
 class FailureRecord:
-    """What one rank waited for when an operation of it failed."""
+    """The operation that one rank waited for when it failed."""
 
     awaited: str
     """Completes "rank 1 waited for ..."."""
@@ -42,7 +42,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class FailureTrace:
-    """The result of a search: the records on the way, and the suspected ranks that left no record."""
+    """The result of a search: the failure records followed, and the suspected ranks without a record."""
 
     records: Mapping[int, FailureRecord]
     silent: tuple[int, ...]
@@ -56,7 +56,7 @@ class FailureLog:
     """
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, timeout: float = 600.0) -> None:
-        """Open the log; all ranks open as many, in the same order. `timeout` is the mesh's, in seconds."""
+        """Open the log. All ranks open equally many, in the same order; `timeout` of the mesh in seconds."""
         self.rank = rank
         self._budget = min(_MOST_SECONDS, _SHARE_OF_TIMEOUT * timeout)
         self._deadline: float | None = None
@@ -78,7 +78,7 @@ class FailureLog:
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Follow the records from `suspects` on; find the ranks without one after `patience` seconds.
+        """Follow the records from `suspects` on; return the ranks that have none after `patience` seconds.
 
         Returns early where every suspected rank has a record, or where the search of another rank ended at
         one of the silent ranks: then that result counts. Waits longer while several are silent, never beyond
@@ -107,7 +107,7 @@ class FailureLog:
             time.sleep(_POLL_PERIOD)
 
     def _follow(self, suspects: tuple[int, ...]) -> FailureTrace:
-        """Follow each rank's record to the ranks that it suspects, as far as records lead."""
+        """Follow the records of `suspects` to the ranks they waited for, until a rank has no record."""
         records: dict[int, FailureRecord] = {}
         silent: list[int] = []
         waiting = list(suspects)
@@ -137,7 +137,7 @@ class FailureLog:
             self._within(self.seconds_left(), lambda: self._store.set(key, text))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T | None:
-        """Return the result of `function`, or None if it takes longer: the store is not used again then."""
+        """Return the result of `function`, or None after `seconds`; the store must not be used afterwards."""
         results: list[T] = []
 
         def call() -> None:

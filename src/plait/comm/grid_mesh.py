@@ -84,11 +84,11 @@ class GridMesh:
         return self.device.type == "cuda" and self._ranks is not None and self._ranks.uses_nccl
 
     def size(self, axis: str) -> int:
-        """Return the number of ranks along an axis, combined or not."""
+        """Return the number of ranks along an axis or a combined axis."""
         return coordinates.size_along(axis, self.sizes)
 
     def index(self, axis: str) -> int:
-        """Return this rank's index along an axis, combined or not; the first axis combined is outermost."""
+        """Return this rank's index along an axis; along a combined axis, its first axis is outermost."""
         return coordinates.index_along(axis, self.coordinate, self.sizes)
 
     def group(self, axis: str) -> Group:
@@ -185,7 +185,7 @@ class GridMesh:
         return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
 
     def _described_sizes(self) -> dict[str, int]:
-        """Return the sizes by the names that the user passed them under."""
+        """Return the sizes of the axes under the names that the user gave."""
         return self.sizes
 
     def _check_world(self) -> None:
@@ -198,7 +198,7 @@ class GridMesh:
             )
 
     def _discover(self) -> None:
-        """Run host discovery, whose error names the ranks that it waits for."""
+        """Run host discovery; on a timeout, its error names the missing ranks."""
         if self._ranks is None:
             return
         everyone = tuple(range(self.world))

@@ -13,7 +13,7 @@ from plait.comm.transport.interface import Transport
 
 @dataclass(frozen=True, eq=False)
 class Group:
-    """The ranks along one axis, seen from one of them. A `Mesh` makes groups and owns their traffic.
+    """The ranks along one axis, as seen by one of them. A `Mesh` makes groups and counts their traffic.
 
     Operations take a group explicitly and address ranks by their index in `ranks`. Without a `transport`
     the rank is alone: no backend is needed, operations return their input and count nothing.
@@ -55,7 +55,7 @@ class Group:
         return torch.device("cpu") if on_cpu else device
 
     def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, here and on the other ranks, after one has failed."""
+        """Make pending operations fail soon, on this and the other ranks, after an operation has failed."""
         if self.transport is not None:
             self.transport.abort(cause)
 

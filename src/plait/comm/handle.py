@@ -1,4 +1,4 @@
-"""A handle: a communication operation that has started, and the wait for its result."""
+"""A handle: a communication operation that has started, and a method to wait for its result."""
 
 from __future__ import annotations
 
@@ -57,16 +57,16 @@ class Handle(Generic[T]):
 
     @classmethod
     def done(cls, result: T, group: Group) -> Handle[T]:
-        """Return the handle of an operation that needed no other rank."""
+        """Return the handle of an operation that is already complete with `result`."""
         return cls(lambda: None, lambda: result, "nothing", group)
 
     def about(self, what: str) -> Self:
-        """Set what the operation is for, shown in its errors; return the same handle."""
+        """Set the purpose of the operation, shown in its errors; return this handle."""
         self._about = f" ({what})"
         return self
 
     def wait(self) -> T:
-        """Block until the result is there and return it; a second call returns or raises the same.
+        """Block until the result is available and return it; later calls return or raise the same.
 
         Raises `CommunicationError` when a peer is gone or does not take part within the group's timeout. The
         error names the operation, this rank, the peer or the group, the cause, and the rank that failed first
@@ -88,7 +88,7 @@ class Handle(Generic[T]):
         return self._result[0]
 
     def abandon(self) -> bool:
-        """Discard the result; return whether its tensors are free. If not, `wait` before they are reused.
+        """Discard the result; return whether its tensors are free. If not, call `wait` before reusing them.
 
         An operation of a backend runs on by itself; staged tensors of ranks on one host are read and written
         in `wait` only.
@@ -128,7 +128,7 @@ def _is_timeout(cause: Exception) -> bool:
 
 
 def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], trace: FailureTrace) -> str:
-    """Return what failed and the ranks that caused it; `suspects` are the ranks that this one waited for."""
+    """Return the reason of a failure and the ranks that caused it; `suspects`: those this rank waited for."""
     between = ""
     if len(suspects) == 1:  # several suspects mostly waited for this same operation
         between = "".join(

@@ -1,4 +1,4 @@
-"""Orphan watch: ends a rank whose launcher is gone, as nothing else would."""
+"""Orphan watch: ends a rank process whose launcher has ended."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the parent's process id of this process and of each wrapper, by process id.
+    """Return the parent process id of this process and each wrapper up to the launcher, by process id.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
@@ -107,7 +107,7 @@ def _parent(process: int) -> int | None:
 
 
 def _started_with(process: int, variable: str) -> bool:
-    """Return whether a process was started with this environment variable, False where it cannot be read."""
+    """Return whether a process has this environment variable; False where its environment is unreadable."""
     try:
         environment = Path("/proc", str(process), "environ").read_bytes()
     except OSError:

@@ -25,7 +25,7 @@ class _Pickler(cloudpickle.Pickler):  # type: ignore[misc]
         self.of_main: dict[str, Any] = {}
 
     def reducer_override(self, thing: Any) -> Any:
-        """Record an object of the main module; `pickle` calls it for each class and function."""
+        """Record an object of the main module; `pickle` calls this method for each class and function."""
         if _is_in_main(thing):
             outermost = thing.__qualname__.partition(".")[0]
             self.of_main[outermost] = getattr(sys.modules["__main__"], outermost)

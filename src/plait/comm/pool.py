@@ -40,7 +40,7 @@ _END_TIMEOUT = 0.5
 
 @dataclass(frozen=True)
 class _RankHandle:
-    """A rank process and the parent's end of its pipe."""
+    """A rank process, and the parent's end of the pipe to it."""
 
     process: ForkServerProcess
     connection: Connection
@@ -56,7 +56,7 @@ class _RankHandle:
                 self.connection.send_bytes(pickle.dumps(END))
 
     def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
-        """Return the report in the pipe, else a failure made from the exit code."""
+        """Return the report in the pipe, or else a failure made from the exit code."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())
@@ -167,7 +167,7 @@ class RankPool:
 
 
 def _start_method() -> str:
-    """Return how ranks start processes, such as workers of a `DataLoader`: as the caller has chosen.
+    """Return how rank processes start processes of their own, such as workers of a `DataLoader`.
 
     The default is fork where that is safe: forked processes have the classes of the caller's main module,
     which a new process could not import.
@@ -178,7 +178,7 @@ def _start_method() -> str:
 
 
 def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
-    """Close a pool that was not closed, before multiprocessing waits for its processes at exit."""
+    """Close a pool that is still open, before multiprocessing waits for its processes at exit."""
     if (pool := reference()) is not None:
         pool.close()
 
@@ -203,7 +203,7 @@ def _grow(children: list[_RankHandle], count: int, module: str) -> None:
 
 
 def stop_fork_server() -> None:
-    """End the process that ranks are forked from, if there is one; a later pool starts it again.
+    """Terminate the fork server of the rank processes, if any; a later pool starts it again.
 
     For programs that are about to end: it would outlive them by the second that it takes to unload torch.
     """
@@ -226,7 +226,7 @@ def _blocked_signal(number: int) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _without_main() -> Iterator[None]:
-    """Hide the main module while a process starts: multiprocessing would run it again in the new process.
+    """Hide the main module while a process starts, so that multiprocessing does not run it again.
 
     No rank needs it, since functions of the main module are pickled by value.
     """
@@ -268,7 +268,7 @@ def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -
 
 
 def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str) -> str:
-    """Return the stacks of `waiting` ranks, for the error of a rank that waited in vain."""
+    """Return the stacks of `waiting` ranks, for the error message of a rank that timed out."""
     for child in waiting.values():
         if child.process.pid is not None and child.process.is_alive():
             os.kill(child.process.pid, STACK_SIGNAL)

@@ -1,4 +1,4 @@
-"""Ranks as threads of this process: one debugger, prints in order of ranks, deadlocks detected at once."""
+"""Ranks as threads of one process: a single debugger, ordered prints, deadlocks detected at once."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ SMALLEST = 2**18
 
 
 def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
-    """Return zeros, flat `[size]`; in memory shared by the ranks of `group` where that is supported and pays.
+    """Return flat zeros `[size]`; in memory shared by the ranks of `group` where supported, if large.
 
     It is supported on the CPU under Linux, for ranks on one host. All ranks of the group call it in the same
     order with the same arguments; it blocks until all have. Communication: one message to each other rank,

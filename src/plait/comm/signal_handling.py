@@ -26,7 +26,7 @@ class GracefulStop:
     """
 
     def __init__(self, signals: Iterable[int], on_first: Callable[[int], None]) -> None:
-        """Take the signals; `on_first` is called with the number of the first one received."""
+        """Handle `signals` while entered; `on_first` is called with the number of the first one received."""
         self._signals = tuple(signals)
         self._on_first = on_first
         self._received_at: float | None = None
@@ -71,7 +71,7 @@ class Watchdog:
     """
 
     def __init__(self, name: str, grace: float = 5.0) -> None:
-        """Take the name that the line on stderr begins with, and the grace in seconds."""
+        """Set the prefix of the message on stderr, and the grace period in seconds."""
         self.name = name
         self.grace = grace
         self._alive = threading.Event()

@@ -50,7 +50,7 @@ def as_hex(number: Tensor) -> str:
 
 
 def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
-    """Raise on every rank of a guarded group if `tensor` is not the same on all; else do nothing.
+    """Raise on every rank of a guarded group if `tensor` is not the same on all ranks.
 
     `doing` completes "ranks 0, 1: …". Tensors on the meta device are skipped. Communication: 256 bytes,
     counted as `guard`; blocks until all ranks have called it, and synchronises the device. Raises
@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor, constants: Tensor) -> Tensor:
-    """Return one word for each row of words; the last row may be shorter."""
+    """Return one hash word for each row of `words`; the last row may be shorter."""
     whole = len(words) // _ROW * _ROW
     # On a CPU a block that stays in the cache, on a GPU one that fills it.
     block = _ROW * (16 if words.device.type == "cpu" else 1024)
@@ -97,7 +97,7 @@ def _weighted(words: Tensor, constants: Tensor) -> Tensor:
 
 @cache
 def _constants(device: torch.device) -> Tensor:
-    """Return odd numbers for the words of a row, by the mixing of SplitMix64 (Steele et al. 2014)."""
+    """Return odd constants that multiply the words of a row, from SplitMix64 (Steele et al. 2014)."""
     numbers = []
     for position in range(1, _ROW + 1):
         mixed = position * 0x9E3779B97F4A7C15 % _UNSIGNED

@@ -22,7 +22,7 @@ def broadcast_text(text: str, group: Group, device: torch.device) -> str:
 def broadcast_result(
     compute: Callable[[], str], error_type: type[PlaitError], group: Group, device: torch.device
 ) -> str:
-    """Return on every rank what `compute()` returns on the first rank, which alone calls it.
+    """Return on every rank the result of `compute()`, which is called on the first rank only.
 
     Where it raises a `PlaitError` or an `OSError`, every rank raises an `error_type` of the same text.
     Communication: as `broadcast_text`.

@@ -42,7 +42,7 @@ class Traffic:
         return {axis: dict(kinds) for axis, kinds in self._counts.items()}
 
     def since(self, snapshot: Mapping[str, Mapping[str, Count]]) -> Counts:
-        """Return the counts since `snapshot` was taken; axes and kinds without a call are left out."""
+        """Return the counts since `snapshot` was taken, without axes and kinds that have no calls."""
         differences: Counts = {}
         for axis, kinds in self._counts.items():
             for kind, count in kinds.items():

@@ -83,7 +83,7 @@ _SLURM = _Variables("slurm", "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCA
 
 
 def find_world(environment: Mapping[str, str] | None = None) -> World | None:
-    """Return the world in which a launcher started this process, or None. Without communication.
+    """Return the world of the launcher that started this process, or None. Without communication.
 
     Args:
         environment: read instead of `os.environ`.
@@ -132,7 +132,7 @@ def _number(name: str, names: _Variables, variables: Mapping[str, str]) -> int:
 
 
 def _local_size(names: _Variables, size: int, variables: Mapping[str, str]) -> int:
-    """Return the number of ranks on this host; all of them if the launcher sets no variable for it."""
+    """Return the number of ranks on this host; the world size if the launcher does not set it."""
     if names.local_size in variables:
         return max(1, _number(names.local_size, names, variables))
     per_node = variables.get("SLURM_STEP_TASKS_PER_NODE") if names.launcher == "slurm" else None
@@ -176,7 +176,7 @@ def _first_host(nodes: str) -> str:
 
 
 def _port(variables: Mapping[str, str]) -> int:
-    """Return a port below the ephemeral range, derived from the job's id: the same on all ranks of a job."""
+    """Return a port below the ephemeral range, derived from the job id: the same on all ranks of a job."""
     job = " ".join(variables[name] for name in _JOB_IDS if name in variables)
     return 10_000 + zlib.crc32(job.encode()) % 20_000
 
@@ -246,7 +246,7 @@ def leave_world(patience: float = 10.0) -> bool:
 
 
 def _end_groups() -> None:
-    """End all process groups at the same time, in a thread each.
+    """Destroy all process groups at the same time, in one thread each.
 
     Gloo waits up to 10 ms for each connection that it closes, when a group is deallocated: for a mesh of
     eight ranks a quarter of a second, one after the other.
@@ -260,7 +260,7 @@ def _end_groups() -> None:
 
 
 def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down every process group; return each in a list that holds the last reference to it."""
+    """Shut down every process group; return each in a list with the only reference to it."""
     groups = [[group] for group in dist.distributed_c10d._world.pg_names]
     dist.destroy_process_group()
     return groups

@@ -1,1 +1,1 @@
-"""Prediction of the memory that a plan takes: the program of a step runs on a ledger instead of tensors."""
+"""Predicted memory of a plan: a step's program is simulated on a ledger of allocations, without tensors."""

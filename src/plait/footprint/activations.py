@@ -1,4 +1,4 @@
-"""The memory of activations: inputs and outputs of layers, and what is saved for their backwards."""
+"""The memory of activations: inputs and outputs of layers, and tensors saved for the backward."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ Blocks = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Enters in a ledger what a `PipelineRank` and its stages do with the tensors of each micro-batch."""
+    """Records in a ledger the tensors that a `PipelineRank` allocates for each micro-batch."""
 
     def __init__(
         self,
@@ -38,7 +38,7 @@ class ActivationAccount:
         traces: ModelTraces,
         inputs: Sequence[MemoryBlock],
     ) -> None:
-        """`stages` has the traces of this rank's layers; micro-batches are views of `inputs`."""
+        """`stages`: the traces of this rank's layers; `inputs`: the memory blocks that micro-batches view."""
         self._ledger = ledger
         self._messages = messages
         self._stages = stages
@@ -51,7 +51,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return a function for each pipeline instruction."""
+        """Return the function that carries out each pipeline instruction on the ledger."""
         return {
             TakeBatch: lambda i: self._put(i.action, self._inputs),
             PostReceive: lambda i: self._messages.post(i.action),
@@ -66,13 +66,13 @@ class ActivationAccount:
         }
 
     def _put(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
-        """Hold the current activations, or gradients, of a stage and micro-batch until they are taken."""
+        """Hold the current activations or gradients of a stage and micro-batch until `_take`."""
         key = _key(action)
         self._current[key] = blocks
         self._ledger.hold(key, blocks)
 
     def _take(self, action: Action) -> Sequence[MemoryBlock | None]:
-        """Return the current activations, or gradients, and hold them no longer."""
+        """Return the current activations or gradients of a stage and micro-batch, and release them."""
         key = _key(action)
         self._ledger.drop(key)
         return self._current.pop(key)
@@ -112,7 +112,7 @@ class ActivationAccount:
     def _phase(
         self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]
     ) -> None:
-        """Take the current values, allocate and save what the phase does; its results are the new ones."""
+        """Simulate one phase of a layer: take its input, allocate and save tensors, and store its results."""
         self._ledger.record_temporary(phase.peak)
         known = self._runs[run]
         known |= _named(given, self._take(action)) | _made(phase)

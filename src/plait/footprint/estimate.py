@@ -1,4 +1,4 @@
-"""`memory`: the predicted memory of each rank of a plan, without ranks and without allocating it."""
+"""`memory`: predicts the memory of each rank of a plan, without ranks and without allocating the memory."""
 
 from __future__ import annotations
 
@@ -102,19 +102,19 @@ class MemoryEstimator:
         )
 
     def rows_of(self, plan: Plan) -> int | None:
-        """Return the rows of a data-parallel rank's share of a batch, or None where they are unknown."""
+        """Return the rows of a batch on a data-parallel rank, or None where they are unknown."""
         batch = self._batch(plan)
         return None if batch is None else next(tensors_of(batch)).shape[0]
 
     @property
     def where(self) -> torch.device:
-        """The device where layers run."""
+        """The device that the layers run on."""
         if self.device is None:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)
 
     def _batch(self, plan: Plan) -> Value:
-        """Return the inputs on meta, or None where their shape is unknown."""
+        """Return the inputs on the meta device, or None where their shape is unknown."""
         if self.inputs is not None:
             return map_tensors(lambda tensor: as_input(tensor, DTYPES[plan.precision]), self.inputs)
         context = getattr(self.model, "context", None)

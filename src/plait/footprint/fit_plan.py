@@ -1,4 +1,4 @@
-"""`fit_plan`: the smallest change of a plan that makes it fit a memory limit."""
+"""`fit_plan`: the smallest change of a plan with which it fits into a memory limit."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CUT_GRADIENTS = ("gradients", "full")
 
 
 class Change(NamedTuple):
-    """Another value of one field of a plan; changes of lower cost are tried first."""
+    """A new value for one field of a plan; changes of lower cost are tried first."""
 
     cost: int
     field: str
@@ -38,13 +38,13 @@ def fit_plan(estimator: MemoryEstimator, plan: Plan, limit: int) -> Plan | None:
 
 
 def changed_fields(before: Plan, after: Plan) -> dict[str, Any]:
-    """Return the fields in which two plans differ, with the values of the second."""
+    """Return the fields in which two plans differ, with their values in `after`."""
     values = {field.name: getattr(after, field.name) for field in fields(Plan)}
     return {name: value for name, value in values.items() if value != getattr(before, name)}
 
 
 def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
-    """Yield `plan` and plans that may take less memory, the nearest first.
+    """Yield `plan` and plans that may need less memory, in order of distance from `plan`.
 
     `rows`: those of a rank's share of a batch, if known. `offloads`: whether offload frees device memory.
     """
@@ -59,7 +59,7 @@ def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
 
 
 def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
-    """Return all changes of one field, the cheapest first."""
+    """Return all changes of a single field, in order of cost."""
     strategies, offload = get_args(Strategy), get_args(Offload)
     found: list[tuple[str, Any]] = []
     if plan.reduce == "last":
@@ -75,12 +75,12 @@ def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
 
 
 def _distance(changes: Sequence[Change]) -> tuple[int, list[int]]:
-    """Return a sort key: few changes first, then those whose most costly change is the cheapest."""
+    """Return a sort key: the number of changes, then their costs in descending order."""
     return len(changes), sorted((change.cost for change in changes), reverse=True)
 
 
 def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:
-    """Return whether each of the changes has an effect."""
+    """Return whether every changed field has an effect in the changed plan."""
     strategy, offload = changed.get("strategy", plan.strategy), changed.get("offload", plan.offload)
     if "reduce" in changed and strategy not in CUT_GRADIENTS:
         return False

@@ -1,4 +1,4 @@
-"""Traces of all layers of a model and of its loss, for one shape of micro-batch."""
+"""Traces of all layers of a model and of its loss, for one micro-batch shape."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelTraces:
 
 
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
-    """Return the traces on the first rank along `tp`, which has the largest pieces. ModelError as `infer`.
+    """Return the traces on the first rank of `tp`, which has the largest pieces. Errors as for `infer`.
 
     Without `targets` there is a class for each row of the output.
     """
@@ -78,7 +78,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
 def _layers_on_meta(
     blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
 ) -> list[NamedLayer]:
-    """Return all layers as a rank runs them, with gradients to add to, on the meta device."""
+    """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
     coordinate = {"replicate": 0, "shard": 0, "tp": 0}
     shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
     empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
@@ -95,13 +95,13 @@ def _layers_on_meta(
 
 
 def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    """Return an input on meta as the engine converts it: in the plan's precision, if floating-point."""
+    """Return a meta input after the engine's conversion: floating-point tensors in the plan's precision."""
     dtype = precision if tensor.is_floating_point() else None
     return torch.empty_like(tensor, dtype=dtype, device="meta")
 
 
 def _classes_like(output: Value) -> Value:
-    """Return targets on meta: a class for each row of the output."""
+    """Return meta targets with one class number per row of the output."""
     return map_tensors(lambda tensor: tensor.new_empty(tensor.shape[:-1], dtype=torch.int64), output)
 
 

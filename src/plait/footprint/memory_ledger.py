@@ -11,7 +11,7 @@ from plait.schedules.program import Instruction
 
 
 class Category(StrEnum):
-    """The use of a block."""
+    """The purpose that a memory block is allocated for."""
 
     PARAMETERS = "parameters"
     """Whole parameters that are kept, pieces that the optimizer updates, and the model's buffers."""
@@ -42,7 +42,7 @@ class MemoryBlock:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """What is allocated after an instruction."""
+    """The allocated bytes after an instruction."""
 
     after: Instruction
     held: Counter[Category]
@@ -57,7 +57,7 @@ class MemorySnapshot:
 
 
 class MemoryLedger:
-    """The blocks that are allocated, by holder. A block counts once, as long as it has a holder."""
+    """The allocated blocks of a rank by holder. A block counts once while at least one holder holds it."""
 
     def __init__(self) -> None:
         self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
@@ -71,7 +71,7 @@ class MemoryLedger:
         """The most bytes on the device, within instructions too."""
 
     def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
-        """Let `holder` hold `blocks` instead of its former ones; None stands for no memory."""
+        """Make `holder` hold exactly `blocks`, and release those it held before; None is no memory."""
         held = tuple(block for block in blocks if block is not None)
         for block in held:
             self._holders[block] += 1
@@ -81,7 +81,7 @@ class MemoryLedger:
         self._holds[holder] = held
 
     def drop(self, holder: Hashable) -> None:
-        """Let `holder` hold nothing."""
+        """Release all blocks of `holder`."""
         for block in self._holds.pop(holder, ()):
             self._holders[block] -= 1
             if not self._holders[block]:
@@ -89,22 +89,22 @@ class MemoryLedger:
                 self._count(block, -block.nbytes)
 
     def record_temporary(self, extra: int) -> None:
-        """Record that `extra` more bytes are allocated on the device within an instruction."""
+        """Record that an instruction temporarily allocates `extra` more bytes on the device."""
         self.most = max(self.most, self._held.total() + extra)
 
     def record(self, instruction: Instruction) -> None:
-        """Record what is allocated after `instruction`."""
+        """Record the allocated bytes after `instruction`."""
         self.record_temporary(0)
         self.host_peak = max(self.host_peak, self._host)
         if self.peak is None or self._held.total() > self.peak.total:
             self.peak = self.snapshot(instruction)
 
     def snapshot(self, instruction: Instruction) -> MemorySnapshot:
-        """Return what is allocated now, after `instruction`."""
+        """Return the currently allocated bytes, as a snapshot after `instruction`."""
         return MemorySnapshot(instruction, self._held.copy(), self._host)
 
     def reset_peaks(self) -> None:
-        """Forget the peaks, before another step."""
+        """Reset the recorded peaks, before another step."""
         self.peak, self.host_peak, self.most = None, 0, 0
 
     def _count(self, block: MemoryBlock, nbytes: int) -> None:

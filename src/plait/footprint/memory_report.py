@@ -17,7 +17,7 @@ DIGITS = ((10**7, 3), (10**10, 1))
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted memory of a rank, in bytes on the device where its layers run; equal along `dp`.
+    """Predicted memory of a rank, in bytes on the device of its layers; equal for all ranks along `dp`.
 
     `peak` is the most after an instruction of the second step, `most` the most within instructions too, and
     `at_rest` what is allocated between steps.
@@ -55,12 +55,12 @@ class Memory:
 
     @property
     def most(self) -> int:
-        """The largest peak within instructions too, in bytes: what a device must have."""
+        """The largest peak including temporary memory, in bytes: the memory that a device needs."""
         return max(rank.most for rank in self.ranks)
 
     @property
     def saving(self) -> float:
-        """The fraction of the peak with strategy `none` that the plan saves."""
+        """The fraction by which the plan reduces the peak of strategy `none`."""
         return 1 - self.peak / self.unsharded if self.unsharded else 0.0
 
     def __str__(self) -> str:

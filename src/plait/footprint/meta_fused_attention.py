@@ -1,4 +1,4 @@
-"""Fused attention on the meta device, where PyTorch would compose it of its parts.
+"""Fused attention on the meta device, where PyTorch would otherwise run its unfused operations.
 
 A fused kernel saves its inputs, its output and one number per row for the backward, but no matrix of weights.
 """
@@ -20,7 +20,7 @@ def fuses(
     *_: Any,
     **__: Any,
 ) -> bool:
-    """Return whether devices have a fused kernel for this call of `scaled_dot_product_attention`."""
+    """Return whether real devices have a fused kernel for this call of `scaled_dot_product_attention`."""
     sizes = {tensor.shape[-1] for tensor in (query, key, value)}
     learns_mask = attn_mask is not None and attn_mask.requires_grad
     return all(tensor.dim() == 4 for tensor in (query, key, value)) and not (
@@ -31,7 +31,7 @@ def fuses(
 def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Return the output for `[batch, heads, length, size]`, and save what a fused kernel saves."""
+    """Return the output `[batch, heads, length, size]`; save the tensors that a fused kernel saves."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]
@@ -52,7 +52,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a fused kernel and the numbers that it saves for each row.
+    """Return the output of a fused kernel and the number that it saves for each row.
 
     From the CPU's operation, which has no public name: recomputation may keep its result.
     """

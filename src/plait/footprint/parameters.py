@@ -1,4 +1,4 @@
-"""The memory of parameters, gradients and optimizer state, as instructions about units change it."""
+"""The memory of parameters, gradients and optimizer state, as instructions gather, reduce and free them."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from plait.sharding.owners import replica_count
 
 @dataclass(frozen=True)
 class RankBuffer:
-    """A flat buffer of one rank; each size is that of all its tensors of a kind, in bytes."""
+    """A flat buffer of one rank; each field is the size in bytes of all its tensors of one kind."""
 
     spec: BufferSpec
     device: torch.device
@@ -48,14 +48,14 @@ class RankBuffer:
 
     @property
     def converted(self) -> int:
-        """Size of a copy of the whole gradient in the dtype of the reduction, where that is another one."""
+        """Size of a copy of the whole gradient in the reduction dtype; 0 where the dtypes are equal."""
         kind = self.spec.kind
         converts = kind.trains and kind.reduce != kind.gradient
         return self.spec.offsets.size * kind.reduce.itemsize if converts else 0
 
     @property
     def scattering(self) -> int:
-        """Size of what is allocated while the gradient is reduce-scattered."""
+        """Size of the temporary memory of the gradient's reduce-scatter."""
         spec = self.spec
         if not spec.kind.trains or spec.scatters_in_place:
             return 0
@@ -71,7 +71,7 @@ class RankBuffer:
 
     @property
     def reducing(self) -> int:
-        """Size of the copy that is all-reduced, where the gradient is not all-reduced in place."""
+        """Size of the copy that is all-reduced; 0 where the gradient is all-reduced in place."""
         summed, dtype = self.spec.summed, self.spec.kind.reduce
         if summed is None or self.replicas == 1:
             return 0
@@ -79,7 +79,7 @@ class RankBuffer:
         return summed.elements * dtype.itemsize if moves or summed.dtype != dtype else 0
 
     def allocated(self, moments: int) -> Iterator[MemoryBlock]:
-        """Yield what stays allocated; `moments` tensors of optimizer state per parameter."""
+        """Yield the permanently allocated blocks; `moments`: optimizer state tensors per parameter."""
         spec = self.spec
         yield self._kept(spec.whole, Category.PARAMETERS)
         yield self._kept(spec.piece, Category.PARAMETERS)
@@ -89,7 +89,7 @@ class RankBuffer:
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
-        """Return the block of a flat tensor. Where layers run on the CPU, so is what is offloaded."""
+        """Return the block of a flat tensor; on the host if it is offloaded and layers run on a GPU."""
         if flat is None or not flat.kept:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
@@ -111,17 +111,17 @@ def rank_buffers(
 
 
 class ParameterAccount:
-    """Enters in a ledger what `Gatherer` and `Reducer` allocate and free for the units of one rank."""
+    """Records in a ledger the allocations of `Gatherer` and `Reducer` for the units of one rank."""
 
     def __init__(self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], moments: int) -> None:
-        """Enter what stays allocated. `moments`: tensors of optimizer state per parameter."""
+        """Record the permanent allocations. `moments`: optimizer state tensors per parameter."""
         self._ledger = ledger
         self._units = units
         for name, buffers in units.items():
             ledger.hold(("always", name), (block for one in buffers for block in one.allocated(moments)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return a function for each instruction about units."""
+        """Return the function that carries out each unit instruction on the ledger."""
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),
@@ -133,7 +133,7 @@ class ParameterAccount:
         }
 
     def begin(self) -> None:
-        """Begin a step: copies of offloaded pieces leave the device."""
+        """Begin a step: free the device copies of offloaded pieces."""
         for name in self._units:
             self._ledger.drop(("device copies", name))
 

@@ -11,10 +11,10 @@ from plait.schedules.action import Action, Kind
 
 
 class ReceiveBufferAccount:
-    """Enters in a ledger what the `Exchange` of one rank allocates."""
+    """Records in a ledger the allocations of the `Exchange` of one rank."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
-        """`crossing` has the shapes of one micro-batch, which all have."""
+        """`crossing`: the tensors that stages exchange, with the same shapes for all micro-batches."""
         self._ledger = ledger
         self._crossing = crossing
         self._sizes = buffer_sizes(crossing)
@@ -31,13 +31,13 @@ class ReceiveBufferAccount:
         self._posted[action] = [self._take(size) for _, size in received]
 
     def take(self, action: Action) -> list[MemoryBlock]:
-        """Return the received blocks of `action`."""
+        """Return the blocks received for `action`."""
         blocks = self._posted.pop(action)
         self._lent[action.stage, action.microbatch] += blocks
         return blocks
 
     def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
-        """Start a send, which holds its blocks until the next but one has started."""
+        """Start a send, which holds its blocks until `SENDS_UNDER_WAY` later sends have started."""
         under_way = self._sends[peer, action.kind]
         if len(under_way) == SENDS_UNDER_WAY:
             self._ledger.drop(("send", under_way.pop(0)))
@@ -46,7 +46,7 @@ class ReceiveBufferAccount:
         under_way.append(self._sent)
 
     def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
-        """Start a send of gradients, with zeros for those that are None."""
+        """Start a send of gradients, with zeros for gradients that are None."""
         pairs = zip(self._crossing[action.stage - 1][0], gradients, strict=True)
         blocks = [
             MemoryBlock(info.nbytes, Category.MESSAGES) if gradient is None else gradient

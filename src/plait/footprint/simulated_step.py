@@ -1,4 +1,4 @@
-"""A simulated step of one rank: its program runs on a ledger of the memory that it would allocate."""
+"""A simulated step of one rank: its program runs on a ledger that records the memory of each allocation."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def simulate_step(
     moments: int,
     observer: MemoryObserver | None = None,
 ) -> RankMemory:
-    """Return the memory of a rank of `pp` with layers on `device`, in its second step.
+    """Return the memory in the second step of a rank of `pp` with layers on `device`.
 
     What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
     are not. `moments`: tensors of optimizer state per parameter.
@@ -86,7 +86,7 @@ def _activations(
     traces: ModelTraces,
     device: torch.device,
 ) -> ActivationAccount:
-    """Hold the batch and return the account of activations.
+    """Record the batch in the ledger, and return the account of activations.
 
     The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both.
     """
@@ -106,7 +106,7 @@ def _ignore(instruction: Instruction) -> None:
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:
-    """Return the instruction as a few words."""
+    """Return a short description of the instruction."""
     name = type(instruction).__name__
     if isinstance(instruction, RunLayer):
         action = instruction.action

@@ -1,4 +1,4 @@
-"""Tracking of the storages that are alive while layers run on the meta device, where they have no bytes.
+"""Tracking of live storages while layers run on the meta device, where storages have no memory.
 
 Three public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
 (`saved_tensors_hooks`), and the input and output gradients of each node of a graph. A weak reference to each
@@ -23,7 +23,7 @@ from plait.layers.nested import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
-    """Numbers the storages of reported tensors, and samples which are alive at each report."""
+    """Numbers the storages of reported tensors, and records which of them are alive at each report."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +37,7 @@ class StorageTracker(TorchFunctionMode):
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Track everything that runs on the meta device; gradients are enabled."""
+        """Track all operations on the meta device within the block, with gradients enabled."""
         saving = saved_tensors_hooks(self._save, lambda saved: saved)
         with torch.device("meta"), torch.enable_grad(), saving, self:
             yield

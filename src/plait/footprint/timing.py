@@ -76,7 +76,7 @@ def balance(
 
 
 def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
-    """Return the seconds of each layer on this rank of `tp`, the last one's with the loss.
+    """Return the seconds of each layer on this rank of `tp`; the last layer includes the loss.
 
     All ranks of `tp` measure at once. Communication: what the layers sum over `tp`.
     """
@@ -157,7 +157,7 @@ def _same(tensor: Tensor) -> Tensor:
 
 
 def _clock(device: torch.device) -> Callable[[], float]:
-    """Return a clock in seconds that first waits for the device."""
+    """Return a clock in seconds that waits for the device before each reading."""
 
     def read() -> float:
         if device.type == "cuda":

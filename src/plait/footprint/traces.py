@@ -1,4 +1,4 @@
-"""Traces of the memory that a layer, or the loss, allocates and saves, from one run on the meta device.
+"""Traces of the memory that a layer or the loss allocates and saves, recorded in a run on the meta device.
 
 Storages are numbered, so that a trace also shows what shares memory: an output that is saved for the
 backward, or an output gradient that is passed on and saved for the weight gradient.
@@ -24,7 +24,7 @@ StorageNumbers = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """The memory of a forward, or of a backward of the input."""
+    """The memory of the forward, or of the input-gradient backward."""
 
     allocated: Mapping[int, int]
     """The bytes of each new storage that outlives the phase."""
@@ -51,7 +51,7 @@ class Trace:
 
 
 def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
-    """Return the trace of the only layer of a stage, for an input like `given`, and a value like its output.
+    """Return the trace of a stage's only layer for an input like `given`, and its output on meta.
 
     A layer whose backward does not run on meta is assumed to save for `W` all that it saves for `I`.
     """
@@ -87,7 +87,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 
 
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    """Return the trace of the loss; one that does not run on meta is assumed to copy its input."""
+    """Return the trace of the loss; a loss that fails on meta is assumed to copy its input."""
     try:
         return _trace_loss(loss, given, targets)
     except Exception:
@@ -97,7 +97,7 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 def _trace_backward(
     tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
 ) -> _PhaseRecorder | None:
-    """Record the backward of the input; None where it does not run on meta."""
+    """Record the backward of the input; return None where it fails on the meta device."""
     backward = _PhaseRecorder(tracker)
     try:
         stage.backward_input(0, 0)
@@ -111,7 +111,7 @@ def _trace_backward(
 
 
 def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
-    """Return the trace of an unknown backward: all stays saved, and gradients are like the inputs."""
+    """Return the trace assumed where a backward fails on meta: all saved tensors plus input gradients."""
     first = max((*forward.saved, *forward.allocated), default=0) + 1
     tensors = dict(enumerate(tensors_of(given), start=first))
     allocated = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
@@ -154,7 +154,7 @@ def _copying_loss(given: Value) -> Trace:
 
 
 class _PhaseRecorder:
-    """Records the storages that are alive during a phase, which starts when it is created."""
+    """Records the storages that are alive during a phase, from its construction to `end`."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
@@ -165,7 +165,7 @@ class _PhaseRecorder:
         self._results: StorageNumbers = ()
 
     def end(self, results: Iterable[Tensor | None]) -> None:
-        """End the phase, with these results."""
+        """End the phase, whose results are these."""
         self._samples = [*self._tracker.samples[self._first :], self._tracker.live()]
         self._results = _numbers(self._tracker, results)
 
@@ -174,7 +174,7 @@ class _PhaseRecorder:
         self._saved = saved
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
-        """Return the trace, without `resident` storages (such as parameters), which stay throughout."""
+        """Return the trace, without `resident` storages, such as parameters, that are always allocated."""
         sizes = self._tracker.sizes
 
         def total(numbers: Iterable[int]) -> int:

@@ -1,4 +1,4 @@
-"""Fingerprints: short texts and hashes that ranks compare before they run together."""
+"""Fingerprints: short texts and hashes by which ranks check that they run the same model and step."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def fingerprint_of_order(order: Schedule) -> str:
 
 
 def fingerprint_of_tokens(*values: Value) -> str:
-    """Return a hash of the integer tensors in `values` that are on the CPU; others would block the host."""
+    """Return a hash of the integer tensors in `values` on the CPU; tensors on a GPU would block the host."""
     digest = hashlib.blake2b(digest_size=8)
     for tensor in tensors_of(values):
         if tensor.device.type == "cpu" and not tensor.is_floating_point():

@@ -30,7 +30,7 @@ class NamedLayer:
     """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
 
     def run(self, value: Value, length: int) -> tuple[Value, int]:
-        """Return the layer's output, and the length of the sequence of which it holds a piece.
+        """Return the layer's output and its sequence length, of which the output may be a piece.
 
         `length` is that of the sequence of which `value` holds a piece; 0 where no layer has met one.
         """
@@ -41,14 +41,14 @@ class NamedLayer:
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The layers in order, the parameters by their first name, and the layers that use each."""
+    """The layers in order, the parameters by their first name, and the layers that use each parameter."""
 
     layers: tuple[NamedLayer, ...]
     parameters: dict[str, nn.Parameter]
     users: dict[str, tuple[int, ...]]
 
     def unit_of(self, name: str) -> str:
-        """Return the unit of a parameter: its layer's, or one of its own where layers share it."""
+        """Return the unit of a parameter: its layer's, or one of its own if several layers share it."""
         users = self.users[name]
         return name if len(users) > 1 else self.layers[users[0]].path
 
@@ -95,7 +95,7 @@ def _flatten(module: nn.Module, path: str) -> list[NamedLayer]:
 
 
 def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) -> list[NamedLayer]:
-    """Return copies of `layers` with other tensors.
+    """Return copies of `layers` whose tensors are replaced by `tensors`.
 
     `tensors` holds the replacements, by the `id` of each parameter and buffer. What several of `layers`
     share, their copies share. An `nn.Dropout` becomes a `plait.Dropout`.
@@ -112,7 +112,7 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
 def on_meta(
     sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[int, Tensor]:
-    """Return for each parameter and buffer of the model, by `id`, one like it on the meta device.
+    """Return for each parameter and buffer of the model, by `id`, a meta tensor of the same kind.
 
     `shapes` are those of the new parameters, by name; `dtype` as for `convert`.
     """
@@ -132,7 +132,7 @@ def on_meta(
 
 
 def without_values(sequence: LayerSequence) -> LayerSequence:
-    """Return the sequence with all tensors on the meta device, which does not keep the model's alive."""
+    """Return the sequence with all tensors on the meta device, without references to the model's tensors."""
     shapes = {name: parameter.shape for name, parameter in sequence.parameters.items()}
     meta = on_meta(sequence, None, shapes)
     parameters = {name: cast(nn.Parameter, meta[id(one)]) for name, one in sequence.parameters.items()}
@@ -140,7 +140,7 @@ def without_values(sequence: LayerSequence) -> LayerSequence:
 
 
 def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers in the layers' `state_dict`, with full names; shared ones under each name."""
+    """Yield the buffers in the layers' `state_dict`, with full names; a shared buffer under each name."""
     for layer in layers:
         saved = layer.module.state_dict().keys()
         for name, buffer in layer.module.named_buffers():
@@ -149,7 +149,7 @@ def saved_buffers(layers: Iterable[NamedLayer]) -> Iterator[tuple[str, Tensor]]:
 
 
 def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
-    """Return for each further full name of a parameter that layers share its first."""
+    """Return the first full name of each shared parameter, by each of its other full names."""
     first: dict[int, str] = {}
     found: dict[str, str] = {}
     for layer in layers:
@@ -162,7 +162,7 @@ def aliases_of(layers: Iterable[NamedLayer]) -> dict[str, str]:
 
 
 def layer_costs(layers: Sequence[NamedLayer]) -> list[float]:
-    """Return the relative cost of each layer: that of its `cost()`, else the elements of its matrices.
+    """Return the relative cost of each layer: the result of its `cost()`, else its number of matrix elements.
 
     An element of a matrix is one multiplication a token; an embedding table costs next to nothing.
     """

@@ -17,7 +17,7 @@ Value: TypeAlias = Any
 
 @dataclass(frozen=True, eq=False)
 class Microbatches:
-    """A batch that is split already: one value per micro-batch, each with shapes of its own.
+    """A batch that is already split: one value per micro-batch, with its own shapes.
 
     `engine.forward_backward(Microbatches([x0, x1]), Microbatches([y0, y1]))` runs `x0` and `x1`
     as the two micro-batches of a step. Dim 0 of their tensors need not be a batch.
@@ -51,7 +51,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
 
 
 def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], value: Value) -> Value:
-    """Return `value` with `function` applied to each leaf that is `wanted`; containers are copied."""
+    """Return `value` with `function` applied to each leaf that is `wanted`; copies containers."""
     if wanted(value):
         return function(value)
     if isinstance(value, dict):
@@ -95,7 +95,7 @@ def split(value: Value, microbatches: int, what: str) -> list[Value]:
 def split_both(
     inputs: Value, targets: Value, microbatches: int, convert: Sequence[Callable[[Tensor], Tensor]]
 ) -> list[list[Value]]:
-    """Return the micro-batches of the inputs, and of the targets: those in `Microbatches`, else by `split`.
+    """Return the micro-batches of inputs and targets: the items of `Microbatches`, or the results of `split`.
 
     `convert` converts the tensors of the inputs and those of the targets. PlanError for another number of
     micro-batches, DataError where one of the two is split already and the other is not; and as `split`.
@@ -111,7 +111,7 @@ def split_both(
 
 
 def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
-    """Return the converted micro-batches of one value: those in `Microbatches`, else by `split`.
+    """Return the converted micro-batches of one value: items of `Microbatches`, or results of `split`.
 
     PlanError for another number of micro-batches; and as `split`.
     """
@@ -137,7 +137,7 @@ def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def signatures(values: Sequence[Value]) -> str:
-    """Return the signature that all values share, or a hash of all signatures and each of them."""
+    """Return the common signature of all values; if they differ, a hash followed by each signature."""
     each = [signature(value) for value in values]
     if len(set(each)) == 1:
         return each[0]

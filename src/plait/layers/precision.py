@@ -18,6 +18,6 @@ DTYPES: dict[Precision | None, torch.dtype | None] = {
 
 
 def convert(value: Tensor, dtype: torch.dtype | None, device: torch.device) -> Tensor:
-    """Return a copy of `value` on `device`, with `dtype`, if given, where it is floating-point."""
+    """Return a copy of `value` on `device`; floating-point values are converted to `dtype`, if given."""
     kept = value.dtype if dtype is None or not value.is_floating_point() else dtype
     return torch.empty_like(value, device=device, dtype=kept).copy_(value)

@@ -1,4 +1,4 @@
-"""What crosses each boundary between layers: shapes, dtypes and whether a gradient comes back.
+"""Shape inference: shapes and dtypes at each boundary between layers, and whether a gradient is sent back.
 
 Found by running the layers once on the meta device: no memory, no arithmetic and no message. Every rank
 does it for the whole model, so sender and receiver agree without asking each other.
@@ -30,13 +30,13 @@ class TensorInfo:
 
     @property
     def nbytes(self) -> int:
-        """The memory that it takes."""
+        """The memory of the tensor in bytes."""
         return prod(self.shape) * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """How a layer takes its input and what it gives, for one shape of micro-batch.
+    """The input and output of a layer, for one micro-batch shape.
 
     `output` is the layer's output with a `TensorInfo` in place of each tensor.
     """
@@ -54,7 +54,7 @@ class LayerInfo:
         return infos
 
     def check(self, output: Value, path: str) -> None:
-        """ModelError when what the layer at `path` really gave differs from what it gave on meta."""
+        """Raise ModelError unless the output of the layer at `path` has shapes and dtypes of the meta run."""
         given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(output)]
         expected = [(info.shape, info.dtype) for info in self.tensors]
         if given != expected:
@@ -64,7 +64,7 @@ class LayerInfo:
             )
 
     def rebuild(self, make: Callable[[TensorInfo], Any]) -> Value:
-        """A value shaped like the output, its tensors made by `make`, in order."""
+        """Return a value structured like the output, with tensors made by `make` in order."""
         return map_leaves(lambda leaf: isinstance(leaf, TensorInfo), make, self.output)
 
 
@@ -74,7 +74,7 @@ def _listed(tensors: Sequence[tuple[tuple[int, ...], torch.dtype]]) -> str:
 
 @dataclass(frozen=True)
 class LayerInput:
-    """What a layer is given on the meta device."""
+    """The input of a layer on the meta device."""
 
     value: Value
     length: int = 0
@@ -84,7 +84,7 @@ class LayerInput:
 
     @staticmethod
     def of_batch(batch: Value, *, input_gradients: bool) -> LayerInput:
-        """Return the input of a model's first layer, for a micro-batch that looks like `batch`."""
+        """Return the input of a model's first layer, for a micro-batch with the shapes of `batch`."""
 
         def leaf(tensor: Tensor) -> Tensor:
             learns = input_gradients and tensor.is_floating_point()
@@ -105,7 +105,7 @@ class MetaRun:
     """Of the output, as in `LayerInput`."""
 
     def next_input(self) -> LayerInput:
-        """Return the input of the next layer: tensors like the output's, cut off from their graph."""
+        """Return the input of the next layer: tensors like the output's, detached from its graph."""
         infos = iter(self.info.tensors)
         value = map_tensors(lambda tensor: leaf_of(tensor, next(infos).requires_grad), self.output)
         return LayerInput(value, self.length, self.repeats)
@@ -114,7 +114,7 @@ class MetaRun:
 def infer(
     layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool, circumstances: str = ""
 ) -> list[LayerInfo]:
-    """Return one `LayerInfo` per layer (on the meta device), for a micro-batch that looks like `batch`.
+    """Return one `LayerInfo` per layer (on the meta device), for a micro-batch with the shapes of `batch`.
 
     `circumstances` are named in the ModelError of a layer that does not run.
     """
@@ -127,7 +127,7 @@ def infer(
 
 
 def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[MetaRun, Value]:
-    """Run a layer that is on the meta device; return what is known of it, and its output with the graph.
+    """Run a layer on the meta device; return its `MetaRun`, and its output with the autograd graph.
 
     ModelError where the layer does not run.
     """
@@ -148,7 +148,7 @@ def _info_of(tensor: Tensor) -> TensorInfo:
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:
-    """Return what `layer.run` does, and whether it writes to its input (autograd refuses that on a leaf)."""
+    """Return the result of `layer.run`, and whether it writes to its input (an error on autograd leaves)."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
         output = _on_meta(layer, value, length)

@@ -1,4 +1,4 @@
-"""What a layer consists of, as a value: equal for layers that do the same to equal shapes."""
+"""The structure of a layer as a hashable value: equal for layers with equal shapes and operations."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _PLAIN = (
 
 
 def structure_of(module: nn.Module) -> Hashable:
-    """Return a description of `module`: types, attributes, shapes and dtypes, and what it holds twice.
+    """Return a description of `module`: types, attributes, shapes and dtypes, and repeated objects.
 
     Modules with equal descriptions give outputs of equal shapes and dtypes for such inputs, and equal
     autograd graphs: parameters and buffers count by shape and dtype only. Attributes that are no numbers,
@@ -28,7 +28,7 @@ def structure_of(module: nn.Module) -> Hashable:
 
 
 class _Same:
-    """Equal to another for the same object, which it keeps alive."""
+    """Compares equal only for the same object, which it keeps alive."""
 
     def __init__(self, thing: object) -> None:
         self.thing = thing
@@ -41,7 +41,7 @@ class _Same:
 
 
 def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
-    """`numbers` counts the mutable objects met so far, by `id`: a second occurrence is its number alone."""
+    """Describe `thing`; `numbers` has the mutable objects seen so far, which are described by number."""
     if isinstance(thing, _PLAIN):
         return type(thing), thing
     if id(thing) in numbers:

@@ -1,4 +1,4 @@
-"""Validation of a model before anything runs: refuse what depends on the layout, and compiled modules."""
+"""Validation of a model before it runs: rejects layout-dependent results and compiled modules."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _WHY = "plait keeps weight gradients for later, which compiled code hides, so gi
 
 
 def refuse_layout_dependence(sequence: LayerSequence) -> None:
-    """Raise ModelError for the first module whose result on several ranks would not be that on one."""
+    """Raise ModelError for the first module whose result would differ between one and several ranks."""
     for layer in sequence.layers:
         for name, module in layer.module.named_modules():
             reason = _reason(module)
@@ -74,7 +74,7 @@ def _drop_probability(module: nn.Module) -> float:
 
 
 def refuse_compiled_modules(model: nn.Module, path: str = "") -> None:
-    """Raise ModelError for the first module of `model`, containers too, that runs compiled code.
+    """Raise ModelError for the first module of `model`, containers included, that runs compiled code.
 
     `path` is that of the model, for the message. A compiled function that a forward finds elsewhere, such as
     among the globals of its file, is not found.
@@ -88,7 +88,7 @@ def refuse_compiled_modules(model: nn.Module, path: str = "") -> None:
 
 
 def refuse_compiled_loss(loss: object) -> None:
-    """Raise PlanError for a loss that runs compiled code, and ModelError for a module of it that does."""
+    """Raise PlanError for a loss that runs compiled code, ModelError if one of its modules does."""
     for method in compiled_functions(loss):
         raise PlanError(f"{method} of the loss {type(loss).__name__} was given to torch.compile: {_WHY}.")
     for name, value in getattr(loss, "__dict__", {}).items():

@@ -22,7 +22,7 @@ from plait.layout.layout import Box, Layout
 
 @dataclass(frozen=True)
 class PieceBox:
-    """A box of the global tensor that a rank holds, and its place in the rank's local piece."""
+    """A box of the global tensor, and its position in the rank's local piece."""
 
     box: Box
     start: int
@@ -56,20 +56,20 @@ def full_box(shape: Sequence[int]) -> Box:
 
 
 def intersection(one: Box, other: Box) -> Box:
-    """Return the box that two boxes of a tensor have in common, of size 0 along dims without an overlap."""
+    """Return the overlap of two boxes of a tensor, with size 0 along dims without an overlap."""
     pairs = zip(one.offsets, one.sizes, other.offsets, other.sizes, strict=True)
     ranges = [range(max(a, b), min(a + n, b + m)) for a, n, b, m in pairs]
     return Box(tuple(each.start for each in ranges), tuple(map(len, ranges)))
 
 
 def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the index of `box` in a tensor that holds `outer`."""
+    """Return the slices of `box` in a tensor that covers `outer`."""
     starts = (a - b for a, b in zip(box.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
 
 
 def is_tiling(shape: Sequence[int], boxes: Sequence[Box]) -> bool:
-    """Whether boxes are disjoint and together cover exactly a tensor of this shape."""
+    """Return whether boxes are disjoint and together cover exactly a tensor of this shape."""
     if not all(_fits(box, shape) for box in boxes) or sum(box.numel for box in boxes) != prod(shape):
         return False
     filled = [box for box in boxes if box.numel]

@@ -40,7 +40,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the flattened piece that all `Shard`s leave.
+    """Each rank along the axis holds an interval of the flattened piece left by all `Shard`s.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists
@@ -52,7 +52,7 @@ class Flat:
 
 @dataclass(frozen=True)
 class Partial:
-    """Each rank along the axis holds a summand; the global value is the sum, not yet computed."""
+    """Each rank along the axis holds a summand; the global value is the sum over the axis."""
 
 
 Placement = Replicate | Shard | Flat | Partial
@@ -157,11 +157,11 @@ class Layout:
         return dict(zip(self.axes, self.placements, strict=True))
 
     def coordinates(self) -> Iterator[Coordinate]:
-        """Return all coordinates in row-major order: the last axis varies fastest, as in rank numbers."""
+        """Yield all coordinates in row-major order: the last axis varies fastest, as in rank numbers."""
         return product(*map(range, self.degrees))
 
     def coordinate(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """Return `where` as indices in the order of the axes."""
+        """Return `where` as a tuple of indices in the order of the axes."""
         found = (
             tuple(where.get(axis, -1) for axis in self.axes) if isinstance(where, Mapping) else tuple(where)
         )
@@ -190,7 +190,7 @@ class Layout:
         return Box(offsets, (len(rows), *region.sizes[1:]))
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
-        """Return the interval of the flattened region that a `Flat` axis leaves; None without one."""
+        """Return this coordinate's interval of the flattened region under a `Flat` axis; None without one."""
         for index, _, placement in self._along(where):
             if isinstance(placement, Flat):
                 elements = range(prod(self.sizes(where)))
@@ -199,7 +199,7 @@ class Layout:
         return None
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box that the `Shard`s leave at this coordinate, before any `Flat` placement.
+        """Return the box of this coordinate after all `Shard`s, before any `Flat` placement.
 
         Raises `LayoutError` for pieces of several blocks.
         """
@@ -211,7 +211,7 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes that the `Shard`s leave at this coordinate, before any `Flat`: one per block.
+        """Return the boxes of this coordinate after all `Shard`s, before any `Flat`: one per block.
 
         They have equal sizes; the rank holds their concatenation along `blocked_dim`.
         """
@@ -243,7 +243,7 @@ class Layout:
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape that the `Shard`s leave at this coordinate, before any `Flat` placement."""
+        """Return the shape of this coordinate's piece after all `Shard`s, before any `Flat` placement."""
         boxes = self.boxes(where)
         many = len(boxes)
         return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(boxes[0].sizes))
@@ -259,11 +259,11 @@ class Layout:
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """Return the coordinates whose piece equals this one's, itself included, other summands excluded."""
+        """Return the coordinates with the same piece, including this one but not other summands."""
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """Return the first coordinate along `Replicate` and `Partial` axes, and among copies of a piece.
+        """Return the first of the coordinates that hold the same piece or summands of it.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
@@ -285,7 +285,7 @@ class Layout:
 
 
 def _rows(sizes: tuple[int, ...], interval: range) -> range | None:
-    """Return the rows that make up an interval of a flattened tensor; None where it has no whole rows."""
+    """Return the rows of an interval of a flattened tensor; None where it is not made of whole rows."""
     row = prod(sizes[1:])
     if not sizes or row == 0 or interval.start % row or interval.stop % row:
         return None
@@ -302,7 +302,7 @@ def _same_piece(index: int, degree: int, placement: Placement) -> range:
 
 
 def _checked(placement: Placement, axis: str, degree: int, shape: tuple[int, ...]) -> Placement:
-    """Return the placement with a non-negative dim. LayoutError for one that does not fit."""
+    """Return the placement with a non-negative dim. Raises LayoutError if it does not fit the shape."""
     if isinstance(placement, Flat):
         ordered = len(placement.bounds) == degree + 1 and placement.bounds[0] == 0
         if not ordered or list(placement.bounds) != sorted(placement.bounds):

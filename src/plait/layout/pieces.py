@@ -1,4 +1,4 @@
-"""From a global tensor to its pieces and back: `shard` and `assemble` are inverses."""
+"""Splitting of a global tensor into pieces (`shard`) and its reassembly (`assemble`)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
 def assemble(
     pieces: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout, *, check_replicas: bool = True
 ) -> Tensor:
-    """Return the global tensor (of `layout.shape`) made of the pieces of all coordinates.
+    """Return the global tensor (of `layout.shape`) assembled from the pieces of all coordinates.
 
     `pieces`: by coordinate, or in row-major order. `Partial` summands are added in that order, in their own
     dtype. The result is new, detached, on the first piece's device. Raises `LayoutError` for a missing or
@@ -65,7 +65,7 @@ def assemble(
 def _by_coordinate(
     pieces: Mapping[Coordinate, Tensor] | Sequence[Tensor], layout: Layout
 ) -> dict[Coordinate, Tensor]:
-    """Return the detached pieces in row-major order. LayoutError unless there is one per coordinate."""
+    """Return the detached pieces in row-major order. Raises LayoutError unless each coordinate has one."""
     coordinates = list(layout.coordinates())
     if not isinstance(pieces, Mapping):
         if len(pieces) != len(coordinates):
@@ -82,7 +82,7 @@ def _by_coordinate(
 
 
 def _is_later_summand(layout: Layout, coordinate: Coordinate) -> bool:
-    """Whether a coordinate is not the first along a `Partial` axis."""
+    """Return whether a coordinate is not the first along a `Partial` axis."""
     return any(i > 0 and isinstance(p, Partial) for i, p in zip(coordinate, layout.placements, strict=True))
 
 
@@ -91,6 +91,6 @@ def _name(layout: Layout, coordinate: Coordinate) -> str:
 
 
 def _same_bits(a: Tensor, b: Tensor) -> bool:
-    """Whether shape and bytes are equal: also right for NaN, and for dtypes that torch cannot compare."""
+    """Return whether shapes and bytes are equal; works for NaN and for dtypes that torch cannot compare."""
     a_bytes, b_bytes = (t.contiguous().reshape(-1).view(torch.uint8) for t in (a, b))
     return a.shape == b.shape and torch.equal(a_bytes, b_bytes.to(a.device))

@@ -1,4 +1,4 @@
-"""`reshape`: the layout of a reshaped tensor, where no data has to move."""
+"""`reshape`: the layout of a reshaped tensor whose pieces are reshaped in place, without communication."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How a plan distributes a model's parameters and buffers over ranks, without tensors."""
+"""The distribution of a model's parameters and buffers over the ranks of a plan, without tensors."""
 
 from __future__ import annotations
 

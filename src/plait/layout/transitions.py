@@ -1,4 +1,4 @@
-"""`moves`: the collectives that take a tensor from one layout to another, along which axes, in which order.
+"""`moves`: the sequence of collectives that redistributes a tensor from one layout to another.
 
 A move changes the placement along one axis:
 
@@ -33,7 +33,7 @@ Cost = tuple[float, int]
 
 @dataclass(frozen=True)
 class Move:
-    """A change of placement along `axis`; otherwise `source` and `target` are equal."""
+    """A change of the placement along `axis`, from the layout `source` to the layout `target`."""
 
     axis: str
     by: By
@@ -73,7 +73,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
 
 
 def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
-    """Yield the possible moves: each axis to its final placement, its first one, or `Replicate`."""
+    """Yield the possible next moves: each axis to its final placement, its first one, or `Replicate`."""
     for place, axis in enumerate(layout.axes):
         now = layout.placements[place]
         for then in dict.fromkeys((target.placements[place], source.placements[place], Replicate())):
@@ -84,7 +84,7 @@ def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
 
 
 def _by(now: Placement, then: Placement) -> By | None:
-    """Return how one placement becomes another; None if they are equal, or need `Replicate` between them."""
+    """Return the operation between two placements; None if equal, or only possible through `Replicate`."""
     if now == then:
         return None
     if isinstance(then, Replicate):
@@ -101,7 +101,7 @@ def _by(now: Placement, then: Placement) -> By | None:
 def _is_free(
     placements: tuple[Placement, ...], place: int, then: Placement, final: tuple[Placement, ...]
 ) -> bool:
-    """Whether the axis at `place` can move: no other axis divides the pieces that change."""
+    """Return whether the axis at `place` can move: no other axis divides the changed pieces."""
     others = [other for index, other in enumerate(placements) if index != place]
     dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
     if (dims or isinstance(then, Flat)) and any(isinstance(other, Flat) for other in others):
@@ -117,7 +117,7 @@ def _is_free(
 
 
 def _sent(move: Move) -> float:
-    """Return how many elements of the largest piece a rank sends, by the best algorithm of the collective."""
+    """Return the number of elements that a rank sends, by the best algorithm of the collective."""
     ranks, held = move.source.degrees[move.source.axes.index(move.axis)], _largest(move.source)
     shares = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
     exchanged = (ranks - 1) / ranks

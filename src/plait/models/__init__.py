@@ -1,4 +1,4 @@
-"""Plain single-device models as sequences of layers: on the meta device, or around those of Hugging Face."""
+"""Single-device models as sequences of layers: plait's own, or converted from Hugging Face."""
 
 from plait.models.gpt2 import gpt2
 from plait.models.huggingface import from_huggingface

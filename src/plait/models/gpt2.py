@@ -114,7 +114,7 @@ class Attention(nn.Module):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection. The linears may hold only some of the heads."""
+        """Return the output with the residual connection. The linears may hold only some of the heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -131,7 +131,7 @@ class Attention(nn.Module):
         return {**inner, **biases, "output.weight": Normal(self.std)}
 
     def cost(self) -> float:
-        """Return multiplications a token: four matrices, and scores and weighted values over the context."""
+        """Return multiplications per token: four matrices, scores and weighted values over the context."""
         hidden = self.query.in_features
         return 4.0 * hidden * hidden + 2.0 * self.context * hidden
 

@@ -1,4 +1,4 @@
-"""Initial values that depend on a tensor's name, the seed and the global index only, never on the layout.
+"""Initial values that depend only on a tensor's name, the seed and the global index, never on the layout.
 
 The generator is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter-based,
 so element `i` of a tensor is a pure function of `(seed, name, i)`, and any piece can be computed by itself.
@@ -83,7 +83,7 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
 
 
 def _reset(owner: nn.Module, attribute: str, path: str, seed: int) -> Tensor:
-    """Return a tensor of `owner` as `reset_parameters` initializes it; `owner` stays on the meta device."""
+    """Return a tensor of `owner` as initialized by `reset_parameters`; `owner` stays on the meta device."""
     copied = copy.deepcopy(owner).to_empty(device="cpu")
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]):

@@ -107,7 +107,7 @@ def _require_fitting_heads(hidden: int, heads: int, kv_heads: int) -> None:
 
 
 class Embedding(nn.Module):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`: positions enter in attention."""
+    """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which attention adds."""
 
     def __init__(self, vocab: int, hidden: int, context: int) -> None:
         super().__init__()
@@ -170,7 +170,7 @@ class Attention(nn.Module):
         return {**inner, "output.weight": Normal(self.std)}
 
     def cost(self) -> float:
-        """Return multiplications a token: four matrices, and scores and weighted values over the context."""
+        """Return multiplications per token: four matrices, scores and weighted values over the context."""
         hidden = self.query.in_features
         return 2.0 * hidden * (hidden + self.kv_heads * self.head_size) + 2.0 * self.context * hidden
 

@@ -1,4 +1,4 @@
-"""Helpers that build plait's models: checks of sizes, and the sequence of layers."""
+"""Helpers of plait's own models: assembly of the layer sequence, and checks of sizes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of a model's start values: its own tensors, given tensors, or those of rank 0, read one at a time.
+"""Sources of a model's initial values: its own tensors, given tensors, or tensors of rank 0, one at a time.
 
 source = LocalSource(locate_tensors(layers), seed, given)    each rank reads the tensors that it needs
 source = RankZeroSource(source, world, device)               rank 0 reads and broadcasts, in one order
@@ -25,7 +25,7 @@ from plait.rules import join
 
 @dataclass(frozen=True)
 class TensorLocation:
-    """Where a parameter or a buffer is in a model."""
+    """The layer and names of a parameter or buffer of a model."""
 
     layer: nn.Module
     path: str
@@ -66,14 +66,14 @@ class TensorSource(Protocol):
     """
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor, not to be written to. Raises ModelError for one without a value."""
+        """Return the whole tensor, which must not be written to. Raises ModelError if it has no value."""
 
     def skip(self, name: str) -> None:
-        """Pass over a tensor that this rank does not need."""
+        """Skip a tensor that this rank does not need; on some sources a collective call."""
 
 
 class LocalSource:
-    """This rank's source: given tensors, else the model's own, else initial values under `seed`."""
+    """This rank's source: given tensors, else the model's own, else random values under `seed`."""
 
     def __init__(
         self, locations: Mapping[str, TensorLocation], seed: int, given: Mapping[str, Any] | None = None
@@ -103,14 +103,14 @@ class LocalSource:
         """Do nothing: reading is not collective."""
 
     def known(self) -> Iterator[Tensor]:
-        """Yield all tensors that need no initial value, in the order of the locations."""
+        """Yield all tensors with given or existing values, in the order of the locations."""
         for name, location in self.locations.items():
             if name in self._found or not location.tensor.is_meta:
                 yield self.read(name)
 
     @cached_property
     def _found(self) -> Mapping[str, str]:
-        """By tensor, the name in `given`. ModelError where the given tensors do not fit the model."""
+        """The name in `given` of each tensor. Raises ModelError if the given tensors do not fit the model."""
         if self._given is None:
             return {}
         if not isinstance(self._given, Mapping):
@@ -126,19 +126,19 @@ class LocalSource:
 
 
 class RankZeroSource:
-    """The source of rank 0 of a group, for all its ranks.
+    """A source that reads tensors on rank 0 of a group and broadcasts them to all its ranks.
 
     Reading and skipping are collective: a broadcast of the dtype or an error message, then of the tensor.
     """
 
     def __init__(self, source: LocalSource, group: Group, device: torch.device) -> None:
-        """`device`: this rank's, for the broadcasts."""
+        """`device`: the device of this rank for the broadcasts."""
         self._source = source
         self._group = group
         self._device = device
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor on `device`. Where rank 0 fails, the other ranks raise ModelError."""
+        """Return the whole tensor on `device`. Raises ModelError on all ranks if rank 0 fails."""
         value, failure, text = None, None, ""
         if self._group.index == 0:
             try:
@@ -157,14 +157,14 @@ class RankZeroSource:
         return broadcast(value, self._group, checked=False).wait()
 
     def skip(self, name: str) -> None:
-        """Take part in the broadcasts, and free the tensor."""
+        """Take part in the broadcasts, and discard the tensor."""
         self.read(name)
 
 
 def _match(
     given: Mapping[str, Any], locations: Mapping[str, TensorLocation]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return by tensor the name in `given`, and the faults, one text for each kind."""
+    """Return the name in `given` of each tensor, and a list of errors, one text per kind."""
     found: dict[str, str] = {}
     missing, misfits, unequal = [], [], []
     for name, location in locations.items():

@@ -41,7 +41,7 @@ class Action(NamedTuple):
 
     @property
     def message_key(self) -> Action:
-        """Name of the messages that this action receives and sends: `I` for a full backward, else itself."""
+        """Key of the messages that this action receives and sends: `I` for a full backward, else itself."""
         return Action(self.stage, Kind.I, self.microbatch) if self.kind is Kind.B else self
 
     def source_stage(self, stages: int) -> int | None:

@@ -1,4 +1,4 @@
-"""Building blocks: when each stage works on micro-batch 0; every other does the same a period later.
+"""Building blocks: the times at which stages run micro-batch 0; later ones repeat them every period.
 
     rank 0  F0 F1 I1 I0 W1 W0    two ranks, placement v, period 6: one period in the steady state
     rank 1  W0 F0 F1 I1 I0 W1    (digits are chunks)
@@ -22,7 +22,7 @@ PerStage = Sequence[int]
 
 
 class Lengths(NamedTuple):
-    """A number of cells for the forward, the input gradient and the weight gradient of each stage."""
+    """Number of time cells for the forward, input gradient and weight gradient of each stage."""
 
     F: PerStage
     I: PerStage  # noqa: E741 (the field's letter)
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Delays of the micro-batch on its path, in cells."""
+    """Delays between the actions of micro-batch 0, in cells."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""
@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Start of each action of micro-batch 0, on ranks that repeat every `period` cells."""
+    """Start of each action of micro-batch 0; all ranks repeat them every `period` cells."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
@@ -128,7 +128,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the building block of two chunks in a v with unit lengths and `pause` that takes least memory.
+    """Return the two-chunk V-shaped block with unit lengths and this `pause` that needs the least memory.
 
     `pause` is the delay before the forwards of the second chunk and the input gradients of the first: the
     larger it is, the longer a micro-batch of either chunk stays on a rank, the same on all ranks.
@@ -143,7 +143,7 @@ def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
 
 
 class _PeriodCells:
-    """The cells that are taken in one period of each rank, as the bits of a number."""
+    """The occupied cells of one period of each rank, as bits of an integer."""
 
     def __init__(self, period: int, taken: list[int]) -> None:
         self.period = period
@@ -151,7 +151,7 @@ class _PeriodCells:
         self.full = False
 
     def place(self, rank: int, ready: int, length: int) -> int:
-        """Take `length` consecutive cells at the first time from `ready` on at which they are free."""
+        """Occupy the first `length` consecutive free cells at or after `ready`, and return their start."""
         period, everything = self.period, (1 << self.period) - 1
         for start in range(ready, ready + period):
             cells = ((1 << length) - 1) << start % period

@@ -1,4 +1,4 @@
-"""The rules that every legal schedule keeps, as a table, and `plait.check`."""
+"""The rules of legal schedules, as a table, and `plait.check`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.schedules.step_grid import draw_grid
 
 
 class Violation(NamedTuple):
-    """A broken rule: the rank, the action, the reason, and the position in the rank's order to show."""
+    """A broken rule: the rank, the action, the reason, and the position in the rank's order to display."""
 
     rank: int
     action: Action
@@ -26,7 +26,7 @@ class Violation(NamedTuple):
 
 
 def check(schedule: Schedule, limit: float | None = None, memory_costs: MemoryCosts | None = None) -> None:
-    """Raise ScheduleError for the first broken rule, with the rank, the action and the grid around it.
+    """Raise ScheduleError for the first broken rule, with the rank, the action and the surrounding grid.
 
     `limit` is the most that a rank may hold, in micro-batches; `memory_costs` is what one micro-batch holds,
     by default its share from the forward to the weight gradient.

@@ -1,4 +1,4 @@
-"""Check of lowered programs: messages in the same order on both ranks of a channel, and no deadlock."""
+"""Check of lowered programs: both ranks of a channel have the same message order, and no deadlock occurs."""
 
 from __future__ import annotations
 

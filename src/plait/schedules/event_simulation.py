@@ -1,4 +1,4 @@
-"""Event simulation: end of every action, where each rank runs its actions in order, as early as it can."""
+"""Event simulation: the end time of every action, with each rank running its actions in order and at once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ActionRows: TypeAlias = Sequence[Sequence[Action]]
 
 
 class Timing(NamedTuple):
-    """Durations of actions and of messages, in whole numbers, per stage."""
+    """Durations of actions and messages per stage, as integers."""
 
     durations: Mapping[Kind, Sequence[int]]
     forward_hops: Sequence[int]
@@ -23,14 +23,14 @@ class Timing(NamedTuple):
 
 
 class EventTimes(NamedTuple):
-    """End of each action that runs, per rank; for each rank in a deadlock, the action it waits for."""
+    """End of each action that runs, per rank; the action that each deadlocked rank waits for."""
 
     ends: list[list[int]]
     missing: dict[int, Action]
 
 
 def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
-    """Return when the actions of `rows` end. Linear in the number of actions.
+    """Return the end times of the actions of `rows`. Linear in the number of actions.
 
     A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
     gradient its own input gradient.

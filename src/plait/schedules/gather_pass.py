@@ -52,7 +52,7 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
 
 
 def _uses(program: Program, spec: LoweringSpec) -> dict[int, tuple[str, ...]]:
-    """Return the units that each instruction needs, by its position."""
+    """Return the units that each instruction uses, by the instruction's position."""
     units = spec.units_of_layers()
     uses: dict[int, tuple[str, ...]] = {}
     for position, instruction in enumerate(program):

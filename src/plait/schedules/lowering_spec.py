@@ -1,4 +1,4 @@
-"""What lowering needs to know of a model and a plan beside the schedule."""
+"""The input of lowering besides the schedule: layers, units and sharding of a model under a plan."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from plait.plan import Plan
 
 
 class LayerIndex(NamedTuple):
-    """A layer of the model, by its stage and its index within the stage."""
+    """A layer of the model: its stage and its index within the stage."""
 
     stage: int
     layer: int
@@ -18,7 +18,7 @@ class LayerIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """Which instructions about parameters and gradients of units a program has.
+    """The gather and reduction instructions that a program contains.
 
     `gathers`: whether parameters are gathered, once per step or before each use, with a release after it.
     `scatters`: whether gradients are reduce-scattered over `shard`, after the last micro-batch or after each.
@@ -35,7 +35,7 @@ WHOLE = Sharding()
 
 
 def sharding_of(plan: Plan) -> Sharding:
-    """Return the sharding that the plan's strategy asks for.
+    """Return the sharding instructions for the plan's strategy.
 
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """

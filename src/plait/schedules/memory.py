@@ -1,4 +1,4 @@
-"""Activation memory of a rank: each micro-batch counts from its forward to its weight gradient."""
+"""Activation memory of a rank: each micro-batch is counted from its forward to its weight gradient."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TOLERANCE = Fraction(1, 10**9)
 
 
 class MemoryCosts(NamedTuple):
-    """Memory of one micro-batch on each stage, in whole multiples of `unit`; 1 is a rank's whole share."""
+    """Memory of one micro-batch on each stage, in integer multiples of `unit`; 1 is a rank's full share."""
 
     unit: Fraction
     until_input: tuple[int, ...]
@@ -35,7 +35,7 @@ def even_memory_costs(schedule: Schedule) -> MemoryCosts:
 
 
 def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
-    """Yield for each action of a rank its peak memory and the memory after it, in units."""
+    """Yield for each action of a rank the peak memory during it and the memory after it, in units."""
     use = 0
     for stage, kind, _ in actions:
         if kind is Kind.F:
@@ -52,7 +52,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return the peak memory of each rank, where 1 is its whole share of one micro-batch."""
+    """Return the peak memory of each rank, where 1 is a rank's full share of one micro-batch."""
     costs = costs or even_memory_costs(schedule)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)
@@ -61,7 +61,7 @@ def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[F
 
 
 def limit_in_units(limit: float, unit: Fraction) -> int:
-    """Return how many whole units fit into `limit`. Raises ScheduleError where it is negative or NaN."""
+    """Return the number of whole units in `limit`. Raises ScheduleError if it is negative or NaN."""
     number = isinstance(limit, Real) and not isinstance(limit, bool)
     if not number or limit != limit or limit < 0:
         raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")

@@ -1,4 +1,4 @@
-"""Messages between ranks, and when their receives are posted.
+"""Messages between ranks, and the positions at which their receives are posted.
 
 A channel is a pair of ranks and a direction; its messages are received in the order in which they are sent.
 A receive is posted as soon as the previous one on its channel was awaited, so that one buffer waits ahead;
@@ -22,7 +22,7 @@ Channel: TypeAlias = tuple[int, int, Kind]
 
 
 class StageMessage(NamedTuple):
-    """The input of `consumer`, made by the action at position `made` of rank `sender`."""
+    """The input of `consumer`, computed by the action at position `made` of rank `sender`."""
 
     consumer: Action
     sender: int

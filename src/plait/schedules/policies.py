@@ -1,4 +1,4 @@
-"""Schedules by name. A policy is the placement of stages, how far forwards run ahead, and the lag of W.
+"""Schedules by name. A policy sets the placement of stages, the number of warm-up forwards and the lag of W.
 
 rank 0  F0 F1 F2 F3 B0 B1 B2 B3            gpipe: all forwards first
 rank 1  F0 F1 F2 F3 B0 B1 B2 B3
@@ -30,7 +30,7 @@ from plait.schedules.schedule import Placement, Schedule
 
 
 class RankPosition(NamedTuple):
-    """A rank, and the sizes of its pipeline: ranks, micro-batches, and chunks per rank."""
+    """A rank and the dimensions of its pipeline: ranks, micro-batches, and chunks per rank."""
 
     rank: int
     ranks: int
@@ -39,7 +39,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Micro-batches that go through a chunk together: one for each rank, or a few more."""
+        """Groups of micro-batches that pass through a chunk together: one per rank, or a few more."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]
@@ -60,7 +60,7 @@ class AlternatingPolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Two chunks in a v, in a building block that repeats (see `smallest_block`)."""
+    """Two chunks per rank, placed in a V, in a building block that repeats (see `smallest_block`)."""
 
     pause: int
     peak: Callable[[int], int]
@@ -109,7 +109,7 @@ def policies_for(placement: Placement, chunks: int) -> list[str]:
 
 
 def policy_schedule(name: str, ranks: int, microbatches: int, chunks: int | None = None) -> Schedule:
-    """Return the schedule of `POLICIES[name]`, an order for any costs.
+    """Return the schedule of the policy `POLICIES[name]`; it does not depend on costs.
 
     Raises ScheduleError for counts below one, and for a number of chunks that the policy does not allow.
     """
@@ -143,7 +143,7 @@ def _alternating(policy: AlternatingPolicy, at: RankPosition) -> Iterator[Action
 
 
 def _by_groups(at: RankPosition, kind: Kind) -> Iterator[Action]:
-    """Yield the actions of a kind of a rank: group by group, and within a group chunk by chunk."""
+    """Yield the actions of one kind of a rank: group by group, and within a group chunk by chunk."""
     stages = range(at.rank, at.ranks * at.chunks, at.ranks)
     for group in at.groups:
         for stage in stages if kind is Kind.F else reversed(stages):
@@ -152,7 +152,7 @@ def _by_groups(at: RankPosition, kind: Kind) -> Iterator[Action]:
 
 
 def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> Schedule:
-    """Return a schedule of forwards only, for evaluation and generation: by micro-batch, then by stage."""
+    """Return a forward-only schedule for evaluation and generation, ordered by micro-batch, then by stage."""
     require_positive(ranks=ranks, microbatches=microbatches)
     actions = tuple(
         tuple(
@@ -167,7 +167,7 @@ def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> 
 
 
 def require_positive(**counts: int) -> None:
-    """Raise ScheduleError for the first count that is not a whole number from 1 to a million."""
+    """Raise ScheduleError for the first count that is not an integer from 1 to a million."""
     for name, count in counts.items():
         if not isinstance(count, int) or isinstance(count, bool) or not 1 <= count <= MOST_COUNT:
             raise ScheduleError(f"{name} is {count!r}: give a whole number from 1 to {MOST_COUNT:,}.")

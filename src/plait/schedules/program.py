@@ -40,7 +40,7 @@ class AwaitReceive:
 
 @dataclass(frozen=True, slots=True)
 class LocalTransfer:
-    """Pass the result of the previous (`F`) or next (`I`) stage of this rank on: no message, no copy."""
+    """Pass the result of the previous (`F`) or next (`I`) stage on this rank on to this stage, not copied."""
 
     verb: ClassVar = "transfer"
     action: Action

@@ -1,4 +1,4 @@
-"""Lowering pass that inserts the reductions of gradients, right after the last weight gradient of a unit.
+"""Lowering pass that inserts gradient reductions directly after a unit's last weight gradient.
 
     whole gradients    … Run(W) Reduce …
     sharded            … Allocate(1) Run(W) Scatter(1) AwaitScatter(2) Reduce(2)  Allocate(0) Run(W) …
@@ -59,7 +59,7 @@ class _ReductionBuilder:
     """The units whose scatter has started, and whether it is the step's last."""
 
     def allocate(self, units: Collection[str]) -> None:
-        """Allocate the gradients of `units` where they are not, before an instruction that adds to them."""
+        """Insert allocations of those gradients of `units` that are not allocated yet."""
         if not self.sharding.allocates:
             return
         for unit in units:
@@ -70,7 +70,7 @@ class _ReductionBuilder:
                 self.allocated.add(unit)
 
     def end(self, unit: str, *, final: bool) -> None:
-        """Reduce a unit's gradient, complete for one micro-batch or (`final`) for the step."""
+        """Insert the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
         if self.sharding.scatters == "never":
             if unit not in self.tied:
                 self.program.append(ReduceGradient(unit))
@@ -81,7 +81,7 @@ class _ReductionBuilder:
         self.in_flight = {unit: final}
 
     def await_scatters(self) -> None:
-        """Wait for the scatters in flight, and reduce what is final."""
+        """Insert waits for all unfinished reduce-scatters, and all-reduces of gradients that are final."""
         for unit, final in self.in_flight.items():
             self.program.append(AwaitScatter(unit))
             if final and unit not in self.tied:
@@ -90,7 +90,7 @@ class _ReductionBuilder:
 
 
 def _accumulates(kind: Kind, sharding: Sharding) -> bool:
-    """Whether an action of this kind adds to gradients; `I` adds what it need not leave to `W`.
+    """Return whether an action of this kind adds to gradients; `I` adds those not deferred to `W`.
 
     Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
     """
@@ -100,7 +100,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units whose gradient is then complete, for a micro-batch or (True) the step."""
+    """Return by position the units whose gradient is then complete: for a micro-batch, or (True) the step."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):

@@ -1,4 +1,4 @@
-"""A schedule: the actions of every rank, in order. Plain data to draw, check, lower and write to files."""
+"""A schedule: the actions of every rank, in order. Plain data to be drawn, checked, lowered and saved."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.schedules.step_grid import Grid, draw_grid, fill_grid
 
 
 class Placement(StrEnum):
-    """How `ranks * chunks` stages are assigned to ranks, in model order.
+    """The assignment of `ranks * chunks` stages to ranks, in model order.
 
     ranks 0 1 2 3, two chunks a rank
 
@@ -29,7 +29,7 @@ class Placement(StrEnum):
     V = "v"
 
     def rank_of(self, ranks: int, chunks: int) -> tuple[int, ...]:
-        """Return the rank of each stage. With one chunk per rank all placements are the same."""
+        """Return the rank of each stage. With one chunk per rank, all placements are the same."""
         down = tuple(range(ranks))
         back = down[::-1] if self is Placement.V else down
         return tuple(rank for chunk in range(chunks) for rank in (back if chunk % 2 else down))
@@ -37,7 +37,7 @@ class Placement(StrEnum):
 
 @dataclass(frozen=True)
 class Schedule:
-    """What each rank of the `pp` axis does in one training step.
+    """The actions of each rank of the `pp` axis in one training step.
 
     `rank_of[s]` is the rank that holds stage `s`; `actions[r]` are the actions of rank `r`, first to last.
     """
@@ -90,7 +90,7 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def split_backward(self) -> Schedule:
-        """Return the same schedule with each `B` as the `I` and `W` that the executor runs."""
+        """Return the same schedule with each `B` split into the `I` and `W` that the executor runs."""
         return replace(self, actions=tuple(tuple(_split(row)) for row in self.actions), bound=None)
 
     def __str__(self) -> str:

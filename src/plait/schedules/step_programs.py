@@ -1,4 +1,4 @@
-"""The checked programs of the steps that an engine runs: train, evaluate and output. Lowered on first use."""
+"""The checked programs of an engine's steps: train, evaluate and output. Lowered on first use."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class StepPrograms:
 
     @cached_property
     def train(self) -> Program:
-        """Forward and backward of every micro-batch. Raises ScheduleError where a rule is broken."""
+        """Forward and backward of every micro-batch. Raises ScheduleError for an illegal schedule."""
         check(self.schedule)
         return self._lower(self.schedule, "loss")
 

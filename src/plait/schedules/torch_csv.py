@@ -1,4 +1,4 @@
-"""The compute-only CSV format of `torch.distributed.pipelining`: write a schedule, read a schedule.
+"""The compute-only CSV format of `torch.distributed.pipelining`: reading and writing of schedules.
 
 0F0,0F1,,0B0,,0B1      a line per rank, a cell per action; an empty cell is an idle step
 ,1F0,1B0,1F1,1B1
@@ -34,7 +34,7 @@ _CsvRow: TypeAlias = list[tuple[_CsvPosition, Action]]
 
 
 def to_csv(schedule: Schedule) -> str:
-    """Return `schedule` as PyTorch's `_load_csv` reads it: a line per rank, a cell per action.
+    """Return `schedule` as CSV for PyTorch's `_load_csv`: one line per rank, one cell per action.
 
     Idle steps are left out: an executor waits for the input of each action.
     """
@@ -97,7 +97,7 @@ def _actions(cell: str, position: _CsvPosition) -> list[Action]:
 
 
 def _rank_of(rows: Sequence[_CsvRow]) -> tuple[int, ...]:
-    """Return the rank of each stage: the line of its actions."""
+    """Return the rank of each stage: the line with its actions."""
     firsts: dict[int, _CsvPosition] = {}
     for row in rows:
         for position, action in row:

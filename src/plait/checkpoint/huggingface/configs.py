@@ -76,7 +76,7 @@ def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder. CheckpointError where there is none."""
+    """Return the configuration in a folder. Raises CheckpointError where there is none."""
     try:
         config = json.loads((folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:

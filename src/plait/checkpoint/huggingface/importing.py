@@ -54,7 +54,7 @@ class Weights:
     """The tensors in the safetensors files of a folder."""
 
     def __init__(self, folder: Path) -> None:
-        """CheckpointError where there are none, or a file is missing or damaged."""
+        """Open all safetensors files of a folder. Raises CheckpointError where one is missing or damaged."""
         try:
             self._files = files_of_tensors(folder)
         except ModelError as error:
@@ -71,7 +71,7 @@ class Weights:
             self._known |= self._reader.contents(file)
 
     def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
-        """Raise CheckpointError unless the folder has these tensors, and if `tied`, no other head."""
+        """Raise CheckpointError unless the folder has these tensors and, if `tied`, no separate head."""
         wanted = {self.key(pair.theirs): pair for pair in pairs}
         errors = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
         for key, (shape, _) in self._known.items():
@@ -90,7 +90,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return the name of a tensor in the files: models without a head are saved without the prefix."""
+        """Return the name of a tensor in the files, which omit the prefix for models without a head."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 

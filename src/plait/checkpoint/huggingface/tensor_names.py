@@ -33,7 +33,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Template:
-    """A `TensorPair` for models of any size: `#` stands for a block's number, names stand for sizes."""
+    """A `TensorPair` for models of any size, with `#` for a block's number and names for sizes."""
 
     theirs: str
     ours: tuple[str, ...]

@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     @property
     def carries_cpu_tensors(self) -> bool:
-        """Whether tensors on the CPU are supported; without Gloo they are not."""
+        """Whether tensors on the CPU are supported, which requires Gloo."""
 
     @property
     def on_one_host(self) -> bool:
@@ -72,13 +72,13 @@ class Transport(Protocol):
         """Complete when all ranks have called it."""
 
     def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Send to one rank; complete at the earliest when it has posted its receive."""
+        """Send to one rank; may complete only after that rank has posted its receive."""
 
     def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
         """Post a receive into a contiguous buffer. Messages of one pair and tag keep their order."""
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Return zeros in shared CPU memory, which are all-reduced in place; None where it is not supported.
+        """Return zeros in shared CPU memory, to be all-reduced in place; None where it is not supported.
 
         Blocks until all ranks have called it.
         """
@@ -87,11 +87,11 @@ class Transport(Protocol):
         """Return whether `tensor` was made by `shared_zeros`."""
 
     def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, here and on the other ranks, after one has failed by `cause`."""
+        """Make pending operations fail soon, on this and the other ranks, after one has failed by `cause`."""
 
 
 class Ranks(Protocol):
-    """The ranks that started together, seen from one of them. Makes the transports of groups."""
+    """The ranks that were started together, as seen by one of them. Makes the transports of groups."""
 
     rank: int
     size: int
@@ -104,7 +104,7 @@ class Ranks(Protocol):
 
     @property
     def failure_log(self) -> FailureLog | None:
-        """Where ranks write what they waited for when an operation failed; None without a store."""
+        """The failure log of all ranks; None without a store."""
 
     def world(self) -> Transport | None:
         """Return the transport of all ranks, which exists before any group; None for one rank alone."""
@@ -116,10 +116,10 @@ class Ranks(Protocol):
         """
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """Return the transport of the one of `groups` that this rank is in; None if it is in none, or alone.
+        """Return the transport of the one of `groups` with this rank; None if there is none or it is alone.
 
         All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait.
         """
 
     def close(self) -> None:
-        """Close what `connect` made."""
+        """Close all transports that `connect` made."""

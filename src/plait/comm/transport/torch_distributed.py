@@ -36,7 +36,7 @@ class TorchPending:
         self._work, self._keep, self._then = work, keep, then
 
     def wait(self, awaited: str = "") -> None:
-        """Block until it is complete; on NCCL, make the current stream wait for it."""
+        """Block until the operation is complete; on NCCL, only make the current stream wait for it."""
         if self._work is not None:
             self._work.wait()
         if self._then is not None:
@@ -68,7 +68,7 @@ class TorchTransport:
         return "exchange" if small and self._over_gloo(tensor) else "backend"
 
     def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of a reduce-scatter: never Gloo's own, which is a whole all-reduce."""
+        """Return the algorithm of a reduce-scatter; never Gloo's, which all-reduces the whole tensor."""
         return "exchange" if self._over_gloo(tensor) else "backend"
 
     def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
@@ -157,7 +157,7 @@ class TorchTransport:
         return TorchPending(work, buffer)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Return None: these ranks share no memory."""
+        """Return None: shared memory is not supported."""
         return None
 
     def shares(self, tensor: Tensor) -> bool:
@@ -177,7 +177,7 @@ class TorchTransport:
         return work
 
     def _exchange(self, parts: Tensor, total: Tensor, op: Op) -> Pending:
-        """Send each rank its one of `size` parts along dim 0, and reduce the received ones into `total`."""
+        """Send one of `size` parts along dim 0 to each rank, and reduce the received parts into `total`."""
         received = torch.empty_like(parts)
 
         def finish() -> None:
@@ -192,7 +192,7 @@ def backends_of(process_group: dist.ProcessGroup | None) -> str:
 
 
 def _single(name: str, older: _Single) -> _Single:
-    """Return `dist.<name>`, or the function of older versions of torch; 2.13 warns about the old names."""
+    """Return `dist.<name>`, or in older versions of torch `older`, which torch 2.13 deprecates."""
     return cast(_Single, getattr(dist, name, None) or older)
 
 

@@ -35,7 +35,7 @@ class Processes:
 
     @property
     def failure_log(self) -> FailureLog | None:
-        """The log in the store of the rendezvous, from `discover` on."""
+        """The failure log in the store of the rendezvous, available after `discover`."""
         return self._failure_log
 
     def world(self) -> Transport | None:
@@ -52,7 +52,7 @@ class Processes:
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """Make all process groups, as torch requires of every rank; return the transport of this rank's."""
+        """Create all process groups, as torch requires; return the transport of this rank's group."""
         mine: Transport | None = None
         for ranks in groups:
             if len(ranks) == 1:
@@ -78,7 +78,7 @@ class Processes:
 
     @cached_property
     def own_process_group(self) -> dist.ProcessGroup:
-        """A process group of this rank alone, made without the other ranks."""
+        """Return a process group of this rank alone, created without communication."""
         made: dist.ProcessGroup | None = dist.group.WORLD
         if self.size > 1:
             made = dist.new_group([self.rank], use_local_synchronization=True, group_desc="alone")
@@ -104,10 +104,10 @@ class Processes:
 
 
 def joined_processes() -> Processes | None:
-    """Return the world of torch that this process has joined, or None."""
+    """Return torch's world if this process has joined it, or None."""
     return Processes() if dist.is_available() and dist.is_initialized() else None
 
 
 def current_ranks() -> Ranks | None:
-    """Return the ranks that this one runs beside: threads or processes; None where there is no world."""
+    """Return the ranks of the current world, threads or processes; None where there is no world."""
     return current_local_rank() or joined_processes()

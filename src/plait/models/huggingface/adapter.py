@@ -53,5 +53,5 @@ def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
 
 
 def _end(name: str) -> list[str]:
-    """Return the names of module and attribute, which are the same on both sides."""
+    """Return the last names (module and attribute) of a tensor, which both models share."""
     return name.split(".")[-2:]

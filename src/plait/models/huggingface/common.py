@@ -39,12 +39,12 @@ class ConvertedLayer(nn.Module):
 
 
 class Embedding(ConvertedLayer):
-    """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which enter in attention."""
+    """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which attention adds."""
 
     def __init__(
         self, name: str, table: nn.Module, context: int, std: float, emb_dropout: nn.Module | None = None
     ) -> None:
-        """`name`: of `table` in the model."""
+        """`name`: the name of `table` in the model."""
         super().__init__(std)
         self.name, self.context = name, context
         self.add_module(name, table)
@@ -68,7 +68,7 @@ class MLP(ConvertedLayer):
         std: float,
         exceptions: Mapping[str, float] | None = None,
     ) -> None:
-        """`name`: of `norm` in the model."""
+        """`name`: the name of `norm` in the model."""
         super().__init__(std, exceptions)
         self.name = name
         self.add_module(name, norm)
@@ -84,7 +84,7 @@ class Head(ConvertedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
     def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module, std: float) -> None:
-        """`name`: of `norm` in the model."""
+        """`name`: the name of `norm` in the model."""
         super().__init__(std)
         self.name = name
         self.add_module(name, norm)
@@ -97,19 +97,19 @@ class Head(ConvertedLayer):
 
 
 def attention_cost(layer: nn.Module, context: int, width: int) -> float:
-    """Return multiplications a token: all matrices, and attention of `width` features over the context."""
+    """Return multiplications per token: all matrices, and attention of `width` features over the context."""
     return sum(parameter.numel() for parameter in layer.parameters() if parameter.dim() > 1) + (
         2.0 * context * width
     )
 
 
 class Rotary(nn.Module):
-    """The angles of rotary positions, equal to those of a rotary module of transformers."""
+    """The angles of rotary positions, equal to those computed by a rotary module of transformers."""
 
     bits: Tensor
 
     def __init__(self, source: Any) -> None:
-        """Take the frequencies of `source`; if it is on the meta device, those of its configuration."""
+        """Copy the frequencies of `source`; if on the meta device, compute them from its configuration."""
         super().__init__()
         if source.rope_type not in STEADY_ROTARY:
             raise ModelError(
@@ -132,7 +132,7 @@ class Rotary(nn.Module):
 
 
 def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the first features of each head, two for each angle; the others stay."""
+    """Rotate the first features of each head, two per angle; the other features do not change."""
     rotated = 2 * cosines.shape[-1]
     if rotated == x.shape[-1]:
         return rotate(x, cosines, sines)

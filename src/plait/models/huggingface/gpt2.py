@@ -32,7 +32,7 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. ModelError for cross-attention."""
+    """Return `model` as a sequence. Raises ModelError for cross-attention."""
     config, body = model.config, model.transformer
     if config.add_cross_attention:
         raise ModelError(
@@ -91,5 +91,5 @@ class Attention(ConvertedLayer):
         return result
 
     def cost(self) -> float:
-        """Return multiplications a token."""
+        """Return multiplications per token."""
         return attention_cost(self, self.context, self.attn.embed_dim)

@@ -1,4 +1,4 @@
-"""Conversion of `GPTNeoXForCausalLM` of transformers: attention and MLP share a layer, as their input."""
+"""Conversion of `GPTNeoXForCausalLM` of transformers: attention and MLP are one layer with a shared input."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. ModelError for rotary embeddings that depend on a sequence's length."""
+    """Return `model` as a sequence. Raises ModelError for rotary embeddings that depend on the length."""
     config, body = model.config, model.gpt_neox
     std, context = config.initializer_range, config.max_position_embeddings
     embedding = Embedding("embed_in", body.embed_in, context, std, body.emb_dropout)
@@ -82,6 +82,6 @@ class Block(ConvertedLayer):
         return output
 
     def cost(self) -> float:
-        """Return multiplications a token."""
+        """Return multiplications per token."""
         config = self.attention.config
         return attention_cost(self, config.max_position_embeddings, config.hidden_size)

@@ -42,7 +42,7 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. ModelError for rotary embeddings that depend on a sequence's length."""
+    """Return `model` as a sequence. Raises ModelError for rotary embeddings that depend on the length."""
     config, body = model.config, model.model
     std, context = config.initializer_range, config.max_position_embeddings
     blocks = [
@@ -91,7 +91,7 @@ class Attention(ConvertedLayer):
         return result
 
     def cost(self) -> float:
-        """Return multiplications a token."""
+        """Return multiplications per token."""
         config = self.self_attn.config
         context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
         return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)

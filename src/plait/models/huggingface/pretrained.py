@@ -33,7 +33,7 @@ class HuggingFaceSizes:
 
 
 def sizes_in(folder: Path) -> HuggingFaceSizes:
-    """Return the sizes of the model in `folder`. ModelError where `config.json` cannot be read."""
+    """Return the sizes of the model in `folder`. Raises ModelError where `config.json` is unreadable."""
     config = _config(folder)
     try:
         sizes = HuggingFaceSizes(
@@ -59,7 +59,7 @@ def sizes_in(folder: Path) -> HuggingFaceSizes:
 
 
 def model_in(folder: Path) -> nn.Sequential:
-    """Return the model in `folder` as layers on the meta device. ModelError as `from_huggingface`."""
+    """Return the model in `folder` as layers on the meta device. Raises ModelError as `from_huggingface`."""
     transformers = _transformers()
     config = _config(folder)
     if getattr(config, "num_hidden_layers", None) is not None:  # else from_huggingface refuses the model
@@ -77,7 +77,7 @@ def model_in(folder: Path) -> nn.Sequential:
 
 
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return, by name in `model` (of `model_in`), slices of safetensors files; None without weights.
+    """Return slices of the safetensors files by name in `model` (of `model_in`); None without weights.
 
     The files are those that transformers would read. No tensor is read before `parallelize` asks for it.
     ModelError for files that are missing or damaged, for weights in another format, and for those that do not

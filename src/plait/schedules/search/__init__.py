@@ -1,4 +1,4 @@
-"""Search for the shortest schedule within a memory limit, for given costs; pure Python, no model needed.
+"""Search for the shortest schedule within a memory limit, for given costs; pure Python, without a model.
 
 Steps of `auto`: a problem's tables; initial orders from policies and building blocks; list scheduling with
 justification; local search; exact search of small problems; joining of `I` and `W` to `B`.

@@ -1,4 +1,4 @@
-"""`plait.schedule`: a schedule by the name of its policy, or the shortest within a limit."""
+"""`plait.schedule`: returns the schedule of a named policy, or the shortest one within a memory limit."""
 
 from __future__ import annotations
 
@@ -66,13 +66,13 @@ def schedule(
 
 
 def default_chunks(policy: str, *, ranks: int, stages: int) -> int:
-    """Return the default number of stages per rank; for `auto` the one that makes `stages`."""
+    """Return the default number of stages per rank; for `auto`, the number that gives `stages` in total."""
     require_policy(policy)
     return max(1, stages // ranks) if policy == AUTO else POLICIES[policy].chunks
 
 
 def require_policy(policy: str) -> None:
-    """Raise ScheduleError for an unknown policy, with the nearest known one."""
+    """Raise ScheduleError for an unknown policy, with the most similar known name."""
     if policy not in POLICY_NAMES:
         near = get_close_matches(str(policy).lower(), POLICY_NAMES, n=1)
         hint = f"did you mean {near[0]}?" if near else f"choose one of {', '.join(POLICY_NAMES)}."

@@ -1,4 +1,4 @@
-"""The search of `auto`: the shortest schedule within a memory limit."""
+"""The search for `auto`: the shortest schedule within a memory limit."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def search_schedule(
     measure: Measure,
     rank_of: Sequence[int] | None = None,
 ) -> Schedule:
-    """Return the schedule with the least `measure` that was found within the memory `limit`.
+    """Return the schedule with the least `measure` found within the memory `limit`.
 
     Its `policy` has the placement of its stages, or the name of the policy; its `bound` is a lower bound,
     equal to its own measure where nothing better exists. The result is the same on every machine. `chunks`:
@@ -148,7 +148,7 @@ def _schedule(problem: Problem, orders: Orders) -> Schedule:
 
 
 def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
-    """Yield the named policies within the limit, so that the result is never longer than one of them."""
+    """Yield the schedules of named policies within the limit, which bound the length of the result."""
     for problem in problems:
         for name in policies_for(problem.placement, problem.chunks):
             policy = POLICIES[name]

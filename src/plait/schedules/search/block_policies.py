@@ -53,7 +53,7 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
 
 
 def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:
-    """Yield those of `rules` that can give different schedules of `problem`.
+    """Yield only those `rules` that can give different schedules of `problem`.
 
     All times are multiples of one unit. Where a rule fills a gap of one unit with the longest operation, it
     fills every gap, and rules that differ only in `gap` give the same schedule, as with the default costs.

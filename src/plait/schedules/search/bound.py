@@ -68,7 +68,7 @@ def _drains(problem: Problem) -> list[int]:
 def _most_time(
     stages: Sequence[int], times: Sequence[int], memory: Sequence[int], problem: Problem
 ) -> Fraction:
-    """Return the longest time that a rank can run operations that take `memory`, within the limit.
+    """Return the maximum busy time of a rank with operations that take `memory`, within the limit.
 
     Parts of operations count where their sizes differ, so that the bound holds.
     """

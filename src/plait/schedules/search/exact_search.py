@@ -46,11 +46,11 @@ def exact_search(problem: Problem, known: int, nodes: int) -> SearchResult:
 
 
 class _BudgetExceeded(Exception):
-    """The allowed number of nodes was visited."""
+    """Raised when the allowed number of nodes has been visited."""
 
 
 class _Search:
-    """The current node, as tables that are changed on the way down and restored on the way up."""
+    """Depth-first search: tables of the current node, changed on descent and restored on return."""
 
     def __init__(self, problem: Problem, known: int, nodes: int) -> None:
         self.problem, self.tables = problem, problem.tables
@@ -74,7 +74,7 @@ class _Search:
         self.tails = _tails(problem)
 
     def descend(self) -> None:
-        """Visit this node and all below it."""
+        """Visit this node and all its descendants."""
         self.nodes -= 1
         if self.nodes < 0:
             raise _BudgetExceeded
@@ -97,7 +97,7 @@ class _Search:
             self.held_back[rank] = before
 
     def _choices(self, rank: int) -> list[NextOperation]:
-        """Return the operations that a rank could run next, the one that ends first in front."""
+        """Return the operations that a rank could run next, ordered by their end."""
         tables, count, free = self.tables, self.problem.microbatches, self.free[rank]
         choices = []
         for stage in self.problem.stages_of[rank]:
@@ -132,7 +132,7 @@ class _Search:
         self.ends[operation] = -1
 
     def _arrivals(self) -> list[tuple[int, int]]:
-        """Return the forwards and input gradients whose input is done, with their earliest start."""
+        """Return the forwards and input gradients whose input is ready, with their earliest start."""
         tables, count = self.tables, self.problem.microbatches
         arrivals = []
         for lane, number in enumerate(self.guard.done):

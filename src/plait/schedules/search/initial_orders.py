@@ -1,4 +1,4 @@
-"""Initial orders of a search: from named policies, and from building blocks with various parameters."""
+"""Initial orders of a search: from named policies, and from building blocks with varied parameters."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class BlockParameters(NamedTuple):
 
 
 class InitialOrder(NamedTuple):
-    """Recipe of an initial order."""
+    """The parameters from which an initial order is built."""
 
     origin: str | BlockParameters
     """Name of a policy, or parameters of a building block."""
@@ -50,7 +50,7 @@ SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
 
 
 def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
-    """Yield, without end, policies with the problem's stages, then building blocks, simple ones first."""
+    """Yield initial orders, without end: named policies, then building blocks from simple to complex."""
     policies = policies_for(problem.placement, problem.chunks)
     for shift, name in product(SHIFTS, reversed(policies)):
         yield InitialOrder(name, *shift)
@@ -64,7 +64,7 @@ def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
 
 
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
-    """Return the orders of `start`, changed where they cannot run or exceed the memory limit."""
+    """Return the orders of `start`, modified where they deadlock or exceed the memory limit."""
     if isinstance(start.origin, str):
         rows = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks).actions
         keys = positions_in(problem.orders_of(rows), problem.size)
@@ -76,7 +76,7 @@ def orders_from(problem: Problem, start: InitialOrder) -> Orders:
 
 
 def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOrder) -> list[int]:
-    """Return `keys` with forwards earlier and weight gradients later, where `orders` leave memory for it."""
+    """Return `keys` with forwards moved earlier and weight gradients later, as far as memory allows."""
     tables, count = problem.tables, problem.microbatches
     latest = max(keys) + 1
     changed = list(keys)
@@ -95,7 +95,7 @@ def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOr
 
 
 def _within_limit(problem: Problem, keys: list[int]) -> Orders:
-    """Return the orders by `keys`, or similar ones where those exceed the limit or deadlock."""
+    """Return the orders by `keys`, modified where they deadlock or exceed the memory limit."""
     tables = problem.tables
     operations = sorted(range(problem.size), key=lambda operation: (keys[operation], operation))
     orders: Orders = [[] for _ in range(problem.ranks)]
@@ -108,7 +108,7 @@ def _within_limit(problem: Problem, keys: list[int]) -> Orders:
 
 
 def block_for(problem: Problem, parameters: BlockParameters) -> BuildingBlock:
-    """Return the building block with these parameters and the shortest period that is long enough."""
+    """Return the building block with these parameters and the shortest possible period."""
     cells, lengths = parameters.cells, _lengths(problem, parameters.cells)
     work = max(sum(sum(row[stage] for row in lengths) for stage in stages) for stages in problem.stages_of)
     first, second = (cells * pause for pause in parameters.pauses)
@@ -135,13 +135,13 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
 
 
 def _times(problem: Problem, block: BuildingBlock) -> list[int]:
-    """Return the start of each operation when `block` repeats."""
+    """Return the start of each operation when `block` is repeated."""
     rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
     return [start + number * block.period for start in rows for number in range(problem.microbatches)]
 
 
 def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
-    """Return all operations in the order of `keys`, each once it can run and there is memory for it."""
+    """Return all operations ordered by `keys`, each delayed until it can run and fits into memory."""
     tables, guard, count = problem.tables, MemoryGuard(problem), problem.microbatches
     needs, feeds, after = tables.needs, tables.feeds, tables.after
     orders: Orders = [[] for _ in range(problem.ranks)]

@@ -1,4 +1,4 @@
-"""List scheduling: from orders of operations to start times, where idle ranks run later operations early.
+"""List scheduling: converts orders of operations to start times; idle ranks run later operations early.
 
 Each rank runs its operations in order. While the next one cannot start yet, it runs a later one of its order
 that can: a weight gradient, or a forward if there is memory for it, so that bubbles are filled (list
@@ -26,7 +26,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """How a rank chooses the operation that fills a gap."""
+    """The rule by which a rank chooses an operation to fill a gap."""
 
     gap: float = 0.5
     """Fill a gap that is at least this part of the operation; the rest delays the following operations."""
@@ -39,7 +39,7 @@ class DispatchRule:
 
 
 class TimedOrders(NamedTuple):
-    """Orders with the end of each operation, of a problem or its mirror image."""
+    """Orders of a problem or its mirror image, with the end of each operation."""
 
     length: int
     """From the first start to the last end."""
@@ -48,18 +48,18 @@ class TimedOrders(NamedTuple):
     """Per operation."""
 
     def reversed(self) -> Orders:
-        """Return the orders, each from last to first."""
+        """Return the orders, each reversed."""
         return [order[::-1] for order in self.orders]
 
 
 class Budget:
-    """Number of operations that a search may schedule: its result never depends on a clock."""
+    """A limit on the number of scheduled operations, so that search results do not depend on a clock."""
 
     def __init__(self, allowed: float) -> None:
         self.left = allowed
 
     def spend(self, operations: int) -> None:
-        """Subtract operations that were scheduled."""
+        """Subtract `operations` scheduled operations from the budget."""
         self.left -= operations
 
 
@@ -89,7 +89,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the best of a few rounds of list scheduling from the back and the front, from `start` on."""
+    """Return the best of `rounds` pairs of list schedules, from the back and then from the front."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE
@@ -189,7 +189,7 @@ class _ListScheduler:
             heappush(self.events, (time, rank))
 
     def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
-        """Return an operation to run before `following`, the next of the order, is `ready`; or -1."""
+        """Return an operation to run before `following` (next in the order) becomes ready; -1 for none."""
         tables, ends, rule = self.tables, self.ends, self.rules[rank]
         needs, after, memory_change = tables.needs, tables.after, tables.memory_change
         gap, soonest = rule.gap, ready
@@ -220,7 +220,7 @@ class _ListScheduler:
         return -1
 
     def _heads(self, rank: int) -> list[int]:
-        """Return the first operation of each lane that is not done, and drop lanes that are."""
+        """Return the first unfinished operation of each lane, and drop finished lanes."""
         ends, heads = self.ends, self.heads[rank]
         ended = False
         for index, operation in enumerate(heads):
@@ -235,7 +235,7 @@ class _ListScheduler:
         return heads
 
     def _has_memory(self, rank: int, place: int) -> bool:
-        """Whether there is memory for the operation at `place` of the order from now on."""
+        """Return whether there is memory to run the operation at `place` of the order early."""
         tables, order = self.tables, self.orders[rank]
         held = self.held[rank]
         free = self.limit - tables.memory_change[order[place]]

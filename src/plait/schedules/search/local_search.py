@@ -1,4 +1,4 @@
-"""Local search: screening of many initial orders on a short run, refinement at full length, perturbation."""
+"""Local search: screens initial orders on a short run, refines the best at full length, perturbs them."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ class Candidate:
 
     @property
     def length(self) -> Fraction:
-        """Length in the unit of the costs, so that problems can be compared."""
+        """Length in the unit of the costs, which is comparable between problems."""
         return self.problem.measure(self.timed.length)
 
 
 def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
-    """Return the best candidates found, shortest first, at least one. Schedules about `budget` operations."""
+    """Return the best candidates, at least one, shortest first. Schedules about `budget` operations."""
     full = {problem.layout: problem for problem in problems}
     refinement = Budget(REFINEMENT * budget)
     candidates = [
@@ -73,7 +73,7 @@ def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
 
 
 def shortened_problem(problem: Problem) -> Problem:
-    """Return the problem with a few micro-batches: filling and draining the pipeline are as in a long run.
+    """Return the problem with a few micro-batches, but the same warm-up and cool-down of the pipeline.
 
     Two for each rank; or more where the memory limit allows more of them at once.
     """
@@ -87,7 +87,7 @@ def _length(candidate: Candidate) -> Fraction:
 
 
 def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
-    """Return the best of many candidates after justification on a short run, and the best of each layout."""
+    """Return the best candidates after justification on a short run, and the best of each layout."""
     shorts = [shortened_problem(problem) for problem in problems]
     # With n candidates n, n, n / 2, n / 4 … orders are scheduled.
     each = min(max(int(budget / 3 / sum(short.size for short in shorts)), LEAST), MOST)
@@ -147,7 +147,7 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
 
 
 def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
-    """Schedule from the back and the front, with random rules for all ranks or the one that ends last."""
+    """Reschedule from the back and the front, with random rules for all ranks or the last one to finish."""
     problem, rule = candidate.problem, candidate.rule
     if rng.random() < FOCUS:
         late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
@@ -166,7 +166,7 @@ def _last_rank(problem: Problem, timed: TimedOrders) -> int:
 
 
 def _perturbed_rule(candidate: Candidate, rng: Random) -> DispatchRule:
-    """Return a random rule, or the candidate's own with a few operations out of order."""
+    """Return a random rule, or the candidate's rule with a few operations out of order."""
     if rng.random() < 0.5:
         swap_chance = min(rng.choice(FEW_SWAPS) / candidate.problem.size, 1.0)
         return replace(candidate.rule, swap_chance=swap_chance, gap_noise=rng.choice(SMALL_GAP_NOISES))

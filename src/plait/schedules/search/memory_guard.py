@@ -1,4 +1,4 @@
-"""Memory guard: which operations a rank may run so that it stays within its limit and never deadlocks.
+"""Memory guard: the operations that a rank may run without exceeding its limit or causing a deadlock.
 
 A forward is admitted only if, after it, the oldest micro-batch with forwards left on the rank could still be
 finished while all younger ones are held: a younger one frees no memory before that (the banker's algorithm,
@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 class MemoryGuard:
-    """Memory of every rank, and the number of operations of each lane that are done."""
+    """The memory in use on every rank, and the number of finished operations of each lane."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -22,18 +22,18 @@ class MemoryGuard:
         self._alone = [_microbatch_peaks(problem, rank) for rank in range(problem.ranks)]
 
     def fits(self, operation: int) -> bool:
-        """Whether the operation, the next of its lane, fits into the memory that is free."""
+        """Return whether the operation, the next of its lane, fits into the free memory."""
         tables = self.problem.tables
         return self.held[tables.rank[operation]] + tables.memory_change[operation] <= self.problem.limit
 
     def admits(self, operation: int) -> bool:
-        """Whether the operation fits, and all others can still run after it."""
+        """Return whether the operation fits, and all remaining ones can still run after it."""
         tables = self.problem.tables
         lane = tables.lane[operation]
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Whether, with one more forward of this lane, the micro-batches can finish one after the other."""
+        """Return whether micro-batches can finish one by one after one more forward of this lane."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
@@ -53,11 +53,11 @@ class MemoryGuard:
         )
 
     def take(self, operation: int) -> None:
-        """Mark the operation as done."""
+        """Mark the operation as finished."""
         self._change(operation, 1)
 
     def undo(self, operation: int) -> None:
-        """Mark the operation, the last done of its lane, as not done."""
+        """Mark the operation, the last finished one of its lane, as not finished."""
         self._change(operation, -1)
 
     def _change(self, operation: int, by: int) -> None:
@@ -75,7 +75,7 @@ def least_memory(problem: Problem, rank: int) -> int:
 
 
 def _microbatch_peaks(problem: Problem, rank: int) -> list[int]:
-    """Return the peak memory of a single micro-batch, by the number of its input gradients that are done."""
+    """Return the peak memory of a single micro-batch, by the number of its finished input gradients."""
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     inside, most = 0, [0]
     for stage in problem.stages_of[rank]:

@@ -1,4 +1,4 @@
-"""A search problem: a pipeline as tables of whole numbers, over operations that are numbers themselves.
+"""A search problem: a pipeline as integer tables, indexed by operations that are integers themselves.
 
 Operation `(3 * stage + kind) * microbatches + microbatch` is the forward (kind 0), input gradient (1) or
 weight gradient (2) of a micro-batch on a stage. Operations of the same stage and kind are a *lane*; its
@@ -29,7 +29,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Tables of a problem or of its mirror image, by operation unless said otherwise; -1 is none."""
+    """Tables of a problem or its mirror image, indexed by operation unless stated otherwise; -1 is none."""
 
     duration: Sequence[int]
     rank: Sequence[int]
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def layout(self) -> StageLayout:
-        """Placement and chunks, by which problems of one search differ."""
+        """Placement and chunks, which identify a problem within one search."""
         return self.placement, self.chunks
 
     @property
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank: subtracted from its end where the span is minimised, because it starts later."""
+        """Per rank, the offset of its start, subtracted from its end where the span is minimised; else 0."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)
@@ -124,7 +124,7 @@ class Problem:
         return (length - max(self.head_starts)) * self.ticks.tick
 
     def length(self, measure: Fraction) -> int:
-        """Return the least length in ticks with at least this measure: the inverse of `measure`."""
+        """Return the least length in ticks with a measure of at least `measure`."""
         return ceil(measure / self.ticks.tick) + max(self.head_starts)
 
     @cached_property
@@ -142,7 +142,7 @@ class Problem:
         return replace(self, microbatches=microbatches)
 
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:
-        """Return actions as operations."""
+        """Return `rows` of actions as orders of operations."""
         count = self.microbatches
         orders: Orders = []
         for row in rows:
@@ -157,7 +157,7 @@ class Problem:
         return orders
 
     def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
-        """Return operations as actions."""
+        """Return orders of operations as rows of actions."""
         lanes = [(stage, kind) for stage in range(self.stages) for kind in SPLIT_KINDS]
         return tuple(
             tuple(

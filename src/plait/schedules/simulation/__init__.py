@@ -1,1 +1,1 @@
-"""What a schedule costs: exact times, bubble and memory from the price of an action, and pictures of them."""
+"""Simulated costs of a schedule: exact times, bubble and memory from action costs, and pictures of them."""

@@ -1,4 +1,4 @@
-"""Colours of all pictures: one hue per kind of action, and greys that are legible on light and dark."""
+"""Colours of all pictures: one hue per kind of action, and greys legible on light and dark backgrounds."""
 
 from __future__ import annotations
 

@@ -23,7 +23,7 @@ Cost = float | Sequence[float]
 
 
 class Ticks(NamedTuple):
-    """Times as whole multiples of `tick`, the longest time that divides them all, so that sums are exact."""
+    """Times as integer multiples of `tick`, their greatest common divisor, so that sums are exact."""
 
     tick: Fraction
     durations: Mapping[Kind, tuple[int, ...]]
@@ -31,7 +31,7 @@ class Ticks(NamedTuple):
     comm: int
 
     def timing(self, rank_of: Sequence[int]) -> Timing:
-        """Return the timing for `simulate_events`: a hop between two stages of one rank takes no time."""
+        """Return the timing for `simulate_events`: messages within one rank take no time."""
         hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
         return Timing(self.durations, [0, *hops], [*hops, 0])
 
@@ -69,7 +69,7 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, ranks: int, stages: int) -> Ticks:
-        """Return the times, exactly. Raises ScheduleError unless each sequence has one value per stage."""
+        """Return the exact times. Raises ScheduleError unless each sequence has one value per stage."""
         names = ("F", "I", "W")
         tick, (*times, (comm,)) = _whole(
             *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]
@@ -79,7 +79,7 @@ class Costs:
         return Ticks(tick, {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}, comm)
 
     def memory(self, ranks: int, stages: int) -> MemoryCosts:
-        """Return the memory, exactly. Raises ScheduleError unless each sequence has one value per stage."""
+        """Return the exact memory. Raises ScheduleError unless each sequence has one value per stage."""
         unit, (until_input, until_weight) = _whole(
             *(self._per_stage(name, ranks, stages) for name in ("until_I", "until_W"))
         )
@@ -98,7 +98,7 @@ class Costs:
 
 
 def _whole(*rows: Sequence[Fraction]) -> tuple[Fraction, list[tuple[int, ...]]]:
-    """Return the largest unit of which all numbers are whole multiples, and the multiples."""
+    """Return the largest unit of which all numbers are integer multiples, and these multiples."""
     numbers = [number for row in rows for number in row]
     grid = lcm(*(number.denominator for number in numbers))
     unit = Fraction(gcd(*(int(number * grid) for number in numbers)) or 1, grid)
@@ -116,5 +116,5 @@ def _require_time(name: str, value: object) -> None:
 
 
 def _exact(value: float) -> Fraction:
-    """Return the decimal number that `value` is written as: ten times 0.1 are exactly 1."""
+    """Return the exact fraction of the decimal notation of `value`: ten times 0.1 is exactly 1."""
     return Fraction(str(value))

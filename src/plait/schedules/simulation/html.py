@@ -1,4 +1,4 @@
-"""A timeline as one self-contained, interactive HTML page, with memory below.
+"""A timeline as one self-contained, interactive HTML page, including a memory chart.
 
 The folder `page` has the document, its style, and its scripts, which run in the order of `_SCRIPTS`. This
 module fills in the data.
@@ -69,7 +69,7 @@ def _figures(timeline: Timeline) -> Iterator[tuple[str, str]]:
 
 
 def _data(timeline: Timeline) -> dict[str, object]:
-    """Return the data of the scripts: numbers, and no text that could end the script element.
+    """Return the data for the page's scripts, escaped so that no text can end the script element.
 
     Times are whole ticks, each relative to the previous one in its row.
     """

@@ -1,4 +1,4 @@
-"""Timeline and costs from measured times, in the form of simulated ones.
+"""Timeline and costs from measured times, in the same form as simulated ones.
 
 Times are milliseconds; a tick is a nanosecond.
 """
@@ -22,7 +22,7 @@ TICK = Fraction(1, 1_000_000)
 
 
 class MeasuredAction(NamedTuple):
-    """An action as one rank ran it. Times are nanoseconds of a clock that all ranks share."""
+    """An action as run by one rank. Times are nanoseconds of a clock common to all ranks."""
 
     action: Action
     start: int
@@ -54,7 +54,7 @@ def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
 
 
 def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
-    """Return the times of each stage's actions, medians over micro-batches, and of a message between ranks.
+    """Return the median times of each stage's actions over micro-batches, and of a message between ranks.
 
     On a stage that ran `B`, `I` and `W` are half of it each. A message counts where its receiver was waiting
     when it was sent; `comm` is the median, 0 where no rank ever waited. Memory is not measured.
@@ -80,7 +80,7 @@ def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
 
 
 def measured_waits(rows: MeasuredRows) -> tuple[float, ...]:
-    """Return for each rank how long it waited for messages."""
+    """Return the time that each rank waited for messages."""
     return tuple(
         _milliseconds(sum(done.start - done.wait_start for done in row if done.wait_start is not None))
         for row in rows

@@ -1,4 +1,4 @@
-"""A timeline as a file of a given format."""
+"""Writing of a timeline to files of several formats."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FORMATS = ("svg", "html", "trace", "csv")
 def write_pictures(
     timeline: Timeline, paths: Mapping[str, Path], *, name: str | None = None
 ) -> Iterator[Path]:
-    """Write `timeline` to `paths`, by their formats of `FORMATS`, and yield each path once it is written.
+    """Write `timeline` to `paths` in their formats of `FORMATS`; yield each path after it is written.
 
     `name` is the title, by default the schedule's. Raises ConfigError for a file that cannot be written.
     """

@@ -1,4 +1,4 @@
-"""A timeline as one self-contained SVG without a background, legible on light pages and on dark ones."""
+"""A timeline as one self-contained SVG with a transparent background, legible on light and dark pages."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
 
 
 def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
-    """Return the kinds that occur, in lines from `y` down."""
+    """Return a legend of the kinds that occur, in lines from `y` down."""
     elements: list[str] = []
     first, x = y, float(MARGIN)
     notes = ["height: share of the time; empty: idle"] if crowded else []
@@ -106,7 +106,7 @@ def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
 
 
 def _axis(frame: Frame, top: float, bottom: float) -> Iterator[str]:
-    """Yield lines at round times, with the times below them and their unit in front."""
+    """Yield grid lines at round times, with times below them and the unit in front."""
     timeline = frame.timeline
     yield f'<text x="{MARGIN}" y="{bottom + 22:g}">{timeline.unit or "time"}</text>'
     for time in round_times(timeline.makespan, max(2, min(12, int(frame.plot / 45)))):

@@ -1,4 +1,4 @@
-"""Rows of an SVG timeline: time goes to the right, ranks go down.
+"""Rows of an SVG timeline: one per rank, with time on the horizontal axis.
 
 A row has a cell for each action, or, where actions are too narrow to be seen, a band with the share of each
 kind.
@@ -83,13 +83,13 @@ class Frame:
 
     @property
     def average(self) -> float:
-        """Average width of an action in pixels, on the rank where it is least."""
+        """The smallest average width of an action in pixels over all ranks."""
         rows = [row for row in self.timeline.cells if row and self.timeline.length]
         return min((self.wide(row[-1].end - row[0].start) / len(row) for row in rows), default=self.plot)
 
 
 def draw_cells(frame: Frame, top: float) -> SvgPart:
-    """Return a row for each label of `frame`, from `top` down: a lane per stage, a cell per action."""
+    """Return a row per label of `frame`, from `top` down: a lane per stage, a cell per action."""
     return _Cells(frame, top).rows()
 
 
@@ -147,7 +147,7 @@ class _Cells:
 
     @cached_property
     def written(self) -> Mapping[Kind, Callable[[Action], str]]:
-        """Text of the cells of each kind: the longest form that fits into all of them."""
+        """The cell text of each kind: the longest form that fits into all its cells."""
         return {kind: self._fitting(kind) for kind in kinds_of(self.timeline)}
 
     def _fitting(self, kind: Kind) -> Callable[[Action], str]:
@@ -178,7 +178,7 @@ def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
 
 
 def draw_bands(frame: Frame, top: float) -> SvgPart:
-    """Return a band for each label of `frame`, from `top` down.
+    """Return a band per label of `frame`, from `top` down.
 
     Every column shows the share of each kind of action in its time, from the bottom up; the rest is idle.
     """
@@ -208,7 +208,7 @@ class _Bands:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """The kinds that occur, from the bottom up."""
+        """The kinds that occur, from bottom to top."""
         return kinds_of(self.frame.timeline)
 
     def rows(self) -> SvgPart:
@@ -224,7 +224,7 @@ class _Bands:
         return SvgPart(elements, len(self.frame.labels) * self.pitch - (self.pitch - self.row_height))
 
     def band(self, name: str, rank: int, y: float) -> Iterator[str]:
-        """Yield the track of a band, and the areas of the kinds, one on top of the other."""
+        """Yield the track of a band, and the stacked areas of the kinds."""
         frame, timeline = self.frame, self.frame.timeline
         row = timeline.cells[rank]
         idle = amount(timeline, timeline.idle[rank])
@@ -245,7 +245,7 @@ class _Bands:
         yield "</g>"
 
     def shares(self, row: Sequence[Cell]) -> Mapping[Kind, list[float]]:
-        """Return the share of each kind in each column."""
+        """Return the share of each kind of action in each column."""
         timeline, columns = self.frame.timeline, self.columns
         column = max(timeline.length, 1) / columns
         shares = {kind: [0.0] * columns for kind in Kind}
@@ -259,7 +259,7 @@ class _Bands:
 
 
 def _area(floor: Sequence[float], levels: Sequence[float], frame: Frame, y: float, height: float) -> str:
-    """Return the area between two step curves as an SVG path, with one rectangle for equal columns."""
+    """Return the area between two step curves as an SVG path, with one rectangle per run of equal columns."""
     wide = frame.plot / len(levels)
     steps = [
         (round(low * _STEPS) / _STEPS, round(high * _STEPS) / _STEPS)

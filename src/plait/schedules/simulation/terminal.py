@@ -1,4 +1,4 @@
-"""A timeline as text for a terminal: a line per rank, time in columns, readable without colour.
+"""A timeline as text for a terminal: one line per rank, time in columns, readable without colour.
 
 rank 0  F0 F1 ······B0--- ···B1---      1f1b of 2 micro-batches: an action is its label and dashes
 rank 1  ···F0 B0--- F1 B1--- ······     while it runs, idle time is dots
@@ -43,17 +43,17 @@ def title(schedule: Schedule) -> str:
 
 
 def label(action: Action, schedule: Schedule) -> str:
-    """Return the label of `action` in its rank's row: without the stage where a rank has only one."""
+    """Return the label of `action` in its rank's row, without the stage if the rank has only one."""
     return str(action) if schedule.stages > schedule.ranks else f"{action.kind}{action.microbatch}"
 
 
 def amount(timeline: Timeline, time: float) -> str:
-    """A time, and its unit where there is one."""
+    """Return a time as text, with its unit if there is one."""
     return f"{time:g} {timeline.unit}" if timeline.unit else f"{time:g}"
 
 
 def kinds_of(timeline: Timeline) -> list[Kind]:
-    """The kinds of action that occur, forward first."""
+    """Return the kinds of action that occur, forward first."""
     present = {action.kind for row in timeline.cells for action, _, _ in row}
     return [kind for kind in KIND_NAMES if kind in present]
 

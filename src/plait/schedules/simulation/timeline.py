@@ -43,7 +43,7 @@ class MemoryPoint(NamedTuple):
 
 @dataclass(frozen=True)
 class Timeline:
-    """A schedule with the time of each action. Cells are in whole ticks, so that no figure is rounded twice.
+    """A schedule with the time of each action. Cells are in integer ticks, so that results are rounded once.
 
     Times are in the unit of the costs, memory in activations of one rank's micro-batch.
     """
@@ -77,12 +77,12 @@ class Timeline:
 
     @property
     def bubble(self) -> float:
-        """Idle part of all ranks' time: `1 − busy / (ranks · makespan)`."""
+        """Idle fraction of all ranks' time: `1 − busy / (ranks · makespan)`."""
         return _idle_part(sum(self._busy), len(self.cells) * self.length)
 
     @property
     def bubble_span(self) -> float:
-        """The zero-bubble papers' measure: `1 − work / span`, work = the most loaded rank's."""
+        """The zero-bubble papers' measure: `1 − work / span`; work: the busy time of the busiest rank."""
         return _idle_part(max(self._busy), self.longest)
 
     @property
@@ -97,7 +97,7 @@ class Timeline:
 
     @cached_property
     def peak(self) -> tuple[float, ...]:
-        """Peak memory of each rank, each micro-batch counted from the start of F to the end of W or B.
+        """Peak memory of each rank, where each micro-batch counts from the start of F to the end of W or B.
 
         In units of one rank's micro-batch: with several chunks per rank, a chunk counts as its part of one.
         """
@@ -105,7 +105,7 @@ class Timeline:
 
     @cached_property
     def memory_curve(self) -> tuple[tuple[MemoryPoint, ...], ...]:
-        """Points at which the memory of each rank changes, in order; before the first it is 0.
+        """Points at which the memory of each rank changes, in order; before the first point it is 0.
 
         A forward counts from its start. A full backward counts from start to end with its peak. Two points
         have the same tick where memory is held for no time at all: first the peak, then what stays. So the
@@ -161,7 +161,7 @@ class Timeline:
 
 
 def simulate(schedule: Schedule, costs: Costs | None = None) -> Timeline:
-    """Return the timeline of `schedule`: each rank runs its actions in order, each as early as it can.
+    """Return the timeline of `schedule`: each rank runs its actions in order, as early as possible.
 
     A forward needs the previous stage's, a backward its own forward and the next stage's backward, `W` its
     `I`. A result arrives on another rank `costs.comm` after the end of its action, the gradient of a `B` too.

@@ -57,7 +57,7 @@ def _actions(timeline: Timeline) -> Iterator[TraceEvent]:
 
 
 def _arrows(timeline: Timeline) -> Iterator[TraceEvent]:
-    """Yield arrows from each action that sends its result to the action that receives it.
+    """Yield arrows from each sending action to the action that receives its result.
 
     Readers bind each end of an arrow to the action that runs at its time. Where one action ends, another may
     begin, so arrows begin and end a little inside; those of actions too short for that are left out.
@@ -93,11 +93,11 @@ def _inside(timeline: Timeline, cell: Cell) -> int:
 
 
 def _nanoseconds(timeline: Timeline, tick: int) -> int:
-    """Return the time in the trace, rounded so that an action ends exactly where the next one begins."""
+    """Return the time in the trace, rounded so that an action ends exactly at the start of the next one."""
     numerator, denominator = timeline.tick.as_integer_ratio()
     return (2 * (tick - timeline.first) * numerator * _NANOSECONDS + denominator) // (2 * denominator)
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return microseconds, the unit of the format; whole ones as int."""
+    """Return microseconds, the unit of the format; integral values as int."""
     return nanoseconds / 1000 if nanoseconds % 1000 else nanoseconds // 1000

@@ -1,1 +1,1 @@
-"""Cuts of a model into stages, decided on numbers: pure Python, no torch."""
+"""Cuts of a model into stages, computed from layer costs alone: pure Python, no torch."""

@@ -11,7 +11,7 @@ from plait.errors import PlanError
 
 
 def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the number of consecutive layers in each of `parts` stages, at least one each.
+    """Return the number of consecutive layers in each of `parts` stages, at least one per stage.
 
     The cost of the most expensive stage is least; among such cuts the sum of squared stage costs is least,
     and among those the earlier stages have more layers: `balance([1, 1, 1, 1, 1], 2)` is `(3, 2)`. `costs`
@@ -33,14 +33,14 @@ def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
 
 
 def _exact_sums(costs: Sequence[float]) -> list[int]:
-    """Return the cost of the first 0, 1, 2 … layers, in whole multiples of a common unit."""
+    """Return the cost of the first 0, 1, 2 … layers, in integer multiples of a common unit."""
     exact = [Fraction(cost) for cost in costs]
     unit = lcm(*(cost.denominator for cost in exact))
     return list(accumulate((int(cost * unit) for cost in exact), initial=0))
 
 
 def _least_peak(total: Sequence[int], parts: int) -> int:
-    """Return the least possible cost of the most expensive stage."""
+    """Return the minimum over all cuts of the cost of the most expensive stage."""
     layers = len(total) - 1
     peak = [total[-1] - before for before in total[:-1]]  # for the layers from each one on, as one stage
     for stages in range(2, parts + 1):
@@ -52,7 +52,7 @@ def _least_peak(total: Sequence[int], parts: int) -> int:
 
 
 def _evenest(total: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
-    """Return the cut with the least sum of squares whose stages all cost at most `limit`."""
+    """Return the cut with the least sum of squares among those whose stages cost at most `limit`."""
     layers = len(total) - 1
     never = total[-1] ** 2 + 1  # more than any sum of squares
 

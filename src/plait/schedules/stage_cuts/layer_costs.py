@@ -25,12 +25,12 @@ class LayerCosts:
 
     @classmethod
     def evenly(cls, costs: Sequence[float]) -> LayerCosts:
-        """Return a third of each layer's cost for each of `F`, `I` and `W`, for use without measurements."""
+        """Return costs without measurements: a third of each layer's cost for each of `F`, `I` and `W`."""
         thirds = tuple(cost / 3 for cost in costs)
         return cls(thirds, thirds, thirds)
 
     def with_messages(self, ranks: int) -> LayerCosts:
-        """Return these costs with estimates for messages between `ranks` ranks: `HOP` and `MESSAGE`."""
+        """Return these costs with estimates `HOP` and `MESSAGE` for messages between `ranks` ranks."""
         work = sum(self.total) / ranks
         return replace(self, comm=HOP * work, message=MESSAGE * work)
 

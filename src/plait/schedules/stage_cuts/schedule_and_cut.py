@@ -1,4 +1,4 @@
-"""The schedule of a step and the cut of a model into stages, which depend on each other.
+"""The joint choice of a step's schedule and of the cut of the model into stages.
 
 Stages of even cost are not always best: in a short step the first and last stages also pay for filling and
 draining the pipeline. So the even cut is only the start of the search.
@@ -79,7 +79,7 @@ def _automatic(
 
 
 def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
-    """Return the cut for which `schedule` has the least simulated makespan, by local search.
+    """Return the cut with the least simulated makespan under `schedule`, found by local search.
 
     From the even cut (`balance`), boundaries move by one layer as long as that helps.
     Raises `PlanError` as `balance` does.
@@ -102,7 +102,7 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
 
 
 def _neighbours(cut: StageCut) -> Iterator[StageCut]:
-    """Yield every cut in which one boundary has moved by one layer."""
+    """Yield every cut that differs by one boundary moved by one layer."""
     for stage in range(len(cut) - 1):
         for step in (1, -1):
             moved = list(cut)

@@ -20,7 +20,7 @@ class DeadlockError(RuntimeError):
 
 
 class PeerEndedError(RuntimeError):
-    """A rank waits for one that has returned or failed."""
+    """A rank waits for another one that has returned or failed."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ class CooperativeScheduler:
         self._deadlock = reason
 
     def pause(self, rank: int, seconds: float) -> None:
-        """Run the others until each waits, then sleep: to poll for an event outside of all ranks."""
+        """Run the other ranks until each of them waits, then sleep; used to poll for external events."""
         self._paused[rank] = None
         next_rank = self._next()
         if next_rank is not None and next_rank != rank:
@@ -116,7 +116,7 @@ class CooperativeScheduler:
             raise PeerEndedError(f"rank {' and '.join(map(str, ended))} ended before it took part")
 
     def _next(self) -> int | None:
-        """Return the lowest rank that can continue, else the longest paused, else one that raises."""
+        """Return the rank to run next: the lowest able, else the longest paused, else one that raises."""
         alive = [rank for rank in range(self.size) if rank not in self._ended | self._timed_out]
         able = next((rank for rank in alive if rank not in self._paused and self._can_continue(rank)), None)
         if able is None:
@@ -133,7 +133,7 @@ class CooperativeScheduler:
         return not self._ended.isdisjoint(condition.missing())
 
     def _describe_cycle(self, blocked: Sequence[int]) -> str:
-        """Describe the cycle of waits that the lowest blocked rank leads to."""
+        """Describe the cycle of waiting ranks that contains or follows the lowest blocked rank."""
         chain: list[int] = []
         rank = min(blocked)
         while rank not in chain:

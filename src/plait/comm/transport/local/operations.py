@@ -1,4 +1,4 @@
-"""Collectives and messages among threads: the last rank to take part computes the outputs of all.
+"""Collectives and messages among threads: the last rank to join a collective computes all outputs.
 
 Each rank copies its output to its own tensor when it waits: a dispatch mode, which sees the operations of one
 thread, then sees everything that is written for that rank.
@@ -34,7 +34,7 @@ class CollectiveCall:
     error: str | None = None
 
     def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
-        """Take part; the last rank computes the outputs. A `kind` that differs is an error on every rank."""
+        """Join the collective; the last rank computes the outputs. Raises on every rank if `kind` differs."""
         if kind != self.kind:
             self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
         self.inputs[index] = tensor
@@ -45,7 +45,7 @@ class CollectiveCall:
 
     @property
     def over(self) -> bool:
-        """Whether the outputs, or an error, are there."""
+        """Return whether the outputs, or an error, are available."""
         return self.outputs is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:
@@ -54,7 +54,7 @@ class CollectiveCall:
         return self.outputs.get(index)
 
     def release(self, index: int) -> bool:
-        """Copy a rank's input, so that the rank may overwrite it before the others take part; return True."""
+        """Copy a rank's input, so that the rank may overwrite it before the others join; return True."""
         tensor = self.inputs.get(index)
         if tensor is not None:
             self.inputs[index] = tensor.clone()
@@ -72,7 +72,7 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Whether the message, or an error, is there."""
+        """Return whether the message, or an error, is available."""
         return self.received is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:
@@ -80,7 +80,7 @@ class Transfer:
         return self.received
 
     def release(self, index: int) -> bool:
-        """Return whether the message is over; until then its tensors are in use."""
+        """Return whether the transfer is complete; until then its tensors are in use."""
         return self.over
 
     def copy_if_matched(self) -> None:
@@ -104,7 +104,7 @@ class GroupOperations:
         self._unreceived: dict[tuple[int, int, int], deque[Transfer]] = {}
 
     def call(self, number: int, kind: str) -> CollectiveCall:
-        """Return the collective with this number; every rank numbers its collectives from 0."""
+        """Return the collective with this sequence number; every rank counts its collectives from 0."""
         call = self._calls.setdefault(number, CollectiveCall(kind, len(self.ranks)))
         if len(call.inputs) == len(self.ranks) - 1:
             del self._calls[number]  # this rank is the last to take part
@@ -130,7 +130,7 @@ class GroupOperations:
         waiting: dict[tuple[int, int, int], deque[Transfer]],
         other: dict[tuple[int, int, int], deque[Transfer]],
     ) -> Transfer:
-        """Return the oldest message in `waiting`; else a new one, which `other` keeps for the peer."""
+        """Return the oldest message in `waiting`; else a new one, added to `other` for the peer to match."""
         if waiting.get(key):
             return waiting[key].popleft()
         message = Transfer()

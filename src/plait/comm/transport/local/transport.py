@@ -1,4 +1,4 @@
-"""The transport of a group among threads, seen from one rank, and the ranks themselves."""
+"""`LocalTransport` of a group of threads, and `LocalRank`, both as seen by one rank."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class LocalPending:
         self._missing = missing
 
     def wait(self, awaited: str = "") -> None:
-        """Run other ranks until it is over, then write the output. Raises as `CooperativeScheduler.wait`."""
+        """Run other ranks until the operation is complete, then write its output. Raises the scheduler's errors."""
         self._transport.wait(WaitCondition(awaited, lambda: self._operation.over, self._missing))
         if self._operation.error is not None:
             raise RuntimeError(self._operation.error)
@@ -45,7 +45,7 @@ class LocalPending:
             self._written.view(-1).copy_(output)
 
     def abandon(self) -> bool:
-        """Return whether the operation continues without this rank's tensors."""
+        """Discard the result; return whether other ranks can complete without this rank's tensors."""
         return self._operation.release(self._transport.index)
 
 
@@ -73,7 +73,7 @@ class LocalTransport:
         )
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Start a reduction in rank order; the other ranks' tensors stay as they are."""
+        """Start a reduction in rank order; the other ranks' tensors do not change."""
         written = tensor if self.index == destination else None
         kind = f"reduce {op} to {destination} {describe(tensor)}"
         return self._call(kind, tensor, written, partial(operations.all_reduce, op))
@@ -130,7 +130,7 @@ class LocalTransport:
         return False
 
     def abort(self, cause: Exception) -> None:
-        """Do nothing: the scheduler ends ranks that wait for one that has ended."""
+        """Do nothing: the scheduler ends ranks that wait for a failed rank."""
 
     def _call(
         self, kind: str, read: Tensor | None, written: Tensor | None, compute: ComputeOutputs
@@ -172,7 +172,7 @@ class LocalRank:
         """Do nothing: all ranks are threads of this process."""
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:
-        """Return this rank's transport in the one of `groups` that it is in, or None."""
+        """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
         if mine is None:
             return None
@@ -181,7 +181,7 @@ class LocalRank:
         return LocalTransport(posted, self._scheduler, mine.index(self.rank), timeout)
 
     def pause(self, seconds: float) -> None:
-        """Sleep for `seconds`, and run the other ranks before."""
+        """Sleep for `seconds`, after running the other ranks."""
         self._scheduler.pause(self.rank, seconds)
 
     def close(self) -> None:

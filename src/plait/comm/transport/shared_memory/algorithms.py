@@ -15,7 +15,7 @@ from plait.comm.transport.shared_memory.shared_staging import PendingRead, Share
 
 
 class BarrieredStep:
-    """A pending step that each rank runs between two barriers. Making it enters the first."""
+    """A pending step that each rank runs between two barriers. Its constructor enters the first barrier."""
 
     def __init__(self, channels: Channels, step: Callable[[], None]) -> None:
         self._channels = channels

@@ -26,10 +26,10 @@ class ChannelMessage(NamedTuple):
 
 
 class Channel:
-    """Two one-way connections. Each rank opens the one that it sends on, so it need not wait."""
+    """Two one-way connections to a peer. Each rank opens its outgoing connection, so neither blocks."""
 
     def __init__(self, listener: Listener, peer: str, here: str, there: str) -> None:
-        """Connect from the address `here` to the listener named `peer`; the peer connects from `there`."""
+        """Connect from the address `here` to the listener `peer`; the peer will connect from `there`."""
         self.received: dict[int, ChannelMessage] = {}
         """Messages by sequence number, until they are taken out."""
         self.acknowledged = 0
@@ -47,7 +47,7 @@ class Channel:
         return _PACKET.pack(sequence, value, acknowledged)
 
     def send(self, packet: bytes, descriptor: int | None) -> bool:
-        """Send a packet; return False when the send buffer is full. A peer that is gone is no error."""
+        """Send a packet; return False when the send buffer is full. Succeeds even if the peer has closed."""
         if self._outgoing is None:
             return True
         try:
@@ -67,7 +67,7 @@ class Channel:
         return self._incoming is not None
 
     def receive_pending(self) -> None:
-        """Receive all pending messages, without blocking. Until `connected`, call `accept_pending` first."""
+        """Receive all pending messages without blocking. Before `connected`, call `accept_pending` first."""
         if self._incoming is None:
             self._incoming = self._listener.pop_connection(self._there)
         if self._incoming is None:
@@ -89,7 +89,7 @@ class Channel:
                 self.received[sequence] = ChannelMessage(value, descriptor)
 
     def register(self, poll: select.poll, writable: bool) -> None:
-        """Register for pending messages with `poll`, and for room in the send buffer if `writable`."""
+        """Register with `poll` for incoming messages and, if `writable`, for free send-buffer space."""
         if self._incoming is not None:
             poll.register(self._incoming, select.POLLIN)
         else:

@@ -17,7 +17,7 @@ from plait.comm.transport.shared_memory.listener import Listener
 
 
 class Channels:
-    """The channels from one rank to the others of a group. An error closes them, which the others notice."""
+    """The channels from one rank to the others of a group. An error closes them; the others then fail."""
 
     def __init__(
         self, listener: Listener, listeners: Sequence[str], index: int, label: str, timeout: float
@@ -67,7 +67,7 @@ class Channels:
         return [*messages[: self.index], own, *messages[self.index :]]
 
     def acknowledge(self, *sequences: int) -> None:
-        """Declare that this rank needs nothing more of what was sent under these sequence numbers.
+        """Mark all messages of these sequence numbers as no longer needed by this rank.
 
         The next message carries the acknowledgement; where later operations are pending, so that none may
         follow, it is sent at once.
@@ -77,15 +77,15 @@ class Channels:
             self.send_acknowledgement()
 
     def send_acknowledgement(self) -> None:
-        """Send this rank's acknowledgement to all others now."""
+        """Send this rank's latest acknowledgement to all others now."""
         self.send(NO_SEQUENCE)
 
     def is_acknowledged(self, sequence: int) -> bool:
-        """Return whether every rank is known to have acknowledged all sequence numbers up to this one."""
+        """Return whether every rank is known to have acknowledged all sequence numbers up to `sequence`."""
         return sequence < min(self._acknowledged, *(channel.acknowledged for channel in self._channels))
 
     def wait_acknowledged(self, sequence: int) -> None:
-        """Block until every other rank has acknowledged all numbers up to this one. Raises as `receive`."""
+        """Block until every other rank has acknowledged all numbers up to `sequence`. Raises as `receive`."""
         self._receive_until(lambda channel: channel.acknowledged > sequence)
 
     def fail(self, error: Exception) -> None:
@@ -124,7 +124,7 @@ class Channels:
                 self._poll(missing, deadline)
 
     def _send_when_possible(self, channel: Channel, packet: bytes, descriptor: int | None) -> None:
-        """Send to a peer with a full buffer, and receive meanwhile: the peer may be blocked in a send too."""
+        """Send to a peer with a full buffer, and receive meanwhile, in case the peer is blocked sending."""
         deadline = time.monotonic() + self._timeout
         while not channel.send(packet, descriptor):
             self._receive_pending(self._channels)

@@ -24,13 +24,13 @@ class HostRanks:
     """The ranks of one mesh that share this rank's host. Belongs to the mesh and its groups."""
 
     def __init__(self, listener: Listener, infos: Sequence[HostInfo]) -> None:
-        """Take this rank's listener, and the host infos of all ranks of the mesh in order."""
+        """Store this rank's listener, and the host infos of all ranks of the mesh in order."""
         self._listener = listener
         self._infos = tuple(infos)
         self._channels: weakref.WeakSet[Channels] = weakref.WeakSet()
 
     def includes(self, ranks: Sequence[int]) -> bool:
-        """Return whether `ranks` all have a listener on one host. The same answer on each of them."""
+        """Return whether `ranks` all have a listener on one host. The result is the same on each of them."""
         infos = [self._infos[rank] for rank in ranks]
         hosts = [{**info, "listener": ""} for info in infos]
         return all(host == hosts[0] for host in hosts) and all("listener" in info for info in infos)
@@ -68,7 +68,7 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
 
 
 def host_identity() -> dict[str, str]:
-    """Return the boot, namespaces and user of this host: equal where ranks can connect to each other."""
+    """Return the boot, namespaces and user of this host: equal for processes that can connect."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -26,7 +26,7 @@ class Listener:
         self._accepted: dict[bytes, socket.socket] = {}
 
     def connect(self, listener: str, address: str) -> socket.socket | None:
-        """Return a connection from `address` to a rank's listener, before it accepts; None if it is gone."""
+        """Return a connection from `address` to a listener's socket, without waiting; None if closed."""
         connection = _unix_socket()
         try:
             connection.bind(_abstract(address))

@@ -71,7 +71,7 @@ class SharedSegments:
 
 
 class PendingRead:
-    """A staged tensor of this rank, and the `read` to call once all other ranks have staged theirs."""
+    """A staged tensor of this rank, and the `read` to call once all other ranks have staged their tensors."""
 
     def __init__(
         self, staging: SharedStagingBuffers, sequences: tuple[int, ...], offset: int, like: Tensor, read: Read
@@ -83,7 +83,7 @@ class PendingRead:
         self._read: Read | None = read
 
     def wait(self, awaited: str = "") -> None:
-        """Block until the others have staged theirs, then read, once. Raises as `Channels.receive`."""
+        """Block until the others have staged their tensors, then read once. Raises as `Channels.receive`."""
         if self._read is None:
             return
         self._staging.finish_before(self._sequences[0])
@@ -95,7 +95,7 @@ class PendingRead:
         self._staging.done(self._sequences)
 
     def abandon(self) -> bool:
-        """Skip the read; return True, as nothing of this rank is read or written any more."""
+        """Skip the read; return True, since this rank's tensors are not used any more."""
         if self._read is not None:
             self._read = None
             with suppress(OSError):  # after an error the channels are closed
@@ -104,7 +104,7 @@ class PendingRead:
 
 
 class SharedStagingBuffers:
-    """The staging buffers of a group, seen from one rank. All ranks make them and stage in one order."""
+    """The staging buffers of a group, as seen by one rank. All ranks make and stage in the same order."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
@@ -133,13 +133,13 @@ class SharedStagingBuffers:
         return pending
 
     def finish_before(self, sequence: int) -> None:
-        """Finish earlier reads: a rank without a free block waits for them before it stages this tensor."""
+        """Finish reads of tensors staged before `sequence`: another rank may wait for a free block."""
         for number, pending in list(self._pending.items()):
             if number < sequence:
                 pending.wait()
 
     def done(self, sequences: tuple[int, ...]) -> None:
-        """Acknowledge a read of this rank."""
+        """Acknowledge reads of this rank."""
         del self._pending[sequences[0]]
         self.channels.acknowledge(*sequences)
 

@@ -57,7 +57,7 @@ class SharedMemoryTransport(TorchTransport):
         return SharedStagingBuffers(self.channels)
 
     def over_torch(self) -> TorchTransport:
-        """Return a transport of the group without shared memory, as if its ranks were on several hosts."""
+        """Return a transport of the group that uses torch instead of shared memory."""
         return TorchTransport(self.process_group, self.index)
 
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
@@ -118,7 +118,7 @@ class SharedMemoryTransport(TorchTransport):
         return tensor in self._others
 
     def abort(self, cause: Exception) -> None:
-        """Close the channels, which the other ranks notice at once."""
+        """Close the channels, which makes the other ranks fail at once."""
         if "channels" in self.__dict__:
             self.channels.fail(cause)
 
