@@ -1,4 +1,4 @@
-"""Specs of the flat buffers of a model's units: decided once, from shapes and a plan alone.
+"""Specs of the flat buffers of a model's units, computed from shapes and a plan alone.
 
 Ranks allocate their buffers from these specs (`plait.sharding.unit`), and the memory prediction counts the
 same specs (`plait.footprint.parameters`). Every rank decides them for all units, so that it knows which piece
@@ -22,7 +22,7 @@ from plait.sharding.storage_policy import StoragePolicy
 
 @dataclass(frozen=True)
 class BufferKind:
-    """What the parameters of one buffer have in common."""
+    """The dtypes and flags shared by all parameters of a buffer."""
 
     dtype: torch.dtype
     """Layers compute with it."""
@@ -52,13 +52,13 @@ class FlatSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes while it is allocated."""
+        """Bytes of the tensor while it is allocated."""
         return self.elements * self.dtype.itemsize
 
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One flat buffer: where its parameters are, and which tensors it consists of."""
+    """One flat buffer: the offsets of its parameters, and the flat tensors it consists of."""
 
     kind: BufferKind
     offsets: Offsets
@@ -66,24 +66,24 @@ class BufferSpec:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The full names of its parameters."""
+        """The full names of the buffer's parameters."""
         return tuple(slot.name for slot in self.offsets.slots)
 
     @cached_property
     def whole(self) -> FlatSpec:
-        """The parameters that layers use."""
+        """The parameters as layers use them."""
         kept = not self.kind.sharded or self.policy.keeps_parameters
         return FlatSpec(self.offsets.size, self.kind.dtype, kept)
 
     @cached_property
     def has_pieces(self) -> bool:
-        """Whether the optimizer updates other tensors than layers use."""
+        """Whether the optimizer updates tensors other than those that layers use."""
         kind = self.kind
         return kind.sharded or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
 
     @cached_property
     def piece(self) -> FlatSpec | None:
-        """The parameters that the optimizer updates; None where they are views of `whole`."""
+        """The parameters as the optimizer updates them; None where they are views of `whole`."""
         offloaded = self.policy.offloads_parameters
         is_view = self.whole.kept and self.kind.master == self.kind.dtype and not offloaded
         if is_view or not self.has_pieces:
@@ -92,14 +92,14 @@ class BufferSpec:
 
     @cached_property
     def device_copy(self) -> FlatSpec | None:
-        """The copy of an offloaded piece that the optimizer updates on the device between steps."""
+        """The device copy of an offloaded piece, which the optimizer updates between steps."""
         if self.piece is None or not self.kind.trains or not self.policy.offloads_parameters:
             return None
         return None if self.policy.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)
 
     @cached_property
     def gradient(self) -> FlatSpec | None:
-        """The gradient that layers add to, one for each stage of a rank; None where nothing trains."""
+        """The gradient that layers add to, one per stage of a rank; None where no parameter trains."""
         if not self.kind.trains:
             return None
         kept = not self.kind.sharded or self.policy.keeps_gradients
@@ -117,12 +117,12 @@ class BufferSpec:
 
     @cached_property
     def scatters_in_place(self) -> bool:
-        """Whether the reduce-scatter of the gradient writes to a view of it."""
+        """Whether the reduce-scatter of the gradient writes its result to a view of the gradient."""
         return self.piece_gradient is None and self.kind.reduce == self.kind.gradient
 
     @cached_property
     def summed(self) -> FlatSpec | None:
-        """The gradient that is summed over the ranks with the same parameters: a piece's if sharded."""
+        """The gradient that is all-reduced over the ranks with the same parameters: a piece's if sharded."""
         if self.gradient is None or not self.kind.sharded:
             return self.gradient
         return self.piece_gradient or FlatSpec(self.offsets.piece, self.kind.gradient)
@@ -140,7 +140,7 @@ def build_buffer_specs(
     policy: StoragePolicy,
     ranks: int,
 ) -> BufferSpecs:
-    """Return the buffers of `units` (names of parameters), sharded between `ranks`; `layouts` are over `tp`.
+    """Return the buffers of `units` (names of parameters), sharded over `ranks` ranks; `layouts` over `tp`.
 
     `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient each.
     Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.

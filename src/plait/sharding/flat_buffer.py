@@ -32,7 +32,7 @@ from plait.sharding.offsets import Slot
 
 @dataclass(eq=False)
 class StageView:
-    """A buffer's parameters for one stage: the same memory for all stages, with a gradient for each."""
+    """A buffer's parameters for one stage: all stages share their memory but have separate gradients."""
 
     parameters: dict[str, nn.Parameter]
     """By full name: views of the buffer's `whole`."""
@@ -71,46 +71,46 @@ class FlatBuffer:
 
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that layers use, those of the first stage, by full name."""
+        """The parameters that the layers of the first stage use, by full name."""
         return self.stage_views[0].parameters
 
     @cached_property
     def gradient(self) -> Tensor | None:
-        """The whole gradient of the first stage; after `add_up_stages` that of all stages."""
+        """The whole gradient of the first stage; after `add_up_stages` the sum over all stages."""
         return self.stage_views[0].gradient
 
     @cached_property
     def whole_gradients(self) -> list[Tensor]:
-        """The gradients that layers add to, one for each stage of this rank."""
+        """The gradients that layers add to, one per stage of this rank."""
         return [view.gradient for view in self.stage_views if view.gradient is not None]
 
     @property
     def is_read_by_device(self) -> bool:
-        """Whether the optimizer updates a piece on the CPU from which CUDA copies."""
+        """Whether the optimizer updates a piece on the CPU that CUDA copies from."""
         spec = self.spec
         offloaded = spec.has_pieces and spec.device_copy is None and not self.piece.is_cuda
         return offloaded and self.whole.is_cuda
 
     def add_up_stages(self) -> None:
-        """Sum the gradients of all stages into `gradient`: once a step, after the last addition."""
+        """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
         for gradient in self.whole_gradients[1:]:
             self.whole_gradients[0].add_(gradient)
 
     def copy_to_device(self) -> None:
-        """After a step, point the optimizer's parameters to a copy on the device of their gradients."""
+        """After a step, set the optimizer's parameters to a copy on the device of their gradients."""
         if self.spec.device_copy is not None and self.device_copy is None:
             self.device_copy = self.piece.to(self.whole.device, copy=True, non_blocking=True)
             self._point_to(self.device_copy)
 
     def copy_back(self) -> None:
-        """Before a step, copy what the optimizer has updated on the device to `piece`, and free the copy."""
+        """Before a step, copy the parameters updated on the device to `piece`, and free the device copy."""
         if self.device_copy is not None:
             self.piece.copy_(self.device_copy, non_blocking=True)
             self._point_to(self.piece)
             self.device_copy = None
 
     def detach(self) -> None:
-        """After a failed step, move the optimizer's parameters out of `whole`, which may still be written."""
+        """After a failed step, copy the optimizer's parameters out of `whole`, which may still be written."""
         if self.spec.piece is None:
             self.device_copy = self.piece.clone()
             self._point_to(self.device_copy)
@@ -120,7 +120,7 @@ class FlatBuffer:
             piece.data = self.piece_slots[name].view_of(flat)
 
     def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
-        """Return the `.grad` of the `wanted` pieces: the flat gradient if that is all of it."""
+        """Return the `.grad` of the `wanted` pieces; the whole flat gradient if `wanted` has all pieces."""
         if self.piece_gradient is None:
             return []
         names = [name for name in self.pieces if name in wanted]
@@ -156,7 +156,7 @@ class FlatBuffer:
                 )
 
     def share_data(self) -> None:
-        """Before a step, where the `.data` of a parameter was replaced, let all stages use the new one."""
+        """Before a step, give all stages a parameter's new `.data` where it was replaced."""
         for view in self.stage_views[1:]:
             for name, parameter in view.parameters.items():
                 if parameter.data_ptr() != self.parameters[name].data_ptr():
@@ -206,7 +206,7 @@ class FlatBuffer:
             piece.grad = self.piece_gradients[name]
 
     def restore_gradients(self, carried: Tensor | None) -> None:
-        """Undo a failed step: gradients are again those that `attach_gradients` returned as `carried`.
+        """Undo a failed step: restore the gradients that `attach_gradients` returned as `carried`.
 
         They are no longer views of the flat gradient, to which a pending reduction may still write.
         """
@@ -216,19 +216,19 @@ class FlatBuffer:
             self.pieces[name].grad = None if carried is None else self.piece_slots[name].view_of(carried)
 
     def _detach_gradients(self) -> None:
-        """Set the `.grad` of the layers' parameters to None, as it is between steps."""
+        """Set the `.grad` of the layers' parameters to None, as required between steps."""
         for view in self.stage_views:
             for parameter in view.parameters.values():
                 parameter.grad = None
 
 
 def allocate_storage(flat: Tensor) -> None:
-    """Allocate the storage of a flat tensor again if it was freed; its content is undefined."""
+    """Allocate the freed storage of a flat tensor again; its content is undefined."""
     storage = flat.untyped_storage()
     if not storage.nbytes():
         storage.resize_(flat.numel() * flat.element_size())
 
 
 def free_storage(flat: Tensor) -> None:
-    """Free the storage of a flat tensor; its views stay. On CUDA it is reused in the stream's order."""
+    """Free the storage of a flat tensor but keep its views. On CUDA, memory is reused in stream order."""
     flat.untyped_storage().resize_(0)

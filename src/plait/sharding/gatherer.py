@@ -1,4 +1,4 @@
-"""Gathering parameters before layers use them, and freeing them afterwards."""
+"""The all-gather of parameters before layers use them, and their release afterwards."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.sharding.unit import Unit
 
 
 class ParameterState(Enum):
-    """State of the parameters of a unit that layers use.
+    """State of a unit's parameters as layers use them.
 
     from         to           by
     SHARDED      GATHERING    gather: the all-gather has started
@@ -32,7 +32,7 @@ class ParameterState(Enum):
 
 
 class Gatherer:
-    """Copies the pieces that the optimizers of all ranks have updated to the parameters that layers use."""
+    """Copies the pieces updated by all ranks' optimizers to the parameters that layers use."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
@@ -44,7 +44,7 @@ class Gatherer:
         self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return a function for each instruction that it carries out."""
+        """Return the function that carries out each parameter instruction."""
         return {
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),
@@ -53,7 +53,7 @@ class Gatherer:
         }
 
     def begin(self) -> None:
-        """Begin a step: pieces may have changed since the last one."""
+        """Begin a step: mark all parameters as not gathered, since pieces may have changed."""
         self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
         for handle, buffer in self._stale:
             handle.wait()
@@ -65,14 +65,14 @@ class Gatherer:
             buffer.copy_back()
 
     def finish(self) -> None:
-        """End a step: the optimizer's parameters are where their gradients are, and no copy reads them."""
+        """End a step: move the optimizer's parameters to the device of their gradients; wait for copies."""
         for buffer in self._buffers:
             buffer.copy_to_device()
         if self._read_by_device:  # the optimizer's step, on the CPU, does not wait for copies to the device
             torch.cuda.current_stream().synchronize()
 
     def gather(self, name: str) -> None:
-        """Start the all-gathers of a unit's parameters, unless they are whole."""
+        """Start the all-gathers of a unit's parameters, unless they are gathered already."""
         if self.states[name] is not ParameterState.SHARDED:
             return
         self.states[name] = ParameterState.GATHERING
@@ -90,7 +90,7 @@ class Gatherer:
                 handle.wait()
 
     def release(self, name: str) -> None:
-        """Free those of a unit's whole parameters that are not kept."""
+        """Free the whole parameters of a unit, except those that stay allocated."""
         self.states[name] = ParameterState.SHARDED
         for buffer in self.units[name].buffers:
             _release(buffer)
@@ -117,7 +117,7 @@ def _release(buffer: FlatBuffer) -> None:
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-    """Copy this rank's piece to its place in `whole` and start the all-gather, which is in place."""
+    """Copy this rank's piece to its position in `whole`, and start the in-place all-gather."""
     allocate_storage(buffer.whole)
     if buffer.spec.piece is not None:
         buffer.own.copy_(buffer.piece, non_blocking=True)

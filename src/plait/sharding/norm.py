@@ -1,4 +1,4 @@
-"""The norm of all gradients of the model, and clipping by it. Each parameter counts once."""
+"""The gradient norm of the whole model, and clipping by it. Each parameter counts once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def start_norm(
 
 
 def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
-    """Scale all gradients by `max_norm / norm` where that is below 1."""
+    """Scale all gradients by `max_norm / norm` if that is below 1."""
     # The same small number as torch.nn.utils.clip_grad_norm_, so that results are equal.
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A factor of NaN would spread to every gradient and hide where it began.
@@ -57,7 +57,7 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 
 
 def _powers(gradient: Tensor, order: float) -> Tensor:
-    """Return the sum of the elements' powers, or the largest element, 0-d float64.
+    """Return the sum of powers of the elements, or for the maximum norm the largest element; 0-d float64.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
     layer and hardly any over a row, and takes no longer.

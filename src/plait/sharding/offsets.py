@@ -1,4 +1,4 @@
-"""Offsets of a unit's parameters in their flat buffer, and where the buffer is cut between ranks.
+"""Offsets of a unit's parameters in their flat buffer, and the cuts between the ranks' pieces.
 
     | query.weight            | up.weight        …  | query.bias |pad| … |
     |        rank 0       |       rank 1       |        rank 2         |
@@ -55,14 +55,14 @@ class Offsets:
         return self.size // self.pieces
 
     def bounds(self, slot: Slot) -> tuple[int, ...]:
-        """Return where a parameter is cut: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
+        """Return the cuts of a parameter: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
         cuts = (number * self.piece - slot.start for number in range(1, self.pieces))
         within = (min(max(cut, 0), slot.shape.numel()) for cut in cuts)
         return (0, *within, slot.shape.numel())
 
 
 def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Lay parameters of these shapes out in a buffer for `pieces` ranks; for one rank in the given order."""
+    """Return the offsets of parameters with these shapes for `pieces` ranks; in given order for one."""
     if pieces > 1:
         elements = sum(shape.numel() for shape in shapes.values())
         by_rows = _offsets_by_rows(shapes, pieces)
@@ -76,7 +76,7 @@ def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
 
 
 def _offsets_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Long rows first: where they are multiples of the shorter ones no padding is needed in between."""
+    """Return offsets with long rows first: no padding is needed where they are multiples of shorter rows."""
     rows = {name: max(1, prod(shape[1:])) for name, shape in shapes.items()}
     starts, stop = {}, 0
     for name in sorted(shapes, key=lambda name: -rows[name]):

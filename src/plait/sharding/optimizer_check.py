@@ -1,4 +1,4 @@
-"""Check that an optimizer updates a rank's parameters as it would update those of the whole model.
+"""Check that an optimizer on one rank updates its parameters as an optimizer of the whole model would.
 
 Where parameters are sharded a rank's optimizer has pieces of them, so the update of an element may depend on
 that element alone; under `pp` it has the parameters of its own stages, so the update of a parameter may
@@ -49,7 +49,7 @@ COUPLING = {torch.optim.LBFGS: "moves all parameters along one line"}
 
 @dataclass(frozen=True)
 class Partitioning:
-    """How a plan distributes parameters over the optimizers of ranks."""
+    """The partitioning of a plan's parameters over the optimizers of ranks."""
 
     pp: int
     """Ranks of `pp`, each with the parameters of its own stages."""
@@ -58,12 +58,12 @@ class Partitioning:
 
     @staticmethod
     def of(plan: Plan) -> Partitioning:
-        """Return that of a plan; `offload` alone shards nothing."""
+        """Return the partitioning of a plan; `offload` alone shards nothing."""
         return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
-    """Raise PlanError where an update would depend on parameters, or elements, of another rank.
+    """Raise PlanError where an update would depend on parameters or elements on another rank.
 
     A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses). A
     class that does not, and is none of torch's, is tested, see `probe`.
@@ -88,7 +88,7 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
 
 
 def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, str]:
-    """Return what the update of an element depends on, and why that is too much; "" where it is not."""
+    """Return what an element's update depends on, and the reason why the plan does not allow it, or ""."""
     kind = type(optimizer)
     if kind in ELEMENTWISE or vars(kind).get("elementwise") is True:
         return "element", ""
@@ -103,7 +103,7 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
 
 
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
-    """Return the change of the plan after which an optimizer has all that it depends on."""
+    """Return the change of the plan that gives an optimizer everything its update depends on."""
     if not partitioning.sharded:
         return "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
     if reach == "parameter":
@@ -127,7 +127,7 @@ class OptimizerGuard:
         weakref.finalize(self, handle.remove)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise PlanError as `require_elementwise` does, if the optimizer has some of the parameters."""
+        """Raise PlanError as `require_elementwise`, if the optimizer has some of the watched parameters."""
         self._check(optimizer, (), {})
 
 
@@ -139,7 +139,7 @@ def _check(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Check an optimizer of watched parameters, once, and again when it has more groups."""
+    """Check an optimizer of watched parameters once, and again after groups were added."""
     groups = getattr(optimizer, "param_groups", ())
     if checked.get(optimizer) == len(groups):
         return

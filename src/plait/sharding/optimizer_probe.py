@@ -1,4 +1,4 @@
-"""Test of an optimizer: does another one of its class update parts as it updates all parameters at once?
+"""Test of an optimizer: a copy that updates parts of the parameters must give the same result.
 
 Matrices and vectors take a few steps together, then divided between optimizers: whole parameters apart, or
 cut between rows and inside a row. An optimizer that depends on norms, rows, shapes or sizes, or on all its
@@ -46,7 +46,7 @@ Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 
 
 def probe(optimizer: Optimizer, reach: Reach) -> str | None:
-    """Return why updates depend on more than `reach`, as the end of a sentence on the optimizer, or None.
+    """Return the reason why updates depend on more than `reach`, to end a sentence, or None.
 
     Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
     optimizer nor random states change.
@@ -67,7 +67,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return how the first of `changes`, of all parameters together, differs from the others, or None."""
+    """Return how the first of `changes` (all parameters together) differs from the others, or None."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -83,11 +83,11 @@ def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) 
 def _changes(
     make: OptimizerFactory, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
-    """Return the changes by some steps: of all parameters together, then divided in several ways."""
+    """Return the parameter changes of some steps: all parameters together, then divided in several ways."""
     generator = torch.Generator().manual_seed(0)
 
     def random_group() -> GroupTensors:
-        """Of very different size from row to row, so that all norms differ."""
+        """Return random tensors whose rows have very different magnitudes, so that all norms differ."""
         matrix = torch.randn(ROWS, COLUMNS, generator=generator, dtype=torch.float64)
         matrix *= torch.logspace(-1, 1, ROWS, dtype=torch.float64)[:, None]
         vector = torch.randn(COLUMNS, generator=generator, dtype=torch.float64)
@@ -107,7 +107,7 @@ def _changes(
 def _change(
     make: OptimizerFactory, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
 ) -> RankTensors:
-    """Return the change of each parameter by these steps of all ranks' optimizers, flat, by group."""
+    """Return the change of each parameter after these steps of all ranks' optimizers, flat, by group."""
     changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
     for rank, groups in enumerate(start):
         held = [{name: nn.Parameter(tensor.clone()) for name, tensor in group.items()} for group in groups]
@@ -155,7 +155,7 @@ CUTS: Mapping[Reach, tuple[Division, ...]] = {
 
 
 def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
-    """Return the settings of its groups, without those that differ in the learning rate only."""
+    """Return the settings of the optimizer's groups, without groups that differ only in learning rate."""
     found: dict[str, Settings] = {}
     for group in optimizer.param_groups:
         settings = {key: group[key] for key in group if key not in ("params", "param_names", "initial_lr")}
@@ -169,7 +169,7 @@ def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
 def _copy_of(
     optimizer: Optimizer, settings: Sequence[Settings], parameters: Sequence[Sequence[nn.Parameter]]
 ) -> Optimizer:
-    """Return another optimizer of the same class, whose groups have these settings and parameters."""
+    """Return a new optimizer of the same class, whose groups have these settings and parameters."""
     settings = copy.deepcopy([dict(group) for group in settings])
     known = {**optimizer.defaults, **settings[0]}
     names = _arguments(type(optimizer), optimizer.defaults)
@@ -179,7 +179,7 @@ def _copy_of(
 
 
 def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
-    """Return the names of a class's arguments besides its parameters, its bases' included."""
+    """Return the argument names of a class and its bases, without the parameters."""
     names: set[str] = set()
     for base in kind.__mro__:
         if base is Optimizer:
@@ -197,7 +197,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return the argument `name` of an optimizer, from its attribute. LookupError where it has none."""
+    """Return the argument `name` of an optimizer from its attribute. Raises LookupError if it has none."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

@@ -1,4 +1,4 @@
-"""Owners of a parameter: the ranks that hold it and sum its gradient, and the rank that it counts for.
+"""Owners of a parameter: the ranks that hold it and sum its gradient, and the one rank that counts it.
 
 A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
 piece of its own, a piece that neighbours hold too, or all of a parameter, whose gradient each of them has, or
@@ -23,18 +23,18 @@ Owners: TypeAlias = Mapping[str, tuple[int, ...]]
 def pp_owners(
     units: Mapping[str, str], users: Mapping[str, Iterable[LayerIndex]], rank_of: Sequence[int]
 ) -> Owners:
-    """Return the owners of each parameter, from its unit, the unit's users and the ranks of stages."""
+    """Return the owners of each parameter, given its unit, the unit's users and the ranks of stages."""
     ranks = {unit: tuple(sorted({rank_of[at.stage] for at in places})) for unit, places in users.items()}
     return {name: ranks[unit] for name, unit in units.items()}
 
 
 def reduction_axis(plan: Plan) -> str:
-    """Return the axis over which gradients are all-reduced; if sharded, after a reduce-scatter."""
+    """Return the axis of the gradients' all-reduce, which follows a reduce-scatter if sharded."""
     return "replicate" if plan.shards else "dp"
 
 
 def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Plan) -> int:
-    """Return the size of a parameter's group in `reduction_groups`."""
+    """Return the number of ranks in a parameter's group of `reduction_groups`."""
     alike = plan.replicate if reduction_axis(plan) == "replicate" else plan.dp
     return len(owners[name]) * alike * summed[name]
 
@@ -42,7 +42,7 @@ def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Pl
 def reduction_groups(
     owners: Owners, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
 ) -> dict[str, Group]:
-    """Return for each parameter of this rank the group over which its gradient is all-reduced, once.
+    """Return for each parameter of this rank the group over which its gradient is all-reduced.
 
     The ranks of `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank of
     `pp` that holds it; and along `tp` as many neighbours as `summed` says.
@@ -68,7 +68,7 @@ def reduction_groups(
 def reduction_ranks(
     together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp"
 ) -> list[list[int]]:
-    """Return lists of global ranks with the same piece, or with a summand each.
+    """Return the lists of global ranks that hold the same piece, or summands of the same gradient.
 
     One for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
     `replicate`, for each index along `shard`.
@@ -88,7 +88,7 @@ def reduction_ranks(
 
 
 def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
-    """Return the parameters that count for this rank, so that each piece counts once over all ranks.
+    """Return the parameters that this rank counts, such that each piece is counted by exactly one rank.
 
     Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
     """

@@ -1,4 +1,4 @@
-"""The reduction of gradients: once per unit and step, or once per micro-batch, as soon as it is final."""
+"""The reduction of gradients: once per unit and step or micro-batch, as soon as the gradient is complete."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.sharding.unit import Unit
 
 
 class GradientState(Enum):
-    """State of the gradients of a unit.
+    """State of a unit's gradients.
 
     from          to            by
     SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
@@ -33,7 +33,7 @@ class GradientState(Enum):
 
 
 class Reducer:
-    """Sums the gradients of units over the ranks that hold them, buffer by buffer."""
+    """Sums the gradients of units over the ranks that hold the unit, buffer by buffer."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
@@ -48,7 +48,7 @@ class Reducer:
         """Reductions of a failed step, whose input a backend may still read."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return a function for each instruction that it carries out."""
+        """Return the function that carries out each gradient instruction."""
         return {
             AllocateGradient: lambda i: self.open(i.unit),
             ScatterGradient: lambda i: self.scatter(i.unit),
@@ -59,7 +59,7 @@ class Reducer:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether something trains and no piece has a gradient to which the next step adds."""
+        """Whether parameters train and no piece has a gradient that the next step would add to."""
         pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
         trains = any(piece.requires_grad for piece in pieces)
         return trains and all(piece.grad is None for piece in pieces)
@@ -71,7 +71,7 @@ class Reducer:
                 piece.grad = None
 
     def begin(self, scale: float = 1.0) -> None:
-        """Begin a step whose loss is multiplied by `scale`: gradients are views of zeros again.
+        """Begin a step whose loss is multiplied by `scale`: set gradients to views of zeros.
 
         Gradients of earlier steps are set aside and added in `finish`.
         """
@@ -108,7 +108,7 @@ class Reducer:
             self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
 
     def collect(self, name: str) -> None:
-        """Add the scattered sums to the gradients of this rank's pieces; free what is not kept."""
+        """Add the reduce-scattered sums to the gradients of this rank's pieces; free temporary memory."""
         self.states[name] = GradientState.SHARD
         for buffer, handle in self._scattered.pop(name):
             assert buffer.piece_gradient is not None
@@ -122,7 +122,7 @@ class Reducer:
             _release(buffer)
 
     def reduce(self, name: str) -> None:
-        """Start the all-reduce of a unit's gradients, or pieces, over the ranks that hold the same."""
+        """Start the all-reduce of a unit's gradients, or pieces, over the replica group."""
         self.states[name] = GradientState.REDUCING
         for buffer in self.units[name].trainable:
             if buffer.shard_group is None:  # else `scatter` has added them up
@@ -147,7 +147,7 @@ class Reducer:
         self.states = dict.fromkeys(self.units, GradientState.SHARD)
 
     def clear(self) -> None:
-        """Clean up after an exception within a step: gradients are what they were before it."""
+        """Clean up after an exception within a step: restore the gradients from before the step."""
         started = [*self._reduced, *(pair for pairs in self._scattered.values() for pair in pairs)]
         self._stale += [(buffer, handle) for buffer, handle in started if not handle.abandon()]
         still_read = [buffer for buffer, _ in self._stale]
@@ -182,7 +182,7 @@ def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
 
 
 def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the all-reduce over the ranks that hold the same; in place unless it is in another dtype."""
+    """Start the all-reduce over the replica group; in place unless the reduction dtype differs."""
     assert buffer.replica_group is not None
     assert buffer.gradient is not None
     reduced = _accumulated(buffer).to(buffer.gradient.device, buffer.spec.kind.reduce)
@@ -190,7 +190,7 @@ def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
 
 
 def _accumulated(buffer: FlatBuffer) -> Tensor:
-    """Return the gradient that is summed over the ranks that hold the same: a piece's where sharded."""
+    """Return the gradient that is all-reduced over the replica group: the piece's, if sharded."""
     gradient = buffer.piece_gradient if buffer.spec.kind.sharded else buffer.gradient
     assert gradient is not None
     return gradient

@@ -1,4 +1,4 @@
-"""Check of replicas: parameters and optimizer state that several ranks hold, compared by their bits.
+"""Check of replicas: compares the bits of parameters and optimizer state held by several ranks.
 
     over `dp`    every parameter, or every piece of one
     over `tp`    parameters that are whole, and copies of the same piece
@@ -35,7 +35,7 @@ _MOST_RANKS = 8
 
 
 class Fingerprint(NamedTuple):
-    """The hash of one tensor that belongs to a parameter."""
+    """The hash of one tensor of a parameter or its optimizer state."""
 
     what: str
     """`value`, or `optimizer state` and its key."""
@@ -89,7 +89,7 @@ def check_replicas(
 def _replicas_along(
     group: Group, held: Collection[str], layouts: Mapping[str, Layout], owners: Owners, mesh: Mesh
 ) -> Tensor:
-    """Return bool `[ranks, parameters]`: where a rank of the group holds the piece of this one."""
+    """Return bool `[ranks, parameters]`: whether a rank of the group holds the same piece as this rank."""
     nowhere, known, columns = [False] * group.size, dict[object, list[bool]](), []
     for name, layout in layouts.items():
         key = (layout.placements, owners[name])
@@ -111,7 +111,7 @@ def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | No
 
 
 def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: torch.device) -> Tensor:
-    """Return int64 `[parameters]`: one number for all fingerprints of a parameter; 0 where it is not held."""
+    """Return int64 `[parameters]`: one combined hash per parameter; 0 where this rank does not hold it."""
     numbers = torch.zeros(len(names), dtype=torch.int64, device=device)
     rows = [(index, one) for index, name in enumerate(names) for one in prints.get(name, ())]
     if not rows:
@@ -124,14 +124,14 @@ def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: 
 
 
 def _salt(text: str) -> tuple[int, int]:
-    """Return two numbers of 64 bits for a text; the second is odd."""
+    """Return two 64-bit numbers derived from a text; the second is odd."""
     digest = hashlib.blake2b(text.encode(), digest_size=16).digest()
     first, second = (int.from_bytes(half, "little", signed=True) for half in (digest[:8], digest[8:]))
     return first, second | 1
 
 
 def _describe_difference(name: str, layout: Layout, mine: Mapping[str, str], mesh: Mesh) -> str:
-    """Return, on every rank, which tensor of a parameter differs first, and which ranks hold which version.
+    """Return, on every rank, the first differing tensor of a parameter, and the ranks of each version.
 
     `mine` maps this rank's tensors of the parameter to their hashes; it is empty where there are none.
     Communication: 8 bytes, and a line of text, gathered over `world`.
@@ -146,7 +146,7 @@ def _describe_difference(name: str, layout: Layout, mine: Mapping[str, str], mes
 def _differences(
     of_ranks: Sequence[Mapping[str, str]], layout: Layout, mesh: Mesh
 ) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Yield each tensor that ranks with the same piece hold in several versions, and the ranks of each."""
+    """Yield each tensor with several versions on ranks with the same piece, and the ranks of each version."""
     pieces: dict[tuple[int, ...], list[int]] = {}
     for rank, hashes in enumerate(of_ranks):
         if hashes:
@@ -161,7 +161,7 @@ def _differences(
 
 
 def _listed(ranks: Sequence[int], mesh: Mesh) -> str:
-    """`ranks 0 (dp 0, tp 0), 2 (dp 1, tp 0) and 9 more`."""
+    """Return ranks as text: `ranks 0 (dp 0, tp 0), 2 (dp 1, tp 0) and 9 more`."""
     axes = [axis for axis in ("pp", "dp", "tp") if mesh.size(axis) > 1]
     listed = []
     for rank in ranks[:_MOST_RANKS]:

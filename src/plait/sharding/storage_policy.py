@@ -1,4 +1,4 @@
-"""How units store parameters and gradients: what a plan asks for, as dtypes and flags."""
+"""How units store parameters and gradients under a plan: dtypes and flags."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 
 @dataclass(frozen=True)
 class StoragePolicy:
-    """Precision, sharding and offload of parameters and gradients. A dtype of None is the parameter's own."""
+    """Precision, sharding and offload of parameters and gradients. None is the parameter's own dtype."""
 
     compute: torch.dtype | None = None
     master: torch.dtype | None = None
@@ -32,7 +32,7 @@ class StoragePolicy:
         return self._or(self.compute, parameter.dtype, parameter)
 
     def master_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype that the optimizer updates; that of the layers for a frozen parameter."""
+        """Return the dtype of the optimizer's copy; for a frozen parameter, the dtype of the layers."""
         dtype = self.dtype_of(parameter)
         return self._or(self.master, dtype, parameter) if parameter.requires_grad else dtype
 

@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Unit:
-    """A layer's parameters, or one that several layers share; the name is the layer's or the parameter's."""
+    """A layer's parameters, or one parameter shared by several layers; named after the layer or parameter."""
 
     name: str
     buffers: tuple[FlatBuffer, ...]
@@ -34,7 +34,7 @@ class Unit:
         return {name: parameter for view in views for name, parameter in view.parameters.items()}
 
     def gradients_of(self, stage: int) -> dict[tuple[str, int], Tensor]:
-        """Return the gradients that the backward of a stage adds to, by full name in the model and stage."""
+        """Return the gradients that a stage's backward adds to, by full name in the model and stage."""
         views = self._views_of(stage)
         return {(name, stage): gradient for view in views for name, gradient in view.gradients.items()}
 
@@ -44,7 +44,7 @@ class Unit:
 
     @property
     def parameters(self) -> dict[str, nn.Parameter]:
-        """The parameters that layers use, those of the first stage, by full name in the model."""
+        """The parameters that the layers of the first stage use, by full name in the model."""
         return self.parameters_of(self.stages[0])
 
     @cached_property
@@ -60,7 +60,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitFactory:
-    """Allocates the units of one rank. All ranks of a group do it in the same order (see `shared_zeros`)."""
+    """Allocates the units of one rank. All ranks of a group allocate in one order (see `shared_zeros`)."""
 
     device: torch.device
     """The device where layers run."""
@@ -75,11 +75,11 @@ class UnitFactory:
     """Returns the initial value of a parameter as this rank's layers have it."""
 
     def build(self, name: str, specs: Sequence[BufferSpec], stages: tuple[int, ...]) -> Unit:
-        """Return a unit with initial values, for those of this rank's `stages` that use it, in order."""
+        """Return a unit with initial values, for those of `stages` on this rank that use it, in order."""
         return Unit(name, tuple(self._buffer(self._local(spec), len(stages)) for spec in specs), stages)
 
     def _local(self, spec: BufferSpec) -> BufferSpec:
-        """Return `spec` with the shapes that this rank of `tp` has."""
+        """Return `spec` with the shapes of this rank's shards along `tp`."""
         slots = (
             replace(slot, shape=torch.Size(self.layouts[slot.name].sizes(self.coordinate)))
             for slot in spec.offsets.slots
@@ -126,19 +126,19 @@ class UnitFactory:
         return buffer
 
     def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
-        """Return a whole gradient of zeros: in memory that the ranks of `group` share, where it is kept."""
+        """Return a whole gradient of zeros; if it is kept between steps, in memory shared by `group`."""
         if spec.gradient is None or group is None or not spec.gradient.kept:
             return None if spec.gradient is None else self._allocate(spec.gradient)
         return shared_zeros(spec.gradient.elements, spec.gradient.dtype, self.device, group)
 
     def _allocate(self, flat: FlatSpec) -> Tensor:
-        """Return zeros; in pinned memory where they are offloaded, so that copies do not block."""
+        """Return zeros; in pinned memory if offloaded, so that copies do not block."""
         device = CPU if flat.offloaded else self.device
         pinned = device.type == "cpu" and self.device.type == "cuda"
         return torch.zeros(flat.elements, dtype=flat.dtype, device=device, pin_memory=pinned)
 
     def _piece_slots(self, spec: BufferSpec) -> dict[str, Slot]:
-        """Return the elements of each parameter in this rank's flat piece."""
+        """Return the slot of each parameter in this rank's flat piece."""
         offsets = spec.offsets
         first = self.shard_group.index * offsets.piece if offsets.pieces > 1 else 0
         slots = {}
@@ -149,7 +149,7 @@ class UnitFactory:
         return slots
 
     def _fill(self, buffer: FlatBuffer) -> None:
-        """Write the initial values to the parameters that the optimizer updates; free what is not kept."""
+        """Write the initial values to the optimizer's parameters, and free the tensors that are not kept."""
         spec = buffer.spec
         with torch.no_grad():
             for slot in spec.offsets.slots:
@@ -168,7 +168,7 @@ class UnitFactory:
         buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
-        """Return the elements of this rank's piece, in the parameter as this rank's layers have it."""
+        """Return the range of this rank's piece within the flattened parameter of its layers."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
 
@@ -184,7 +184,7 @@ def _stage_view(spec: BufferSpec, whole: Tensor, gradient: Tensor | None) -> Sta
 
 
 def _parameter(view: Tensor, *, trains: bool) -> nn.Parameter:
-    """Return a parameter on `view`, with a version counter of its own.
+    """Return a parameter on the memory of `view`, with its own version counter.
 
     Through .data, so that the flat tensor can be refilled (by a collective) without autograd taking that for
     a change of a saved weight.

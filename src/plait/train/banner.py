@@ -13,7 +13,7 @@ from plait.train.data import Data
 def banner(
     config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
 ) -> Iterator[str]:
-    """Yield the lines; `parameters` counts those of the whole model.
+    """Yield the banner's lines; `parameters`: the number of parameters of the whole model.
 
     `has_weights`: whether the folder of a Hugging Face model holds weights to start from.
     """
@@ -41,7 +41,7 @@ def banner(
 
 
 def _sharding(plan: Plan) -> str:
-    """Return what is sharded over `dp` and what is offloaded to the CPU, or ""."""
+    """Return what is sharded over `dp` and what is offloaded to the CPU, as text, or ""."""
     if not plan.shards:
         return ""
     copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""

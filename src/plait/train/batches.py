@@ -1,4 +1,4 @@
-"""Batches of tokens, which depend on the seed and the step only, never on the layout.
+"""Batches of tokens, which depend only on the seed and the step, never on the layout.
 
 A global batch is `batch` sequences, of which data-parallel rank `d` of `D` takes `rank_rows(d, D, batch)`.
 Nothing is communicated and no state is kept: any batch of any step can be made directly, also after a resume.
@@ -34,7 +34,7 @@ class Batches(Protocol):
 
 
 def rank_rows(rank: int, ranks: int, batch: int) -> slice:
-    """Return the rows of a global batch of data-parallel rank `rank`; `ranks` divides `batch`."""
+    """Return the rows of a global batch for data-parallel rank `rank`; `ranks` divides `batch`."""
     share = batch // ranks
     return slice(rank * share, (rank + 1) * share)
 
@@ -58,7 +58,7 @@ class TokenWindows:
         return max(0, len(self.tokens) - 1) // self.context
 
     def take(self, windows: NDArray[Any]) -> InputsAndTargets:
-        """Return windows by number, `[rows]`, as (inputs, targets), each `[rows, context]` int64.
+        """Return the windows with these numbers, `[rows]`, as inputs and targets `[rows, context]` int64.
 
         Raises `DataError` when a token is beyond the vocabulary.
         """
@@ -70,7 +70,7 @@ class TokenWindows:
         return _inputs_and_targets(cut)
 
     def check(self, count: int) -> None:
-        """Raise `DataError` where one of the first `count` tokens is beyond the vocabulary."""
+        """Raise `DataError` where one of the first `count` tokens is outside of the vocabulary."""
         chunk = 1 << 22
         for begin in range(0, min(count, len(self.tokens)), chunk):
             part = self.tokens[begin : min(begin + chunk, count)]
@@ -88,7 +88,7 @@ class TokenWindows:
 
 @dataclass(frozen=True)
 class ShuffledBatches:
-    """Training batches: each window once an epoch, each epoch in another order."""
+    """Training batches: each window once per epoch, in a different order in each epoch."""
 
     windows: TokenWindows
     size: int
@@ -103,7 +103,7 @@ class ShuffledBatches:
 
 @dataclass(frozen=True)
 class ValidationBatches:
-    """Validation batches: the same `size` × `count` windows every time, at even distances in the corpus."""
+    """Validation batches: the same `size` × `count` windows every time, evenly spaced in the corpus."""
 
     windows: TokenWindows
     size: int

@@ -1,4 +1,4 @@
-"""Build what a configuration describes: the model, its initial weights, the optimizer, the learning rate."""
+"""Build the objects of a configuration: the model, its initial weights, the optimizer, the learning rate."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.train.sections import ModelConfig, TrainConfig
 
 
 def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
-    """Return the model that `model` describes, for `vocab` tokens, on the meta device.
+    """Return the model that `model` configures, for `vocab` tokens, on the meta device.
 
     A model in a folder has its own vocabulary. Raises `ModelError` for one that plait does not support.
     """
@@ -33,7 +33,7 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return the weights in the folder of `model` by name, or None where the seed decides them."""
+    """Return the weights in the folder of `model` by name, or None where weights are random."""
     return None if config.folder is None else weights_in(config.folder, model)
 
 

@@ -89,7 +89,7 @@ class RunCheckpoints:
         return self._manager is not None and not self._manager.complete
 
     def after(self, step: int, *, last: bool) -> None:
-        """Save after `step` steps if `run.save_every` asks for it; a failure is only a warning."""
+        """Save after `step` steps if `run.save_every` requires it; print a failure as a warning."""
         every = self._config.run.save_every
         if every is None or not (last or (every and step % every == 0)):
             self._warn_early()
@@ -114,7 +114,7 @@ class RunCheckpoints:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Finish, also after an error that all ranks raise; after another one some ranks may be gone."""
+        """Call `finish`, unless an error was raised that other ranks may not have raised."""
         if error is None or isinstance(error, NonFiniteError | ReplicaError):
             self.finish()
 
@@ -137,7 +137,7 @@ class RunCheckpoints:
         return step
 
     def _saved(self) -> list[Path]:
-        """Return the complete checkpoints of this run that rank 0 finds, newest first, on every rank."""
+        """Return on every rank the complete checkpoints of this run found by rank 0, newest first."""
 
         def find() -> str:
             try:
@@ -150,7 +150,7 @@ class RunCheckpoints:
         return [Path(path) for path in json.loads(found)]
 
     def _opened(self) -> CheckpointManager:
-        """Return the manager of this run's checkpoints, made when the first is written."""
+        """Return the manager of this run's checkpoints, created on first use."""
         if self._manager is None:
             run = self._config.run
             self._manager = CheckpointManager(
@@ -162,7 +162,7 @@ class RunCheckpoints:
         return self._manager
 
     def _try(self, action: Callable[[], None]) -> None:
-        """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has."""
+        """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""
         try:
             action()
         except CheckpointError as error:
@@ -177,7 +177,7 @@ class RunCheckpoints:
             self._progress.print(f"WARNING: {failure}")
 
     def _require_same_data(self, state: Mapping[str, Any], path: Path) -> None:
-        """Raise `ConfigError` where `DATA_FIELDS` differ from those of the checkpoint."""
+        """Raise `ConfigError` where the values of `DATA_FIELDS` differ from the checkpoint's."""
         now = json.loads(self._config.model_dump_json())
         for field in DATA_FIELDS:
             part, _, name = field.partition(".")
@@ -190,7 +190,7 @@ class RunCheckpoints:
 
 
 def shard_plan_for(manifest: Manifest, arguments: Sequence[str]) -> ShardPlan:
-    """Return how the run that `arguments` of `plait train` describe shards the checkpoint of `manifest`.
+    """Return how a run with `arguments` of `plait train` would shard the checkpoint of `manifest`.
 
     Fields of the model, data and training that are not given are those of the run that wrote the checkpoint,
     if it was one of `plait train`; degrees, strategy and schedule have their defaults. Raises `PlaitError`

@@ -1,4 +1,4 @@
-"""`Config`: the configuration of a training run in five typed sections, validated when it is made."""
+"""`Config`: the configuration of a training run in five typed sections, validated on construction."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Config(Section):
         return self
 
     def plan(self) -> Plan:
-        """Return the plan that `parallel`, `train.microbatches` and `train.precision` describe."""
+        """Return the plan from `parallel`, `train.microbatches` and `train.precision`."""
         return Plan(
             **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
@@ -78,12 +78,12 @@ class Config(Section):
         )
 
     def _default_master(self) -> Precision | None:
-        """Return fp32 for 16-bit training, where small updates would be rounded away."""
+        """Return fp32 for 16-bit training, in which small updates would be rounded to zero."""
         return "fp32" if self.train.precision in ("bf16", "fp16") else None
 
 
 def _check_magnitudes(config: Config) -> None:
-    """Refuse sizes and counts that no machine could hold or run, before they are used."""
+    """Raise ConfigError for sizes and counts that no machine could hold or run, before they are used."""
     for section, fields in config:
         for name, value in fields:
             if isinstance(value, int) and name not in NOT_COUNTS and value > LIMITS.get(name, MOST):
@@ -104,7 +104,7 @@ def _short(value: int) -> str:
 
 
 def _check_paths(config: Config) -> None:
-    """Refuse paths that no file system takes."""
+    """Raise ConfigError for paths that no file system accepts."""
     for field in PATHS:
         section, _, name = field.partition(".")
         text = str(getattr(getattr(config, section), name))
@@ -151,7 +151,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 
 def _check_family(model: ModelConfig) -> None:
-    """Refuse fields that only llama has."""
+    """Raise ConfigError for fields of llama in other models."""
     for name in ("kv_heads", "inner"):
         value = getattr(model, name)
         if model.name != "llama" and value is not None:
@@ -162,7 +162,7 @@ def _check_family(model: ModelConfig) -> None:
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Refuse heads and MLP features that `tp` does not divide.
+    """Raise ConfigError for numbers of heads and MLP features that `tp` does not divide.
 
     GPT-2's MLP has 4 · hidden features, which divide where the heads do; a vocabulary may be cut unevenly.
     """
@@ -189,7 +189,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
 
 
 def _heads_for(model: ModelConfig, tp: int) -> str:
-    """Return advice: the nearest numbers of heads that `tp` divides and that divide model.hidden, or ""."""
+    """Return as advice the nearest multiples of `tp` that divide model.hidden, for model.heads, or ""."""
     fitting = [heads for heads in range(tp, model.hidden + 1, tp) if model.hidden % heads == 0]
     nearest = sorted(sorted(fitting, key=lambda heads: abs(heads - model.heads))[:2])
     return f", or model.heads to {' or '.join(map(str, nearest))}" if nearest else ""

@@ -42,7 +42,7 @@ _SHOWN = 60  # characters of a bad value in an error message
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value of a field, and its origin: a file's name, or "the command line"."""
+    """A value of a field, and its origin: a file name, or "the command line"."""
 
     value: object
     origin: str
@@ -74,7 +74,7 @@ def _reference(schema: Schema) -> str:
 
 
 def takes(field: Schema) -> str:
-    """Return what a field accepts, such as "a whole number of at least 1 or none"."""
+    """Return a description of a field's values, such as "a whole number of at least 1 or none"."""
     if "anyOf" in field:
         return " or ".join(takes(option) for option in field["anyOf"])
     options = field.get("enum") or ([field["const"]] if "const" in field else [])
@@ -96,7 +96,7 @@ def _bounds(field: Schema) -> str:
 def config_from_arguments(
     arguments: Sequence[str], defaults: Mapping[str, object] | None = None, origin: str = ""
 ) -> Config:
-    """Return the configuration of `arguments` (as in `sys.argv`): overrides, and at most one `--config FILE`.
+    """Return the configuration of `arguments` (as in `sys.argv`): options and at most one `--config FILE`.
 
     `defaults` replace those of the fields, section by section; `origin` names them in errors. Raises
     `ConfigError` for a file that cannot be read, an unknown field and a bad value.
@@ -165,7 +165,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str]]:
 
 
 def _typed(text: str, field: Schema) -> object:
-    """Return `text` as the first type that the field accepts and that it can be read as, else as it is."""
+    """Return `text` converted to the first of the field's types that can parse it, else unchanged."""
     if text.lower() == "none" and _takes_none(field):
         return None
     for option in field.get("anyOf", [field]):
@@ -191,7 +191,7 @@ def _read(text: str, kind: str) -> object:
 
 
 def _field(name: str, origin: str) -> Schema:
-    """Return the schema of a field; raise `ConfigError` with the nearest name for an unknown one."""
+    """Return the schema of a field. Raises `ConfigError`, with the nearest name, for an unknown one."""
     if name in fields():
         return fields()[name]
     if name in sections():
@@ -203,14 +203,14 @@ def _field(name: str, origin: str) -> Schema:
 
 
 def nearest_field(name: str) -> str | None:
-    """Return the field nearest to `name`, if one is near; the section in `name` may be wrong or missing."""
+    """Return the field with the most similar name, or None; the section may be wrong or missing."""
     lasts = {known.rpartition(".")[2]: known for known in fields()}
     near = get_close_matches(name.rpartition(".")[2], lasts, n=1)
     return lasts[near[0]] if near else None
 
 
 def _require_json(name: str, given: GivenValue) -> None:
-    """Raise `ConfigError` for a value that JSON cannot hold: thousands of digits, text that is no UTF-8."""
+    """Raise `ConfigError` for a value that JSON cannot represent: thousands of digits, or invalid UTF-8."""
     try:
         json.dumps(given.value, default=str, ensure_ascii=False).encode()
     except ValueError:

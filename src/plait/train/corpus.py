@@ -24,7 +24,7 @@ def holds_tokens(source: str) -> bool:
 
 
 def read_documents(source: str) -> list[bytes]:
-    """Return the text that `data.source` names, one UTF-8 document a file, ordered by path.
+    """Return the text of `data.source`: one UTF-8 document per file, ordered by path.
 
     Raises `DataError` when there is no file, no text, or a binary file.
     """
@@ -72,7 +72,7 @@ def open_tokens(source: str, dtype: str) -> Tokens:
 
 
 def _standard_library(root: Path) -> Iterator[bytes]:
-    """Yield the library's modules ordered by path, without its tests, up to `STDLIB_BYTES`."""
+    """Yield the standard library's modules ordered by path, without its tests, up to `STDLIB_BYTES`."""
     total = 0
     for path in _walk(root):
         data = path.read_bytes() if path.suffix == ".py" else b""

@@ -17,7 +17,7 @@ _CHECKED_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation batches, and the tokenizer that made them.
+    """Training and validation batches, and the tokenizer that encoded them.
 
     `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
     whether `tokenizer` can turn these tokens into text.
@@ -32,7 +32,7 @@ class Data:
 
 
 def load_data(config: Config) -> Data:
-    """Open the corpus and split it into training and validation data, the latter from its end.
+    """Open the corpus, and split it into training data and, from its end, validation data.
 
     Every rank gets the same result, without communication. Raises `DataError` or `ConfigError` that
     names the field when the corpus is missing, empty, binary or too short, or a token is beyond the
@@ -53,7 +53,7 @@ def load_data(config: Config) -> Data:
 
 
 def check_data(config: Config) -> None:
-    """Raise the errors of `load_data` before ranks are started.
+    """Raise the same errors as `load_data`, before ranks are started.
 
     Only encoding text with a `tokenizer.json` is left to the ranks, since it may take long.
     """

@@ -44,12 +44,12 @@ class TrainingResult:
 
     @property
     def matches(self) -> bool:
-        """False where `run.compare` found a difference from a single rank."""
+        """Whether the run equals a single rank: False where `run.compare` found a difference."""
         return self.comparison is None or self.comparison.matches
 
 
 def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
-    """Train by `config`; every rank of a world of `config.plan().world` calls it.
+    """Train as configured by `config`; called by every rank of a world of `config.plan().world` ranks.
 
     Rank 0 shows the progress and writes to `run.dir`. A signal in `stop_on` on any rank ends the run
     after its step, with a checkpoint. Raises `ConfigError`, `DataError`, `PlanError`, `MeshError`,
@@ -135,7 +135,7 @@ def _metrics(config: Config, mesh: Mesh) -> Metrics:
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
-    """Return the predicted memory where it is printed or limited, else None."""
+    """Return the predicted memory if it is to be printed or limited, else None."""
     if mesh.rank != 0 and config.run.memory_limit is None:
         return None
     return predict_memory(config, build_model(config.model, data.vocab), plan, mesh.device)

@@ -1,4 +1,4 @@
-"""Predict the memory of a run before it starts, and check it against `run.memory_limit`."""
+"""Prediction of a run's memory before it starts, and its check against `run.memory_limit`."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
 
 def prediction_line(memory: Memory) -> str:
-    """Return a line about the rank that holds most."""
+    """Return a line of text about the rank with the largest memory."""
     fullest = max(memory.ranks, key=lambda rank: rank.peak)
     parts = sorted(fullest.at_peak.items(), key=lambda part: -part[1])
     shown = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)
@@ -49,7 +49,7 @@ def prediction_line(memory: Memory) -> str:
 
 
 def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
-    """Return a line about the measured peak and the predicted tensors.
+    """Return a line of text that compares the measured peak with the predicted tensors.
 
     On a GPU both count tensors. On a CPU the peak is the resident set of the rank's process, of which tensors
     are a part.

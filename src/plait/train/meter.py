@@ -1,4 +1,4 @@
-"""Measure a step: time, tokens, memory, and model FLOPs utilization (MFU).
+"""Measurement of a step: time, tokens, memory, and model FLOPs utilization (MFU).
 
 FLOPs are counted as in "PaLM" (Chowdhery et al., 2022, appendix B): every weight of a matrix product costs 6
 floating-point operations a token (2 forward, 4 backward) and attention adds 12 · layers · hidden · context.
@@ -38,7 +38,7 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 
 
 class Meter:
-    """Measures steps, with one wait for the device each. Call `start` before a step, `measure` after it."""
+    """Measures steps and waits for the device once per step. Call `start` before a step, `measure` after."""
 
     def __init__(self, config: Config, mesh: Mesh, vocab: int) -> None:
         model = config.model
@@ -55,7 +55,7 @@ class Meter:
         self._started = time.perf_counter()
 
     def measure(self, step: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
-        """Return the metrics of `step`, counted from 0, just run: equal on every rank but for the time.
+        """Return the metrics of the finished `step`, counted from 1; equal on every rank except for times.
 
         Communication: one number, all-reduced over the world. Waits for the device.
         """
@@ -79,7 +79,7 @@ class Meter:
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Return the peak in bytes so far: the allocator's on a GPU, the process's resident set on a CPU."""
+    """Return the peak memory so far in bytes: the allocator's on a GPU, the resident set size on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -87,7 +87,7 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int) -> int:
-    """Count the operations that training `model` on one token takes, forward and backward.
+    """Return the floating-point operations to train `model` on one token, forward and backward.
 
     Matrix products are those with all its matrices, a tied head's too; looking up an embedding costs
     nothing. Attention costs the same whether or not heads share keys and values.
@@ -103,7 +103,7 @@ def flops_per_token(model: nn.Module, *, layers: int, hidden: int, context: int)
 
 
 def peak_flops(device_name: str, precision: str) -> float | None:
-    """Return the operations a second of one device, or None where they are not known, as on a CPU."""
+    """Return the peak operations per second of one device, or None where unknown, as on a CPU."""
     for part, peaks in _PEAKS:
         if part.lower() in device_name.lower():
             return peaks.get(precision)
@@ -111,7 +111,7 @@ def peak_flops(device_name: str, precision: str) -> float | None:
 
 
 def _mesh_peak_flops(mesh: Mesh, precision: str) -> float | None:
-    """Return the operations a second of all devices of the mesh, which are taken to be alike."""
+    """Return the peak operations per second of all devices of the mesh, assumed to be identical."""
     if mesh.device.type != "cuda":
         return None
     each = peak_flops(torch.cuda.get_device_name(mesh.device), precision)

@@ -1,4 +1,4 @@
-"""Write metrics: `metrics.jsonl`, one object a step, and the same as CSV and TensorBoard logs."""
+"""Metrics output: `metrics.jsonl`, one object per step, and the same as CSV and TensorBoard logs."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ COLUMNS = (
 
 
 class MetricsSink(Protocol):
-    """A file or log that rows are written to."""
+    """A file or log to which rows are written."""
 
     def begin(self, steps: int) -> None:
-        """Open the sink, and keep the rows that an earlier run wrote of its first `steps` steps."""
+        """Open the sink, and keep the rows of the first `steps` steps from an earlier run."""
         ...
 
     def write(self, row: MetricsRow) -> None:
@@ -49,7 +49,7 @@ class MetricsSink(Protocol):
 
 
 class Metrics:
-    """All sinks of a run; a context manager. Without sinks (on ranks other than 0) it does nothing."""
+    """All sinks of a run, as a context manager. Without sinks (on ranks other than 0) it does nothing."""
 
     def __init__(self, sinks: tuple[MetricsSink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks
@@ -65,7 +65,7 @@ class Metrics:
             raise unwritable(self._folder, error) from None
 
     def write(self, row: Mapping[str, float]) -> str:
-        """Write the row of a step, whose keys are among `COLUMNS`, to every sink.
+        """Write the row of a step, with keys from `COLUMNS`, to every sink.
 
         A full disk does not end a run: rows are kept, and written with a later one. Returns a warning when
         writing starts to fail, else "".
@@ -97,7 +97,7 @@ class Metrics:
 
 
 def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
-    """Make the run's folder and write `config.json`; earlier metrics stay until `begin`.
+    """Create the run's folder and write `config.json`; earlier metrics stay until `begin`.
 
     `configuration` is JSON. TensorBoard logs are written where `tensorboard` is true and it is installed.
     Raises `ConfigError` when the folder cannot be written to.
@@ -119,14 +119,14 @@ def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard
 
 
 def unwritable(folder: Path, error: OSError) -> ConfigError:
-    """Return the error for a run's folder that cannot be written to."""
+    """Return the error for an unwritable folder of a run."""
     return ConfigError(
         f"run.dir = {str(folder)!r} cannot be written to ({error.strerror}): choose another folder."
     )
 
 
 class _FileSink:
-    """Appends one line a step to a text file. Lines that do not fit on the disk are retried with the next."""
+    """Appends one line per step to a text file. Lines rejected by a full disk are retried with the next."""
 
     def __init__(
         self, path: Path, header: str, step_of: Callable[[str], float], line_of: Callable[[MetricsRow], str]
@@ -158,7 +158,7 @@ class _FileSink:
                 self._append("")
 
     def _append(self, text: str) -> None:
-        """Raise OSError until `text` and all text before it is written."""
+        """Append `text` after all earlier unwritten text. Raises OSError while any of it is unwritten."""
         assert self._file is not None
         self._unwritten += text.encode()
         while self._unwritten:

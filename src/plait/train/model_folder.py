@@ -1,4 +1,4 @@
-"""The `model` section with `name` a folder, completed with the sizes in its config.json; checks of paths."""
+"""Completes a `model` section that names a folder with the sizes in its config.json; checks paths."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _MOST_BYTES, _MOST_BYTES_A_NAME = 4095, 255
 
 
 def with_folder_sizes(given: Any) -> dict[str, Any]:
-    """Return the fields of `model`, whose `name` is a folder, completed with the sizes in the folder.
+    """Return the fields of a `model` section that names a folder, completed with the sizes in the folder.
 
     Raises `ConfigError` where there is no such model, or a field contradicts the folder.
     """
@@ -54,7 +54,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
 
 
 def invalid_path(text: str) -> str | None:
-    """Return why no file can have the path `text`, as "which …", or None."""
+    """Return the reason why `text` is not a valid path, as "which …", or None."""
     if "\0" in text:
         return "which has a zero byte in it"
     try:

@@ -1,4 +1,4 @@
-"""A random permutation of 0 … n−1, computed element by element without storing n numbers.
+"""A random permutation of 0 … n−1, computed per element without storing n numbers.
 
 A Feistel network permutes the next power of four; a result of n or more is mapped again until it is below n
 (cycle walking), which keeps the map one to one. Source: Black and Rogaway, "Ciphers with
@@ -17,7 +17,7 @@ _ROUNDS = 6
 
 
 def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:
-    """Map each of `positions`, `[n]` below `count`, one to one to a number below `count`.
+    """Map each of `positions` (`[n]`, below `count`) to its unique number below `count`.
 
     `seed` and `epoch`, `[n]`, choose the permutation of each position.
     """

@@ -1,4 +1,4 @@
-"""Report progress: a progress bar on a terminal, a plain line every few seconds elsewhere."""
+"""Progress reports: a progress bar on a terminal, a plain line every few seconds elsewhere."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _SMOOTHING = 0.8  # weight of earlier steps in the shown speed
 
 
 class ProgressReporter:
-    """Shows step, loss, tokens a second and the time left; a context manager.
+    """Shows step, loss, tokens per second and the remaining time; a context manager.
 
     With `shown=False` (on ranks other than 0) it shows nothing. `bar=False`: lines on a terminal too.
     """
@@ -41,7 +41,7 @@ class ProgressReporter:
         self._task: TaskID | None = None
 
     def start_from(self, steps: int) -> None:
-        """Set the number of steps that were done before the run was resumed."""
+        """Set the number of steps that were finished before the run was resumed."""
         self._first = steps
         if self._bar is not None and self._task is not None:
             self._bar.update(self._task, completed=steps)
@@ -52,7 +52,7 @@ class ProgressReporter:
             self._console.print(text)
 
     def update(self, step: int, loss: float, tokens_per_second: float) -> None:
-        """Report that `step`, counted from 1, is done."""
+        """Report that `step`, counted from 1, is finished."""
         earlier = _SMOOTHING if self._speed else 0.0
         self._speed = earlier * self._speed + (1 - earlier) * tokens_per_second
         if self._bar is not None and self._task is not None:

@@ -1,4 +1,4 @@
-"""Compare the first steps of a run with the same steps on a single rank (`run.compare`)."""
+"""Comparison of a run's first steps with the same steps on a single rank (`run.compare`)."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ LossAndNorm = tuple[float, float]
 
 @dataclass(frozen=True)
 class Comparison:
-    """The largest relative differences between the first `steps` steps of a run and of one rank."""
+    """The largest relative differences between the first `steps` steps of a run and of a single rank."""
 
     steps: int
     loss: float
@@ -47,7 +47,7 @@ class Comparison:
 
 
 def compare_steps(config: Config, data: Data, mesh: Mesh, steps: Sequence[LossAndNorm]) -> Comparison:
-    """Run the first `len(steps)` steps again on rank 0 alone and compare them with `steps`.
+    """Repeat the first `len(steps)` steps on rank 0 alone, and compare them with `steps`.
 
     Every rank calls it and gets the same result. Communication: a barrier after each step, so that ranks
     wait for one step at most, and two numbers all-reduced over the world.
@@ -71,13 +71,13 @@ def compare_steps(config: Config, data: Data, mesh: Mesh, steps: Sequence[LossAn
 
 
 def _tolerance(plan: Plan) -> float:
-    """Return the tolerance of the coarsest precision in which the plan computes, accumulates or reduces."""
+    """Return the tolerance for the coarsest precision in which the plan computes, accumulates or reduces."""
     used = plan.precision, plan.master_precision, plan.gradient_precision, plan.reduce_precision
     return max(_TOLERANCE[precision] for precision in used if precision is not None)
 
 
 def single_rank_plan(plan: Plan) -> Plan:
-    """Return the plan of one rank that runs the micro-batches of all data-parallel ranks."""
+    """Return the single-rank plan with the micro-batches of all data-parallel ranks."""
     return Plan(
         microbatches=plan.dp * plan.microbatches,
         schedule=plan.schedule,
@@ -90,7 +90,7 @@ def single_rank_plan(plan: Plan) -> Plan:
 
 
 def reference_step(trainer: Trainer, step: int) -> LossAndNorm:
-    """Train a single rank on the batch of `step`, clipping with PyTorch's functions; return loss and norm.
+    """Train a single rank on the batch of `step`, with PyTorch's gradient clipping; return loss and norm.
 
     `Engine.step` does not run here, so that a mistake in it changes the losses of later steps.
     """

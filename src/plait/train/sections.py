@@ -15,7 +15,7 @@ Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
 class Section(BaseModel):
-    """Base of the sections: frozen, without unknown fields."""
+    """Base class of the sections: frozen, rejects unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
@@ -119,7 +119,7 @@ class TrainConfig(Section):
 
 
 class ParallelConfig(Section):
-    """The plan for pp × dp × tp ranks."""
+    """The plan of a run on pp × dp × tp ranks."""
 
     pp: Count = Field(default=1, description="pipeline-parallel degree: ranks the layers are spread over")
     tp: Count = Field(
@@ -180,7 +180,7 @@ class ParallelConfig(Section):
 
 
 class RunConfig(Section):
-    """Where and how the ranks run."""
+    """Options of the run itself: output folder, device, limits, checkpoints and checks."""
 
     dir: Path = Field(
         default=Path("runs/latest"), description="folder of metrics, logs, checkpoints and this configuration"

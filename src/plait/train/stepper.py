@@ -1,4 +1,4 @@
-"""`Stepper`: a step of a training run with its metrics, checks, validation, trace and progress."""
+"""`Stepper`: one step of a training run with its metrics, checks, validation, trace and progress."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stop a run between two steps: the first signal is noted, the second one ends the process at once."""
+"""Stops a run between two steps: the first signal is recorded, the second one ends the process at once."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from plait.comm.signal_handling import GracefulStop
 
 
 class StopSignals:
-    """Whether any rank has received one of `signals`; a context manager that handles them while entered."""
+    """Records whether any rank has received one of `signals`; a context manager that handles the signals."""
 
     def __init__(self, signals: Collection[int], mesh: Mesh) -> None:
         self._signals = frozenset(signals)
@@ -38,7 +38,7 @@ class StopSignals:
         self._handlers.__exit__(kind, error, trace)
 
     def exchange(self) -> None:
-        """Set `received` on all ranks; all call it after the same step.
+        """Set `received` on all ranks if any rank received a signal; all ranks call it after the same step.
 
         Communication: an all-reduce of 8 bytes over `world`, unless `signals` is empty.
         """

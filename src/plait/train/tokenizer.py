@@ -32,7 +32,7 @@ class Tokenizer(Protocol):
         ...
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with replacement characters where they are no text."""
+        """Return the text of tokens, with replacement characters for invalid text."""
         ...
 
 
@@ -47,7 +47,7 @@ class ByteTokenizer:
         return np.frombuffer(b"".join(documents), dtype=np.uint8)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the bytes as UTF-8, with `�` for a token above 255 and for an invalid sequence."""
+        """Return the bytes as UTF-8 text, with `�` for tokens above 255 and invalid sequences."""
         replacement = "�".encode()
         parts = [bytes([token]) if token < self.vocab else replacement for token in tokens]
         return b"".join(parts).decode(errors="replace")
@@ -84,12 +84,12 @@ class FileTokenizer:
         return np.concatenate(pieces) if pieces else np.empty(0, dtype=np.uint32)
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, without those above the vocabulary."""
+        """Return the text of tokens, without tokens outside of the vocabulary."""
         return str(self._reader.decode([token for token in tokens if token < self.vocab]))
 
 
 def printable(text: str) -> str:
-    """Replace control characters, except for line ends and tabs, by `�`."""
+    """Return `text` with control characters, except line ends and tabs, replaced by `�`."""
     return "".join(letter if letter.isprintable() or letter in "\n\t" else "�" for letter in text)
 
 

@@ -52,7 +52,7 @@ class Trainer:
         return loss, self.engine.step(self.optimizer, self.max_norm)
 
     def forward_backward(self, step: int) -> Tensor:
-        """Set the learning rate of `step` and compute its gradients; return its loss, as `step` does."""
+        """Set the learning rate of `step` and compute its gradients; return the loss."""
         rate = self.learning_rate(step)
         for group in self.optimizer.param_groups:
             group["lr"] = rate
@@ -63,7 +63,7 @@ class Trainer:
 
     @property
     def max_norm(self) -> float:
-        """The largest gradient norm; infinity without clipping."""
+        """The maximum gradient norm; infinity without clipping."""
         return self._settings.clip or math.inf
 
     def learning_rate(self, step: int) -> float:
@@ -75,7 +75,7 @@ class Trainer:
         )
 
     def validate(self, step: int) -> float | None:
-        """Return the mean loss over the validation batches, the same on every rank; None without any.
+        """Return the mean loss over the validation batches, equal on every rank; None without any.
 
         Raises `NonFiniteError`.
         """
@@ -95,7 +95,7 @@ class Trainer:
         return mean
 
     def sample(self) -> str | None:
-        """Return a continuation of the prompt `train.sample`; None without one, or where tokens are no text.
+        """Return a continuation of the prompt `train.sample`; None without one or without a text tokenizer.
 
         Every rank calls it and gets the same text. Communication: that of `Engine.generate`.
         """
@@ -108,7 +108,7 @@ class Trainer:
         return printable(tokenizer.decode(tokens[0].tolist()))
 
     def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise `NonFiniteError` on every rank, with rank and stage, when `loss` or `norm` is not finite.
+        """Raise `NonFiniteError` on every rank, with rank and stage, if `loss` or `norm` is not finite.
 
         A norm that overflows a loss scale which can be lowered is no error. Call it before the next step.
         Communication, only before raising: one number, all-reduced over the world.
@@ -133,7 +133,7 @@ class Trainer:
         )
 
     def _first_rank(self, affected: bool) -> int:
-        """Return the lowest rank with `affected`, on every rank; rank 0 where there is none.
+        """Return on every rank the lowest rank with `affected`; 0 if there is none.
 
         Ranks are numbered stage by stage, so that it is on the first affected stage.
         """

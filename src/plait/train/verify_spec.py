@@ -1,4 +1,4 @@
-"""The verification case of a configuration: its model, first batches and optimizer, for `plait verify`."""
+"""The verification case for a configuration: its model, first batches and optimizer, for `plait verify`."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
 def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
-    """Return the case that a configuration describes, with the batches of the first steps of training.
+    """Return the case for a configuration, with the batches of the first training steps.
 
     The learning rate stays at its peak. Raises `DataError` and the other errors of `load_data`.
     """

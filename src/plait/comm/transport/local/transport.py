@@ -36,7 +36,7 @@ class LocalPending:
         self._missing = missing
 
     def wait(self, awaited: str = "") -> None:
-        """Run other ranks until the operation is complete, then write its output. Raises the scheduler's errors."""
+        """Run other ranks until the operation ends, then write its output. Raises the scheduler's errors."""
         self._transport.wait(WaitCondition(awaited, lambda: self._operation.over, self._missing))
         if self._operation.error is not None:
             raise RuntimeError(self._operation.error)
