@@ -1,4 +1,4 @@
-"""`files_of_tensors`: the files in a folder of Hugging Face that hold a model's weights, by tensor.
+"""`files_of_tensors`: maps a model's tensors to the weight files in a Hugging Face folder.
 
 The order of precedence is that of transformers:
 
@@ -29,7 +29,7 @@ _MOST_LISTED = 5
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in `folder`, by name; empty where there are no weights.
+    """Return the file of each tensor in `folder`, by tensor name; empty where there are no weights.
 
     Reads headers only. Needs the package safetensors. ModelError for a missing or damaged file, a tensor in
     two files, an index that does not fit its files, and weights in another format.
@@ -80,7 +80,7 @@ def _files_without_index(folder: Path) -> list[str]:
 
 
 def _named_in_config(folder: Path) -> str | None:
-    """Return `transformers_weights` of config.json, or None. ModelError for a path outside the folder."""
+    """Return `transformers_weights` of config.json, or None. Raises ModelError for an outside path."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):
@@ -97,7 +97,7 @@ def _named_in_config(folder: Path) -> str | None:
 
 
 def _weight_map(folder: Path, index: str) -> Mapping[str, str]:
-    """Return the file of each tensor according to an index. ModelError where the index is damaged."""
+    """Return the file of each tensor according to an index. Raises ModelError where the index is damaged."""
     path = folder / index
     try:
         places = json.loads(path.read_text(encoding="utf-8"))["weight_map"]
@@ -116,7 +116,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _require_all_shards(folder: Path, names: Sequence[str]) -> None:
-    """Raise ModelError where files are numbered as shards and one of them is missing."""
+    """Return the file of each tensor according to an index. Raises ModelError if the index is damaged."""
     present = set(names)
     for matched in filter(None, map(_SHARD.fullmatch, names)):
         stem, count = matched[1], int(matched[3])

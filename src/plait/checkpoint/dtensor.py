@@ -91,7 +91,7 @@ def _box(layout: Layout, where: Coordinate) -> Box | None:
 
 
 def _same_rows(size: int, parts: int) -> bool:
-    """Whether `DTensor` divides rows as plait does."""
+    """Return whether `DTensor` divides rows as plait does."""
     each = -(-size // parts)
     return [len(part) for part in divide(size, parts)] == [
         min(each, max(0, size - part * each)) for part in range(parts)

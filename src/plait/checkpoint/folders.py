@@ -117,7 +117,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint at `path`, or the newest one in that folder. CheckpointError if there is none."""
+    """Return the checkpoint at `path`, or the newest in that folder. Raises CheckpointError if none."""
     found = complete_version(path)
     if found is not None:
         return found

@@ -177,7 +177,7 @@ def require_form(manifest: Manifest, where: Path) -> None:
 
 
 def is_complete(folder: Path) -> bool:
-    """Whether a folder has an intact manifest; its files may still be damaged."""
+    """Return whether a folder has an intact manifest; its files may still be damaged."""
     try:
         read_manifest(folder)
     except CheckpointError:

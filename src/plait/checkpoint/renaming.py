@@ -27,7 +27,7 @@ def inverse(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each name. CheckpointError for names that are not in the table."""
+    """Return the new name of each name. Raises CheckpointError for names that are not in the table."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
     if unknown:

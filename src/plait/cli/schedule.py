@@ -132,7 +132,7 @@ def _schedule_of(policy: str, options: Namespace, costs: Costs) -> Schedule:
 
 
 def _is_file(policy: str) -> bool:
-    """Whether the argument names a file, not a policy."""
+    """Return whether the argument names a file, not a policy."""
     return policy not in POLICY_NAMES and (
         policy.endswith(".csv") or os.sep in policy or Path(policy).is_file()
     )

@@ -86,7 +86,7 @@ class Embedding(nn.Module):
         self.position = nn.Embedding(context, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the sum of both embeddings. ModelError for a sequence longer than the context."""
+        """Return the sum of both embeddings. Raises ModelError for a sequence longer than the context."""
         length = tokens.shape[1]
         require_length(length, self.position.num_embeddings)
         positions = torch.arange(length, device=tokens.device)

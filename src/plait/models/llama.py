@@ -115,7 +115,7 @@ class Embedding(nn.Module):
         self.token = nn.Embedding(vocab, hidden)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings. ModelError for a sequence longer than the context."""
+        """Return the embeddings. Raises ModelError for a sequence longer than the context."""
         require_length(tokens.shape[1], self.context)
         embedded: Tensor = self.token(tokens)
         return embedded

@@ -57,7 +57,7 @@ class Metrics:
         self._failed = False
 
     def begin(self, steps: int) -> None:
-        """Open all sinks, and keep the rows of the `steps` steps that a resumed run has done before."""
+        """Open all sinks, and keep the rows of the first `steps` steps, made before a resumption."""
         try:
             for sink in self._sinks:
                 sink.begin(steps)

@@ -1,4 +1,4 @@
-"""Verification: does a parallel run compute what one device computes, and where does it first differ?
+"""Verification: compares a parallel run with a single device, and locates the first difference.
 
 reference run    a single device in plain PyTorch, on rank 0; every intermediate tensor is recorded
 perturbation     the same run with rounding errors added to every tensor: what rounding explains

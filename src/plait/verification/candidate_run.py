@@ -1,4 +1,4 @@
-"""The parallel run on one rank, compared with the recording step by step."""
+"""The parallel run on one rank, compared step by step with the recording of the reference run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from plait.verification.step_comparison import StepComparison
 
 
 class CandidateRun:
-    """Trains with the engine as one rank, and compares every result, by means of `comparison`."""
+    """Trains with the engine as one rank, and compares every result through `comparison`."""
 
     def __init__(self, comparison: StepComparison) -> None:
         self.comparison = comparison
@@ -31,7 +31,7 @@ class CandidateRun:
         self.checker: InstructionChecker | None = None
 
     def start(self, change: ValueChange) -> None:
-        """Compare the initial values, then replace them by the changed ones."""
+        """Compare the initial values, then replace them by those of `change`."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
@@ -64,7 +64,7 @@ class CandidateRun:
         self.engine.observe(None)
 
         def inherited(name: str) -> float:
-            """Return the tolerance of the contributions to a gradient, which its own does not include."""
+            """Return the tolerance that a gradient inherits from its contributions, besides its own."""
             if not self.comparison.options.resynchronizes:
                 return 0.0
             assert self.checker is not None

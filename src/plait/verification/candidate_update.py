@@ -1,4 +1,4 @@
-"""The parameter update of the candidate run: clipping and the optimizer step, compared with the recording."""
+"""The parameter update of the candidate run: clipping and optimizer step, compared with the recording."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from plait.verification.step_comparison import StepComparison
 
 
 class CandidateUpdate:
-    """The optimizer of the candidate run; `run` is one update, compared with the recording."""
+    """The optimizer of the candidate run; `run` performs one update and compares it with the recording."""
 
     def __init__(self, comparison: StepComparison) -> None:
         options = comparison.options
@@ -55,7 +55,7 @@ class CandidateUpdate:
         self.comparison.compare_update(step, before, self.optimizer)
 
     def overflow(self, step: int) -> None:
-        """Set a gradient of one stage to infinity and step, which must change nothing on any rank.
+        """Set a gradient of one stage to infinity and step; check that no rank changes anything.
 
         Compares parameters and optimizer state with their values before, and the loss scale with half of its
         value if it is dynamic. `step` is the number after the last training step.
@@ -79,7 +79,7 @@ class CandidateUpdate:
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
     def _clip_above_norm(self, step: int, clip: Callable[[], Tensor]) -> None:
-        """Compare the norm that `clip` returns, and the gradients after it with those before."""
+        """Call `clip` with a bound above the norm; compare the returned norm and the unchanged gradients."""
         trained = [name for name, p in self.parameters.items() if p.requires_grad]
         before = {name: self.comparison.gradient(name).clone() for name in trained}
         self._compare_norm(step, clip(), "norm")
@@ -91,7 +91,7 @@ class CandidateUpdate:
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
-        """Call `Engine.step` with an optimizer that has no parameter of the engine; return the norm."""
+        """Call `Engine.step` with an optimizer without any of the engine's parameters; return the norm."""
         other = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
@@ -119,13 +119,13 @@ class CandidateUpdate:
             self._compare_clipped(step)
 
     def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
-        """Compare a returned norm, unless one has differed in this step."""
+        """Compare a returned norm, unless another norm of this step already differed."""
         if not self.norm_differs:
             equal = self.comparison.compare(step, StepPhase.NORM, RecordKey(kind), norm)
             self.norm_differs = not equal
 
     def _compare_clipped(self, step: int) -> None:
-        """Compare the gradients that the optimizer is given."""
+        """Compare the clipped gradients that the optimizer receives."""
         if self.norm_differs and self.comparison.options.isolate:  # they were scaled by the wrong norm
             self.comparison.set_gradients(step, "clipped")
             return

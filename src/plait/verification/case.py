@@ -1,4 +1,4 @@
-"""The model, data and options to verify, and what each mode changes in them before either run starts."""
+"""The model, data and options to verify, and the changes that each mode makes before either run starts."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Case:
     ranks_as: Literal["processes", "threads"] = "processes"
 
     def build(self) -> nn.Module:
-        """Return the model; a function that builds it runs under the seed of the options."""
+        """Return the model; if it is a function, call it under the seed of the options."""
         if isinstance(self.model, nn.Module) or not callable(self.model):
             return self.model  # `sequence_of` refuses what is not a module
         with torch.random.fork_rng(devices=[]):
@@ -48,13 +48,13 @@ class Case:
             return self.model()
 
     def rules_of(self, model: nn.Module) -> Rules | None:
-        """Return the given rules, or else those of the built model."""
+        """Return the given rules, or else the rules of the built model."""
         return getattr(model, "rules", None) if self.rules is None else self.rules
 
 
 @dataclass(frozen=True)
 class PreparedCase:
-    """A case with the changes of its mode, as both runs use it."""
+    """A case after the changes of its mode, as used by both runs."""
 
     model: nn.Module
     change: ValueChange
@@ -67,7 +67,7 @@ class PreparedCase:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[PreparedCase]:
-    """Yield the case with the changes of its mode; both runs take place inside this context."""
+    """Yield the case after the changes of its mode; both runs take place within this context."""
     model, options = case.build(), case.options
     seed = options.seed
     for inputs, targets in case.batches:
@@ -87,11 +87,11 @@ def prepared(case: Case) -> Iterator[PreparedCase]:
 
 
 def rows_of(inputs: Value) -> int:
-    """Return the number of rows of a batch. DataError or PlanError: its tensors have none, or disagree."""
+    """Return the number of rows of a batch. Raises DataError or PlanError if its tensors disagree."""
     split(inputs, 1, "inputs")
     return next(tensors_of(inputs)).shape[0]
 
 
 def integer_sgd(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return SGD of learning rate 1, which keeps integer parameters integer."""
+    """Return SGD with learning rate 1, which keeps integer parameters integer."""
     return torch.optim.SGD(groups, lr=1.0)

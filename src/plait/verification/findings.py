@@ -1,4 +1,4 @@
-"""Comparison of tensors with the reference on one rank, and the differences that it finds."""
+"""Comparison of one rank's tensors with the reference, and the differences found."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ INCONCLUSIVE_SHARE = 0.5
 
 @dataclass(frozen=True)
 class Piece:
-    """A rank's piece of a global tensor of `shape`; `of` takes it out of any tensor of that shape."""
+    """A rank's piece of a global tensor of `shape`; `of` extracts it from any tensor of that shape."""
 
     shape: tuple[int, ...]
     of: Callable[[Tensor], Tensor]
 
     def flat_indices(self) -> Tensor:
-        """Return the index in the flattened global tensor of each element of the flattened piece."""
+        """Return for each element of the flattened piece its index in the flattened global tensor."""
         return self.of(torch.arange(prod(self.shape)).view(self.shape)).reshape(-1)
 
 
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """Counts of the compared tensors of a phase, and how close the equal ones are."""
+    """Counts of compared tensors of a phase, and the largest differences among the equal ones."""
 
     compared: int = 0
     different: int = 0
@@ -93,7 +93,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors of a rank's first difference, flat, cut off at `EVIDENCE_ELEMENTS`."""
+    """The tensors of a rank's first difference, flat, truncated to `EVIDENCE_ELEMENTS`."""
 
     location: Location
     actual: Tensor
@@ -105,7 +105,7 @@ class Evidence:
 
 @dataclass
 class Findings:
-    """Tallies and differences of one rank."""
+    """The tallies and differences of one rank."""
 
     layers: int
     """Number of layers of the model."""
@@ -168,7 +168,7 @@ class Findings:
 
 
 def _misfit(actual: Tensor, expected: Tensor) -> str:
-    """Return a sentence for a wrong shape or dtype; empty where both are right."""
+    """Return a sentence about a wrong shape or dtype; "" if both are right."""
     if actual.shape != expected.shape:
         return f"its shape is {list(actual.shape)} instead of {list(expected.shape)}"
     if actual.dtype != expected.dtype:
@@ -181,7 +181,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
-    """Return the dtype, of a larger machine epsilon than `rounding`, that `actual` was rounded to, or None.
+    """Return the dtype, of an epsilon larger than `rounding`, to which `actual` was rounded, or None.
 
     Looks at the elements of which `expected` is not representable in the dtype.
     """
@@ -196,12 +196,12 @@ def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return a single alternative."""
+    """Return a list with one alternative."""
     return [(text, value)]
 
 
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
-    """Return a sentence that says what `actual` is instead of `expected`, or nothing."""
+    """Return the sentence of the alternative that `actual` equals, or of its wrong shape or dtype, or ""."""
     if misfit := _misfit(actual, expected):
         return misfit
     fitting = (
@@ -213,7 +213,7 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
 def _describe(
     location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, piece: Piece | None, hint: str
 ) -> Difference:
-    """Return where and by how much two tensors differ."""
+    """Return the difference of two tensors: its location, size and position."""
     if _misfit(actual, expected) or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
         return Difference(
@@ -242,7 +242,7 @@ def _describe(
 
 
 def _box_of(flat: Tensor, shape: tuple[int, ...]) -> tuple[tuple[int, int], ...]:
-    """Return the bounding box of elements of a tensor of `shape`, start and stop per dim."""
+    """Return the bounding box of flat indices in a tensor of `shape`: start and stop per dim."""
     return tuple((int(index.min()), int(index.max()) + 1) for index in torch.unravel_index(flat, shape))
 
 

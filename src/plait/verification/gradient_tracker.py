@@ -1,4 +1,4 @@
-"""The expected value of each parameter's gradient at any time of a step, on one rank.
+"""The expected value of each parameter's gradient at every time of a step, on one rank.
 
 Some weight gradients are added by `I` (norms, biases: with the layer's backward), others by `W` (deferred),
 a few in part by each. The values tell which: after `I` a gradient contains the micro-batch's contribution, or
@@ -27,7 +27,7 @@ ParameterUse = tuple[int, int]
 
 @dataclass(frozen=True)
 class Contribution:
-    """The value that one use adds to a gradient, with its tolerance."""
+    """The value that one use of a parameter adds to its gradient, with a tolerance."""
 
     value: Tensor
     tolerance: Tolerance
@@ -45,13 +45,13 @@ class TrackedGradient:
 
     @property
     def equal(self) -> bool:
-        """Whether they are equal up to the tolerance."""
+        """Whether actual and expected gradient are equal up to the tolerance."""
         return largest_difference(self.actual, self.expected) <= self.tolerance.allowed
 
 
 @dataclass
 class GradientTracker:
-    """Expected gradients of a rank's parameters, updated with each contribution."""
+    """Expected gradients of a rank's parameters, updated after each contribution."""
 
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
@@ -75,7 +75,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Return the gradient after `I` if it has the contribution. `until_weight`: leave that to `W`."""
+        """Return the gradient after `I` if `I` added the contribution; `until_weight`: leave it to `W`."""
         own = self.open.setdefault(gradient, {})
         own[use] = Contribution(contribution, tolerance)
         if until_weight:
@@ -88,7 +88,7 @@ class GradientTracker:
         return None
 
     def after_weight(self, gradient: GradientKey, use: ParameterUse) -> TrackedGradient | None:
-        """Return the gradient after `W`; None where `I` added it, or where others are added in part."""
+        """Return the gradient after `W`; None if `I` already added it, or other contributions are partial."""
         own = self.open.get(gradient, {})
         if use not in own:
             if any(other.partial for other in own.values()):
@@ -105,25 +105,25 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield, at the end of a step, each gradient with open contributions, with the first open use."""
+        """Yield at the end of a step each gradient with open contributions, with the first open use."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
                 yield gradient, next(iter(self.open.pop(gradient))), tracked
 
     def reset(self, keys: Iterable[GradientKey]) -> None:
-        """Reset gradients to zero after their reduction; open contributions stay."""
+        """Set gradients to zero after their reduction; open contributions are kept."""
         for gradient in keys:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """Take the actual gradient as expected, after a reported difference; `exactly`: without tolerance."""
+        """Accept the actual gradient as expected after a reported difference; `exactly`: no tolerance."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether `I` has added a part of an open contribution."""
+        """Return whether `I` has added only a part of an open contribution."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:

@@ -38,7 +38,7 @@ from plait.verification.weight_gradient_checker import WeightGradientChecker
 
 
 class InstructionChecker:
-    """Compares the results of one rank's instructions, by means of `comparison`."""
+    """Compares the results of one rank's instructions with the recording, through `comparison`."""
 
     def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
         self.runtime, self.blueprint = runtime, runtime.blueprint
@@ -53,7 +53,7 @@ class InstructionChecker:
         self.weights = WeightGradientChecker(runtime, comparison)
 
     def begin_step(self, step: int, targets: list[Value]) -> None:
-        """Start a step. `targets`: those expected for each of this rank's micro-batches."""
+        """Start a step. `targets`: the expected targets of each micro-batch of this rank."""
         self.step, self.targets = step, targets
         self.weights.begin_step(step)
         if self.comparison.options.mode != "exact":
@@ -95,7 +95,7 @@ class InstructionChecker:
                 pass
 
     def _compare_parameters(self, unit: str) -> None:
-        """Compare gathered parameters with those that the step before left."""
+        """Compare gathered parameters with the recorded values after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
         layer = min(self._first_layer(user.stage) + user.layer for user in users)
         for name, parameter in self.runtime.units[unit].parameters.items():
@@ -139,7 +139,7 @@ class InstructionChecker:
         self.weights.after_backward(action.kind, action.stage, number, use)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
-        """Compare the output of `layer`, which the stage of an action holds."""
+        """Compare the current output of `layer` in the stage of an action."""
         value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
             self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
@@ -187,7 +187,7 @@ class InstructionChecker:
     def _alternatives(
         self, phase: StepPhase, action: Action, scope: RecordScope, key: RecordKey, actual: Tensor
     ) -> NamedTensors:
-        """Yield values that a tensor would have after common mistakes; none where nothing is recorded."""
+        """Yield the values that a tensor would have after common mistakes; none without a recording."""
         recorded = self.recording.find(scope, key)
         if recorded is None:
             return
@@ -205,14 +205,14 @@ class InstructionChecker:
             yield from self._other_losses(action.microbatch, scope, recorded)
 
     def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
-        """Return those parameters of a layer, whole and by name, of which this rank has the recording."""
+        """Return the whole parameters of a layer by name, if they are recorded on this rank."""
         values = self.recording.values.get(RecordScope(self.step - 1), {})
         names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
         keys = {name: RecordKey("value", name=name) for name in names}
         return {name: values[key] for name, key in keys.items() if key in values}
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
-        """Yield the loss for other targets; nothing where the output is more than one tensor."""
+        """Yield the loss for other targets; nothing where the output has more than one tensor."""
         last = sum(self.blueprint.layers_per_stage) - 1
         output = self.recording.find(scope, RecordKey("output", last, "0"))
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
@@ -230,7 +230,7 @@ class InstructionChecker:
     def _expected(
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
     ) -> tuple[Tensor, Piece | None]:
-        """Return this rank's piece of a recorded tensor; zeros if nothing is recorded."""
+        """Return this rank's piece of a recorded tensor; zeros if there is no recording."""
         dim = self._partition_dim(key)
         if recorded is None or dim is None:
             return torch.zeros_like(actual) if recorded is None else recorded, None
@@ -241,7 +241,7 @@ class InstructionChecker:
         return piece.of(recorded), piece
 
     def _partition_dim(self, key: RecordKey) -> int | None:
-        """Return the dim along which a recorded tensor is partitioned over `tp`: classes, or the sequence."""
+        """Return the dim along which a recorded tensor is partitioned over `tp`: classes or sequence."""
         if key.kind == "total":
             return None
         if self.runtime.vocabulary is not None and key.layer == sum(self.blueprint.layers_per_stage) - 1:
@@ -259,5 +259,5 @@ class InstructionChecker:
 
 
 def _overlaps(tensor: Tensor) -> bool:
-    """Return whether elements share memory, as after `expand`, so that the tensor cannot be written."""
+    """Return whether elements share memory, as after `expand`, so that writing is not possible."""
     return any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Mode exact: whole numbers in float64, whose sums are exact in any order, so that two runs agree bit by bit.
+"""Mode exact: float64 integers, whose sums are exact in any order, so that runs are bitwise equal.
 
 Parameters and data become small whole numbers. Operations whose results are not whole numbers are replaced by
 stand-ins in both runs. Stand-ins keep the structure that tensor parallelism relies on: they are elementwise,
@@ -56,7 +56,7 @@ def _folded(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor) -> Tensor:
-    """Return `x` modulo 16, in -8 … 8; its gradient likewise."""
+    """Return `x` modulo 16, in -8 … 8; its gradient is treated alike."""
     result: Tensor = _Fold.apply(x)  # type: ignore[no-untyped-call]
     return result
 
@@ -156,7 +156,7 @@ STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class IntegerMode(TorchFunctionMode):
-    """Context that replaces operations by their stand-ins, also where backward recomputes a forward."""
+    """Context that replaces operations by integer-valued ones, also in recomputed forwards."""
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -165,7 +165,7 @@ class IntegerMode(TorchFunctionMode):
         return STAND_INS.get(func, func)(*args, **kwargs)
 
     def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
-        """Run backward with the mode on.
+        """Run backward within the mode.
 
         The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
         gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.
@@ -178,7 +178,7 @@ class IntegerMode(TorchFunctionMode):
 
 
 def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
-    """Replace values by -1, 0 and 1, by name, seed and index; vectors, which may be scales, have no zeros."""
+    """Return a function that maps values to -1, 0, 1 by name, seed and index; vectors get no zeros."""
 
     def change(name: str, value: Tensor) -> Tensor:
         numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
@@ -188,12 +188,12 @@ def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
 
 
 def integer_buffer(name: str, value: Tensor) -> Tensor:
-    """Return the nearest whole numbers."""
+    """Return `value` rounded to integers."""
     return value.round()
 
 
 def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
-    """Return inputs of whole numbers (tokens are kept), and a weight for each row as the targets."""
+    """Return integer inputs (tokens are unchanged), and as targets a weight for each row."""
 
     def whole(tensor: Tensor) -> Tensor:
         if not tensor.is_floating_point():
@@ -207,7 +207,7 @@ def integer_batch(inputs: Value, rows: int) -> tuple[Value, Tensor]:
 
 @dataclass(frozen=True)
 class WeightedSum:
-    """The loss of mode exact: a sum of the output, weighted by whole numbers per row and last index."""
+    """The loss of mode exact: a sum of the output with integer weights per row and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
         """Return the sum over all floating-point tensors of the output; 0-d."""
@@ -234,7 +234,7 @@ def _weighted(output: Tensor, rows: Tensor, columns: range) -> Tensor:
 
 
 def require_integers(tensor: Tensor, what: str, grain: float = GRAIN) -> None:
-    """ModelError where an element is not a multiple of `grain`, or so large that sums are not exact."""
+    """Raise ModelError where an element is no multiple of `grain`, or too large for exact sums."""
     if not tensor.is_floating_point() or not tensor.numel():
         return
     steps = tensor / grain

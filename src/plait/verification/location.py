@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 class StepPhase(StrEnum):
-    """The phases of a step, in the order of their dependence."""
+    """The phases of a step, in the order in which they depend on each other."""
 
     BATCH = "cut into micro-batches"
     INITIAL = "initial values"
@@ -58,7 +58,7 @@ class Location:
     """Index among several tensors between two layers."""
 
     def order(self, layers: int) -> tuple[int, int, int, int, int, str]:
-        """Return a sort key, for a model of `layers` layers, that puts a cause before its consequences."""
+        """Return a sort key, for a model of `layers` layers, that orders causes before consequences."""
         phases = list(StepPhase)
         phase = phases.index(self.phase)
         layer = -1 if self.layer is None else self.layer
@@ -102,7 +102,7 @@ WHOLE_STEP = -1
 
 
 class RecordScope(NamedTuple):
-    """A micro-batch (of the global batch) of a step, or the step as a whole."""
+    """A micro-batch (of the global batch) in a step, or the whole step."""
 
     step: int
     microbatch: int = WHOLE_STEP

@@ -1,4 +1,4 @@
-"""The dtypes and the loss scale of a plan, derived independently of the engine, to compare it with."""
+"""The dtypes and loss scale that a plan implies, derived independently of the engine to check it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ GROWTH_INTERVAL = 2000
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Dtypes of a run, and its loss scale. A dtype of None is the parameter's own."""
+    """Dtypes of a run, and its loss scale. None stands for the parameter's own dtype."""
 
     compute: torch.dtype | None = None
     """Dtype of activations, and of parameters as layers use them."""
@@ -39,11 +39,11 @@ class NumberFormats:
         return any(kind is not None and kind.itemsize <= 2 for kind in kinds)
 
     def compute_of(self, parameter: Tensor) -> torch.dtype:
-        """Return the dtype of `parameter` as layers use it."""
+        """Return the dtype in which layers use `parameter`."""
         return _or(self.compute, parameter.dtype, parameter)
 
     def master_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype that the optimizer updates; that of the layers for a frozen parameter."""
+        """Return the dtype of the optimizer's copy; for a frozen parameter, the dtype of the layers."""
         own = self.compute_of(parameter)
         return _or(self.master, own, parameter) if parameter.requires_grad else own
 
@@ -56,7 +56,7 @@ class NumberFormats:
         return _or(self.reduce, self.gradient_of(parameter), parameter)
 
     def epsilon_of_gradient(self, parameter: nn.Parameter) -> float:
-        """Return the largest machine epsilon of the dtypes that a final gradient has passed through."""
+        """Return the largest machine epsilon among the dtypes through which a final gradient passes."""
         passed = (self.gradient_of(parameter), self.reduce_of(parameter), self.master_of(parameter))
         return max(epsilon_of(dtype) for dtype in passed)
 
@@ -92,7 +92,7 @@ def _or(chosen: torch.dtype | None, default: torch.dtype, parameter: Tensor) -> 
 
 @dataclass
 class ReferenceLossScale:
-    """The loss scale of a reference run: constant, or halved on overflow and doubled as it trains."""
+    """The loss scale of a reference run: constant, or dynamic (halved on overflow, doubled periodically)."""
 
     value: float = 1.0
     dynamic: bool = False

@@ -19,18 +19,18 @@ MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]
 
 
 def adamw(groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
-    """Return AdamW with the settings that most models are trained with."""
+    """Return AdamW with commonly used settings."""
     return torch.optim.AdamW(groups, lr=1e-3, betas=(0.9, 0.95))
 
 
 def usual_steps(mode: Mode) -> int:
-    """Return the default number of steps: 2, so that state that one step leaves to the next is compared."""
+    """Return the default number of steps: 2, to compare state carried between steps; 1 in mode exact."""
     return 1 if mode == "exact" else 2
 
 
 @dataclass(frozen=True, kw_only=True)
 class VerifyOptions:
-    """How the reference and the candidate run, and how they are compared.
+    """Options of the reference run, the candidate run and their comparison.
 
     `mode`: `float64`; `native`, in the plan's own precisions, loss scale included; `exact`, in whole numbers.
     `clip`: the maximum gradient norm; None: a third of the first step's, so that clipping is exercised.
@@ -64,25 +64,25 @@ class VerifyOptions:
 
     @property
     def norm_type(self) -> float:
-        """The norm by which gradients are clipped: in mode exact the maximum norm, a whole number."""
+        """The norm type of gradient clipping: in mode exact the maximum norm, which is an integer."""
         return math.inf if self.mode == "exact" else 2.0
 
     @property
     def resynchronizes(self) -> bool:
-        """Whether gradients and parameters of the other runs are reset to the reference's after a comparison.
+        """Whether gradients and parameters are reset to the reference's after each comparison.
 
         In 16 bits gradients have a large tolerance, which all that is computed from them would inherit.
         """
         return self.mode == "native"
 
     def perturbed_runs(self, formats: NumberFormats) -> int:
-        """Return how often the reference runs again; in 16 bits more often: optimizers amplify noise."""
+        """Return how many perturbed reference runs to make; more in 16 bits: optimizers amplify noise."""
         if self.mode == "exact":
             return 0
         return max(self.perturbations, 6) if formats.narrow else self.perturbations
 
     def applied_to(self, plan: Plan) -> Plan:
-        """Return the plan with the precision of the runs: in mode native its own, else float64."""
+        """Return the plan with the precision of the runs: in mode native the plan's own, else float64."""
         if self.mode == "native":
             return plan
         return replace(

@@ -1,4 +1,4 @@
-"""Artificial rounding errors, which measure how far two correct runs may differ.
+"""Artificial rounding errors, by which the possible deviation of correct runs is measured.
 
 Another order of sums gives other rounding errors. How large they grow depends on the model, so it is
 measured: the reference runs again with a random error of the size of rounding in every parameter, every
@@ -24,7 +24,7 @@ class Perturbation:
         self.generator = torch.Generator().manual_seed(self.number)
 
     def perturb(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` with an error in each element, relative to its magnitude plus the median magnitude.
+        """Return `tensor` with a random error per element, relative to its plus the median magnitude.
 
         The median accounts for sums that cancel, whose error is that of their summands; unlike a mean it is
         not dominated by a few elements (the -1e9 of a mask).
@@ -40,7 +40,7 @@ class Perturbation:
         return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
 
     def perturb_elementwise(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
-        """Return `tensor` with an error in each element, relative to its magnitude by `epsilon`."""
+        """Return `tensor` with a random error per element of relative size `epsilon`."""
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         epsilon = torch.finfo(tensor.dtype).eps if epsilon is None else epsilon

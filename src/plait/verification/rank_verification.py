@@ -1,4 +1,4 @@
-"""Verification on one rank: the reference run (on rank 0), then the candidate run, compared with it."""
+"""Verification on one rank: the reference run (on rank 0), then the candidate run compared with it."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ MakeReference = Callable[..., ReferenceRun]
 
 @dataclass(frozen=True)
 class RankOutcome:
-    """The findings of one rank, and its coordinate in the mesh."""
+    """The findings of one rank, and the rank's coordinate in the mesh."""
 
     rank: int
     coordinate: Mapping[str, int]
@@ -49,7 +49,7 @@ class RankOutcome:
 
 
 def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None) -> RankOutcome:
-    """Verify `plan` as one of its ranks. Communication: that of training, and the recording from rank 0.
+    """Verify `plan` as one of its ranks. Communication: the training's, and the recording from rank 0.
 
     `recordings` are kept on rank 0, for further plans with the same micro-batches.
     """
@@ -69,7 +69,7 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
 def _compared(
     case: PreparedCase, plan: Plan, mesh: Mesh, recordings: RecordingCache
 ) -> tuple[Findings, float]:
-    """Run the reference and the candidate; return what differs, and the bound of the gradient norm."""
+    """Run the reference and the candidate; return the findings, and the bound of the gradient norm."""
     formats = formats_of(plan)
     batches = [
         (_on_device(inputs, mesh, formats.compute), _on_device(targets, mesh, None))
@@ -97,7 +97,7 @@ def _recorded(
     batches: Sequence[Batch],
     recordings: RecordingCache,
 ) -> ReferenceRecording:
-    """Return rank 0's recording; on other ranks the part that their own tensors are compared with.
+    """Return rank 0's recording; on other ranks, the part with this rank's own tensors.
 
     Communication: a barrier over the world for each scope of each run, so that no rank waits longer than for
     one; then that of `distribute_recording`.
@@ -124,7 +124,7 @@ def _recorded(
 
 @contextmanager
 def _barrier_per_scope(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
-    """Yield `tick`, which rank 0 calls `count` times during its work; the other ranks wait for each call.
+    """Yield a function that rank 0 calls `count` times during its work, as barriers with all other ranks.
 
     Raises an error of rank 0 on every rank. Communication: a barrier over the world for each call.
     """
@@ -156,7 +156,7 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record one run without and `runs - 1` runs with perturbations; call `tick` after each scope."""
+    """Record one unperturbed and `runs - 1` perturbed runs; call `tick` after each scope."""
     recording, scale = ReferenceRecording(), None
     for number in range(runs):
         baseline = recording if number else None
@@ -180,7 +180,7 @@ def record(
 def settled_scale(
     make: MakeReference, clip: float | None, batches: Sequence[Batch], microbatches: int
 ) -> float:
-    """Return half of the largest dynamic loss scale at which no step of the reference overflows.
+    """Return half of the largest dynamic loss scale with which no step of the reference overflows.
 
     Training in fp16 halves its scale until nothing overflows; a verification starts there, with a factor of 2
     as a margin for rounding. Runs the reference once per halving.

@@ -1,4 +1,4 @@
-"""Distribution of rank 0's recording: each rank receives the part that it compares its own tensors with."""
+"""Distribution of rank 0's recording: each rank receives the part needed for its own tensors."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ TableEntry = tuple[RecordKey, tuple[int, ...], torch.dtype, Tolerance]
 def distribute_recording(
     recording: ReferenceRecording | None, mesh: Mesh, wanted: Wanted
 ) -> ReferenceRecording:
-    """Return the wanted part of rank 0's `recording`; on rank 0, which alone passes one, all of it.
+    """Return the wanted part of rank 0's `recording`; rank 0 passes the recording and gets all of it.
 
     Communication: broadcasts over the world, for each scope: its table, then its tensors, packed by dtype.
     """
@@ -68,7 +68,7 @@ def _broadcast_scope(
 
 
 def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
-    """Return rank 0's object, pickled for the others. Communication: two broadcasts over the world."""
+    """Return rank 0's object, pickled, on all ranks. Communication: two broadcasts over the world."""
     world = mesh.group("world")
     text = b64encode(pickle.dumps(thing)).decode() if world.index == 0 else ""
     received: Object = pickle.loads(

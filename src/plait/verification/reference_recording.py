@@ -1,4 +1,4 @@
-"""The tensors that the reference run computed, each with its tolerance."""
+"""The tensors computed by the reference run, each with a tolerance."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LOSS_KINDS = ("total", "mean", "whole", "evaluation")
 
 
 class Tolerance(NamedTuple):
-    """The size of a tensor (its largest magnitude, see `SIZE_FLOOR`), and the largest allowed difference."""
+    """The magnitude of a tensor (its largest, see `SIZE_FLOOR`), and the largest allowed difference."""
 
     size: float
     allowed: float
@@ -47,13 +47,13 @@ NO_TOLERANCE = Tolerance(0.0, 0.0)
 
 @dataclass
 class ReferenceRecording:
-    """The tensors of each scope by key, and the largest differences that rounding explains."""
+    """The recorded tensors of each scope by key, with the largest differences that rounding explains."""
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
-        """Record the tensors of a scope, without tolerance. ModelError where a loss or gradient is NaN."""
+        """Record a scope's tensors, without tolerance. Raises ModelError if a loss or gradient is NaN."""
         self.values[scope] = dict(values)
         largest: dict[object, float] = {}
         peaks = {key: largest_magnitude(value) for key, value in values.items()}
@@ -74,7 +74,7 @@ class ReferenceRecording:
         values: Mapping[RecordKey, Tensor],
         epsilon_of: Callable[[RecordKey], float] = lambda key: 0.0,
     ) -> None:
-        """Raise the tolerances to the deviations of a perturbed run, and to a few machine epsilons at least.
+        """Increase tolerances to the deviations of a perturbed run, and to at least a few machine epsilons.
 
         `epsilon_of` returns the machine epsilon of a narrower dtype that a tensor was computed from, else 0.
         """
@@ -89,7 +89,7 @@ class ReferenceRecording:
                 tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:
-        """ModelError where a tensor is not of whole numbers. Gives the norm, a square root, its tolerance."""
+        """Raise ModelError unless all tensors are integers; add a tolerance to the norm, a square root."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "norm":
@@ -106,7 +106,7 @@ class ReferenceRecording:
         return self.values.get(scope, {}).get(key)
 
     def number(self, step: int, kind: str) -> float:
-        """Return a recorded number of a whole step: a norm, a scale, a mean."""
+        """Return a recorded scalar of a whole step: a norm, a scale, a mean."""
         return float(self.values[RecordScope(step)][RecordKey(kind)])
 
     def microbatches(self, step: int) -> int:
@@ -114,7 +114,7 @@ class ReferenceRecording:
         return sum(scope.step == step and scope.microbatch >= 0 for scope in self.values)
 
     def _since(self) -> str:
-        """Return where the first NaN is, to continue a sentence."""
+        """Return the location of the first NaN, as the continuation of a sentence."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "output" and bool(value.isnan().any()):
@@ -124,7 +124,7 @@ class ReferenceRecording:
 
 
 def _family(key: RecordKey) -> object:
-    """Return the family of tensors of related size that a tensor belongs to: see `SIZE_FLOOR`."""
+    """Return the group of tensors with related magnitudes that a tensor belongs to: see `SIZE_FLOOR`."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
     if key.kind in ("output", "inside"):
@@ -148,14 +148,14 @@ def largest_difference(actual: Tensor, expected: Tensor) -> float:
 
 
 def elementwise_difference(actual: Tensor, expected: Tensor) -> Tensor:
-    """Return the absolute difference per element, float64; complex numbers per part, in a last dim of 2."""
+    """Return the absolute difference per element, float64; complex numbers as two parts in a last dim."""
     one, other = _wide(actual), _wide(expected)
     same = (one == other) | (one.isnan() & other.isnan())
     return (one - other).abs().masked_fill(same, 0.0).nan_to_num(nan=torch.inf, posinf=torch.inf)
 
 
 def _wide(tensor: Tensor) -> Tensor:
-    """Return `tensor` as float64; complex numbers as two in a last dim."""
+    """Return `tensor` as float64; complex numbers as two parts in a last dim."""
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.resolve_conj())
     return tensor.detach().double()

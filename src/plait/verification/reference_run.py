@@ -1,4 +1,4 @@
-"""Training on a single device in plain PyTorch: layers, autograd, `torch.optim`, without the engine.
+"""Training on a single device in plain PyTorch: layers, autograd, `torch.optim`; without the engine.
 
 Shared with the engine are the model as a sequence of layers, the rows of micro-batches, initial values by
 name, the loss, and the zero gradient of a parameter that the loss does not depend on. Each layer has aliases
@@ -60,7 +60,7 @@ class ReferenceRun:
         baseline: ReferenceRecording | None = None,
         scale: float | None = None,
     ) -> None:
-        """`clip`: the maximum gradient norm; None: a third of the first step's.
+        """`clip`: the maximum gradient norm; None: a third of the first step's norm.
 
         `baseline`: the recording of the run without perturbation. If the options say `resynchronizes`,
         gradients and parameters of this run are reset to it once they are recorded, so that a perturbation
@@ -98,7 +98,7 @@ class ReferenceRun:
         return self.update.clip
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon of a narrower dtype that a tensor was computed from, or 0."""
+        """Return the machine epsilon of the narrower dtype from which a tensor was computed, or 0."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":
@@ -109,7 +109,7 @@ class ReferenceRun:
         return 0.0
 
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
-        """Train on `batches`, each cut into `microbatches`, then evaluate; yield the tensors of each scope.
+        """Train on `batches`, split into `microbatches` each, then evaluate; yield the tensors of each scope.
 
         The first scope, of step -1, has the initial parameters.
         """
@@ -164,7 +164,7 @@ class ReferenceRun:
         yield RecordScope(step), records | self.update.apply(step)
 
     def _reduced(self, name: str) -> Tensor:
-        """Return the sum of a gradient, with a rounding error of the dtype that ranks would send it in."""
+        """Return the sum of a gradient, with a rounding error of the dtype used for its reduction."""
         total, sent = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
         if self.baseline is None or epsilon_of(sent) <= epsilon_of(total.dtype):
             return total
@@ -174,7 +174,7 @@ class ReferenceRun:
         records: Records = {}
 
         def boundary(value: Value, layer: int) -> Value:
-            """Record a value and, during backward, its gradient; return a copy that may be written."""
+            """Record a value and, during backward, its gradient; return a copy that may be written to."""
             numbers = iter(range(len(list(tensors_of(value)))))
 
             def record_and_copy(tensor: Tensor) -> Tensor:
@@ -209,7 +209,7 @@ class ReferenceRun:
         return records | self._contributions(scope)
 
     def _contributions(self, scope: RecordScope) -> Records:
-        """Return the gradient of each alias, and add it to the sum of its parameter."""
+        """Return the gradient of each alias, and add it to its parameter's sum."""
         records: Records = {}
         for number, aliases in enumerate(self.aliases):
             for name, alias in aliases.items():
@@ -231,7 +231,7 @@ class ReferenceRun:
             return layer.module(value)
 
     def _mean(self, inputs: Value, targets: Value) -> Tensor:
-        """Return the mean loss of a batch run as one, without gradients; buffers are not changed."""
+        """Return the mean loss of a whole batch, without gradients and without changing buffers."""
         value = map_tensors(torch.clone, inputs)
         self.dropout.rows = [range(len(next(tensors_of(inputs))))]
         buffers = [(b, b.clone()) for layer in self.layers for b in layer.module.buffers()]
@@ -249,7 +249,7 @@ class ReferenceRun:
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Turn an error into a ModelError with its first line: `what` fails on a single device already."""
+    """Convert an error to a ModelError with its first line: `what` already fails on a single device."""
     try:
         yield
     except PlaitError:
@@ -264,7 +264,7 @@ def failure_named(what: str) -> Iterator[None]:
 
 @contextmanager
 def random_refused(path: str) -> Iterator[None]:
-    """ModelError where a layer draws random numbers, which differ between ranks and runs."""
+    """Raise ModelError where a layer draws random numbers, which differ between ranks and runs."""
     before = torch.get_rng_state()
     yield
     if not torch.equal(before, torch.get_rng_state()):
@@ -288,7 +288,7 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Return parameters by name, copies for the layers by name, the layers, and each layer's aliases by name.
+    """Return parameters by name, layers' copies by name, the layers, and each layer's aliases by name.
 
     Layers use the parameters' own memory where that has their compute dtype, unless `always_copy`.
     """

@@ -54,7 +54,7 @@ class ReferenceUpdate:
         self.optimizer = options.optimizer(groups)
 
     def apply(self, step: int) -> Records:
-        """Update the parameters from their `.grad`, still scaled by the loss scale; return the records."""
+        """Update the parameters from their `.grad`, which includes the loss scale; return the records."""
         records = {RecordKey("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None
@@ -96,7 +96,7 @@ class ReferenceUpdate:
         return records
 
     def _bound(self, step: int, norm: Tensor) -> float:
-        """Return the maximum gradient norm of a step: as given, or a third of the first step's norm.
+        """Return the maximum gradient norm of a step: the given one, or a third of the first step's norm.
 
         Under a dynamic loss scale, where gradients are checked once a step, every second step has a bound of
         twice its own norm.
@@ -121,7 +121,7 @@ class ReferenceUpdate:
         }
 
     def _reset_gradients(self, step: int, kind: str) -> None:
-        """Set the gradients to those of the baseline, each with a rounding error."""
+        """Replace the gradients by those of the baseline, each with a rounding error."""
         if self.baseline is not None:
             recorded = self.baseline.values[RecordScope(step)]
             for name, parameter in self.trainable.items():
@@ -130,7 +130,7 @@ class ReferenceUpdate:
                 )
 
     def _reset_parameters(self, step: int) -> None:
-        """Set the parameters and the optimizer state to those of the baseline."""
+        """Replace parameters and optimizer state by those of the baseline."""
         if self.baseline is None:
             return
         recorded = self.baseline.values[RecordScope(step)]

@@ -1,4 +1,4 @@
-"""The report of a verification: equal or not, how closely, and the first difference."""
+"""The report of a verification: equal or not, the largest differences, and the first difference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ LISTED = 5
 
 @dataclass(frozen=True)
 class FirstDifference:
-    """The earliest difference of all ranks; all that precedes it is equal."""
+    """The earliest difference over all ranks; all earlier tensors are equal."""
 
     difference: Difference
     ranks: tuple[int, ...]
@@ -35,7 +35,7 @@ class FirstDifference:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """The result of a verification. It is true where the runs are equal; `print` it."""
+    """The result of a verification. Its truth value is whether the runs are equal; `print` shows it."""
 
     plan: Plan
     options: VerifyOptions
@@ -61,12 +61,12 @@ class VerificationReport:
 
     @property
     def different(self) -> int:
-        """Number of tensors that differ by more than rounding explains."""
+        """Number of tensors whose differences exceed what rounding explains."""
         return sum(tally.different for tally in self.tallies.values())
 
     @property
     def vague(self) -> int:
-        """Number of equal tensors of inconclusive equality: rounding explains half of their size."""
+        """Number of equal tensors whose tolerance is at least half of their size: an inconclusive result."""
         return sum(tally.vague for tally in self.tallies.values())
 
     @property
@@ -78,7 +78,7 @@ class VerificationReport:
         return "\n".join([self.headline(), "", *self._details(), "", *_table(self.tallies)])
 
     def headline(self) -> str:
-        """Return one line: equal or not, and how closely."""
+        """Return one line: equal or not, and the largest differences."""
         if self.first is None:
             if self.options.mode == "exact":
                 return f"EQUAL to one rank, bit by bit: {self.compared:,} tensors compared."
@@ -99,7 +99,7 @@ class VerificationReport:
         )
 
     def what(self, location: Location) -> str:
-        """Return a location in words: `the forward of blocks.1.mlp`."""
+        """Return a location as text: `the forward of blocks.1.mlp`."""
         layer = self.path_of(location)
         named = (
             f"{location.name} in " if location.name and location.phase is StepPhase.WEIGHT_GRADIENT else ""
@@ -109,7 +109,7 @@ class VerificationReport:
         return f"the {location.phase} of {location.name}" if location.name else f"the {location.phase}"
 
     def path_of(self, location: Location) -> str:
-        """Return the path of the layer, or nothing for a location without layer."""
+        """Return the path of the layer, or "" for a location without a layer."""
         if location.layer is None:
             return ""
         return self.paths[location.layer] if 0 <= location.layer < len(self.paths) else "the batch"
@@ -182,7 +182,7 @@ class VerificationReport:
         return lines
 
     def _also(self) -> list[str]:
-        """Return the other differences in words, one for each phase and layer."""
+        """Return the other differences as text, one per phase and layer."""
         kinds: dict[tuple[StepPhase, int | None], set[Location]] = {}
         for other in self.others:
             kinds.setdefault((other.location.phase, other.location.layer), set()).add(other.location)
@@ -206,12 +206,12 @@ class VerificationReport:
 
 
 def finite(value: float) -> float | None:
-    """Return a number as JSON can hold it: None for NaN and infinity."""
+    """Return a number as JSON can represent it: None for NaN and infinity."""
     return value if math.isfinite(value) else None
 
 
 def formats_in(plan: Plan) -> str:
-    """Return the precisions and the loss scale of a plan: `bf16, master fp32, loss scale 1024`."""
+    """Return the precisions and loss scale of a plan: `bf16, master fp32, loss scale 1024`."""
     formats: list[str] = [plan.precision or ""]
     for name in ("master", "gradient", "reduce"):
         precision = getattr(plan, f"{name}_precision")
@@ -249,7 +249,7 @@ def _coordinate(coordinate: Mapping[str, int]) -> str:
 
 
 def _where(difference: Difference) -> str:
-    """Return the part of the tensor that differs, and its worst element."""
+    """Return the differing part of a tensor and its worst element, as text."""
     actual, expected = difference.values
     values = f"{actual:.6g} instead of {expected:.6g}"
     if not difference.shape:
@@ -268,7 +268,7 @@ def _line(title: str, text: str) -> str:
 
 
 def _table(tallies: Mapping[StepPhase, Tally]) -> list[str]:
-    """Return a line for each phase; if any differs, one line for all that are equal."""
+    """Return a line per phase; if any phase differs, one line for all equal phases."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
     shown = dict(list(wrong.items())[:ROWS]) if wrong else tallies

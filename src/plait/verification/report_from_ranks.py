@@ -1,4 +1,4 @@
-"""The report of a verification, built from the outcomes of all ranks."""
+"""Builds the report of a verification from the outcomes of all ranks."""
 
 from __future__ import annotations
 
@@ -84,18 +84,18 @@ def _first_difference(
 
 
 def _is_alike(evidence: Evidence, location: Location) -> bool:
-    """Return whether a rank's first difference is at `location`, or at another parameter in its place."""
+    """Return whether a rank's first difference is at `location`, possibly in another parameter."""
     return replace(evidence.location, name=location.name) == location
 
 
 def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool:
-    """Return whether the layer of a location, or without one any, has a parameter partitioned over `tp`."""
+    """Return whether a location's layer (any layer if it has none) has a parameter partitioned over `tp`."""
     layers = {layer for outcome in outcomes for layer in outcome.findings.partitioned}
     return bool(layers) if location.layer is None else location.layer in layers
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
-    """Return whether a rank compares elements of the same stage and, for a micro-batch, of the same data."""
+    """Return whether a rank compares tensors of the same stage and, for a micro-batch, of the same data."""
     if location.phase is StepPhase.BATCH:
         return outcome is chosen
     if location in outcome.findings.empty:

@@ -1,4 +1,4 @@
-"""Sketches of the tensors inside of a layer, which locate the first module whose input or output differs.
+"""Sketches of tensors within a layer, which locate the first module whose input or output differs.
 
 Layers are compared by their outputs. Where an output differs, sketches show whether a norm, a linear, or the
 computation between two modules is the cause. A sketch is a weighted sum over all rows, `[features]`, of the
@@ -27,7 +27,7 @@ LISTED = 4
 
 
 class ModuleSketches:
-    """Sketches of the first input and the output of each module inside of one layer, by forward hooks.
+    """Records by forward hooks sketches of the first input and the output of each module within a layer.
 
     `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Tensors that are
     not floating-point, have fewer than two dims or are nested in other values have none.
@@ -43,7 +43,7 @@ class ModuleSketches:
                 self._handles.append(module.register_forward_hook(partial(self._after, path)))
 
     def begin(self) -> None:
-        """Discard the sketches of the latest run."""
+        """Discard the sketches of the previous run."""
         self.found = {}
         self._calls.clear()
 
@@ -75,7 +75,7 @@ def sketch_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that holds the sketches of one run of `layer` at exit; empty unless `wanted`."""
+    """Yield a dictionary that contains at exit the sketches of one run of `layer`; empty unless `wanted`."""
     found: dict[str, Tensor] = {}
     if not wanted:
         yield found
@@ -90,7 +90,7 @@ def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
 
 @dataclass(frozen=True)
 class InnerDifference:
-    """The first difference inside of a layer, on one rank."""
+    """The first difference within a layer, on one rank."""
 
     order: int
     """Number of the reference's sketches before it. Of several ranks the earliest is the cause, since outputs
@@ -129,18 +129,18 @@ def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:
 
 
 def _given(equal: list[str]) -> list[str]:
-    """Return the modules whose outputs are among the names of equal sketches, each once."""
+    """Return the modules with equal output sketches, each once."""
     return list(dict.fromkeys(name.split("|")[0] for name in equal if "|gives|" in name))
 
 
 def _listed(equal: list[str]) -> str:
-    """Return the last of the equal modules: `query, key and value give`."""
+    """Return the last equal modules as the start of a sentence: `query, key and value give`."""
     *most, last = _given(equal)[-LISTED:]
     return f"{', '.join(most)} and {last} give" if most else f"{last} gives"
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether a sketch is as expected; for a shard of the features: whether each is among those."""
+    """Return whether a sketch equals the expected one; for a shard, whether its features are among those."""
     if found.shape == expected.shape:
         return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):

@@ -1,4 +1,4 @@
-"""Initial values of both runs: the model's own with a small random offset, or small whole numbers.
+"""Initial values of both runs: the model's own with small random offsets, or small integers.
 
 Initial zeros and ones hide mistakes: a bias of zero may be added any number of times.
 """
@@ -24,7 +24,7 @@ ValueChange = Callable[[str, Tensor], Tensor]
 
 
 def add_offsets(seed: int) -> ValueChange:
-    """Add normally distributed offsets that depend on the name, the seed and the index only."""
+    """Return a function that adds normal offsets, which depend on the name, the seed and the index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
         if not value.is_floating_point():
@@ -37,7 +37,7 @@ def add_offsets(seed: int) -> ValueChange:
 
 
 def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: ValueChange) -> nn.Module:
-    """Return a copy of `model` whose floating-point parameters and buffers have changed initial values.
+    """Return a copy of `model` with changed initial values of floating-point parameters and buffers.
 
     Shared tensors stay shared. `model` may be on the meta device; it is not altered.
     """

@@ -60,7 +60,7 @@ class StepComparison:
         base: Tensor | None = None,
         inherited: float = 0.0,
     ) -> bool:
-        """Compare a tensor, of `parameter` if that is given; return whether it is equal.
+        """Compare a tensor, a piece of `parameter` if given, with the recording; return whether it is equal.
 
         `inherited`: what the tolerance of the tensors that it was computed from adds to its own.
         """
@@ -95,7 +95,7 @@ class StepComparison:
         self.findings.compare(location, actual, before, NO_TOLERANCE, piece=piece, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
-        """Compare the engine's loss scale, unless there is none."""
+        """Compare the engine's loss scale, unless both scales are 1."""
         actual = self.engine.loss_scale
         if not actual == expected == 1:
             ours, theirs = (torch.tensor(scale, dtype=torch.float64) for scale in (actual, expected))
@@ -125,7 +125,7 @@ class StepComparison:
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
 
     def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Compare the parameters, which were `before`, and their state after a step of the optimizer."""
+        """Compare the parameters (previously `before`) and their state after an optimizer step."""
         for name, parameter in self.parameters.items():
             alternatives = [("it was not updated", before[name])]
             key = RecordKey("value", name=name)
@@ -141,12 +141,12 @@ class StepComparison:
             self.compare(step, StepPhase.OPTIMIZER, key, state, name, alternatives)
 
     def gradient(self, name: str) -> Tensor:
-        """Return this rank's gradient of a parameter; zeros where it has none."""
+        """Return this rank's gradient of a parameter; zeros if it has none."""
         parameter = self.parameters[name]
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def set_gradients(self, step: int, kind: str) -> None:
-        """Overwrite all gradients by the records of `kind`."""
+        """Overwrite all gradients with the records of `kind`."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]
@@ -155,7 +155,7 @@ class StepComparison:
     def expected(
         self, recorded: Tensor, parameter: str, actual: Tensor | None = None
     ) -> tuple[Tensor, Piece | None]:
-        """Return this rank's piece of a recorded tensor of `parameter`; of others all.
+        """Return this rank's piece of a recorded tensor of `parameter`; other tensors unchanged.
 
         Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
         """

@@ -1,4 +1,4 @@
-"""`plait verify --all`: every layout, schedule and sharding that a number of ranks allows, as a table."""
+"""`plait verify --all`: verifies every layout, schedule and sharding for a number of ranks."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 @dataclass(frozen=True)
 class RefusedPlan:
-    """The reason why this model cannot be parallelized by a plan."""
+    """The reason why a plan cannot run this model."""
 
     reason: str
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """The report on each plan. It is true where all plans that can run are equal; `print` it."""
+    """The reports on all plans. Its truth value is whether all runnable plans are equal; `print` shows it."""
 
     ranks: int
     rows: tuple[tuple[Plan, VerificationReport | RefusedPlan], ...]
@@ -45,7 +45,7 @@ class Sweep:
 
     @property
     def equal(self) -> bool:
-        """Whether at least one plan can run, and all that can are equal to one rank."""
+        """Whether at least one plan can run, and all that can run are equal to one rank."""
         return bool(self.reports) and all(self.reports)
 
     def __bool__(self) -> bool:
@@ -57,7 +57,7 @@ class Sweep:
         return "\n".join([self.headline(), "", *lines])
 
     def headline(self) -> str:
-        """Return one line: how many plans are equal, and how closely."""
+        """Return one line: the number of equal plans, and the largest differences."""
         reports, refused = self.reports, len(self.rows) - len(self.reports)
         rest = f" ({refused} more are not possible for this model)" if refused else ""
         wrong = sum(not report for report in reports)
@@ -99,7 +99,7 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
 
 
 def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> tuple[Plan, ...]:
-    """Return every plan on `ranks` ranks that divides a global batch of `rows` rows as finely as `plan` does.
+    """Return every plan on `ranks` ranks that divides a global batch of `rows` rows as finely as `plan`.
 
     Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
     each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
@@ -143,7 +143,7 @@ def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recom
 
 
 def _shardings_of(plan: Plan) -> Iterator[Plan]:
-    """Yield every sharding over the plan's ranks of dp: replicas, strategy, time of reduction, offload."""
+    """Yield every sharding over the plan's dp ranks: replicas, strategy, time of reduction, offload."""
     for replicate in range(1, plan.dp):
         if plan.dp % replicate == 0:
             for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):
@@ -162,7 +162,7 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
-    """Return a dp rank's part of all micro-batches, or the next smaller number that divides its rows."""
+    """Return a dp rank's share of all micro-batches, or the next smaller divisor of its rows."""
     most = max(1, microbatches // dp)
     return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 
@@ -170,7 +170,7 @@ def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
 def verify_plans(
     case: Case, plans: Sequence[Plan], report_progress: ReportProgress | None = None
 ) -> list[RankOutcome | RefusedPlan]:
-    """Verify `plans`, all of the same number of ranks, one after the other, as one of their ranks."""
+    """Verify `plans`, all with the same number of ranks, one after the other, as one of their ranks."""
     recordings: RecordingCache = {}
     outcomes: list[RankOutcome | RefusedPlan] = []
     for plan in plans:

@@ -1,4 +1,4 @@
-"""`plait.verify`: run the reference and the candidate, on local ranks or those of a launcher, and report."""
+"""`plait.verify`: runs the reference and the candidate, on local or a launcher's ranks, and reports."""
 
 from __future__ import annotations
 

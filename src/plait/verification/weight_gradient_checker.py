@@ -1,4 +1,4 @@
-"""Comparison of each parameter's gradient with the recorded contributions, whenever one is added to it."""
+"""Comparison of each parameter's gradient with the recorded contributions after every addition."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class WeightGradientChecker:
         self.tracker.begin_step()
 
     def after_backward(self, kind: Kind, stage: int, layer: int, use: ParameterUse) -> None:
-        """Compare the gradients that an `I`, `W` or `B` of a layer of a stage adds to."""
+        """Compare the gradients to which an `I`, `W` or `B` of a stage's layer has added."""
         for key in self.gradients_of[stage, layer]:
             if kind is not Kind.W:
                 contribution = self._contribution(key[0], use)
@@ -69,7 +69,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients with open contributions; then expect them to start from zero again."""
+        """Compare gradients with open contributions, and expect zeros from then on."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -77,7 +77,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare the gradients, by default all, that have open contributions."""
+        """Compare the gradients with open contributions, by default all of them."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):
@@ -95,7 +95,7 @@ class WeightGradientChecker:
         )
 
     def piece(self, name: str) -> Piece:
-        """Return this rank's piece of a parameter as layers use it: partitioned over tp, not sharded."""
+        """Return this rank's piece of a parameter as layers use it: partitioned over tp but not sharded."""
         return piece_of(self.blueprint.whole_layouts[name], self.runtime.mesh.coordinate)
 
     def _compare(self, key: GradientKey, use: ParameterUse, tracked: TrackedGradient | None) -> None:
@@ -126,7 +126,7 @@ class WeightGradientChecker:
             self.tracker.accept(key, exactly=True)
 
     def _alternatives(self, name: str, use: ParameterUse, expected: Tensor) -> Iterator[tuple[str, Tensor]]:
-        """Yield values that the gradient would have after common mistakes."""
+        """Yield the values that the gradient would have after common mistakes."""
         own, (layer, microbatch) = self._contribution(name, use), use
         if own is not None:
             yield "it was not added at all", expected - own[0]
@@ -148,5 +148,5 @@ class WeightGradientChecker:
         return None if whole is None else (self.piece(name).of(whole), self.recording.tolerances[scope][key])
 
     def _is_complete(self, name: str) -> bool:
-        """Return whether a gradient is complete without a sum over ranks of tp."""
+        """Return whether a gradient is complete without a sum over `tp`."""
         return self.blueprint.summed[name] == 1

@@ -51,7 +51,7 @@ class Embedding(ConvertedLayer):
         self.emb_dropout = emb_dropout
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings. ModelError for a sequence longer than the context."""
+        """Return the embeddings. Raises ModelError for a sequence longer than the context."""
         require_length(tokens.shape[1], self.context)
         embedded: Tensor = self.get_submodule(self.name)(tokens)
         return embedded if self.emb_dropout is None else self.emb_dropout(embedded)

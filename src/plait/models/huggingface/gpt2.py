@@ -64,7 +64,7 @@ class Embedding(ConvertedLayer):
         self.wte, self.wpe, self.drop = wte, wpe, drop
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the sum of both embeddings. ModelError for a sequence longer than the context."""
+        """Return the sum of both embeddings. Raises ModelError for a sequence longer than the context."""
         length = tokens.shape[1]
         require_length(length, self.wpe.num_embeddings)
         positions = torch.arange(length, device=tokens.device)

@@ -1,4 +1,4 @@
-"""The probable cause of the first difference, from what the wrong numbers look like."""
+"""Diagnosis: the probable cause of the first difference, derived from the wrong values."""
 
 from plait.verification.diagnosis.cause import likely_cause
 from plait.verification.diagnosis.symptoms import Symptoms

@@ -14,7 +14,7 @@ NamedTensors = Iterator[tuple[str, Tensor]]
 
 
 def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp: int) -> NamedTensors:
-    """Yield a layer's output with a bias, or a table of positions, left out or added more than once.
+    """Yield a layer's output with its bias or position table left out or added more than once.
 
     `expected` `[..., features]`; `parameters`, whole, by name. `tp`: on how many ranks each may be added.
     """
@@ -34,7 +34,7 @@ def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp
 def with_another_loss(
     loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor
 ) -> NamedTensors:
-    """Yield the loss `total` of micro-batch `number` for shifted targets, for other ones, and as a mean.
+    """Yield the loss of micro-batch `number` with shifted targets, with other targets, and as a mean.
 
     `targets` are those of each of the rank's micro-batches. Targets that the loss refuses are skipped.
     """

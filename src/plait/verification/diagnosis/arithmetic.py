@@ -1,4 +1,4 @@
-"""Hypotheses about one tensor: zero, a multiple of the expected one, a multiple of its input too much."""
+"""Hypotheses about one tensor: zero, a multiple of the expected one, or wrong by a multiple of its base."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ SIMPLE = 1e-5
 
 
 def no_number(symptoms: Symptoms) -> str | None:
-    """Return the sentence for NaN or infinity where the reference has a number."""
+    """Return the sentence for NaN or infinity where the reference is finite."""
     actual, expected = symptoms.pair
     if bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
         return None
@@ -37,7 +37,7 @@ def no_number(symptoms: Symptoms) -> str | None:
 
 
 def zero(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor of zeros, or one that is zero wherever it differs."""
+    """Return the sentence for a tensor that is zero, or zero wherever it differs."""
     actual, expected = symptoms.pair
     if not len(actual) or actual.shape != expected.shape:
         return None
@@ -55,7 +55,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor, or its rest without the base, that is a multiple of the expected."""
+    """Return the sentence for a tensor, or its part without the base, that is a multiple of the expected."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
@@ -79,7 +79,7 @@ def factor(symptoms: Symptoms) -> str | None:
 
 
 def _nothing_added(phase: StepPhase) -> str:
-    """Return the sentence for a tensor that is equal to its base."""
+    """Return the sentence for a tensor that equals its base, so that nothing was added."""
     if phase is StepPhase.INPUT_GRADIENT:
         return "it is the gradient of the layer's output, unchanged: the layer's own backward is not in it"
     if phase is StepPhase.FORWARD:
@@ -90,7 +90,7 @@ def _nothing_added(phase: StepPhase) -> str:
 
 
 def _factor_of_one_number(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a single number that is off by exactly a degree of the plan."""
+    """Return the sentence for a scalar that is wrong by exactly a degree of the plan."""
     actual, expected = (float(tensor[0]) for tensor in symptoms.pair)
     if not expected or symptoms.phase not in (StepPhase.MEAN_LOSS, StepPhase.EVALUATION):
         return None
@@ -100,7 +100,7 @@ def _factor_of_one_number(symptoms: Symptoms) -> str | None:
 
 
 def _reason(ratio: float, symptoms: Symptoms) -> str:
-    """Return the possible reason of a factor, to continue a sentence."""
+    """Return the possible reason for a factor, as the continuation of a sentence."""
     if symptoms.phase is StepPhase.OPTIMIZER:
         return f": the gradients are equal, so {of_the_optimizer(symptoms.plan)}"
     if symptoms.phase is StepPhase.CLIP:
@@ -112,7 +112,7 @@ def _reason(ratio: float, symptoms: Symptoms) -> str:
 
 
 def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
-    """Return the degrees of the plan that a factor, or one over it, is as large as; nothing if none."""
+    """Return the sentence for a factor that equals a degree of the plan or its reciprocal; else ""."""
     degrees = _degrees(symptoms)
     more = [name for name, size in degrees.items() if abs(ratio - size) < slack * size]
     less = [name for name, size in degrees.items() if abs(ratio * size - 1) < slack]
@@ -130,7 +130,7 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 
 
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
-    """Return the degrees that a sum of this phase may run over, without those of 1."""
+    """Return the degrees, without those of 1, over which this phase may compute a sum."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (
         StepPhase.INITIAL,
@@ -150,7 +150,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
 
 
 def multiple_of_input(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that has its base (see `Evidence`) too often, or not at all."""
+    """Return the sentence for a tensor with its base (see `Evidence`) added too often or not at all."""
     base = symptoms.first.base
     actual, expected = symptoms.pair
     if base is None or len(actual) < ENOUGH or actual.shape != expected.shape:
@@ -183,7 +183,7 @@ AROUND = {
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
-    """Return the sentence for an error that is the same for all rows, or for each row of the batch."""
+    """Return the sentence for an error that is equal in all rows, or in the same row of each batch."""
     pair = symptoms.shaped
     if symptoms.phase is not StepPhase.FORWARD or pair is None or pair[0].dim() < 2:
         return None
@@ -205,7 +205,7 @@ def same_for_all(symptoms: Symptoms) -> str | None:
 
 
 def product_of(ratio: float) -> str:
-    """Return a factor as a small fraction if it is one: `3/2`."""
+    """Return a factor as text: as a small fraction if it is one, such as `3/2`."""
     if ratio != 1 and abs(ratio - 1) < NEAR_ONE:
         return f"1 {'+' if ratio > 1 else '-'} {abs(ratio - 1):.1e}"
     for bottom in (1, 2, 3, 4, 6, 8):

@@ -1,4 +1,4 @@
-"""Hypotheses about positions: another order, a shift, a difference in a part of the tensor only."""
+"""Hypotheses about positions: permuted, shifted, or different in only a part of the tensor."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SHOWN = 4
 
 
 def transposed(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a square matrix that is its own transpose."""
+    """Return the sentence for a square matrix that equals the transpose of the expected one."""
     pair = symptoms.shaped
     if pair is None or pair[0].dim() != 2 or pair[0].shape[0] != pair[0].shape[1] or len(pair[0]) < 2:
         return None
@@ -45,7 +45,7 @@ def shifted(symptoms: Symptoms) -> str | None:
 
 
 def permuted(symptoms: Symptoms) -> str | None:
-    """Return the sentence for the same numbers in another order, if possible with the dim and the slices."""
+    """Return the sentence for permuted values, if possible with the dim and the order of slices."""
     actual, expected = symptoms.pair
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None
@@ -62,7 +62,7 @@ def permuted(symptoms: Symptoms) -> str | None:
 
 
 def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> list[int] | None:
-    """Return which slice of `expected` each slice of `actual` along `dim` equals; None if one equals none."""
+    """Return the index in `expected` of each slice of `actual` along `dim`; None if one is not found."""
     here, there = (one.movedim(dim, 0).flatten(1) for one in (actual, expected))
     if not 1 < len(here) <= SLICES or not here.shape[1]:
         return None
@@ -75,13 +75,13 @@ def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> li
 
 
 def part_of_a_dim(symptoms: Symptoms) -> str | None:
-    """Return where the difference is, if that is one range of one dim."""
+    """Return the sentence for a difference in a single range of a single dim."""
     part = range_of(symptoms)
     return None if part is None else f"only {part[1]}:{part[2]} of dim {part[0]} differs"
 
 
 def positions(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a layer's output that is right at its first positions only, or at its last."""
+    """Return the sentence for a layer's output that is right at only its first or last positions."""
     part = range_of(symptoms)
     if (
         part is None
@@ -106,7 +106,7 @@ def positions(symptoms: Symptoms) -> str | None:
 
 
 def range_of(symptoms: Symptoms) -> tuple[int, int, int, int] | None:
-    """Return (dim, start, stop, size) where the difference is in one range of one dim."""
+    """Return (dim, start, stop, size) of the difference if it is in one range of one dim."""
     difference = symptoms.difference
     if difference.whole_box or len(difference.box) != len(difference.shape):
         return None

@@ -1,4 +1,4 @@
-"""The probable cause of the first difference: a hypothesis that fits, or what the comparisons exclude."""
+"""The probable cause of the first difference: a matching hypothesis, or what the comparisons exclude."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 
 
 def likely_cause(symptoms: Symptoms) -> str:
-    """Return one sentence: the first hypothesis that fits, the module inside the layer, what is equal."""
+    """Return one sentence: the first matching hypothesis, the module in the layer, and what is equal."""
     difference = symptoms.difference
     fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
     found = difference.hint or next((text for text in fitting if text), None)
@@ -46,7 +46,7 @@ def likely_cause(symptoms: Symptoms) -> str:
 
 
 def circumstances(symptoms: Symptoms) -> Iterator[str]:
-    """Yield on which ranks, and before which micro-batches and steps, all is equal."""
+    """Yield the ranks, and the micro-batches and steps before the difference, for which all is equal."""
     location = symptoms.difference.location
     equal = [rank for rank in symptoms.compared_on if rank not in symptoms.evidence]
     if equal:
@@ -58,7 +58,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return what the comparisons exclude, and what remains possible, where no hypothesis fits.
+    """Return the excluded and the remaining possible causes, where no hypothesis matches.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """

@@ -1,4 +1,4 @@
-"""Hypotheses about rounding: a tensor that was rounded to a narrower dtype, or computed from one that was."""
+"""Hypotheses about rounding: a tensor that was rounded to a narrower dtype, or computed from one."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ENOUGH = 16
 
 
 def rounded(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that was computed, in part, in a narrower dtype.
+    """Return the sentence for a tensor that was computed, fully or partly, in a narrower dtype.
 
     In 16 bits only where it, or what the layer adds, has no more digits than the dtype holds: a small error
     of another kind (an epsilon, a scale, an angle) is as large as such a rounding. In float32 also where
@@ -50,13 +50,13 @@ def rounded(symptoms: Symptoms) -> str | None:
 
 
 def _fits(tensor: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
-    """Return per element whether `dtype` can hold it, but for `noise`."""
+    """Return for each element whether `dtype` can represent it up to `noise`."""
     off = (tensor - tensor.to(dtype).double()).abs()
     return off == 0 if noise is None else off <= noise
 
 
 def _digits_of(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | None:
-    """Return the narrowest dtype that holds every element, but not most of the expected, near to them."""
+    """Return the narrowest dtype that holds every element of `actual` but not most of `expected`."""
     for name, dtype in NARROW.items():
         if not bool(_fits(actual, dtype, noise).all()):
             continue
@@ -70,7 +70,7 @@ def _digits_of(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | 
 
 
 def _sum_of_narrow(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | None:
-    """Return the sentence for numbers with the digits of float32 that are off by as much as 16 bits round."""
+    """Return the sentence for float32 values whose errors are as large as the rounding of 16-bit formats."""
     if len(actual) < ENOUGH or not bool(_fits(actual, torch.float32, noise).all()):
         return None
     if float((~_fits(expected, torch.float32, noise)).double().mean()) < 0.5:
@@ -87,7 +87,7 @@ def _sum_of_narrow(actual: Tensor, expected: Tensor, noise: Tensor | None) -> st
 
 
 def _made_of_single(symptoms: Symptoms) -> bool:
-    """Return whether errors are those of float32: as small, everywhere, and without a bias."""
+    """Return whether errors are like float32 rounding: small, in all elements, and without a bias."""
     *_, (_, base) = bases_of(symptoms.first, symptoms.phase)
     actual, expected = symptoms.pair
     if len(actual) < ENOUGH or symptoms.difference.share < SPREAD or not symptoms.difference.whole_box:

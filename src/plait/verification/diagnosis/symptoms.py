@@ -1,4 +1,4 @@
-"""The first difference on all ranks, and the comparisons and words that hypotheses are made of."""
+"""The first difference on all ranks, with the comparisons and phrases from which hypotheses are built."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ AXES = ("tp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Symptoms:
-    """The first difference, with the tensors of the ranks that have it."""
+    """The first difference, with the tensors of all ranks that have this difference."""
 
     difference: Difference
     evidence: Mapping[int, Evidence]
@@ -40,23 +40,23 @@ class Symptoms:
 
     @property
     def slack(self) -> float:
-        """Largest allowed difference between the prediction of a hypothesis and the tensor."""
+        """Maximum difference between the prediction of a hypothesis and the tensor."""
         largest = self.difference.largest
         return max(FITS * largest, min(4 * self.difference.allowed, ROUGHLY * largest))
 
     @property
     def first(self) -> Evidence:
-        """The tensors of the first rank that differs."""
+        """The tensors of the first differing rank."""
         return self.evidence[min(self.evidence)]
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Actual and expected on the first rank that differs, flat float64."""
+        """Actual and expected values on the first differing rank, flat float64."""
         return self.first.actual.double(), self.first.expected.double()
 
     @property
     def shaped(self) -> tuple[Tensor, Tensor] | None:
-        """Actual and expected in the tensor's shape; None where the evidence is cut off or has another."""
+        """Actual and expected in the tensor's shape; None where the evidence is truncated or misshapen."""
         actual, expected = self.pair
         shape = self.difference.shape
         if not len(actual) == len(expected) == torch.Size(shape).numel():
@@ -64,7 +64,7 @@ class Symptoms:
         return actual.view(shape), expected.view(shape)
 
     def neighbours(self, axes: Sequence[str]) -> list[int]:
-        """Return the ranks whose coordinates differ from the first rank's with evidence along `axes` only."""
+        """Return the ranks whose coordinates differ from the first differing rank's along `axes` only."""
         own = self.coordinates[min(self.evidence)]
         free = {part for axis in axes for part in axes_of(axis)}
         return [
@@ -101,13 +101,13 @@ def close(a: Tensor, b: Tensor, slack: float) -> bool:
 
 
 def either(suspects: Sequence[str]) -> str:
-    """Return alternatives as `either a, or b, or c`."""
+    """Return alternatives as text: `either a, or b, or c`."""
     *most, last = suspects
     return f"either {', or '.join(most)}, or {last}" if most else last
 
 
 def of_the_optimizer(plan: Plan) -> str:
-    """Return what may be wrong with the optimizer where the gradients are right."""
+    """Return the possible errors of an optimizer step whose gradients are right, as text."""
     suspects = ["it has another setting (its rate, a decay, a beta, its epsilon)", "its state is another"]
     if plan.shards or plan.tp > 1:
         suspects.append("its update is not elementwise, and it sees only a piece")
@@ -115,7 +115,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return ranks by their index along the axis that sets them apart from those that differ, if any."""
+    """Return ranks as text, by their index along the axis that separates them from the others, if any."""
     for axis in AXES:
         indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
         others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
