@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import pytest
@@ -72,8 +73,17 @@ WOVEN = {
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox")
 
 
-@pytest.mark.parametrize("plan", WOVEN)
-@pytest.mark.parametrize("name", FAMILIES)
+QUICK = (("gpt2", "zb-v with tp"), ("llama", "full shards"), ("qwen2", "tp"), ("mistral", "one"))
+"""Of the runs other than of everything at once; the full run has all."""
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        pytest.param(*row, marks=[] if row[1] == "everything" or row in QUICK else pytest.mark.full)
+        for row in product(FAMILIES, WOVEN)
+    ],
+)
 def test_woven_runs_equal_one_rank(ranks: RankPool, name: str, plan: str) -> None:
     check_parity(ranks, cases.case(name), WOVEN[plan])
 
@@ -96,8 +106,14 @@ def test_verify_says_equal(ranks: RankPool, name: str) -> None:
     verify(ranks, cases.MODELS[name](), VERIFIED)
 
 
-@pytest.mark.parametrize("mode", ["none", "keep", "regather"])
-@pytest.mark.parametrize("name", cases.DROPPING)
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [
+        pytest.param(name, mode, marks=[] if number % 3 == turn else pytest.mark.full)
+        for number, name in enumerate(cases.DROPPING)
+        for turn, mode in enumerate(("none", "keep", "regather"))
+    ],
+)
 def test_verify_says_equal_with_dropout(ranks: RankPool, name: str, mode: Any) -> None:
     model = cases.DROPPING[name]()
     assert model.training
