@@ -66,12 +66,12 @@ PRIVATE_USES = {
         "_modules",
     ): "named_children leaves out what stands twice",
     (
-        "pipeline/cached_operations.py",
+        "pipeline/recompute_cache.py",
         "_written",
         "_schema",
     ): "what an operation writes to: no public way to ask",
     (
-        "pipeline/cached_operations.py",
+        "pipeline/recompute_cache.py",
         "*",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",

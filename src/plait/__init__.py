@@ -1,4 +1,4 @@
-"""plait: 3D-parallel training for PyTorch, woven around an ordinary model.
+"""plait: 3D-parallel training for PyTorch: tensor, pipeline and sharded data parallelism for ordinary models.
 
 The public names are imported on first use, so that `import plait` is fast, and schedules work without torch.
 """

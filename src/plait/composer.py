@@ -37,8 +37,8 @@ from plait.rules import Rules
 from plait.schedules.lowering_spec import sharding_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
+from plait.tensor.feature_partition import is_sharded
 from plait.tensor.losses import Loss, loss_of_pieces
-from plait.tensor.partition import is_sharded
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
 from plait.tensor.vocabulary import Vocabulary
@@ -55,7 +55,7 @@ def parallelize(
     values: Mapping[str, Tensor] | None = None,
     broadcast: bool = False,
 ) -> Engine:
-    """Return an engine of `model` over the ranks of `mesh`; call it on every rank with the same arguments.
+    """Return an engine of `model` over the ranks of `mesh`; all ranks call it with the same arguments.
 
     The model (best an `nn.Sequential`, nested ones are flattened) is not changed. Parameters with values keep
     them; those on the meta device get values that depend on their name, `seed` and global index only.
@@ -96,7 +96,7 @@ def parallelize(
 
 
 def accepted_loss(given: GivenLoss) -> Loss:
-    """Return `as_loss(given)`. PlanError for a loss that was given to `torch.compile`."""
+    """Return `as_loss(given)`. Raises PlanError for a loss compiled by `torch.compile`."""
     refuse_compiled_loss(given)
     return as_loss(given)
 
@@ -104,7 +104,7 @@ def accepted_loss(given: GivenLoss) -> Loss:
 def agreed_source(
     blueprint: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
 ) -> TensorSource:
-    """Return the initial values of parameters and buffers, after all ranks have compared model and plan.
+    """Compare model and plan on all ranks, and return the source of initial parameter and buffer values.
 
     ModelError where the values of a rank differ from rank 0's.
     """
@@ -128,7 +128,7 @@ def agreed_source(
 
 
 def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """Return the loss stage, for whole logits or for this rank's shard of them."""
+    """Return the loss stage, for whole logits or this rank's shard of them."""
     if vocabulary is None:
         return LossStage(loss)
     return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
@@ -172,7 +172,7 @@ def build_stages(
     source: TensorSource,
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
-    """Return this rank's stages: copies of their layers, with the units' parameters and real buffers."""
+    """Return this rank's stages: copies of their layers with the units' parameters and real buffers."""
     sequence, plan = blueprint.sequence, blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
@@ -205,7 +205,7 @@ def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) ->
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """Return the buffers of this rank's layers, by the `id` of the model's. All ranks iterate over all."""
+    """Return the buffers of this rank's layers, by `id` of the model's. All ranks iterate over all."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():

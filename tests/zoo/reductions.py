@@ -16,7 +16,7 @@ from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.sharding import reducer
 from plait.sharding.reducer import Reducer
-from plait.tensor.partition import is_sharded
+from plait.tensor.feature_partition import is_sharded
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import in_single, replaced_all_reduce

@@ -21,8 +21,8 @@ from parity.tensor_defects import copies_not_summed
 from plait.autograd import paired_collectives
 from plait.autograd.deferred import linear
 from plait.autograd.dropout_mask import DimPiece
-from plait.autograd.piece_collectives import own_piece, start_whole
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
+from plait.autograd.uneven_collectives import own_piece, start_whole
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.models.gpt2 import RULES

@@ -1,4 +1,4 @@
-"""Linear and embedding with deferred weight gradient: backward gives the input gradient and queues the rest.
+"""Linear and embedding with deferred weight gradient: backward computes the input gradient, queues the rest.
 
 A queued weight gradient is added straight into the weight's gradient buffer. Biases and norms are cheap, so
 autograd computes their gradients at once. Deferred weight gradients serve the `W` actions of a schedule,
@@ -22,7 +22,7 @@ from plait.autograd.weight_queue import WeightGradientQueue
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
-    """Defer the weight gradients in `layer` to `queue`: of linears, embeddings and `SplitBackward` modules.
+    """Defer the weight gradients of linears, embeddings and `SplitBackward` modules in `layer` to `queue`.
 
     Rebinds `forward` of each `nn.Linear`, plain `nn.Embedding`, `Conv1D` of Hugging Face (a linear with
     transposed weight) and `SplitBackward`, so `layer` should be a private copy. Subclasses, parametrised
@@ -48,7 +48,7 @@ TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
 
 
 def is_transposed_linear(module: nn.Module) -> bool:
-    """Whether `module` is a `Conv1D` of transformers, with `weight: [in, out]` and `bias: [out]`."""
+    """Return whether `module` is a `Conv1D` of transformers, with `weight: [in, out]` and `bias: [out]`."""
     if (type(module).__module__, type(module).__qualname__) != TRANSPOSED_LINEAR:
         return False
     parameters = dict(module.named_parameters(recurse=False))
@@ -117,14 +117,14 @@ def embedding(
 
 
 def _defers(input: Tensor) -> bool:
-    """Whether to defer: not in `torch.autocast`, where the native operation casts its weight."""
+    """Return whether to defer; False in `torch.autocast`, where the native operation casts its weight."""
     if not torch.is_grad_enabled():
         return False
     return input.is_meta or not torch.is_autocast_enabled(input.device.type)  # meta has no autocast
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Whether `tensor` is the output of a deferring linear, so that no other operation holds its memory."""
+    """Return whether `tensor` is a deferring linear's output, whose memory no other operation holds."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 
@@ -169,7 +169,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a getter of a linear's input: `saved`, or, with `gather`, what is gathered again from it."""
+    """Return a getter of a linear's input: `saved`, or, with `gather`, the result of gathering it again."""
     if gather is None:
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
@@ -180,7 +180,7 @@ def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueu
 
 
 def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a getter of a linear's output gradient: `rows`, or what is gathered again from a piece."""
+    """Return a getter of a linear's output gradient: `rows`, or the result of re-gathering a piece."""
     # Where the work follows at once, the whole gradient is still in memory.
     source = None if queue.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole

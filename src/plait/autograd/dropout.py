@@ -32,7 +32,7 @@ _TAG = "plait.autograd.dropout"
 
 
 class Dropout(nn.Module):
-    """`nn.Dropout` with the same mask in every layout. An engine replaces each `nn.Dropout` by it.
+    """`nn.Dropout` with the same mask in every layout. An engine replaces each `nn.Dropout` by this module.
 
     In training mode sets elements to zero with probability `p`, also those that are not finite, and divides
     the others by `1 - p`. Dim 0 of the input has to be the micro-batch's rows, or the rows times another dim,
@@ -54,7 +54,7 @@ class Dropout(nn.Module):
         """Whether the input is a piece of the sequence."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Input and output `[rows, ...]`. In an engine, ModelError where dim 0 is no multiple of the rows."""
+        """Return the output `[rows, ...]`. Raises ModelError in an engine unless the rows divide dim 0."""
         if not self.training or self.p == 0.0:
             return input
         pieces = {dim: locate(input.shape[dim]) for dim, locate in self.pieces.items()}
@@ -79,7 +79,7 @@ def dropout_of(node: Node) -> Dropout | None:
 
 
 class _RunningLayer(NamedTuple):
-    """The layer that runs, on one micro-batch."""
+    """The currently running layer and its micro-batch."""
 
     rows: range
     """The micro-batch's rows in the global batch."""
@@ -92,7 +92,7 @@ class _RunningLayer(NamedTuple):
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """Give `module`, inside a region, the mask of piece `index` of `count` equal pieces of `dim`."""
+    """Set the mask of `module` inside a region: piece `index` of `count` equal pieces of `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
@@ -102,7 +102,7 @@ def _equal_piece(index: int, count: int, size: int) -> DimPiece:
 
 
 def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """Give `module`, outside of regions, the mask of this rank's piece of the sequence dim `dim`."""
+    """Set the mask of `module` outside of regions: this rank's piece of the sequence dim `dim`."""
     module.in_pieces = True
     module.pieces[dim] = locate
 
@@ -126,7 +126,7 @@ class DropoutGenerator:
 
     @contextmanager
     def running(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
-        """Name the running layer: its path, and its dropouts by `id` (see `names_of`)."""
+        """Set the running layer within the block: its path, and its dropouts by `id` (see `names_of`)."""
         # An evaluation sets no rows: its dropouts need no mask.
         rows = self.rows[microbatch] if microbatch < len(self.rows) else range(0)
         before, self._layer = self._layer, _RunningLayer(rows, path, names, {})
@@ -136,7 +136,7 @@ class DropoutGenerator:
             self._layer = before
 
     def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPiece]:
-        """Return the key of the mask for this call of `module`, and the piece of dim 0 that its rows are."""
+        """Return the key of the mask for this call of `module`, and the piece of dim 0 that has its rows."""
         if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
@@ -166,12 +166,12 @@ def names_of(layer: nn.Module) -> dict[int, str]:
 
 
 def is_plain_dropout(module: nn.Module) -> bool:
-    """Whether `module` is exactly an `nn.Dropout`: no subclass, no forward set on the instance."""
+    """Return whether `module` is exactly an `nn.Dropout`: no subclass, no forward set on the instance."""
     return type(module) is nn.Dropout and "forward" not in vars(module)
 
 
 def from_plain_dropout(module: nn.Module) -> Dropout:
-    """Return a `Dropout` with the state, mode and hooks of an `nn.Dropout`; never in place."""
+    """Return a new `Dropout` with the state, mode and hooks of an `nn.Dropout`."""
     dropout = Dropout()
     vars(dropout).update(copy.deepcopy(vars(module)))
     return dropout

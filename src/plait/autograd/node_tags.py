@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 
 def tag(result: Tensor, key: str, value: object) -> Tensor:
-    """Return `result`, after setting the tag `key` of its node to `value`; off meta, only return it."""
+    """Return `result`, with the tag `key` of its node set to `value` if it is on the meta device."""
     if result.is_meta and result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
         metadata[key] = value

@@ -29,8 +29,8 @@ from torch import Tensor
 from torch.autograd.graph import Node
 
 from plait.autograd.node_tags import tag, tag_of
-from plait.autograd.piece_collectives import own_piece, start_piece_of_sum, start_whole
 from plait.autograd.regather import Gather, GatherRegistry
+from plait.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.comm.tensor_hash import require_same_bits
@@ -104,7 +104,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's piece of `dim`, to work on pieces outside of regions. Otherwise as `split`."""
+    """Return this rank's piece of `dim`, for work on pieces outside of regions. Otherwise like `split`."""
     require_same_bits(whole, group, _ENTERS)
     if group.size == 1:
         return whole
@@ -112,14 +112,14 @@ def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """Return the ranks' pieces of `dim`, concatenated, to work on the whole. Otherwise as `gather`."""
+    """Return the ranks' pieces of `dim`, concatenated, for work on the whole. Otherwise like `gather`."""
     if group.size == 1:
         return piece
     return _tagged("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
 
 
 def collective_of(node: Node) -> PairedCollective | None:
-    """Return the function above that created a node of an autograd graph on the meta device, or None."""
+    """Return the paired collective that created a node of an autograd graph on the meta device, or None."""
     collective: PairedCollective | None = tag_of(node, _TAG)
     return collective
 

@@ -1,4 +1,4 @@
-"""A tensor from one layout to another, with its gradient: any sequence of collectives along any axes.
+"""Redistribution of a tensor and its gradient from one layout to another, by collectives along mesh axes.
 
 `paired_collectives` serves the inside of layers: one axis and one known pair at a time. `redistribute` serves
 layers of your own and conversions between layouts.
@@ -89,7 +89,7 @@ def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
-    """Return the layout of the tensor whose blocks are a dim of their own, before the sharded dim."""
+    """Return the layout of the tensor with its blocks as a separate dim, before the sharded dim."""
     dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
     assert dim is not None
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
@@ -102,7 +102,7 @@ def _with_blocks_as_dim(layout: Layout) -> Layout:
 
 
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
-    """Return the layout of the gradient of a tensor with `layout`; see the module."""
+    """Return the gradient's layout for a tensor with `layout`; see the module's docstring."""
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(
@@ -117,7 +117,7 @@ def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
 
 
 def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh) -> Coordinate:
-    """Return this rank's coordinate. `LayoutError` where layouts, mesh and tensor do not fit each other."""
+    """Return this rank's coordinate. Raises `LayoutError` where layouts, mesh and tensor do not match."""
     moves(source, target)
     plain = [part for axis in source.axes for part in mesh.axes_of(axis)]
     sizes = {axis: mesh.size(axis) for axis in source.axes}
@@ -257,14 +257,14 @@ def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
 
 
 def _is_first_copy(peer: Coordinate, move: Move) -> bool:
-    """Whether `peer` is the first rank along the axis of a move that holds its piece."""
+    """Return whether `peer` is the first rank along the axis of a move that holds its piece."""
     place = move.source.axes.index(move.axis)
     placement = move.source.placements[place]
     return not isinstance(placement, Shard) or peer[place] % placement.copies == 0
 
 
 def _padded(parts: Sequence[Tensor], largest: int) -> Tensor:
-    """Return the parts one after another, each padded to `largest` elements: `[parts * largest]`."""
+    """Return the parts concatenated, each padded to `largest` elements: `[parts * largest]`."""
     if len(parts) == 1 and parts[0].numel() == largest:
         return parts[0].reshape(-1)
     result = parts[0].new_zeros(len(parts), largest)

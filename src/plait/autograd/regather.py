@@ -1,4 +1,4 @@
-"""Linears that save a piece of their input and output gradient, and gather it again for the weight gradient.
+"""Linears that save a piece of their input and output gradient, and re-gather it for the weight gradient.
 
 forward    piece ─ all-gather → whole → linear             the linear saves a piece of its input
 I          piece ─ all-gather → whole → linear             and of its output gradient, unless `W` follows
@@ -14,13 +14,13 @@ from weakref import WeakValueDictionary
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from plait.autograd.piece_collectives import PendingTensor, start_whole
+from plait.autograd.uneven_collectives import PendingTensor, start_whole
 from plait.comm.group import Group
 
 
 @dataclass(frozen=True)
 class Gather:
-    """The arguments of an all-gather: see `start_whole`."""
+    """The arguments of an all-gather, as for `start_whole`."""
 
     group: Group
     dim: int
@@ -46,7 +46,7 @@ class Regathered:
             self._pending = self._gather.start(self._piece)
 
     def whole(self) -> Tensor:
-        """Return the whole tensor, and keep it. Communication: one all-gather, on first use."""
+        """Return the whole tensor and cache it. Communication: one all-gather, on first use."""
         if self._whole is None:
             self.start()
             assert self._pending is not None
@@ -56,7 +56,7 @@ class Regathered:
 
 @dataclass
 class GatherRegistry:
-    """From which pieces inputs and output gradients of linears were gathered, and what is gathered again."""
+    """The pieces from which inputs and output gradients of linears were gathered, and re-gathered tensors."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
         default_factory=WeakTensorKeyDictionary
@@ -65,11 +65,11 @@ class GatherRegistry:
     _regathered: MutableMapping[tuple[object, ...], Regathered] = field(default_factory=WeakValueDictionary)
 
     def add(self, whole: Tensor, piece: Tensor, gather: Gather) -> None:
-        """Note that `whole` was gathered from `piece`: saving `piece` suffices."""
+        """Register that `whole` was gathered from `piece`, so that saving `piece` suffices."""
         self._pieces[whole] = piece, gather, _version(whole)
 
     def of(self, whole: Tensor) -> tuple[Tensor, Gather] | None:
-        """Return the piece and the all-gather of `whole`; None for other tensors, and after a write to it."""
+        """Return the piece and all-gather of `whole`; None if unregistered or written to since."""
         if not self._pieces:  # the common case, kept cheap: every linear calls this
             return None
         piece, gather, version = self._pieces.get(whole, (None, None, -1))
@@ -78,7 +78,7 @@ class GatherRegistry:
         return piece, gather
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return the `Regathered` of `piece`: the same object for all callers while one of them holds it."""
+        """Return the `Regathered` of `piece`: the same object for all callers while any of them holds it."""
         key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
         found = self._regathered.get(key)
         if found is None:

@@ -33,7 +33,7 @@ from plait.errors import ModelError
 
 @runtime_checkable
 class SplitBackward(Protocol):
-    """An `nn.Module` whose weight gradients are computed in `W`, as those of `nn.Linear` are.
+    """An `nn.Module` whose weight gradients are computed in `W`, like those of `nn.Linear`.
 
     `parallelize` finds such modules anywhere in a layer; nothing is registered. Each method is called once a
     micro-batch (`split_forward` once more with recomputation), with gradients disabled. Where there
@@ -41,14 +41,14 @@ class SplitBackward(Protocol):
     """
 
     def split_forward(self, *inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """F: return the output, one tensor, and the saved values that the two methods below receive.
+        """F: return the output, one tensor, and the saved values for `input_gradient` and `weight_gradients`.
 
         No saved tensor may be a parameter or a view of one, since parameters may be freed before `W`.
         """
         ...
 
     def input_gradient(self, gradient: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...] | None:
-        """I: return the gradient of the input, or a tuple of those of all inputs; None where there is none.
+        """I: return the gradient of the input, or a tuple for several; None for inputs without gradient.
 
         `gradient` is that of the output. Parameters may be read.
         """
@@ -64,7 +64,7 @@ class SplitBackward(Protocol):
 
 
 def require_static(module: SplitBackward) -> None:
-    """Raise ModelError where `weight_gradients` is no static method, and so could read freed parameters."""
+    """Raise ModelError unless `weight_gradients` is a static method, which cannot read freed parameters."""
     if not isinstance(getattr_static(type(module), "weight_gradients"), staticmethod):
         raise ModelError(
             f"{type(module).__name__}.weight_gradients is no static method, but runs when parameters may be "
@@ -93,12 +93,12 @@ class _Call:
 
     @property
     def kind(self) -> str:
-        """The name of the module's class."""
+        """The name of the module's class, for messages."""
         return type(self.module).__name__
 
 
 class _SplitModule(torch.autograd.Function):
-    """The autograd function of a call. Parameters are inputs, so that there always is a backward."""
+    """The autograd function of a call. Parameters are inputs, so that a backward always runs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *given: Any) -> Tensor:
@@ -141,7 +141,7 @@ class _SplitModule(torch.autograd.Function):
 
 
 def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: list[Any]) -> None:
-    """Add the weight gradients to the parameters' buffers. ModelError where a name or shape does not fit."""
+    """Add the weight gradients to the parameters' buffers. Raises ModelError for a wrong name or shape."""
     found = call.module.weight_gradients(gradient, *saved)
     for name, weight in wanted.items():
         if name not in found or found[name].shape != weight.shape:

@@ -1,4 +1,4 @@
-"""The queue of weight gradients that a backward leaves to be computed later, in `W`."""
+"""The queue of weight gradients that a backward defers to a later `W`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ WeightWork = Callable[[], object]
 
 @dataclass
 class WeightGradientQueue:
-    """The weight gradients of a stage that are still to be computed, in the order of the backward."""
+    """The deferred weight gradients of a stage, in the order of the backward."""
 
     pending: list[WeightWork] = field(default_factory=list)
     overlaps: bool = False
@@ -37,23 +37,23 @@ class WeightGradientQueue:
         return buffer
 
     def take(self) -> list[WeightWork]:
-        """Empty the queue, and return what it held."""
+        """Empty the queue and return its entries."""
         taken, self.pending = self.pending, []
         return taken
 
     def run(self) -> None:
-        """Empty the queue, and compute the weight gradients that it held."""
+        """Empty the queue and compute its weight gradients."""
         for work in self.take():
             work()
 
     def overlap(self) -> None:
-        """Run the queue during a collective of the backward; without `overlapping` do nothing."""
+        """Run the queue during a collective of the backward; do nothing outside of `overlapping`."""
         if self.overlaps:
             self.run()
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Let `overlap` run the queue."""
+        """Within the block, allow `overlap` to run the queue."""
         self.overlaps = True
         try:
             yield
@@ -62,7 +62,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Discard what is added inside of the context."""
+        """Discard the weight gradients added within the block."""
         outside, self.pending = self.pending, []
         try:
             yield

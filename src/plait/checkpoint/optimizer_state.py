@@ -20,7 +20,7 @@ from plait.layout import Layout
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Keys of numbers in torch's optimizers, which the shape does not show for parameters without dims."""
 NOT_RESTORED = frozenset({"fused", "foreach", "capturable", "differentiable"})
-"""Options for how an optimizer computes: those of the loading optimizer stay."""
+"""Implementation options of an optimizer, which loading does not change."""
 NOT_SAVED = frozenset({"params", "param_names"})
 """Entries of a group that are not options."""
 

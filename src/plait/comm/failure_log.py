@@ -21,7 +21,7 @@ T = TypeVar("T")
 
 _POLL_PERIOD = 0.01
 _PATIENCE_WITH_SEVERAL = 3.0
-"""Seconds to wait where several ranks have no record: most of them will still notice what has happened."""
+"""Seconds to wait where several ranks have no record, since most of them will still write one."""
 _MOST_SECONDS = 8.0
 """Seconds from the first failed operation of a rank until its search ends, at most."""
 _SHARE_OF_TIMEOUT = 0.1

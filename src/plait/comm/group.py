@@ -30,7 +30,7 @@ class Group:
     timeout: float
     """Seconds after which a wait fails."""
     failure_log: FailureLog | None = None
-    """Where its ranks write failure records, where there is a store."""
+    """The failure log of the group's ranks; None without a store."""
     guarded: bool = False
     """Whether every collective, and the input of every region, is checked on all ranks first: see `Mesh`."""
 

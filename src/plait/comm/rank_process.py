@@ -69,7 +69,7 @@ def stack_file(folder: str, rank: int) -> Path:
 def serve(connection: Connection) -> None:
     """Run jobs from `connection`, one after another, until the pool closes it."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
-    signal.signal(signal.SIGTERM, lambda *_: None)  # likewise; data loaders would inherit SIG_IGN
+    signal.signal(signal.SIGTERM, lambda *_: None)  # as above; data loaders would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     signal.signal(STACK_SIGNAL, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_BLOCK, [STOP_SIGNAL])

@@ -1,4 +1,4 @@
-"""Clocks that time actions: the host's, or events on a GPU's stream."""
+"""Clocks that time actions: the host's clock, or events on a GPU's stream."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ import torch
 
 
 class Clock(Protocol):
-    """A clock, started when it is made."""
+    """A clock that starts on construction."""
 
     def stamp(self) -> Any:
-        """Return a stamp of the current time, without waiting for anything."""
+        """Return a stamp of the current time, without waiting for the device."""
         ...
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
@@ -22,7 +22,7 @@ class Clock(Protocol):
 
 
 class HostClock:
-    """The clock of the CPU, whose computations are done when the call that started them returns."""
+    """The clock of the CPU, whose computations end before the call that started them returns."""
 
     def stamp(self) -> int:
         """Return the time."""
@@ -49,13 +49,13 @@ class DeviceClock:
         """When the base event was recorded, on the host's clock, to a few microseconds."""
 
     def stamp(self) -> torch.cuda.Event:
-        """Return an event recorded behind all work of the stream so far."""
+        """Return an event recorded after all work submitted to the stream so far."""
         event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
         event.record(torch.cuda.current_stream(self._device))
         return event
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
-        """Return the stamps as nanoseconds of the host's clock; events resolve about half a microsecond."""
+        """Return the stamps as nanoseconds of the host's clock, with a resolution of half a microsecond."""
         torch.cuda.synchronize(self._device)
         return [self._origin + round(self._base.elapsed_time(event) * 1_000_000) for event in stamps]
 

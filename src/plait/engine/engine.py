@@ -1,4 +1,4 @@
-"""The engine: a parallel model as users call it. Each of its steps is a program that the runner runs."""
+"""The engine: a parallel model as users call it. Each step is a program carried out by the runner."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 
 class Engine:
-    """A model parallelized over a mesh. Made by `parallelize`; every rank of the mesh calls every method."""
+    """A model parallelized over a mesh, made by `parallelize`; every rank of the mesh calls every method."""
 
     def __init__(self, runtime: Runtime) -> None:
         self.plan = runtime.blueprint.plan
@@ -149,7 +149,7 @@ class Engine:
         return norm
 
     def step(self, optimizer: torch.optim.Optimizer, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip the gradients and let `optimizer` step, on each rank as soon as the norm is known.
+        """Clip the gradients and call `optimizer.step()`, on each rank as soon as the norm is known.
 
         `clip_grad_norm_` and `optimizer.step()` in one call, without a barrier: a rank sums its own gradients
         as soon as they are final, and waits only for the sum over ranks; on a GPU the host does not wait.
@@ -178,7 +178,7 @@ class Engine:
         return self._runtime.named_buffers()
 
     def state_dict(self, *, everywhere: bool = False) -> dict[str, Tensor]:
-        """Return the whole model as `model.state_dict()` names it: parameters and buffers, on the CPU.
+        """Return the whole model with the names of `model.state_dict()`: parameters and buffers, on the CPU.
 
         On rank 0, and an empty one on the others; with `everywhere` on every rank. Parameters have the dtype
         that the optimizer updates. Memory: the result, and one tensor.
@@ -220,7 +220,7 @@ class Engine:
             yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return two groups for an optimizer: only matrices and tables decay, not biases and norm scales."""
+        """Return two groups for an optimizer: weight decay for matrices and tables, none for the others."""
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -241,7 +241,7 @@ class Engine:
         self._guard.check(optimizer)
 
     def check_replicas(self, optimizer: torch.optim.Optimizer | None = None) -> None:
-        """Raise `ReplicaError` on every rank where ranks that must hold the same bits of a parameter do not.
+        """Raise `ReplicaError` on every rank if the replicas of a parameter differ in any bit.
 
         With an `optimizer` its state of each parameter counts too. Communication: 8 bytes a parameter of the
         model over `dp`, `tp` and (if some are tied across stages) `pp`, 2 bytes a parameter over `world`.
@@ -257,7 +257,7 @@ class Engine:
         return self._runner.microbatch_losses()
 
     def input_gradients(self) -> Value | None:
-        """Return the gradient of the last step's inputs, if asked for; shaped like them, None for integers.
+        """Return the gradient of the last step's inputs, if requested; same structure, None for integers.
 
         On the ranks of the first stage; None on the others.
         """
@@ -271,12 +271,12 @@ class Engine:
         return with_tensors(batch[0], whole)
 
     def observe(self, observer: InstructionObserver | None) -> None:
-        """Call `observer(instruction, runtime)` after each instruction of later steps; None: stop."""
+        """Call `observer(instruction, runtime)` after each instruction of later steps; None removes it."""
         self._runner.observe(observer)
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Record what this rank does, and when, in the training steps inside; the last one counts.
+        """Within the block, record the times of this rank's actions in training steps; keeps the last step.
 
         Yields a recording of the timeline and the measured costs, valid also afterwards. All ranks enter it.
         Recording takes a few microseconds an action; on a GPU it waits for the device before a step.
@@ -290,7 +290,7 @@ class Engine:
 
     @property
     def schedule(self) -> Schedule:
-        """The order of actions in a training step, and the rank of `pp` of each stage."""
+        """The order of actions in a training step, and the `pp` rank of each stage."""
         return self._runner.steps.schedule
 
     def follow(self, order: Schedule) -> None:
@@ -305,7 +305,7 @@ class Engine:
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
-        """Reschedule: set the shortest order that rank 0 finds for `costs`, as a `recording` measures them.
+        """Set and return the shortest order that rank 0 finds for `costs`, which a `recording` measures.
 
         Only rank 0's `costs` are used. `memory_limit` is by default that of the plan. Where nothing shorter
         is found the order does not change. Returns the order of later steps. All ranks call it and wait for
@@ -323,18 +323,18 @@ class Engine:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """For each further name of a shared parameter in the model's `state_dict` its name in the engine."""
+        """The name in the engine of each shared parameter, by each other name in the model's `state_dict`."""
         return aliases_of(self._runtime.meta_layers.layers)
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """For each parameter that several ranks of `pp` hold, those ranks."""
+        """The ranks of `pp` that hold each parameter shared by several of them."""
         owners = self._runtime.blueprint.owners
         return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """The state of later steps besides parameters and optimizer, as JSON holds it.
+        """The state of later steps besides parameters and optimizer, as JSON values.
 
         The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
         run; an order of other stages or micro-batches is ignored, and there may be none.
@@ -355,7 +355,7 @@ class Engine:
 
     @property
     def passes(self) -> int:
-        """How often `forward_backward` has run: each step has dropout masks of its own.
+        """The number of calls of `forward_backward`, on which dropout masks depend.
 
         Set it, on all ranks, to continue another run.
         """
@@ -372,12 +372,12 @@ class Engine:
 
     @property
     def adapts_loss_scale(self) -> bool:
-        """Whether the loss scale is dynamic: a step whose gradients overflow halves that of the next one."""
+        """Whether the loss scale is dynamic: gradients that overflow halve it for the next step."""
         return self._runner.scale.dynamic
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """For every parameter of the model, by name: the piece of it that each rank of its stage updates."""
+        """For every parameter of the model, by name: the layout of the pieces that ranks update."""
         return self._runtime.blueprint.layouts
 
     def traffic(self) -> Counts:

@@ -77,7 +77,7 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
 
 
 def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> TensorSource:
-    """Return what tensors are read from, after a check of the values on all ranks.
+    """Return the source of tensors to read, after a check of the values on all ranks.
 
     ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
     """
@@ -99,7 +99,7 @@ def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> T
 def _full(
     runtime: Runtime, held: Mapping[str, Tensor], what: str, *, everywhere: bool
 ) -> Iterator[tuple[str, Tensor | None]]:
-    """Yield the name of each tensor that some rank holds, in the model's order, with the full tensor.
+    """Yield each tensor's name and full tensor, in the model's order, for tensors held by any rank.
 
     With `everywhere` on every rank, else on the ranks of rank 0's pipeline, and None on the others.
     `held`: this rank's pieces.
@@ -129,7 +129,7 @@ def _full(
 
 
 def _places(runtime: Runtime) -> dict[str, TensorLocation]:
-    """Return where each parameter and saved buffer of the model is, with its full shape, by first name."""
+    """Return the location and full shape of each parameter and saved buffer of the model, by first name."""
     found = {}
     for name, place in locate_tensors(named(runtime.meta_layers.layers)).items():
         if place.saved_as:

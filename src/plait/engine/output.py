@@ -1,4 +1,4 @@
-"""The model's output, for `Engine.output`, and token by token for `Engine.generate`."""
+"""The model's output for `Engine.output`, and its generation of tokens for `Engine.generate`."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def model_output(runner: Runner, inputs: Value, *, whole: bool, everywhere: bool
 
 
 def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
-    """Raise DataError, on every rank, where outputs of micro-batches cannot be concatenated along dim 0."""
+    """Raise DataError, on every rank, unless the micro-batches' outputs can be concatenated along dim 0."""
     for part, info in zip(batch, runner.pipeline.output_infos, strict=True):
         rows = next(tensors_of(part)).shape[0]
         unlike = [list(one.shape) for one in info.tensors if one.shape[:1] != (rows,)]
@@ -60,7 +60,7 @@ def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
 
 
 def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
-    """Yield the last stage's `outputs` on every rank of `pp`; the other ranks pass none."""
+    """Yield the last stage's `outputs` on every rank of `pp`; the other ranks pass no outputs."""
     group, source = runner.mesh.group("pp"), runner.steps.last_rank
     given = iter(outputs)
     for info in runner.pipeline.output_infos:
@@ -75,7 +75,7 @@ def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
 
 
 def _gathered(runner: Runner, output: Value) -> Value:
-    """Return logits of all classes, gathered where they are sharded over `tp`; any other output unchanged."""
+    """Return logits of all classes, gathered if they are sharded over `tp`; other outputs unchanged."""
     vocabulary = runner.runtime.vocabulary
     if vocabulary is None:
         return output
@@ -83,7 +83,7 @@ def _gathered(runner: Runner, output: Value) -> Value:
 
 
 def _concatenated(outputs: Sequence[Value]) -> Value:
-    """Return the outputs of all micro-batches as one value, its tensors concatenated along dim 0."""
+    """Return the outputs of all micro-batches as one value whose tensors are concatenated along dim 0."""
     if len(outputs) == 1:
         return outputs[0]
     columns = zip(*map(tensors_of, outputs), strict=True)
@@ -93,7 +93,7 @@ def _concatenated(outputs: Sequence[Value]) -> Value:
 def generated(
     runner: Runner, prompt: Tensor, tokens: int, *, temperature: float, top_k: int | None, seed: int
 ) -> Tensor:
-    """Return `prompt` `[rows, length]` with `tokens` more; see `Engine.generate`."""
+    """Return `prompt` `[rows, length]` extended by `tokens` tokens; see `Engine.generate`."""
     require_prompt(prompt, tokens, temperature, top_k)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
     runner.require_same_call(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")

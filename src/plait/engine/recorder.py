@@ -1,4 +1,4 @@
-"""Recording of a training step: when each action starts and ends, on this rank and on all ranks of `pp`."""
+"""Recording of a training step: start and end of each action, on this rank and all ranks of `pp`."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ _NEVER = -1
 
 
 class SegmentTimes(NamedTuple):
-    """A segment that has run, and the clock's stamps before and after it."""
+    """A segment that was run, and the clock's stamps before and after it."""
 
     segment: Segment
     start: Any
@@ -49,23 +49,23 @@ class RecordedStep:
     notes: Sequence[SegmentTimes]
 
     def row(self) -> tuple[MeasuredAction, ...]:
-        """Return the actions in the order in which they ran. On a GPU it waits for the device."""
+        """Return the actions in the order in which they ran. Waits for the device on a GPU."""
         segments, starts, ends = zip(*self.notes, strict=True)
         return joined(segments, self.clock.read(starts), self.clock.read(ends))
 
 
 class Recorder:
-    """Notes the clock before and after each segment of the training steps that an executor runs."""
+    """Records the clock before and after each segment of the training steps that an executor runs."""
 
     def __init__(self, start_clock: Callable[[], Clock]) -> None:
-        """`start_clock` is called as each step begins."""
+        """`start_clock` is called at the start of each step."""
         self._start_clock = start_clock
         self.step: RecordedStep | None = None
         """The last training step that ended."""
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
-        """Yield what makes the contexts in which the segments of a step run. A step that fails is dropped."""
+        """Yield the factory of contexts in which the step's segments run. Discards a step that fails."""
         clock, notes = self._start_clock(), list[SegmentTimes]()
 
         @contextmanager
@@ -79,7 +79,7 @@ class Recorder:
 
 
 class Recording:
-    """The last training step that ran inside of `Engine.recording`. Times are milliseconds.
+    """The last training step within `Engine.recording`. Times are milliseconds.
 
     An action lasts from its first layer's start to its last layer's end (on a GPU: on the stream where it
     computes), with the loss and the gradient that it starts from; waiting for messages and sending is not in
@@ -97,7 +97,7 @@ class Recording:
         self._collected: tuple[object, tuple[tuple[MeasuredAction, ...], ...]] | None = None
 
     def timeline(self) -> Timeline:
-        """Return the step as a timeline that starts at 0, as `plait.simulate` returns one of a schedule.
+        """Return the step as a timeline that starts at 0, like those of `plait.simulate`.
 
         Its schedule has the actions as they ran: a `B` whose result is sent is an `I` and a `W`.
         DataError where no training step was recorded.
@@ -105,7 +105,7 @@ class Recording:
         return measured_timeline(self._schedule(), self._rows())
 
     def costs(self) -> Costs:
-        """Return the median times of `F`, `I` and `W` of each stage, and that of a hop between ranks.
+        """Return the median times of `F`, `I` and `W` of each stage, and of a message between ranks.
 
         `plait.simulate(recording.timeline().schedule, recording.costs())` simulates the step with them.
         `I` and `W` that ran as one `B` cost half each. DataError as `timeline`.
@@ -113,7 +113,7 @@ class Recording:
         return measured_costs(self._schedule(), self._rows())
 
     def waits(self) -> tuple[float, ...]:
-        """Return how long each rank of `pp` waited for results of other ranks. DataError as `timeline`."""
+        """Return the time that each rank of `pp` waited for other ranks. Raises DataError as `timeline`."""
         return measured_waits(self._rows())
 
     def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
@@ -130,7 +130,7 @@ class Recording:
 def joined(
     segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[MeasuredAction, ...]:
-    """Return the actions of `segments`, each from the start of its first to the end of its last.
+    """Return the actions of `segments`, each from the start of its first to the end of its last segment.
 
     What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
     gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
@@ -151,7 +151,7 @@ def joined(
 
 
 def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
-    """Return the rows of all ranks of `pp`, in the time of the first rank's host."""
+    """Return the rows of all ranks of `pp`, converted to the clock of the first rank's host."""
     group = mesh.group("pp")
     if group.size == 1:
         return (row,)

@@ -1,4 +1,4 @@
-"""Rescheduling: another order of the same actions, shortest for measured costs."""
+"""Rescheduling: computes a shorter order of the same actions for measured costs."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from plait.schedules.simulation.timeline import simulate
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
-    """Return the shortest order found for `costs` with each stage on its rank of `now`; or `now`, if shorter.
+    """Return the shortest order for `costs` with the stages on the ranks of `now`; `now` if it is shorter.
 
     `limit` is that of `plait.schedule`. ScheduleError where no order is within it.
     """
@@ -46,7 +46,7 @@ def _is_within(order: Schedule, limit: float, costs: Costs) -> bool:
 
 
 def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh: Mesh) -> Schedule:
-    """Return on every rank what `choose` returns on rank 0. ScheduleError on every rank where it raises.
+    """Return rank 0's result of `choose` on every rank. Raises ScheduleError on every rank if it fails.
 
     Communication: two broadcasts over `world`, of 8 bytes and of the order as text.
     """
@@ -56,7 +56,7 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
 
 
 def to_json(order: Schedule) -> dict[str, Any]:
-    """Return an order as JSON holds it: a text of its policy and a line for each rank, and what it is of."""
+    """Return an order as JSON values: its policy, one line per rank, and the dimensions of the schedule."""
     lines = [order.policy, *(" ".join(row) for row in order.order)]
     return {
         "microbatches": order.microbatches,
@@ -66,7 +66,7 @@ def to_json(order: Schedule) -> dict[str, Any]:
 
 
 def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
-    """Return the order of a `to_json`; None where it is of other actions, or the same as `now`."""
+    """Return the order in a `to_json` result; None if it has other actions or equals `now`."""
     if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
         return None
     policy, *rows = state["order"].split("\n")
@@ -75,7 +75,7 @@ def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
 
 
 def require_same_actions(other: Schedule, now: Schedule) -> None:
-    """Raise ScheduleError unless `other` has the micro-batches and stages of `now`, and a valid order."""
+    """Raise ScheduleError unless `other` is valid and has the micro-batches and stages of `now`."""
     for name in ("ranks", "rank_of", "microbatches"):
         expected, found = getattr(now, name), getattr(other, name)
         if expected != found:

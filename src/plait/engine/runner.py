@@ -1,4 +1,4 @@
-"""The runner of one rank: checks that all ranks are about to run the same step, and runs its program."""
+"""The runner of one rank: checks that all ranks run the same step, and runs its program."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Runner:
         self.observe(None)
 
     def observe(self, observer: InstructionObserver | None) -> None:
-        """Call `observer` after each instruction of the next steps; None: nothing."""
+        """Call `observer` after each instruction of later steps; None removes it."""
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
             handlers.append(dict.fromkeys(get_args(Instruction), lambda one: observer(one, self.runtime)))
@@ -74,7 +74,7 @@ class Runner:
 
     @property
     def is_last(self) -> bool:
-        """Whether the last stage lives on this rank."""
+        """Whether the last stage is on this rank."""
         return self.mesh.index("pp") == self.steps.last_rank
 
     @property
@@ -103,7 +103,7 @@ class Runner:
         return LossBatch(batch, parts, weights, weight)
 
     def mean_loss(self, batch: LossBatch) -> Tensor:
-        """Return the mean loss over the global batch of the step that has just run, 0-d, on every rank.
+        """Return the mean loss of the latest step over the global batch, 0-d, on every rank.
 
         Communication: one all-reduce of 8 bytes over `world`.
         """
@@ -116,7 +116,7 @@ class Runner:
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
-        """Return the rows of the global batch that each micro-batch has, by the first of its tensors.
+        """Return each micro-batch's rows in the global batch, counted in the first of its tensors.
 
         Communication: one all-reduce over `dp`, whose ranks may have different numbers of rows; on the CPU
         where the group has a transport for it, so that the host does not wait for the device.
@@ -141,7 +141,7 @@ class Runner:
         return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
 
     def require_same_call(self, call: str, axis: str) -> None:
-        """Raise CommunicationError where ranks along `axis` are about to make different calls.
+        """Raise CommunicationError where ranks along `axis` make different calls.
 
         Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait.
         """
@@ -150,13 +150,13 @@ class Runner:
             require_same_text(call, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:
-        """Convert a floating-point input to the plan's precision, and move inputs of the first stage."""
+        """Convert a floating-point input to the plan's precision; move inputs of the first stage."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.first_rank
         return tensor.to(self.mesh.device if first else tensor.device, dtype)
 
     def _as_target(self, tensor: Tensor) -> Tensor:
-        """Move targets to the device, on the last stage."""
+        """Move targets to the device on the last stage; return them unchanged on others."""
         return tensor.to(self.mesh.device) if self.is_last else tensor
 
     def run(
@@ -169,7 +169,7 @@ class Runner:
         input_gradients: bool = False,
         parameters_changed: bool = True,
     ) -> None:
-        """Carry out a program. `scale` is what the summed loss is multiplied by for the backward.
+        """Carry out a program. `scale`: the factor of the summed loss for the backward.
 
         `parameters_changed`: an optimizer may have stepped since the last program.
         """
@@ -198,7 +198,7 @@ class Runner:
             raise
 
     def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
-        """Return for each micro-batch those of all layers; remembered for shapes of earlier micro-batches."""
+        """Return the `LayerInfo` of all layers for each micro-batch; cached by micro-batch shape."""
         trains = torch.is_grad_enabled()
         keys = [(signature(one), input_gradients, trains) for one in batch]
         for key, one in zip(keys, batch, strict=True):

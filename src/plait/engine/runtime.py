@@ -1,4 +1,4 @@
-"""What `parallelize` builds from a blueprint on one rank, for the engine to run."""
+"""The objects that `parallelize` builds from a blueprint on one rank, for the engine to use."""
 
 from __future__ import annotations
 

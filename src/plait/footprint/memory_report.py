@@ -33,7 +33,7 @@ class RankMemory:
     most: int
     at_rest: int
     host: int
-    """The most that is offloaded to the CPU; 0 where layers run there."""
+    """Peak of the bytes offloaded to the CPU; 0 where layers run on the CPU."""
 
 
 @dataclass(frozen=True)

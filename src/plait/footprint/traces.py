@@ -19,7 +19,7 @@ from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
 
 StorageNumbers = tuple[int | None, ...]
-"""The storages of several tensors; None where there is no tensor."""
+"""The storage numbers of several tensors; None for a missing tensor."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +33,7 @@ class PhaseTrace:
     results: StorageNumbers
     """The outputs, or the gradients of the inputs."""
     peak: int
-    """The most bytes within the phase, beyond those at its start."""
+    """Peak bytes within the phase, minus the bytes at its start."""
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Trace:
     forward: PhaseTrace
     backward: PhaseTrace
     weight_peak: int = 0
-    """The most bytes within the backward of the weights, beyond those at its start."""
+    """Peak bytes within the backward of the weights, minus the bytes at its start."""
     output_is_read: bool = False
     """Whether the backward reads the output."""
 

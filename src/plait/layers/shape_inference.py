@@ -80,7 +80,7 @@ class LayerInput:
     length: int = 0
     """Of the sequence of which `value` holds a piece, see `NamedLayer.run`."""
     repeats: bool = False
-    """Whether one tensor stands twice in `value`."""
+    """Whether `value` contains the same tensor twice."""
 
     @staticmethod
     def of_batch(batch: Value, *, input_gradients: bool) -> LayerInput:

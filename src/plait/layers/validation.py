@@ -109,7 +109,7 @@ def compiled_functions(owner: object) -> Iterator[str]:
 
 
 def _is_compiled_module(module: nn.Module) -> bool:
-    """Whether a module is a result of `torch.compile`, or was compiled in place by `module.compile()`.
+    """Return whether a module is a result of `torch.compile`, or was compiled in place by `module.compile()`.
 
     Private to torch: the class `OptimizedModule`, and the attribute `_compiled_call_impl`.
     """
@@ -118,7 +118,7 @@ def _is_compiled_module(module: nn.Module) -> bool:
 
 
 def _is_compiled_function(value: object) -> bool:
-    """Whether a function is a result of `torch.compile`.
+    """Return whether a function is a result of `torch.compile`.
 
     Private to torch: such a function has `_torchdynamo_orig_callable`; one that is never compiled
     (`torch.compiler.disable`) has it too, and `_torchdynamo_disable`.

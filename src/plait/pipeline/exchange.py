@@ -32,7 +32,7 @@ Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
 
 
 def buffer_sizes(crossing: Crossing) -> list[list[int]]:
-    """Return the bytes of the receive buffers of each stage's output: those of the longest micro-batch."""
+    """Return the bytes of each stage's receive buffers: the size needed by the longest micro-batch."""
     return [
         [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
         for microbatches in crossing
@@ -42,7 +42,7 @@ def buffer_sizes(crossing: Crossing) -> list[list[int]]:
 def receive_buffers(
     action: Action, crossing: Crossing, sizes: Sequence[Sequence[int]]
 ) -> list[tuple[TensorInfo, int]]:
-    """Return the tensors that `action` receives, each with the bytes of its buffer.
+    """Return the tensors that `action` receives, each with the size of its buffer in bytes.
 
     A forward receives all that the stage before sends, a backward the gradients of what its own stage has
     sent and is differentiable.
@@ -64,11 +64,11 @@ class BufferPool:
 
     @property
     def made(self) -> int:
-        """The number of buffers."""
+        """The number of allocated buffers."""
         return len(self.buffers)
 
     def fit(self, needs: Iterable[int]) -> dict[int, int]:
-        """Return for each needed number of bytes the size of buffer to take; free buffers of other sizes.
+        """Return the buffer size for each number of bytes in `needs`, and free all buffers of other sizes.
 
         An existing size is reused if it is large enough and at most twice as large, so that steps whose
         longest sequences differ a little share buffers.
@@ -95,12 +95,12 @@ class BufferPool:
         return buffer[: info.nbytes].view(info.dtype).view(info.shape)
 
     def give_back(self, tensor: Tensor) -> None:
-        """Return the buffer of a tensor that was taken to the pool."""
+        """Return the buffer of a taken tensor to the pool."""
         buffer = self.buffers[tensor.untyped_storage().data_ptr()]
         self.free[buffer.nbytes].append(buffer)
 
     def owns(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is in one of the pool's buffers."""
+        """Return whether `tensor` is in one of the pool's buffers."""
         return tensor.untyped_storage().data_ptr() in self.buffers
 
     def clear(self) -> None:
@@ -122,7 +122,7 @@ class Exchange:
         self._sends: dict[tuple[int, Kind], list[list[Handle[None]]]] = defaultdict(list)
 
     def begin(self, crossing: Crossing) -> None:
-        """Set the tensors of later steps, and fit the receive buffers to them.
+        """Set the tensors exchanged in later steps, and adapt the receive buffers to them.
 
         The gradients of those that are differentiable are sent back.
         """
@@ -132,7 +132,7 @@ class Exchange:
         self._sizes = [[fits[need] for need in needs] for needs in longest]
 
     def post(self, action: Action, peer: int) -> None:
-        """Start receiving what `action` needs from `peer` of the `pp` axis."""
+        """Start receiving the input of `action` from `peer` of the `pp` axis."""
         received = receive_buffers(action, self.crossing, self._sizes)
         buffers = [self.pool.take(info, size) for info, size in received]
         group = self.groups[action.kind]
@@ -140,7 +140,7 @@ class Exchange:
         self._posted[action] = buffers, handles
 
     def take(self, action: Action) -> list[Tensor]:
-        """Wait for the input of `action`, and return it. CommunicationError with its name on a timeout."""
+        """Wait for the input of `action`, and return it. Raises CommunicationError on a timeout."""
         buffers, handles = self._posted.pop(action)
         for handle in handles:
             handle.wait()
@@ -148,7 +148,7 @@ class Exchange:
         return buffers
 
     def send(self, action: Action, tensors: Sequence[Tensor], peer: int) -> None:
-        """Start sending the result of `action`, once fewer than `SENDS_UNDER_WAY` sends are unfinished."""
+        """Start sending the result of `action`; wait until fewer than `SENDS_UNDER_WAY` sends remain."""
         under_way = self._sends[peer, action.kind]
         while len(under_way) >= SENDS_UNDER_WAY:
             for handle in under_way.pop(0):
@@ -158,11 +158,11 @@ class Exchange:
         under_way.append([send(tensor, group, peer, label=str(action)) for tensor in outgoing])
 
     def safe_to_keep(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy where it is in a receive buffer: a layer may return what it received."""
+        """Return `tensor`, or a copy if it is in a receive buffer, as when a layer returns its input."""
         return tensor.clone() if self.pool.owns(tensor) else tensor
 
     def send_gradients(self, action: Action, gradients: Gradients, peer: int) -> None:
-        """Start sending the gradients of the stage's input, zeros where there is none."""
+        """Start sending the gradients of the stage's input, with zeros for missing gradients."""
         tensors = []
         infos = self.crossing[action.stage - 1][action.microbatch]
         for info, gradient in zip(infos, gradients, strict=True):
@@ -174,7 +174,7 @@ class Exchange:
         return torch.zeros(info.shape, dtype=info.dtype, device=self.pool.device)
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Give back the receive buffers of a micro-batch: the stage does not need them any more."""
+        """Return the receive buffers of a micro-batch to the pool, since the stage no longer uses them."""
         for buffer in self._lent.pop((stage, microbatch), ()):
             self.pool.give_back(buffer)
 
@@ -187,7 +187,7 @@ class Exchange:
             under_way.clear()
 
     def clear(self) -> None:
-        """Drop all buffers and handles, after an exception in the middle of a step."""
+        """Discard all buffers and handles after an exception within a step."""
         self._posted.clear()
         self._lent.clear()
         self._sends.clear()

@@ -1,4 +1,4 @@
-"""The executor: runs programs, and nothing else. Every step of every schedule goes through `run`.
+"""The executor: a loop that runs the instructions of programs, for every step of every schedule.
 
 A program runs segment by segment (see `plait.schedules.segments`), each in a function of the segment's name,
 so that stacks show what a rank is doing: in tracebacks, `py-spy`, `faulthandler`, and Flight Recorder, which
@@ -36,7 +36,7 @@ REMEMBERED_PROGRAMS = 8
 
 
 class _BoundSegment(NamedTuple):
-    """A segment of a program, and the calls that carry it out."""
+    """A segment of a program, with the calls of its instructions."""
 
     segment: Segment
     run: Callable[[_Calls], None]
@@ -44,10 +44,10 @@ class _BoundSegment(NamedTuple):
 
 
 class Executor:
-    """One loop. What the instructions do is supplied by handlers."""
+    """Runs programs by calling a handler for each instruction."""
 
     def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
-        """An instruction that several suppliers handle is handled by each of them, in order.
+        """Bind the handlers. An instruction handled by several suppliers is passed to each of them in order.
 
         `bind_layer` looks up what runs a layer, once per program; handlers of `RunLayer` follow it.
         """
@@ -60,7 +60,7 @@ class Executor:
         self._known: list[tuple[Program, list[_BoundSegment]]] = []
 
     def run(self, program: Program, around: AroundSegment | None = None) -> None:
-        """Carry out `program`, first instruction to last. An exception names the instruction in a note."""
+        """Carry out `program` in order. An exception gets a note that names the instruction."""
         bound, ranges = self._bound(program), profiling()
         if around is None and not ranges:
             for _, run, calls in bound:
@@ -74,7 +74,7 @@ class Executor:
                         run(calls)
 
     def _bound(self, program: Program) -> list[_BoundSegment]:
-        """Return the segments of `program` with their calls; remembered for programs that ran lately."""
+        """Return the segments of `program` with their calls; cached for recently run programs."""
         for known, bound in self._known:
             if known is program:
                 return bound
@@ -100,7 +100,7 @@ class Executor:
 
 
 def profiling() -> bool:
-    """Whether one of torch's profilers records on this thread.
+    """Return whether a torch profiler is recording on this thread.
 
     torch has no public way to ask; a range takes ten microseconds whether or not a profiler records.
     """
@@ -121,7 +121,7 @@ def _run(calls: _Calls) -> None:
 
 
 def _explain(error: Exception, instruction: Instruction) -> None:
-    """Name the instruction in a note, and the action in the message of what failed between ranks in it."""
+    """Add the instruction to an error as a note, and its action to messages of communication errors."""
     if isinstance(error, CommunicationError) and isinstance(
         instruction, RunLayer | ComputeLoss | SeedGradient
     ):
@@ -130,6 +130,6 @@ def _explain(error: Exception, instruction: Instruction) -> None:
 
 
 def _named(name: str) -> Callable[[_Calls], None]:
-    """Return `_run` under another name in stacks."""
+    """Return `_run` under another function name, for stack traces."""
     code = _run.__code__.replace(co_name=name, co_qualname=name)
     return cast(Callable[[_Calls], None], FunctionType(code, globals(), name))

@@ -1,4 +1,4 @@
-"""The loss scale: the factor of gradients in half precision until they are reduced.
+"""The loss scale: the factor of half-precision gradients until they are reduced.
 
 A dynamic scale (Micikevicius et al., Mixed Precision Training, arXiv:1710.03740, section 3.2) is halved after
 a step whose gradients are not finite, and doubled after many steps whose gradients are.
@@ -17,7 +17,7 @@ GROWS_AFTER = 2000
 
 @dataclass
 class LossScale:
-    """The scale of the next step."""
+    """The loss scale of the next step."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -26,7 +26,7 @@ class LossScale:
     """Whether the gradients of the latest step were checked for finite values."""
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a step. `anew`: the gradients of the step before were used, or dropped.
+        """Begin a step. `anew`: the gradients of the previous step were used or dropped.
 
         PlanError where these were not checked: the optimizer may have used values that are not finite.
         """
@@ -37,7 +37,7 @@ class LossScale:
             )
 
     def end(self) -> None:
-        """End a step that has not failed: its gradients are new."""
+        """End a successful step, which made new gradients."""
         self.checked = False
 
     @property
@@ -46,7 +46,7 @@ class LossScale:
         return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:
-        """Update the scale after a check of the gradients."""
+        """Update the scale after a check that gradients are finite."""
         self.checked = True
         self.good_steps = self.good_steps + 1 if finite else 0
         if not self.dynamic:
@@ -58,7 +58,7 @@ class LossScale:
 
 
 def loss_scale(given: float | None, *, in_fp16: bool) -> LossScale:
-    """Return the initial scale: as given, else dynamic where something is in fp16, and 1 otherwise."""
+    """Return the initial scale: `given`, else dynamic if anything is in fp16, and 1 otherwise."""
     if given is not None:
         return LossScale(given)
     return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

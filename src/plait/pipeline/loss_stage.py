@@ -1,4 +1,4 @@
-"""The loss stage, behind the model's last layer: the loss, and the gradient that the backward starts from."""
+"""The loss stage, after the model's last layer: the loss and the gradient that starts the backward."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from plait.pipeline.stage import Gradients
 
 
 class LossLike(Protocol):
-    """A loss as a sum; `LossStage.begin` takes the scale that makes a mean of it."""
+    """A loss as a sum; the scale passed to `LossStage.begin` turns the sum into a mean."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d."""
 
 
 class LossStage:
-    """Computes the loss of each micro-batch and, for training, its gradient, scaled to that of the mean."""
+    """Computes the loss of each micro-batch and, for training, its gradient, scaled for the mean loss."""
 
     def __init__(self, loss: LossLike, *, writes_output: bool = False) -> None:
-        """`writes_output`: the loss may write to the memory of the output."""
+        """`writes_output`: whether the loss may write to the memory of the output."""
         self.loss = loss
         self.writes_output = writes_output
         self._totals: dict[int, Tensor] = {}
@@ -75,6 +75,6 @@ class LossStage:
         return [leaf.grad for leaf in leaves]
 
     def clear(self) -> None:
-        """Forget all micro-batches in flight."""
+        """Discard all unfinished micro-batches."""
         self._open.clear()
         self._outputs.clear()

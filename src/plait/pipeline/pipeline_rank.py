@@ -1,4 +1,4 @@
-"""One rank's part of the pipeline: a method for each pipeline instruction, on its stages and its exchange."""
+"""One rank's part of the pipeline: one method per pipeline instruction, on its stages and exchange."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class PipelineRank:
         loss_stage: LossStage,
         layers_per_stage: Sequence[int],
     ) -> None:
-        """`layers_per_stage` are those of all stages of the model."""
+        """`layers_per_stage`: the number of layers of every stage of the model."""
         self.stages = stages
         self.exchange = exchange
         self.loss_stage = loss_stage
@@ -51,7 +51,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return what carries out each pipeline instruction, but `RunLayer`: see `bind_layer`."""
+        """Return the function that carries out each pipeline instruction; `RunLayer`: see `bind_layer`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),
@@ -92,11 +92,11 @@ class PipelineRank:
 
     @property
     def output_infos(self) -> Sequence[LayerInfo]:
-        """The output of the model's last layer for each micro-batch of the latest step, on every rank."""
+        """The output info of the model's last layer per micro-batch of the latest step, on every rank."""
         return self._stage_outputs[-1]
 
     def clear(self) -> None:
-        """Forget everything in flight, after an exception in the middle of a step."""
+        """Discard all unfinished micro-batches after an exception within a step."""
         for stage in self.stages.values():
             stage.clear()
         self.exchange.clear()

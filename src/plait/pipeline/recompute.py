@@ -1,4 +1,4 @@
-"""Activation recomputation: what a layer's backward needs is computed again, from its input, when it is due.
+"""Activation recomputation: a layer's saved tensors are computed again from its input for the backward.
 
     none        everything that autograd saves stays until the backward
     selective   matrix products and attention stay; the cheap rest (norms, activations) is recomputed
@@ -18,12 +18,12 @@ from functools import partial
 from torch.utils.checkpoint import checkpoint
 
 from plait.layers.nested import Value
-from plait.pipeline.cached_operations import RecordOperations, ReplayOperations
+from plait.pipeline.recompute_cache import RecordOperations, ReplayOperations
 from plait.plan import Recompute
 
 
 def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Value]:
-    """Return `run`, to be called with gradients enabled, such that its backward recomputes as `mode` says.
+    """Return `run` with a backward that recomputes as `mode` specifies; call it with gradients enabled.
 
     The arguments of a call must not change until its backward.
     """
@@ -35,7 +35,7 @@ def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Val
 
 
 class _SelectiveContexts:
-    """Makes the contexts of a layer's two runs of each micro-batch."""
+    """Makes the contexts of a layer's first and second run of each micro-batch."""
 
     def __init__(self) -> None:
         self._replayed: int | None = None

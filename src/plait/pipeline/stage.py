@@ -36,7 +36,7 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class LayerRun:
-    """One layer's forward of one micro-batch, until its backward is done."""
+    """One layer's forward of one micro-batch, kept until its backward has run."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -45,7 +45,7 @@ class LayerRun:
 
 @dataclass
 class Stage:
-    """Consecutive layers of the model, and the state of their micro-batches in flight."""
+    """Consecutive layers of the model, and the state of their unfinished micro-batches."""
 
     number: int
     layers: Sequence[NamedLayer]
@@ -97,7 +97,7 @@ class Stage:
         self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
 
     def backward_input(self, microbatch: int, layer: int) -> None:
-        """Compute the gradient of the layer's input from that of its output; queue its weight gradients."""
+        """Compute the gradient of the layer's input from its output's; queue its weight gradients."""
         run = self.runs[microbatch, layer]
         roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
         computed: list[WeightWork] = []
@@ -115,13 +115,13 @@ class Stage:
         run.inputs, run.outputs = [], []
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
-        """Add the layer's weight gradients to their buffers, and forget its run."""
+        """Add the layer's weight gradients to their buffers, and discard its run."""
         with torch.no_grad():
             for work in self.runs.pop((microbatch, layer)).work:
                 work()
 
     def backward(self, microbatch: int, layer: int) -> None:
-        """Compute both at once: weight gradients may overlap the reduction of the input's gradient."""
+        """Compute input and weight gradients; weight gradients may overlap the reduction of the input's."""
         with self.queue.overlapping():
             self.backward_input(microbatch, layer)
         self.backward_weight(microbatch, layer)
@@ -131,7 +131,7 @@ class Stage:
         return self.values.pop(microbatch)
 
     def output_is_read(self, microbatch: int) -> bool:
-        """Whether the last layer's backward may read its output, which then must not be written to."""
+        """Return whether the last layer's backward may read its output, which must then not be written to."""
         run = self.runs.get((microbatch, len(self.layers) - 1))
         return run is not None and not all(made_by_linear(output) for output in run.outputs)
 
@@ -140,13 +140,13 @@ class Stage:
         return self.gradients.pop(microbatch)
 
     def clear(self) -> None:
-        """Forget every micro-batch in flight, after an exception in the middle of a step."""
+        """Discard every unfinished micro-batch, after an exception within a step."""
         self.queue.take()
         for held in (self.values, self.gradients, self.runs):
             held.clear()
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
-        """Return the layer's output. With recomputation this runs again in the layer's backward."""
+        """Return the layer's output. With recomputation, called again in the layer's backward."""
         named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
@@ -168,7 +168,7 @@ class Stage:
 
 
 def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Tensor], list[Tensor]]:
-    """Return the outputs that have a gradient, and their gradients; frozen and unused outputs have none."""
+    """Return the outputs that have a gradient, and their gradients; skips frozen and unused outputs."""
     roots, seeds = [], []
     for output, gradient in zip(outputs, gradients, strict=True):
         if gradient is None or not output.requires_grad:
@@ -186,7 +186,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Take the gradient buffers off `parameters` during a backward; append to `work` what adds to them."""
+    """Remove gradient buffers from `parameters` during a backward; append what adds to them to `work`."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None

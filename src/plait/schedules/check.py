@@ -128,4 +128,4 @@ RULES: dict[str, Callable[[Schedule], Iterator[Violation]]] = {
     "no deadlock": _no_deadlock,
     "micro-batch order": _microbatch_order,
 }
-"""Rules of schedules. The memory limit is another; `check_programs` has those of messages."""
+"""Rules of schedules, except the memory limit and the rules of messages (`check_programs`)."""

@@ -32,7 +32,7 @@ class StageMessage(NamedTuple):
 AT_START = -1
 """Position before all actions."""
 Inbox: TypeAlias = Mapping[int, tuple[StageMessage, ...]]
-"""By position: the messages to a rank whose receives are posted once the action there has its input."""
+"""By position in a rank's order: the messages whose receives are posted when that action has its input."""
 
 
 def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:

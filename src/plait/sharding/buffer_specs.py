@@ -34,7 +34,7 @@ class BufferKind:
     """Gradients are reduced in it."""
     trains: bool
     sharded: bool
-    """Whether the optimizer updates a piece, or an offloaded copy, of what layers use."""
+    """Whether the optimizer updates a piece, or an offloaded copy, of the layers' parameters."""
     summands: int
     """How many neighbours along `tp` hold the same parameter, and each a summand of its gradient."""
 

@@ -50,7 +50,7 @@ class FlatBuffer:
     shard_group: Group | None
     """The ranks between which it is sharded, or None where it is not."""
     replica_group: Group | None
-    """The ranks over which gradients are summed besides: those that hold the same parameters, or pieces, for
+    """The ranks over which gradients are all-reduced: those that hold the same parameters, or pieces, for
     other data, on another stage or for other heads. None where it is frozen or no other rank has it."""
     whole: Tensor
     own: Tensor

@@ -37,7 +37,7 @@ ELEMENTWISE = frozenset(
         torch.optim.ASGD,
     }
 )
-"""Exactly these classes: a subclass may compute anything."""
+"""Optimizer classes that update elementwise; does not include their subclasses."""
 PARAMETERWISE = {
     torch.optim.Adafactor: "divides an element by the mean squares of its row and its column",
     torch.optim.Muon: "makes the update of a whole matrix orthogonal",

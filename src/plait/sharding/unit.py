@@ -65,12 +65,12 @@ class UnitFactory:
     device: torch.device
     """The device where layers run."""
     layouts: Mapping[str, Layout]
-    """Of the pieces."""
+    """The layouts of the pieces that the optimizer updates."""
     coordinate: Mapping[str, int]
     shard_group: Group
     """The ranks between which buffers are sharded."""
     replica_groups: Mapping[str, Group]
-    """By parameter, the ranks over which its gradient, or that of its piece, is summed besides."""
+    """By parameter, the ranks over which its gradient, or its piece's gradient, is all-reduced."""
     value_of: Callable[[str], Tensor]
     """Returns the initial value of a parameter as this rank's layers have it."""
 

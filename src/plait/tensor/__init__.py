@@ -7,9 +7,9 @@ model's modules by them, following `plait.rules`; `proof` proves that the rules 
 from plait.autograd.redistribution import full_tensor, redistribute
 from plait.tensor.blocks import TensorParallelAttention, TensorParallelMLP
 from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.feature_partition import UNEVEN, Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
-from plait.tensor.partition import UNEVEN, Partition
 from plait.tensor.torch_losses import as_loss, mean_loss
 from plait.tensor.vocabulary import Vocabulary
 

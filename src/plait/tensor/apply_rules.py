@@ -21,8 +21,17 @@ from plait.errors import ModelError, PlanError
 from plait.layout import Layout
 from plait.rules import Rule, Rules, entrance, join, match
 from plait.tensor.embedding import VocabParallelEmbedding
+from plait.tensor.feature_partition import (
+    AXIS,
+    EVEN,
+    UNEVEN,
+    Axes,
+    Layers,
+    Partition,
+    column_layouts,
+    row_layouts,
+)
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.partition import AXIS, EVEN, UNEVEN, Axes, Layers, Partition, column_layouts, row_layouts
 from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary
 
 APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
@@ -37,7 +46,7 @@ WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
 
 
 def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
-    """Return the rules by module path. PlanError as `match`, and for a rule that does not apply."""
+    """Return the rules by module path. Raises PlanError as `match`, and for an inapplicable rule."""
     modules = {path: module for path, module, _ in _modules(layers)}
     matched = match(rules, modules)
     for path, rule in matched.items():
@@ -57,7 +66,7 @@ def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
 
 
 def layouts_of(layers: Layers, matched: Mapping[str, Rule], axes: Axes) -> dict[int, Layout]:
-    """Return the layout over `axes` of each parameter, by its `id`; whole where no rule partitions it.
+    """Return the layout over `axes` of each parameter by `id`; replicated where no rule partitions it.
 
     PlanError where it cannot be partitioned over `tp`, and where two modules that share it have different
     rules.
@@ -85,7 +94,7 @@ def apply_rules(
     boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
-    """Return the layers, whose parameters are this rank's shards already, with matched modules made parallel.
+    """Return the layers, whose parameters are this rank's shards, with matched modules made parallel.
 
     `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. The layers are
     altered, and a layer that is itself matched is replaced.
@@ -114,7 +123,7 @@ def apply_rules(
 
 
 def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
-    """Return the number of classes of logits that the last layer partitions; None where they are whole."""
+    """Return the number of classes of logits partitioned by the last layer; None for whole logits."""
     path, module = layer
     for name, full in _names(path, module):
         linear, rule = module.get_submodule(name), matched.get(full, entrance)
@@ -132,7 +141,7 @@ def _applied(
     boundary: RegionBoundary,
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
-    """Return the parallel module for `module`; `module` itself, altered, for an entrance or a dropout."""
+    """Return the parallel module for `module`; for an entrance or a dropout, `module` after modification."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
         return module
@@ -165,7 +174,7 @@ def _is_applicable(module: nn.Module, rule: Rule) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Whether `module` has hooks or its own forward. Hooks can be read from private attributes only."""
+    """Return whether `module` has hooks or its own forward, which only private attributes show."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
 
@@ -173,7 +182,7 @@ def _is_altered(module: nn.Module) -> bool:
 def _parallel(
     module: nn.Module, rule: Rule, group: Group, partition: Partition, path: str
 ) -> ColumnParallelLinear | RowParallelLinear | VocabParallelEmbedding:
-    """Return the parallel module with the parameters of `module`, which are shards already."""
+    """Return the parallel module with the parameters of `module`, which must be shards already."""
     if isinstance(module, nn.Embedding):
         sizes = module.num_embeddings, module.embedding_dim
         table = VocabParallelEmbedding(*sizes, group, padding_idx=module.padding_idx, device="meta")
@@ -202,7 +211,7 @@ def _layouts(path: str, module: nn.Module, partition: Partition, rule: Rule, axe
 
 
 def _features(module: nn.Module) -> tuple[int, int]:
-    """Return the input and output features of a whole linear. Its parameters may be shards already."""
+    """Return the input and output features of the whole linear, also if its parameters are shards."""
     if isinstance(module, nn.Linear):
         return module.in_features, module.out_features
     return cast(int, module.nx), cast(int, module.nf)
@@ -223,7 +232,7 @@ def _partition(path: str, rule: Rule, parent: nn.Module | None) -> Partition:
 
 
 def _modules(layers: Layers) -> Iterator[tuple[str, nn.Module, nn.Module | None]]:
-    """Yield path, module and parent module of all modules, once for each name of a module."""
+    """Yield path, module and parent of all modules, once per name of each module."""
     for path, layer in layers:
         for name, full in _names(path, layer):
             yield (

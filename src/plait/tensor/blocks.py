@@ -19,8 +19,8 @@ from plait.autograd.deferred import linear
 from plait.autograd.paired_collectives import copy
 from plait.comm.group import Group
 from plait.errors import PlanError
+from plait.tensor.feature_partition import Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.partition import Partition
 
 Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """Rotates queries and keys, each `[rows, heads, length, head_size]`, such as rotary positions do."""
@@ -139,7 +139,7 @@ class TensorParallelAttention(nn.Module):
         return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
-        """Return the output of a linear whose shard all ranks of `copies` hold; its gradient is their sum."""
+        """Return the output of a linear shard that all ranks of `copies` hold; its gradient is summed."""
         if self.copies is None:
             result: Tensor = column(entered)
             return result
@@ -149,7 +149,7 @@ class TensorParallelAttention(nn.Module):
 
 
 def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:
-    """Return `copies`, or None where no other rank holds the same heads. PlanError for the wrong ranks."""
+    """Return `copies`, or None if this rank alone holds its heads. Raises PlanError for the wrong ranks."""
     each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
     first = group.index // each * each
     alike = group.ranks[first : first + each]

@@ -1,4 +1,4 @@
-"""Cross-entropy of logits that are partitioned by class: no rank ever holds a whole row of them.
+"""Cross-entropy of logits partitioned by class, without gathering whole rows of logits.
 
 With the rank's piece `x` of a row, the largest logit `m` of the whole row, and `s = x - m`:
 
@@ -37,7 +37,7 @@ class Terms:
 
 
 def total_of_pieces(logits: Tensor, targets: Tensor, vocabulary: Vocabulary, terms: Terms) -> Tensor:
-    """Return the summed cross-entropy of the ranks' `logits` `[..., len(own)]`: 0-d, the same on every rank.
+    """Return the summed cross-entropy of the ranks' `logits` `[..., len(own)]`: 0-d, equal on every rank.
 
     `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
     float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient, so
@@ -57,7 +57,7 @@ def total_of_pieces(logits: Tensor, targets: Tensor, vocabulary: Vocabulary, ter
 
 @dataclass(frozen=True)
 class _LocalTargets:
-    """The targets of `n` rows among this rank's classes."""
+    """The targets of `n` rows that are among this rank's classes."""
 
     counted: Tensor
     """bool `[n]`: not `ignore_index`."""
@@ -70,7 +70,7 @@ class _LocalTargets:
     empty piece."""
 
     def pick(self, piece: Tensor) -> Tensor:
-        """Return the targets' elements of `piece` `[n, len(own)]`: `[n]`, 0 where a target is not here."""
+        """Return the targets' elements of `piece` `[n, len(own)]`: `[n]`, 0 for targets on other ranks."""
         return piece.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
 
     def subtract(self, piece: Tensor, amounts: Tensor) -> None:
@@ -83,7 +83,7 @@ class _LocalTargets:
 def _local_targets(
     targets: Tensor, logits: Tensor, vocabulary: Vocabulary, ignore_index: int
 ) -> _LocalTargets:
-    """Look the targets up. DataError where they do not fit the logits, or (not on CUDA) are no classes."""
+    """Find the targets among own classes. Raises DataError for wrong shapes or (not on CUDA) classes."""
     if targets.numel() != logits.shape[:-1].numel() or targets.is_floating_point():
         dtype = str(targets.dtype).removeprefix("torch.")
         raise DataError(

@@ -11,7 +11,7 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
 from plait.layout import divide
-from plait.tensor.partition import AXIS, UNEVEN, column_layouts, local_shard
+from plait.tensor.feature_partition import AXIS, UNEVEN, column_layouts, local_shard
 
 
 class VocabParallelEmbedding(nn.Module):
@@ -60,7 +60,7 @@ class VocabParallelEmbedding(nn.Module):
         return made
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the rows of `tokens`, summed over the group. On the CPU, DataError for unknown tokens."""
+        """Return the rows of `tokens`, summed over the group. Raises DataError for unknown tokens (CPU)."""
         if tokens.device.type == "cpu" and tokens.numel():
             self._require_known(tokens)
         first, count = self._own.start, len(self._own)

@@ -21,7 +21,7 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
-from plait.tensor.partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
+from plait.tensor.feature_partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
 from plait.tensor.region_boundary import RegionBoundary, WholeBoundary
 
 

@@ -21,7 +21,7 @@ from plait.tensor.vocabulary import Vocabulary
 
 @runtime_checkable
 class Loss(Protocol):
-    """A loss for `parallelize`: any object with these two methods."""
+    """The interface of a loss for `parallelize`: any object with these two methods."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d, differentiable in `output`."""
@@ -32,7 +32,7 @@ class Loss(Protocol):
 
 @runtime_checkable
 class PiecewiseLoss(Loss, Protocol):
-    """A loss that also takes logits partitioned by class, without gathering them."""
+    """A loss that also accepts logits partitioned by class, without gathering them."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
         """Return `total` of the whole logits, from the `[..., len(own)]` of each rank of `vocabulary.group`.
@@ -92,7 +92,7 @@ cross_entropy = CrossEntropy()
 
 
 def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
-    """Return `loss` as a loss whose `total` takes this rank's piece `[..., len(own)]` of the model's output.
+    """Return `loss` as a loss whose `total` accepts this rank's piece `[..., len(own)]` of the output.
 
     Uses `total_of_pieces` where the loss has it, else gathers the logits. Communication: then one all-gather
     of the logits over the group. `total` raises ModelError if the output is not such a piece.
@@ -101,7 +101,7 @@ def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
 
 
 def _takes_pieces(loss: Loss) -> bool:
-    """Whether `total_of_pieces` fits `total`: a subclass may override `total` alone."""
+    """Return whether `total_of_pieces` matches `total`: a subclass may override only `total`."""
     if not isinstance(loss, PiecewiseLoss):
         return False
     classes = (vars(kind) for kind in type(loss).__mro__)

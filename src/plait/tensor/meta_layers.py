@@ -1,4 +1,4 @@
-"""The shapes that layers exchange, and the proof that rules fit them, from runs on the meta device."""
+"""Shape inference of layers, and proofs that rules are correct for them, from runs on the meta device."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.layers.structure import structure_of
 from plait.layout import Layout
-from plait.tensor.partition import is_sharded
+from plait.tensor.feature_partition import is_sharded
 from plait.tensor.proof import Claims, prove_layer
 from plait.tensor.tensor_parallelism import TensorParallelism
 
@@ -36,7 +36,7 @@ class MetaLayers:
         dtype: torch.dtype | None,
         results: dict[Hashable, Any],
     ) -> None:
-        """`results` caches the runs, and may be shared by the ranks of a process.
+        """`results`: a cache of runs, which the ranks of a process may share.
 
         `layouts` and `summed` are those of the parameters, see `Blueprint`; `dtype` is the compute dtype.
         """
@@ -54,7 +54,7 @@ class MetaLayers:
 
     @property
     def are_proved(self) -> bool:
-        """Whether there is anything to prove: whether anything is partitioned over `tp`."""
+        """Whether a proof is needed: whether any parameter is partitioned over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
             any(self._sharded)
@@ -67,7 +67,7 @@ class MetaLayers:
         return [run.info for run in self._runs(microbatch, input_gradients=input_gradients, proves=False)]
 
     def prove(self, microbatch: Value) -> None:
-        """Prove for a micro-batch that each parameter and each layer's input gets its whole gradient.
+        """Prove for a micro-batch that all parameters and layer inputs receive complete gradients.
 
         Frozen parameters are proved like trained ones, since they shape the values of the rest. ModelError
         where the rules do not fit the model.
@@ -89,7 +89,7 @@ class MetaLayers:
             del self._results[next(iter(self._results))]
 
     def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
-        """Run a layer with its rules applied; `proves`: with gradients of all parameters, and prove it."""
+        """Run a layer with its rules applied; `proves`: with gradients of all parameters and a proof."""
         (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not torch.is_grad_enabled():
             layer.module.eval()
@@ -106,7 +106,7 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return the claims of rules and layouts about a layer; `layer` is the copy that is proved."""
+        """Return the claims of rules and layouts about a layer; `layer` is the copy to be proved."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],
@@ -120,7 +120,7 @@ class MetaLayers:
 
     @cached_property
     def _structures(self) -> list[Hashable]:
-        """All that the runs of each layer depend on, except inputs."""
+        """Everything except inputs that the runs of each layer depend on."""
         rules, group = self._rules, self._rules.group
         last = len(self.layers) - 1
         return [
@@ -137,7 +137,7 @@ class MetaLayers:
 
 
 def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
-    """Return for each layer which of the parameters `wanted` it has, by their names in the layer."""
+    """Return for each layer its parameters among `wanted`, by their names in the layer."""
     ids = {id(sequence.parameters[name]) for name in wanted}
     return [
         frozenset(

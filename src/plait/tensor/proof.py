@@ -1,4 +1,4 @@
-"""Proof on a layer's autograd graph, before anything runs, that the rules of tensor parallelism fit it.
+"""Proof, on a layer's autograd graph before training, that the tensor-parallel rules give right gradients.
 
 Each value of the graph gets a state, from the leaves on:
 
@@ -47,7 +47,7 @@ from plait.errors import ModelError
 
 
 class ValueState(Enum):
-    """How a value and its gradient relate to those of the other ranks of `tp`; see the module."""
+    """The relation of a value and its gradient to those on the other ranks of `tp`; see the module."""
 
     NEUTRAL = "neutral"
     WHOLE = "whole"
@@ -64,7 +64,7 @@ ONLY_NEUTRAL = frozenset({ValueState.NEUTRAL})
 
 @dataclass(frozen=True)
 class Claims:
-    """What rules and layouts state about a layer. Parameters are named as in the model or as in the layer."""
+    """The statements of rules and layouts about a layer. Names are as in the model or as in the layer."""
 
     sharded: Collection[str] = ()
     """Parameters that are sharded over `tp`."""
@@ -89,7 +89,7 @@ def prove_layer(
     parameters: Mapping[str, Tensor],
     claims: Claims,
 ) -> None:
-    """Raise ModelError for the first operation of a layer at which a gradient would be wrong.
+    """Raise ModelError for the first operation of a layer with a wrong gradient.
 
     `inputs` are the leaves that the layer at `path` received, `outputs` the tensors that it returned, with
     gradients enabled; on the meta device nothing is computed or sent. Follows the graph from `outputs` back
@@ -142,7 +142,7 @@ def _operation(node: Node) -> str:
 
 
 def _inputs_first(results: Iterable[Node]) -> Iterator[Node]:
-    """Yield every node behind `results` once, after its inputs. Not recursive, since graphs are deep."""
+    """Yield every node of the graph of `results` once, after its inputs. Iterative, since graphs are deep."""
     done, waiting = set[Node](), list(results)
     while waiting:
         node = waiting[-1]
@@ -156,7 +156,7 @@ def _inputs_first(results: Iterable[Node]) -> Iterator[Node]:
 
 
 class _Proof:
-    """The states of the nodes visited so far, and the errors for a node that cannot have one."""
+    """The states of the visited nodes, and the errors for nodes without a valid state."""
 
     def __init__(
         self,
@@ -170,7 +170,7 @@ class _Proof:
         self.states: dict[Node, ValueState] = {}
 
     def visit(self, node: Node) -> None:
-        """Find the state of `node`, whose inputs have been visited."""
+        """Compute the state of `node`, whose inputs have been visited."""
         leaf = _leaf(node)
         if leaf is not None:
             self.states[node] = self.leaves.get(id(leaf), ValueState.NEUTRAL)
@@ -187,7 +187,7 @@ class _Proof:
             self._check_dropout(node, dropout)
 
     def _check_dropout(self, node: Node, dropout: Dropout) -> None:
-        """Raise ModelError where a dropout's mask is for another piece than its input."""
+        """Raise ModelError where a dropout's mask is for a different piece than its input."""
         if dropout.in_pieces and self.states[node] is not ValueState.PIECE:
             raise self._other_pieces(node)
         inside = self.states[node] is ValueState.INSIDE
@@ -221,7 +221,7 @@ class _Proof:
         return results.get(collective, ValueState.INSIDE)
 
     def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
-        """Return the state of any other operation's result."""
+        """Return the state of the result of an operation that is not a collective."""
         if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PIECE}:
             raise self._meets_whole(node)
         if read & {ValueState.INSIDE, ValueState.PIECE} and ValueState.NEUTRAL in read:
@@ -251,7 +251,7 @@ class _Proof:
             )
 
     def require_inside(self, outputs: Iterable[Node]) -> None:
-        """Raise ModelError if one of the model's outputs is whole."""
+        """Raise ModelError if one of the model's outputs is whole instead of partitioned."""
         if any(self.states[node] is not ValueState.INSIDE for node in outputs):
             raise self._error(
                 "its output is whole on every rank, though it has a linear with the rule vocabulary, whose "
@@ -317,7 +317,7 @@ class _Proof:
         )
 
     def _is_parameter(self, node: Node) -> bool:
-        """Whether a value is a sharded parameter, possibly transposed or cast."""
+        """Return whether a value is a sharded parameter, possibly transposed or cast."""
         while len(before := _inputs(node)) == 1:
             node = before[0]
         return not before and self.states[node] is ValueState.INSIDE
@@ -329,7 +329,7 @@ class _Proof:
         return f"computed from {self._nearest(nodes, ANY)}"
 
     def _nearest(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> str | None:
-        """Return the name of the leaf nearest to `nodes` through nodes with states `within`, or None."""
+        """Return the name of the leaf nearest to `nodes`, through nodes with states `within`, or None."""
         levels = map(_leaves, self._levels(nodes, within))
         for leaves in levels:
             if leaves:
@@ -337,7 +337,7 @@ class _Proof:
         return None
 
     def _levels(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> Iterator[list[Node]]:
-        """Yield `nodes`, then their inputs, then the inputs of these, and so on; no node twice."""
+        """Yield `nodes`, then all their inputs, then the inputs' inputs, and so on; each node once."""
         seen, level = set[Node](), list(nodes)
         while level:
             level = [
@@ -348,7 +348,7 @@ class _Proof:
             level = [before for node in level for before in _inputs(node)]
 
     def _specificity(self, leaf: Tensor) -> int:
-        """How well a leaf's name locates a fault: a weight better than a bias, which may be one step nearer
+        """Return how precisely a leaf's name locates a fault: weights rank above biases.
         (the weight is transposed), and a parameter better than an input."""
         return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PIECE) else leaf.dim()
 

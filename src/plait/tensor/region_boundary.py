@@ -34,14 +34,14 @@ class RegionBoundary(Protocol):
 
 @dataclass(frozen=True)
 class WholeBoundary:
-    """Outside, values are whole. Communication: one all-reduce in `leave`, one in the backward of `enter`."""
+    """Outside, values are whole. Communication: one all-reduce in `leave` and one in `enter`'s backward."""
 
     group: Group
     overlap: Overlap | None = None
     """Runs while a gradient is summed."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the same values."""
+        """Return `tensor`; its gradient is all-reduced."""
         return copy(tensor, self.group, self.overlap)
 
     def leave(self, tensor: Tensor) -> Tensor:
@@ -51,7 +51,7 @@ class WholeBoundary:
 
 @dataclass
 class SequenceBoundary:
-    """Outside, each rank has a piece of the sequence.
+    """Boundary with a piece of the sequence per rank outside.
 
     Communication: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of the other.
     """
@@ -79,7 +79,7 @@ class SequenceBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def piece(self, size: int) -> DimPiece:
-        """Return which piece of the sequence this rank has. ModelError where `size` is not its length."""
+        """Return this rank's piece of the sequence. Raises ModelError unless `size` is the piece's length."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(

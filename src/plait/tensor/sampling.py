@@ -1,4 +1,4 @@
-"""Sampling: the model's input while a sequence grows, and the next token from its logits."""
+"""Sampling: the model's input for a growing sequence, and the next token from its logits."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LENGTH_STEP = 64
 
 
 def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
-    """Return the last `context` tokens of `sequence` `[rows, length]`, padded on the right, and their number.
+    """Return the last `context` tokens of `sequence` `[rows, length]`, right-padded, and their number.
 
     A causal model does not see the padding. Without a context returns `sequence` itself.
     """
@@ -28,7 +28,7 @@ def padded(sequence: Tensor, context: int | None) -> tuple[Tensor, int]:
 
 
 def require_prompt(prompt: Tensor, tokens: int, temperature: float, top_k: int | None) -> None:
-    """Raise DataError for a prompt or options that do not allow sampling."""
+    """Raise DataError for a prompt or options with which sampling is not possible."""
     if prompt.dim() != 2 or prompt.shape[1] == 0:
         raise DataError(f"the prompt has shape {list(prompt.shape)}: give [rows, length], length at least 1.")
     if tokens < 0:
@@ -47,7 +47,7 @@ def next_token(
     generator: torch.Generator,
     vocabulary: Vocabulary | None = None,
 ) -> Tensor:
-    """Return one token per row, int64 `[rows]`, of whole logits or of this rank's piece `[rows, len(own)]`.
+    """Return one token per row, int64 `[rows]`, from whole logits or this rank's piece `[rows, len(own)]`.
 
     Samples the softmax of `logits / temperature` by the Gumbel-max trick (Gumbel 1954; Maddison et al. 2014):
     the argmax of logits plus noise. The noise of all classes comes from `generator`, on the CPU and in
@@ -78,7 +78,7 @@ def next_token(
 
 
 def _likeliest(values: Tensor, top_k: int, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
-    """Return `values` with -inf where they are below the k-th largest of their row on all ranks."""
+    """Return `values` with -inf where they are below the k-th largest of their row over all ranks."""
     pieces = (values.shape[-1],) if vocabulary is None else vocabulary.sizes
     if top_k >= sum(pieces):
         return values
@@ -97,7 +97,7 @@ def _gumbel(rows: int, classes: int, generator: torch.Generator) -> Tensor:
 
 
 def _all_gathered(own: Tensor, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:
-    """Return the ranks' tensors `[...]` as `[ranks, ...]` on the CPU; the all-gather runs on `device`."""
+    """Return the ranks' tensors as `[ranks, ...]` on the CPU; the all-gather runs on `device`."""
     if vocabulary is None:
         return own[None]
     gathered = all_gather(own.to(device), vocabulary.group, checked=False).wait()

@@ -1,4 +1,4 @@
-"""Sequence parallelism as the rules say it: which layers run on pieces of the sequence, and what follows.
+"""Sequence parallelism from rules: the layers that run on pieces of the sequence, and their dims.
 
 A layer with the rule `sequence` is given this rank's piece and gives one, but for one whose region never ends
 (a head: column linears and no row linear), which gives the whole sequence. Any other layer is given the whole
@@ -18,12 +18,12 @@ from torch import nn
 from plait.errors import PlanError
 from plait.layout import Layout, Shard
 from plait.rules import Rule, join
-from plait.tensor.partition import AXIS, Layers
+from plait.tensor.feature_partition import AXIS, Layers
 
 
 @dataclass(frozen=True)
 class SequenceDims:
-    """The sequence dim of the activation at four points around a layer; None where it is whole."""
+    """The sequence dim of the activation at four points around a layer; None for a whole sequence."""
 
     previous: int | None = None
     """Of what the previous stage or layer sends: the `next` of the previous layer."""
@@ -36,7 +36,7 @@ class SequenceDims:
 
 
 def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[SequenceDims, ...]:
-    """Return the sequence dims of each layer. PlanError for a rule `sequence` that does not fit."""
+    """Return the sequence dims of each layer. Raises PlanError for an inconsistent rule `sequence`."""
     inputs = [_dim(matched.get(path)) for path, _ in layers]
     found: list[SequenceDims] = []
     previous = None
@@ -89,7 +89,7 @@ def _dim(rule: Rule | None) -> int | None:
 
 
 def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
-    """Whether the output of a layer with the rule `sequence` is in pieces: not if it is a model's head."""
+    """Return whether a layer with the rule `sequence` outputs pieces, which a model's head does not."""
     kinds = set()
     for name, module in layer.named_modules(remove_duplicate=False):
         full = join(path, name)

@@ -1,4 +1,4 @@
-"""The tensor parallelism of a model: its rules applied to layers, and proved to fit them."""
+"""The tensor parallelism of a model: its rules, proved correct and applied to layers."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class TensorParallelism:
     def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
     ) -> list[NamedLayer]:
-        """Return the layers, private copies with this rank's shards, with matched modules made parallel.
+        """Return private copies of the layers with this rank's shards, with matched modules made parallel.
 
         `queue` may run while the gradient of a region's input is reduced.
         """
@@ -62,7 +62,7 @@ class TensorParallelism:
         return SequenceBoundary(self.group, dims.input, overlap, registry)
 
     def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
-        """Return how to run a layer with pieces of a sequence around it; None for any other layer."""
+        """Return the function that runs a layer between pieces of the sequence; None for other layers."""
         if dims == SequenceDims():
             return None
 
@@ -79,7 +79,7 @@ class TensorParallelism:
         return self.cuts.get(join(layer.path, name))
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
-        """Return how the model's logits are partitioned, or None where they are whole."""
+        """Return the partitioning of the model's logits, or None where they are whole."""
         if self.group.size == 1:
             return None
         classes = partitioned_classes((last.path, last.module), self.cuts)
@@ -89,7 +89,7 @@ class TensorParallelism:
 def _redistributed(
     value: Value, group: Group, old: int | None, new: int | None, length: int
 ) -> tuple[Value, int]:
-    """Return `value` with its first tensor, a piece along dim `old` (None: whole), as a piece along `new`.
+    """Return `value` with its first tensor redistributed from pieces of dim `old` (None: whole) to `new`.
 
     `length` is that of the whole sequence; also returns the length of the sequence in the result.
     """

@@ -1,4 +1,4 @@
-"""Conversion of a user's loss to `total` and `weight`: PyTorch's losses, and functions that return a mean.
+"""Conversion of losses to `total` and `weight`: PyTorch's losses, and functions that return a mean.
 
     given                                            total(output, targets)     weight(targets)
     an object with total and weight                  its own                    its own
@@ -57,7 +57,7 @@ _FUNCTION_OF = MappingProxyType({module: function for function, (module, _) in _
 
 
 def as_loss(given: object) -> Loss:
-    """Return `given` as an object with `total` and `weight`; `print` shows the two.
+    """Return `given` as an object with `total` and `weight`; `print` shows both.
 
     `given` is an object that has both, such as the result of `mean_loss`, or a loss of `torch.nn` or
     `torch.nn.functional` whose reduction is "mean" or "sum", with its options (as attributes of the module,
@@ -103,7 +103,7 @@ def _name_of(given: object) -> str:
 def _torch_loss(
     function: Callable[..., Tensor], options: dict[str, Any], reduction: str, given: object
 ) -> Loss:
-    """Return the loss that calls a function of PyTorch. PlanError for options that are not supported."""
+    """Return the loss that calls a function of PyTorch. Raises PlanError for unsupported options."""
     _, names = _KNOWN[function]
     unknown = sorted(set(options) - set(names))
     if unknown:
@@ -163,10 +163,10 @@ class TorchLoss:
 
 @dataclass(frozen=True)
 class ElementLoss(TorchLoss):
-    """A loss of each element of the output and the same element of the targets."""
+    """A loss of each element of the output and the corresponding element of the targets."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum. ModelError for targets of another shape, and for options with one value a row."""
+        """Return the sum. Raises ModelError for targets of another shape and options with values per row."""
         name = self.function.__name__
         if output.shape != targets.shape:
             raise ModelError(
@@ -187,7 +187,7 @@ class ClassLoss(TorchLoss):
     """A loss of the logits or log-probabilities of classes, dim 1 of the output as PyTorch has it."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum. ModelError where the classes are the last of more than two dims."""
+        """Return the sum. Raises ModelError where the classes are the last of more than two dims."""
         shape = (*output.shape[:1], *output.shape[2:])
         if not targets.is_floating_point() and output.dim() > 2 and tuple(targets.shape) != shape:
             raise ModelError(
@@ -229,7 +229,7 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A function that returns a mean, and the count that the mean is over."""
+    """A function that returns a mean, and the number of elements averaged."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"
@@ -263,7 +263,7 @@ class MeanLoss:
 def mean_loss(
     function: Callable[[Any, Any], Tensor], over: Over | Callable[[Any], Tensor | float] = "rows"
 ) -> Loss:
-    """Return `function(output, targets)`, which returns a mean as a 0-d tensor, as a loss.
+    """Return `function(output, targets)`, which returns a mean as a 0-d tensor, as a `Loss`.
 
     `over` is what that mean is over: "rows", dim 0 of the targets; "targets", all of their elements; or a
     function that returns the number of the targets, additive over micro-batches, such as

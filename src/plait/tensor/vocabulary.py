@@ -15,14 +15,14 @@ from plait.layout import divide
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`classes` class numbers, partitioned over `group` as `divide` does: evenly or not, some ranks empty."""
+    """`classes` class numbers, partitioned over `group` as by `divide`; ranks may be empty."""
 
     classes: int
     group: Group
 
     @cached_property
     def own(self) -> range:
-        """This rank's class numbers, which are its rows of the head."""
+        """This rank's class numbers, which are the indices of its rows of the head."""
         return divide(self.classes, self.group.size)[self.group.index]
 
     @cached_property

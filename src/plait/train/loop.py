@@ -30,7 +30,7 @@ class TrainingResult:
     """The result of a run, the same on every rank."""
 
     steps: int
-    """Steps done, including those before the run was resumed."""
+    """Number of finished steps, including steps before the run was resumed."""
     loss: float
     """Loss of the last step; NaN where a resumed run had no steps left."""
     validation_loss: float | None

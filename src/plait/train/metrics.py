@@ -16,7 +16,7 @@ from typing import Any, Protocol, Self
 from plait.errors import ConfigError
 
 MetricsRow = Mapping[str, float | None]
-"""The metrics of one step; None stands for a number that is not finite."""
+"""The metrics of one step; non-finite numbers are None."""
 
 COLUMNS = (
     "step",  # counted from 1

@@ -72,7 +72,7 @@ class Difference:
     values: tuple[float, float]
     """Actual and expected value of that element."""
     hint: str = ""
-    """Sentence that says what the tensor is instead, where this rank alone can tell."""
+    """Sentence that describes the wrong tensor, where this rank can determine it alone."""
     inside: InnerDifference | None = None
     """The first differing module inside of the layer, for a layer's output."""
 

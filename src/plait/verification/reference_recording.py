@@ -15,7 +15,7 @@ from plait.verification.integer_mode import GRAIN, require_integers
 from plait.verification.location import PARAMETER_KINDS, RecordKey, RecordScope
 
 MARGIN = 16.0
-"""Tolerance in deviations of a perturbed run: a few of those do not show the largest rounding error."""
+"""Tolerance in units of a perturbed run's deviation, since a few runs do not show the largest error."""
 LEAST_EPSILONS = 16.0
 """Tolerance in machine epsilons of a tensor's size, at least."""
 MARGIN_16_BIT = 4.0
@@ -27,7 +27,7 @@ NORM_TOLERANCE = 1e-12
 """Relative tolerance of a norm in mode exact, where it is the only tensor that is not a whole number."""
 
 NOT_INTEGER = ("clip", "scale", "evaluation")
-"""Kinds that need not be whole numbers in mode exact: settings, and what is not compared there."""
+"""Kinds that need not be integers in mode exact: settings, and kinds that are not compared."""
 FINER_GRAIN = ("clipped", "value", "state")
 """Kinds with up to three binary digits more than gradients have, from the clip factor; see `exact_bound`."""
 NAN_CHECKED = ("total", "mean", "final", "norm")

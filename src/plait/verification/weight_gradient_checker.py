@@ -8,7 +8,7 @@ from torch import Tensor
 
 from plait.engine import Runtime
 from plait.schedules.action import Kind
-from plait.tensor.partition import is_sharded
+from plait.tensor.feature_partition import is_sharded
 from plait.verification.findings import Piece, piece_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
@@ -30,7 +30,7 @@ class WeightGradientChecker:
         self.adds_late = any(stage.adds_late for stage in runtime.pipeline.stages.values())
         gradients: dict[GradientKey, Tensor] = {}
         self.gradients_of: dict[tuple[int, int], list[GradientKey]] = {}
-        """By stage and layer, the gradients that its backward adds to, without those summed over tp later."""
+        """By stage and layer, the gradients that a backward adds to, except those summed over tp later."""
         for stage in runtime.pipeline.stages.values():
             units = [unit for unit in runtime.units.values() if stage.number in unit.stages]
             keys = {key[0]: key for unit in units for key in unit.gradients_of(stage.number)}

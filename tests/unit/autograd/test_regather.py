@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from plait.autograd.deferred import linear
 from plait.autograd.paired_collectives import gather_in
-from plait.autograd.piece_collectives import own_piece
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
+from plait.autograd.uneven_collectives import own_piece
 from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 

@@ -17,8 +17,8 @@ from plait.autograd.weight_queue import WeightGradientQueue
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble
+from plait.tensor.feature_partition import Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.partition import Partition
 from plait.tensor.region_boundary import WholeBoundary
 
 

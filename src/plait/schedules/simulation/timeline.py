@@ -53,7 +53,7 @@ class Timeline:
     cells: tuple[tuple[Cell, ...], ...]
     memory_costs: MemoryCosts
     hop: int
-    """Duration of a message to another rank, in ticks; 0 where there is no other."""
+    """Duration of a message between ranks, in ticks; 0 with a single rank."""
     unit: str = ""
     """Suffix of times in pictures: `ms` where they were measured, empty in a simulation."""
 

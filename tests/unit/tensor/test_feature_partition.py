@@ -7,7 +7,7 @@ from torch import nn
 from plait.comm import Group, Mesh, Traffic
 from plait.errors import PlanError
 from plait.layout import Layout, Replicate, Shard
-from plait.tensor.partition import (
+from plait.tensor.feature_partition import (
     EVEN,
     UNEVEN,
     Partition,

@@ -1,4 +1,4 @@
-"""How the features of a linear are partitioned over the ranks of `tp`: the layouts of its weight and bias."""
+"""Partitioning of a linear's features over the ranks of `tp`: the layouts of its weight and bias."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ Layers = Sequence[tuple[str, nn.Module]]
 
 @dataclass(frozen=True)
 class Partition:
-    """How a dim of a weight is divided between the ranks: into equal pieces, unless `uneven`.
+    """The division of a weight's dim between ranks: equal pieces, unless `uneven`.
 
     `parts`: the dim consists of that many equal parts (heads), none of which is divided. `repeated`: there
     may be fewer parts than ranks; neighbouring ranks then hold the same part. `uneven`: the first ranks may
@@ -67,7 +67,7 @@ def row_layouts(
 
 
 def is_sharded(layout: Layout) -> bool:
-    """Whether a parameter is sharded over more than one rank of `tp`."""
+    """Return whether a parameter is sharded over more than one rank of `tp`."""
     tp = layout.axes.index(AXIS)
     return layout.degrees[tp] > 1 and isinstance(layout.placements[tp], Shard)
 
@@ -78,7 +78,7 @@ def local_shard(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter
 
 
 def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
-    """Return how many ranks hold the same piece. PlanError where `partition` does not fit `features`."""
+    """Return the number of ranks with the same piece. Raises PlanError unless `partition` fits."""
     if partition.uneven and features >= ranks:
         return 1
     refused = f"{path} with a weight of shape {list(shape)} cannot be partitioned over tp = {ranks}:"

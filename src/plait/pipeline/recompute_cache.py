@@ -1,4 +1,4 @@
-"""The cached operations of recomputation: results of a layer's first run that its second run takes over.
+"""Context of a layer's first run: stores the results of cached operations in order.
 
 These are matrix products, convolutions and attention. PyTorch's own selective checkpoints also keep the last
 result, which no backward needs, and return results that were written to after the operation; here a result
@@ -35,10 +35,10 @@ _CACHED = frozenset(
 
 
 class RecordOperations(TorchDispatchMode):
-    """The context of a layer's first run: keeps the results of cached operations, in their order."""
+    """Context of a layer's second run: returns stored results of the first, and counts them."""
 
     def __init__(self, most: int | None) -> None:
-        """`most`: how many results to keep; None: all."""
+        """`most`: the maximum number of stored results; None: all."""
         super().__init__()  # type: ignore[no-untyped-call]
         self.most = most
         self.results: list[Any] = []
@@ -46,7 +46,7 @@ class RecordOperations(TorchDispatchMode):
         self.active = False
 
     def __enter__(self) -> Self:
-        """Start to record."""
+        """Start recording."""
         self.active = True
         super().__enter__()  # type: ignore[no-untyped-call]
         return self
@@ -57,7 +57,7 @@ class RecordOperations(TorchDispatchMode):
         self.active = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Run `func`; keep its result, and drop the results that it writes to."""
+        """Run `func` and store its result; discard stored results that it writes to."""
         for tensor in _written(func, args, kwargs or {}):
             self._drop(tensor)
         result = func(*args, **(kwargs or {}))
@@ -68,7 +68,7 @@ class RecordOperations(TorchDispatchMode):
         return result
 
     def _drop(self, written: Tensor) -> None:
-        """Drop the results that share memory with a tensor that is written to."""
+        """Discard the stored results that share memory with a written tensor."""
         storage = written.untyped_storage()
         for number, result in enumerate(self.results):
             if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
@@ -85,7 +85,7 @@ class ReplayOperations(TorchDispatchMode):
         self._replayed = 0
 
     def __enter__(self) -> Self:
-        """Start to replay."""
+        """Start replaying."""
         self._replayed = 0
         if self._recorded.active:  # the layer runs again within its first run: operations cannot be numbered
             self._recorded.results.clear()
@@ -99,7 +99,7 @@ class ReplayOperations(TorchDispatchMode):
         self._note(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Return the recorded result of `func`, once, or run it."""
+        """Return the stored result of `func`, once, or run it."""
         found, results = None, self._recorded.results
         if _is_cached(func):
             if self._replayed < len(results):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.autograd.piece_collectives import own_piece, start_piece_of_sum, start_whole
+from plait.autograd.uneven_collectives import own_piece, start_piece_of_sum, start_whole
 from plait.comm import Group, Mesh, Traffic
 from plait.errors import ModelError
 

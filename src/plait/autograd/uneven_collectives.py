@@ -1,4 +1,4 @@
-"""All-gather and reduce-scatter along any dim of a tensor, also where the ranks' pieces differ in size.
+"""All-gather and reduce-scatter along any dim of a tensor, including pieces of different sizes.
 
 Pieces are those of `divide`: the first ranks may hold one element more. On the meta device nothing is
 communicated. Results of collectives are no views, so a layer may write to them.
