@@ -116,7 +116,7 @@ def _is_inside(name: Any) -> bool:
 
 
 def _require_all_shards(folder: Path, names: Sequence[str]) -> None:
-    """Return the file of each tensor according to an index. Raises ModelError if the index is damaged."""
+    """Raise ModelError where files are numbered as shards and one of them is missing."""
     present = set(names)
     for matched in filter(None, map(_SHARD.fullmatch, names)):
         stem, count = matched[1], int(matched[3])

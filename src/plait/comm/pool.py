@@ -167,7 +167,7 @@ class RankPool:
 
 
 def _start_method() -> str:
-    """Return how rank processes start processes of their own, such as workers of a `DataLoader`.
+    """Return the start method for processes that ranks start, such as workers of a `DataLoader`.
 
     The default is fork where that is safe: forked processes have the classes of the caller's main module,
     which a new process could not import.

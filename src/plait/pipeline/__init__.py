@@ -1,1 +1,1 @@
-"""Recomputation with cached operations: results of a layer's first run that its second run reuses."""
+"""Stages, the executor that runs their programs, and the exchange of tensors between stages."""

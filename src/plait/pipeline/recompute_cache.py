@@ -1,4 +1,4 @@
-"""Context of a layer's first run: stores the results of cached operations in order.
+"""Recomputation with cached operations: results of a layer's first run that its second run reuses.
 
 These are matrix products, convolutions and attention. PyTorch's own selective checkpoints also keep the last
 result, which no backward needs, and return results that were written to after the operation; here a result
@@ -35,7 +35,7 @@ _CACHED = frozenset(
 
 
 class RecordOperations(TorchDispatchMode):
-    """Context of a layer's second run: returns stored results of the first, and counts them."""
+    """Context of a layer's first run: stores the results of cached operations in order."""
 
     def __init__(self, most: int | None) -> None:
         """`most`: the maximum number of stored results; None: all."""
@@ -76,7 +76,7 @@ class RecordOperations(TorchDispatchMode):
 
 
 class ReplayOperations(TorchDispatchMode):
-    """The context of a layer's second run: takes over results of the first, and notes how many."""
+    """Context of a layer's second run: returns stored results of the first, and counts them."""
 
     def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

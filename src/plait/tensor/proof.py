@@ -348,8 +348,10 @@ class _Proof:
             level = [before for node in level for before in _inputs(node)]
 
     def _specificity(self, leaf: Tensor) -> int:
-        """Return how precisely a leaf's name locates a fault: weights rank above biases.
-        (the weight is transposed), and a parameter better than an input."""
+        """Return how precisely a leaf's name locates a fault: weight above bias, parameter above input.
+
+        A bias may be one step nearer to the fault than its weight, which is transposed.
+        """
         return -1 if self.leaves.get(id(leaf)) in (ValueState.WHOLE, ValueState.PIECE) else leaf.dim()
 
     def _name(self, leaf: Tensor) -> str:

@@ -56,7 +56,7 @@ def _folded(x: Tensor) -> Tensor:
 
 
 def fold(x: Tensor) -> Tensor:
-    """Return `x` modulo 16, in -8 … 8; its gradient is treated alike."""
+    """Return `x` modulo 16, in -8 … 8; its gradient is folded too."""
     result: Tensor = _Fold.apply(x)  # type: ignore[no-untyped-call]
     return result
 

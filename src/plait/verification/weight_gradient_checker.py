@@ -69,7 +69,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients with open contributions, and expect zeros from then on."""
+        """Compare gradients with open contributions; then expect accumulation to restart from zero."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
