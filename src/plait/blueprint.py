@@ -96,7 +96,7 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return those of `stages` whose layers use a unit, in order."""
+        """Return the `stages` whose layers use a unit, in order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 

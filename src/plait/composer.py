@@ -106,7 +106,7 @@ def agreed_source(
 ) -> TensorSource:
     """Compare model and plan on all ranks, and return the source of initial parameter and buffer values.
 
-    ModelError where the values of a rank differ from rank 0's.
+    Raises ModelError where the values of a rank differ from rank 0's.
     """
     world, sequence = mesh.group("world"), blueprint.sequence
     own = LocalSource(locate_tensors(named(sequence.layers)), seed, given)

@@ -121,7 +121,7 @@ piece = Rule("piece")
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
     """Return the rule of each path that matches a pattern.
 
-    PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
+    Raises PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """
     names = list(dict.fromkeys(paths))
     found: dict[str, tuple[str, Rule]] = {}
@@ -152,7 +152,7 @@ def join(path: str, name: str) -> str:
 
 
 def _fits(pattern: str, name: str) -> bool:
-    """Return whether `name` matches `pattern`, in which `*` stands for one or more characters except dots."""
+    """Return whether `name` matches `pattern`, in which `*` matches one or more characters except dots."""
     pieces = (re.escape(piece) for piece in pattern.split("*"))
     return re.fullmatch(r"[^.]+".join(pieces), name) is not None
 

@@ -56,7 +56,7 @@ class BoxReader:
         """Read the piece of tensor `name` of the rank at coordinate `where` into the contiguous `piece`.
 
         Values are converted to the dtype of `piece`. Memory: a part of one stored box at a time.
-        CheckpointError where a file cannot be read or elements are missing.
+        Raises CheckpointError where a file cannot be read or elements are missing.
         """
         for part in piece_boxes(layout, where):
             self.fill_box(part.view_of(piece), name, part.box)

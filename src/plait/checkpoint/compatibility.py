@@ -75,7 +75,7 @@ def require_model(
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """Return `manifest.run`, without the order of actions if `plan` asks for another schedule."""
+    """Return `manifest.run`, without the order of actions if `plan` has another schedule."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in manifest.run.items() if same or key != "order"}

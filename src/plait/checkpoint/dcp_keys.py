@@ -98,7 +98,7 @@ def optimizer_of(
 
     Options that JSON cannot hold are left out. Groups without names of parameters are left out too: then the
     loading optimizer keeps its options. `table`: new names of the parameters in groups; None: unchanged.
-    CheckpointError for state that JSON cannot hold.
+    Raises CheckpointError for state that JSON cannot hold.
     """
     if not (found.states or found.options):
         return None

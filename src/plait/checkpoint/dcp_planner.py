@@ -49,7 +49,7 @@ class ExportPlanner(DefaultSavePlanner):
     """Writes every box of a checkpoint as a chunk of its tensor, and reads it only when it is written."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
-        """`names`: the exported name of each parameter; None: those in `manifest`. Raises CheckpointError."""
+        """`names`: the exported name of each parameter; None: as in `manifest`. Raises CheckpointError."""
         super().__init__()
         self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors

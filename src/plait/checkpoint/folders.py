@@ -159,7 +159,7 @@ def restore_name(path: Path, disk: Disk) -> None:
 def clean_up(folder: Path, disk: Disk) -> None:
     """Restore the names of complete checkpoints and remove interrupted ones as far as possible.
 
-    Must not run while a checkpoint is being written. OSError where a name cannot be restored.
+    Must not run while a checkpoint is being written. Raises OSError where a name cannot be restored.
     """
     for entry in list(folder.iterdir()) if folder.is_dir() else ():
         hidden = _HIDDEN.fullmatch(entry.name)
@@ -173,10 +173,10 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove all checkpoints but the newest `keep_last` and those whose steps `keep_every` divides (0: none).
+    """Remove all checkpoints except the newest `keep_last` and multiples of `keep_every` steps (0: none).
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
-    they are not counted, and stay. With `keep_last` 0 all stay. OSError.
+    they are not counted, and stay. With `keep_last` 0 all stay. Raises OSError.
     """
     own = [(step, path) for step, path in complete_checkpoints(folder) if step <= newest]
     for step, path in own[keep_last:] if keep_last else ():

@@ -30,7 +30,7 @@ def state_of(
 ) -> dict[str, tuple[tuple[int, ...] | None, Tensor]]:
     """Return a parameter's state tensors by key, each with its global shape (None: sharded as the parameter).
 
-    CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
+    Raises CheckpointError for a tensor of another shape than the piece, unless the parameter is not sharded.
     """
     found: dict[str, tuple[tuple[int, ...] | None, Tensor]] = {}
     for key, value in optimizer.state.get(piece, {}).items():
@@ -62,7 +62,7 @@ def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> boo
 def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
     """Return the optimizer's class, groups and non-tensor state by parameter name, as JSON values.
 
-    `names`: of this rank's parameters, by `id`. CheckpointError for values that JSON cannot hold.
+    `names`: of this rank's parameters, by `id`. Raises CheckpointError for values that JSON cannot hold.
     """
     require_own_parameters(optimizer, names)
     group_of: dict[str, int] = {}

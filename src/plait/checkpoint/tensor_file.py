@@ -156,7 +156,7 @@ class TensorFileReader:
     ) -> Tensor:
         """Return a part of a box on the CPU, in new memory of the size of that part.
 
-        CheckpointError where it cannot be read, or has another dtype than `dtype`, if given.
+        Raises CheckpointError where it cannot be read, or has another dtype than `dtype`, if given.
         """
         with self._open(file) as opened:
             found: Tensor = opened.get_slice(key)[within] if within else opened.get_tensor(key)

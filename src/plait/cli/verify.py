@@ -26,7 +26,7 @@ exit code: 0 equal, 1 different, 2 could not run"""
 
 
 def parser() -> ArgumentParser:
-    """Return the parser of the options of `plait verify` besides the configuration."""
+    """Return the parser of the options of `plait verify`, without those of the configuration."""
     made = CommandParser("verify", _ABOUT, usage="")
     add = made.add_argument
     modes = (
@@ -42,7 +42,7 @@ def parser() -> ArgumentParser:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Verify as `argv` asks. Return 0 if equal, 1 if not, 2 if no plan of `--all` could be run.
+    """Verify the configuration in `argv`. Return 0 if equal, 1 if not, 2 if no plan of `--all` could be run.
 
     Raises `PlaitError` for what the user can correct.
     """

@@ -128,7 +128,7 @@ class GridMesh:
         return self._make_group(groups, name)
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """Return torch's `DeviceMesh` of those of `axes` with more than one rank, at this rank's coordinate.
+        """Return torch's `DeviceMesh` of the `axes` with more than one rank, at this rank's coordinate.
 
         It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
         than one rank, it holds this rank only, under the last name. Without communication; messages that

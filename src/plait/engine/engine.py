@@ -99,7 +99,7 @@ class Engine:
         every rank gets the output; without, only those of the last stage do, and the others get None.
         Communication: the batch's shapes (256 bytes) over `pp`, and tokens over `tp`, boundary tensors over
         `pp`, regions over `tp`; with `everywhere` one broadcast of each tensor over `pp`, with `whole` one
-        all-gather of cut logits over `tp`. DataError where outputs of micro-batches cannot be joined.
+        all-gather of cut logits over `tp`. Raises DataError where outputs of micro-batches cannot be joined.
         """
         return model_output(self._runner, inputs, whole=whole, everywhere=everywhere)
 
@@ -298,7 +298,7 @@ class Engine:
 
         Parameters, their gradients and the optimizer's state stay where they are, and gradients have the same
         bits (except those of a parameter with users on two stages of one rank). All ranks pass the same
-        order: `plait train` keeps its own in RUN/schedule.json. ScheduleError for other actions.
+        order: `plait train` keeps its own in RUN/schedule.json. Raises ScheduleError for other actions.
         """
         require_same_actions(order, self.schedule)
         self._runner.require_same_call(f"follow {fingerprint_of_order(order)}", "model")

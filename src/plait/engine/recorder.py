@@ -100,7 +100,7 @@ class Recording:
         """Return the step as a timeline that starts at 0, like those of `plait.simulate`.
 
         Its schedule has the actions as they ran: a `B` whose result is sent is an `I` and a `W`.
-        DataError where no training step was recorded.
+        Raises DataError where no training step was recorded.
         """
         return measured_timeline(self._schedule(), self._rows())
 
@@ -108,7 +108,7 @@ class Recording:
         """Return the median times of `F`, `I` and `W` of each stage, and of a message between ranks.
 
         `plait.simulate(recording.timeline().schedule, recording.costs())` simulates the step with them.
-        `I` and `W` that ran as one `B` cost half each. DataError as `timeline`.
+        `I` and `W` that ran as one `B` cost half each. Raises DataError as `timeline`.
         """
         return measured_costs(self._schedule(), self._rows())
 

@@ -21,7 +21,7 @@ from plait.schedules.simulation.timeline import simulate
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
     """Return the shortest order for `costs` with the stages on the ranks of `now`; `now` if it is shorter.
 
-    `limit` is that of `plait.schedule`. ScheduleError where no order is within it.
+    `limit` is that of `plait.schedule`. Raises ScheduleError where no order is within it.
     """
     found = schedule(
         AUTO,

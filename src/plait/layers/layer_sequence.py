@@ -64,7 +64,7 @@ class LayerSequence:
 def sequence_of(model: nn.Module) -> LayerSequence:
     """Return `model` as layers: nested `nn.Sequential`s are flattened, any other module is one layer.
 
-    ModelError where it is not a module, or has no layer.
+    Raises ModelError where it is not a module, or has no layer.
     """
     if not isinstance(model, nn.Module):
         raise ModelError(f"the model is a {type(model).__name__}: give an nn.Module, best an nn.Sequential.")

@@ -113,7 +113,7 @@ def split_both(
 def split_one(value: Value, what: str, microbatches: int, convert: Callable[[Tensor], Tensor]) -> list[Value]:
     """Return the converted micro-batches of one value: items of `Microbatches`, or results of `split`.
 
-    PlanError for another number of micro-batches; and as `split`.
+    Raises PlanError for another number of micro-batches; and as `split`.
     """
     if not isinstance(value, Microbatches):
         return split(map_tensors(convert, value), microbatches, what)

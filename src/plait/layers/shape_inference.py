@@ -129,7 +129,7 @@ def infer(
 def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[MetaRun, Value]:
     """Run a layer on the meta device; return its `MetaRun`, and its output with the autograd graph.
 
-    ModelError where the layer does not run.
+    Raises ModelError where the layer does not run.
     """
     (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
     if writes_input and given.repeats:

@@ -15,7 +15,7 @@ def reshape(layout: Layout, shape: Sequence[int]) -> Layout:
     """Return the layout under which each rank's piece of `tensor.reshape(shape)` is its own piece, reshaped.
 
     A sharded dim may stay, be split (the shard moves to the leading factor) or be merged (as the outermost of
-    the merged dims), if every rank keeps its elements. LayoutError where data would have to move.
+    the merged dims), if every rank keeps its elements. Raises LayoutError where data would have to move.
     """
     shape = tuple(shape)
     if prod(shape) != prod(layout.shape) or any(size < 0 for size in shape):

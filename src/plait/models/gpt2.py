@@ -55,7 +55,7 @@ def gpt2(
     """Return GPT-2 on the meta device: tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`.
 
     `layers` counts transformer blocks, each two layers of the sequence. `tied`: the head's weight is the
-    token embedding's. ModelError when the sizes do not fit each other.
+    token embedding's. Raises ModelError when the sizes do not fit each other.
     """
     require_positive(layers=layers, hidden=hidden, heads=heads, vocab=vocab, context=context)
     require_whole_heads(hidden, heads)

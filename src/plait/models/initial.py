@@ -59,7 +59,7 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
 
     A tensor with a value keeps it. One on the meta device gets the distribution that the layer's
     `initial_values()` names for it, else the value from its module's own `reset_parameters()` under a seed
-    that is a hash of the module's path. ModelError where neither exists.
+    that is a hash of the module's path. Raises ModelError where neither exists.
     """
     owner_name, _, attribute = name.rpartition(".")
     owner = layer.get_submodule(owner_name)

@@ -28,7 +28,7 @@ class LossScale:
     def begin(self, *, anew: bool) -> None:
         """Begin a step. `anew`: the gradients of the previous step were used or dropped.
 
-        PlanError where these were not checked: the optimizer may have used values that are not finite.
+        Raises PlanError where these were not checked: the optimizer may have used values that are not finite.
         """
         if self.dynamic and anew and not self.checked:
             raise PlanError(

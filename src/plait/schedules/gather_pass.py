@@ -24,7 +24,7 @@ from plait.schedules.program import (
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
-    """Return `program` with the gathers of parameters that `spec.sharding` asks for."""
+    """Return `program` with the parameter gathers and releases of `spec.sharding`."""
     uses = {} if spec.sharding.gathers == "never" else _uses(program, spec)
     if not uses:
         return program

@@ -75,7 +75,7 @@ class UnitFactory:
     """Returns the initial value of a parameter as this rank's layers have it."""
 
     def build(self, name: str, specs: Sequence[BufferSpec], stages: tuple[int, ...]) -> Unit:
-        """Return a unit with initial values, for those of `stages` on this rank that use it, in order."""
+        """Return a unit with initial values, for the `stages` of this rank that use it, in order."""
         return Unit(name, tuple(self._buffer(self._local(spec), len(stages)) for spec in specs), stages)
 
     def _local(self, spec: BufferSpec) -> BufferSpec:

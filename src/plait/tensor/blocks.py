@@ -49,7 +49,7 @@ class TensorParallelMLP(nn.Module):
     ) -> None:
         """Initialize as full linears under the same seed, in the order `up`, `gate`, `down`; keep the shards.
 
-        Give all ranks of the group the same seed. PlanError where the ranks do not divide `inner`.
+        Give all ranks of the group the same seed. Raises PlanError where the ranks do not divide `inner`.
         """
         super().__init__()
         self.group, self.activation = group, activation

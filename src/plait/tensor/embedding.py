@@ -46,7 +46,7 @@ class VocabParallelEmbedding(nn.Module):
     def of(cls, full: nn.Embedding, group: Group) -> VocabParallelEmbedding:
         """Return this rank's rows of a full embedding, which is equal on every rank. Copies the values.
 
-        ModelError for an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`.
+        Raises ModelError for an embedding with `max_norm`, `scale_grad_by_freq` or `sparse`.
         """
         for option in ("max_norm", "scale_grad_by_freq", "sparse"):
             if getattr(full, option):

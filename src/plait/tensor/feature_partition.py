@@ -58,7 +58,7 @@ def row_layouts(
     """Return layouts of a linear with partitioned inputs: weight `[outputs, inputs]` by dim 1, bias whole.
 
     `transposed`: the weight is `[inputs, outputs]`, sharded by dim 0. `repeated` is ignored, because the sum
-    over the ranks would count a part once for each rank that holds it. PlanError as above.
+    over the ranks would count a part once for each rank that holds it. Raises PlanError as above.
     """
     shape = (inputs, outputs) if transposed else (outputs, inputs)
     copies = _copies(inputs, shape, replace(partition, repeated=False), axes[AXIS], path)

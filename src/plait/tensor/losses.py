@@ -77,7 +77,7 @@ class CrossEntropy:
 
         Overwrites float32 and float64 logits where a gradient is wanted; see `plait.tensor.cross_entropy`.
         Communication: two all-reduces over the group, of 1 and then 2 (with label smoothing 3) numbers a
-        target. DataError for targets that are no classes; on CUDA the loss is then nan.
+        target. Raises DataError for targets that are no classes; on CUDA the loss is then nan.
         """
         terms = Terms(self.ignore_index, self.label_smoothing, self.z_loss)
         return total_of_pieces(logits, targets, vocabulary, terms)

@@ -55,7 +55,7 @@ def next_token(
     rounding of logits. `temperature` 0 takes the argmax; of equal logits the smallest token. `top_k`: only
     logits that are not below the k-th largest are sampled.
     Communication, with a vocabulary: an all-gather of 16 bytes a row; with `top_k` one more, of 8 · k.
-    ModelError for logits that are not this rank's piece, NonFiniteError for a row whose maximum is not
+    Raises ModelError for logits that are not this rank's piece, NonFiniteError for a row whose maximum is not
     finite.
     """
     if vocabulary is not None:

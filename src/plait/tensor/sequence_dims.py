@@ -62,7 +62,7 @@ def summed_over_tp(
     """Return, by the `id` of each parameter, how many ranks along `tp` have a summand of its gradient.
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
-    of the sequence, else 1. PlanError for a parameter that is whole in layers of both kinds.
+    of the sequence, else 1. Raises PlanError for a parameter that is whole in layers of both kinds.
     """
     found: dict[int, tuple[str, int]] = {}
     for path, layer in layers:

@@ -61,7 +61,7 @@ def as_loss(given: object) -> Loss:
 
     `given` is an object that has both, such as the result of `mean_loss`, or a loss of `torch.nn` or
     `torch.nn.functional` whose reduction is "mean" or "sum", with its options (as attributes of the module,
-    or as keywords of a `functools.partial`). PlanError for anything else, with the way to wrap it.
+    or as keywords of a `functools.partial`). Raises PlanError for anything else, with the way to wrap it.
     """
     if isinstance(given, type):
         raise PlanError(f"the loss is the class {given.__name__}: give an object of it, {given.__name__}().")

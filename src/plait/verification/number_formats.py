@@ -19,7 +19,7 @@ GROWTH_INTERVAL = 2000
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Dtypes of a run, and its loss scale. None stands for the parameter's own dtype."""
+    """Dtypes of a run, and its loss scale. None is the parameter's own dtype."""
 
     compute: torch.dtype | None = None
     """Dtype of activations, and of parameters as layers use them."""

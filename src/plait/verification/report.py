@@ -61,7 +61,7 @@ class VerificationReport:
 
     @property
     def different(self) -> int:
-        """Number of tensors whose differences exceed what rounding explains."""
+        """Number of tensors whose differences are larger than rounding explains."""
         return sum(tally.different for tally in self.tallies.values())
 
     @property

@@ -93,7 +93,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
     """Return the sizes of the model with this configuration, read in the folder `where`.
 
-    CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
+    Raises CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
     """
     kind = str(config.get("model_type"))
     if kind not in FIXED:

@@ -46,7 +46,7 @@ def sizes_from_manifest(
 
     Most follow from shapes. The number of heads, and for Llama the context and the base of the rotary
     embedding, are read from the state that `plait train` or an import saved, or must be given.
-    CheckpointError for another model, and where a size is unknown or contradicts the one given.
+    Raises CheckpointError for another model, and where a size is unknown or contradicts the one given.
     """
     tensors = manifest.tensors
     blocks = {int(found[1]) for name in tensors if (found := _BLOCK.fullmatch(name))}

@@ -33,7 +33,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 
 
 def likely_cause(symptoms: Symptoms) -> str:
-    """Return one sentence: the first matching hypothesis, the module in the layer, and what is equal."""
+    """Return one sentence: the first matching hypothesis, the module in the layer, and the equal results."""
     difference = symptoms.difference
     fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
     found = difference.hint or next((text for text in fitting if text), None)

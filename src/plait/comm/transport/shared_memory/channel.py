@@ -98,7 +98,7 @@ class Channel:
             poll.register(self._outgoing, select.POLLOUT if writable else 0)  # 0: a hang-up only
 
     def note_hang_up(self, ready: Sequence[tuple[int, int]]) -> None:
-        """Record a hang-up of the outgoing connection, if what `poll` returned shows one."""
+        """Record a hang-up of the outgoing connection if it is among the `ready` events of `poll`."""
         if self._outgoing is not None:
             number = self._outgoing.fileno()
             gone = select.POLLHUP | select.POLLERR

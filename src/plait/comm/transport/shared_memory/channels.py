@@ -22,7 +22,7 @@ class Channels:
     def __init__(
         self, listener: Listener, listeners: Sequence[str], index: int, label: str, timeout: float
     ) -> None:
-        """Open channels to the ranks whose listeners have these names; this rank's own is the one at `index`.
+        """Open channels to the ranks with these `listeners`; the listener of this rank is at `index`.
 
         `label` is the group's, the same on all its ranks. `timeout`, in seconds, holds for every wait.
         """
