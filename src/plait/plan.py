@@ -34,7 +34,7 @@ class Plan:
     `microbatches` is the number per data-parallel rank and step. `layers_per_stage` sets the number of layers
     of each stage, first stage first; without it a simulated step decides.
 
-    `strategy` is what is sharded over the axis `shard`: nothing, optimizer state, gradients too, or
+    `strategy`: the state sharded over the axis `shard`: nothing, optimizer state, gradients too, or
     parameters too (the ZeRO paper's stages 0 to 3, arXiv:1910.02054, section 5). With `reduce` `each` the
     last two shard the gradients of every micro-batch at once: less memory, more bytes. The others keep whole
     gradients, and reduce them once.
@@ -45,7 +45,7 @@ class Plan:
     master's). `offload` keeps on the CPU a rank's parameters except during a step, or also its gradients and
     optimizer state at all times (`full`).
 
-    `recompute` is what a layer's backward recomputes from the layer's input: nothing, cheap operations
+    `recompute`: the operations that a layer's backward recomputes from its input: nothing, cheap operations
     (`selective`: all but matrix products and attention), or everything (`full`). A tuple has one entry for
     each layer of the model.
 

@@ -9,7 +9,7 @@
         "blocks.*.attention.dropout": piece.along(1),      take the mask of this rank's heads
     }
 
-A key is a module's path in the model, in which `*` stands for any one name. Every rule has to match a module,
+A key is a module's path in the model, in which `*` matches any one name. Every rule has to match a module,
 and no module may be matched twice.
 """
 

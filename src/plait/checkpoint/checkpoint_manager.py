@@ -32,7 +32,7 @@ class CheckpointManager:
         start_step: int | None = None,
         disk: Disk | None = None,
     ) -> None:
-        """Keep the newest `keep_last` checkpoints (0: all), and every step that is a multiple of `keep_every`.
+        """Keep the newest `keep_last` checkpoints (0: all), and those at multiples of `keep_every` steps.
 
         Before the first save, rank 0 removes interrupted checkpoints. `start_step`: the step at which the run
         started or resumed; checkpoints of later steps belong to another run, and are renamed when the first

@@ -1,6 +1,6 @@
 """Renames the parameters of a checkpoint, between plait's names and those of transformers.
 
-A table maps plait's names to those of transformers. In a table for all models of a family, `#` stands for the
+A table maps plait's names to those of transformers. In a table for all models of a family, `#` is the
 number of a block.
 """
 

@@ -32,7 +32,7 @@ _MOST_SHOWN = 60
 def run(argv: Sequence[str]) -> int:
     """Run the action that `argv` names. Return 0, or 1 where `inspect` finds a damaged checkpoint.
 
-    Raises `PlaitError` for what the user can correct.
+    Raises `PlaitError` for errors that the user can correct.
     """
     actions = parsers()
     if not argv or {"--help", "-h"} & set(argv):

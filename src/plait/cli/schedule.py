@@ -83,7 +83,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command and return 0. Raises `PlaitError` for what the user can correct."""
+    """Run the command and return 0. Raises `PlaitError` for errors that the user can correct."""
     if "--help" in argv or "-h" in argv:
         print(parser().format_help(), end="")
         return 0

@@ -24,7 +24,7 @@ def run(argv: Sequence[str]) -> int:
     """Train with the configuration in `argv`, and return the exit code.
 
     0: done. 1: the first steps differ from those of one rank, or the last checkpoint could not be written.
-    128 + signal: a signal stopped the run after a step. Raises `PlaitError` for what the user can correct.
+    128 + signal: a signal stopped the run after a step. Raises `PlaitError` for user errors.
     """
     if "--help" in argv or "-h" in argv:
         _print_help()

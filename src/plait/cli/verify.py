@@ -44,7 +44,7 @@ def parser() -> ArgumentParser:
 def run(argv: Sequence[str]) -> int:
     """Verify the configuration in `argv`. Return 0 if equal, 1 if not, 2 if no plan of `--all` could be run.
 
-    Raises `PlaitError` for what the user can correct.
+    Raises `PlaitError` for errors that the user can correct.
     """
     if "--help" in argv or "-h" in argv:
         print(parser().format_help().removeprefix("usage: \n\n"))

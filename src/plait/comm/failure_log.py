@@ -1,6 +1,6 @@
 """The failure log of a mesh: for each rank, the operation in which it failed, readable by all ranks.
 
-When a rank dies, only the ranks that wait for it notice. They end in turn, others notice that, and so on:
+When a rank ends, only the ranks waiting for it notice. They end in turn, others notice that, and so on:
 most would blame a rank that only did the same. So a rank that fails first records which ranks it waited for,
 in the store of the rendezvous, and then follows the records of others to the ranks that left none.
 """

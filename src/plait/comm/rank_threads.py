@@ -34,7 +34,7 @@ def run_threads(
 
     All ranks get the same argument objects, and share the state of the process: modules, the environment,
     torch's default dtype. torch's and Python's random generators are each rank's own, seeded with the rank.
-    `threads` are torch's, in each rank. `shared_results` is what their meshes share, see `GridMesh`; empty by
+    `threads`: torch's threads per rank. `shared_results`: shared by their meshes, see `GridMesh`; empty by
     default. Raises the first rank's error, as `RankPool.run` does.
     """
     if ranks < 1:

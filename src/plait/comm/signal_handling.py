@@ -22,7 +22,7 @@ SAME_SIGNAL_SECONDS = 0.5
 class GracefulStop:
     """While entered, the first of some signals only calls a function, to stop the program gracefully.
 
-    A second one goes to the handler that was there before.
+    A second one is passed to the previous handler.
     """
 
     def __init__(self, signals: Iterable[int], on_first: Callable[[int], None]) -> None:

@@ -20,7 +20,7 @@ class RankMemory:
     """Predicted memory of a rank, in bytes on the device of its layers; equal for all ranks along `dp`.
 
     `peak` is the most after an instruction of the second step, `most` the most within instructions too, and
-    `at_rest` what is allocated between steps.
+    `at_rest` the memory allocated between steps.
     """
 
     rank: int

@@ -2,7 +2,7 @@
 
 Three public hooks report tensors: the results of each function (`TorchFunctionMode`), what autograd saves
 (`saved_tensors_hooks`), and the input and output gradients of each node of a graph. A weak reference to each
-storage tells how long it is alive: in autograd, a closure or a list.
+storage determines how long it is alive: in autograd, a closure or a list.
 """
 
 from __future__ import annotations

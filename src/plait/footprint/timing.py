@@ -78,7 +78,7 @@ def balance(
 def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
     """Return the seconds of each layer on this rank of `tp`; the last layer includes the loss.
 
-    All ranks of `tp` measure at once. Communication: what the layers sum over `tp`.
+    All ranks of `tp` measure at once. Communication: the layers' collectives over `tp`.
     """
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     dtype = DTYPES[blueprint.plan.precision]

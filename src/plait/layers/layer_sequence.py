@@ -32,7 +32,7 @@ class NamedLayer:
     def run(self, value: Value, length: int) -> tuple[Value, int]:
         """Return the layer's output and its sequence length, of which the output may be a piece.
 
-        `length` is that of the sequence of which `value` holds a piece; 0 where no layer has met one.
+        `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
         """
         if self.run_on_pieces is None:
             return self.module(value), length

@@ -62,7 +62,7 @@ def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorL
 class TensorSource(Protocol):
     """Whole tensors by the first full names of parameters and buffers.
 
-    Every rank goes through all names of the model in one order, and reads or skips each.
+    Every rank iterates over all names of the model in one order, and reads or skips each.
     """
 
     def read(self, name: str) -> Tensor:

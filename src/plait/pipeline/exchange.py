@@ -124,7 +124,7 @@ class Exchange:
     def begin(self, crossing: Crossing) -> None:
         """Set the tensors exchanged in later steps, and adapt the receive buffers to them.
 
-        The gradients of those that are differentiable are sent back.
+        The gradients of the differentiable tensors are sent back.
         """
         self.crossing = crossing
         longest = buffer_sizes(crossing)

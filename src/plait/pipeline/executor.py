@@ -49,7 +49,7 @@ class Executor:
     def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
         """Bind the handlers. An instruction handled by several suppliers is passed to each of them in order.
 
-        `bind_layer` looks up what runs a layer, once per program; handlers of `RunLayer` follow it.
+        `bind_layer` returns the call that runs a layer, once per program; `RunLayer` handlers run after it.
         """
         merged: dict[type, list[Callable[[Any], None]]] = {}
         for supplier in handlers:

@@ -50,7 +50,7 @@ def from_csv(text: str, name: str = "csv") -> Schedule:
 
     Raises ScheduleError with line and column (a column is a cell; both count from 1) for a cell that is not
     an action or is one of communication, for a stage on two ranks, a gap in the numbers of stages, and a rank
-    without actions. `plait.check` says whether the schedule can run.
+    without actions. `plait.check` checks whether the schedule can run.
     """
     lines = text.removeprefix(_BYTE_ORDER_MARK).rstrip().splitlines()
     if not lines:

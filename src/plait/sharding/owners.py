@@ -45,7 +45,7 @@ def reduction_groups(
     """Return for each parameter of this rank the group over which its gradient is all-reduced.
 
     The ranks of `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank of
-    `pp` that holds it; and along `tp` as many neighbours as `summed` says.
+    `pp` that holds it; and along `tp` as many neighbours as `summed` gives.
     """
     groups: dict[str, Group] = {}
     known: dict[tuple[tuple[int, ...], int], Group | None] = {}

@@ -1,7 +1,7 @@
 """The expected value of each parameter's gradient at every time of a step, on one rank.
 
 Some weight gradients are added by `I` (norms, biases: with the layer's backward), others by `W` (deferred),
-a few in part by each. The values tell which: after `I` a gradient contains the micro-batch's contribution, or
+a few in part by each. The values show which: after `I` a gradient contains the micro-batch's contribution, or
 is unchanged, or is neither.
 """
 

@@ -62,7 +62,7 @@ class StepComparison:
     ) -> bool:
         """Compare a tensor, a piece of `parameter` if given, with the recording; return whether it is equal.
 
-        `inherited`: what the tolerance of the tensors that it was computed from adds to its own.
+        `inherited`: the tolerance of the tensors from which it was computed, added to its own.
         """
         scope = RecordScope(step)
         expected, piece = self.expected(self.recording.values[scope][key], parameter, actual)

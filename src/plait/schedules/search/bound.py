@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the length in ticks, the largest of these over all ranks:
+    """Return a lower bound on the length in ticks: the maximum over all ranks of
 
     - the work of a rank and its idle time: before its first input gradient it can run no more forwards than
       the memory limit allows, and after its last one no more weight gradients, so that it idles while the

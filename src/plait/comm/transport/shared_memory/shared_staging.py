@@ -30,7 +30,7 @@ Read = Callable[[Sequence[Tensor]], None]
 class SharedSegments:
     """One segment a rank, all of one size, filled with zeros. Pages take memory once they are written to.
 
-    The memory lives as long as one of the ranks has a tensor in it.
+    The memory is freed when no rank has a tensor in it any more.
     """
 
     def __init__(self, channels: Channels, nbytes: int) -> None:
