@@ -144,7 +144,7 @@ def _plait_parts(reader: DcpReader) -> Mapping[str, Any]:
 
 @contextmanager
 def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
-    """`atomic_folder` that turns errors of torch into a CheckpointError."""
+    """Yield a folder as `atomic_folder` does; convert errors of torch to a CheckpointError."""
     with atomic_folder(target, disk) as folder:
         try:
             yield folder

@@ -48,11 +48,11 @@ class Checkpointable(Protocol):
         ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """This rank's pieces."""
+        """Yield this rank's pieces of parameters by name."""
         ...
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """This rank's saved buffers, which are not sharded."""
+        """Yield this rank's saved buffers, which are not sharded, by name."""
         ...
 
 

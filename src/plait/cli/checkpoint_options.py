@@ -106,7 +106,7 @@ def parsers() -> Mapping[str, ArgumentParser]:
 
 
 def _split_options(argv: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Separate the command's own arguments from the options of a run, such as `--config FILE`."""
+    """Return the command's own arguments, and the options of a run, such as `--config FILE`."""
     own: list[str] = []
     of_run: list[str] = []
     words = iter(argv)

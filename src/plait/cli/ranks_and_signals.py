@@ -18,7 +18,7 @@ _MOST_LOCAL, _MOST_A_CORE = 64, 8
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Let Ctrl-C end the process at once while torch is imported: the import sometimes swallows it."""
+    """End the process at once on Ctrl-C while torch is imported, since the import may suppress it."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

@@ -241,7 +241,7 @@ def _table_row(timeline: Timeline, measure: str, best: float) -> tuple[str, ...]
 
 
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Align the first column to the left, the others, which are numbers, to the right."""
+    """Return lines with the first column aligned to the left and the numeric columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return [
         "  ".join(

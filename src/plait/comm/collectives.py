@@ -138,7 +138,7 @@ def broadcast(tensor: Tensor, group: Group, source: int = 0, *, checked: bool = 
 def gather(
     tensor: Tensor, group: Group, destination: int = 0, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor | None]:
-    """All-gather to the rank with index `destination` only; the other ranks get None."""
+    """Gather the ranks' tensors on the rank with index `destination`; the other ranks get None."""
     shape = _whole_shape(tensor, group)
     error = _index_error(destination, group) or _buffer_error(out, shape, tensor)
     _check_and_count("gather", tensor, group, detail=f"to {destination}", error=error, checked=checked)

@@ -91,7 +91,7 @@ def serve(connection: Connection) -> None:
 
 
 def _reset_sigterm() -> None:
-    """Let SIGTERM end the processes that a rank forks."""
+    """Restore the default SIGTERM handler in processes that a rank forks."""
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 

@@ -63,7 +63,7 @@ class Transport(Protocol):
         """Overwrite a contiguous tensor with that of `source`."""
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """All-gather at `destination` only; the others pass None as `whole`."""
+        """Gather the ranks' tensors into `whole` at `destination`; the other ranks pass None."""
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
         """Write this rank's piece of `pieces` to `own`; only `source` passes `pieces`."""
