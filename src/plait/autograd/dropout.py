@@ -92,7 +92,7 @@ class _RunningLayer(NamedTuple):
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """Set the mask of `module` inside a region: piece `index` of `count` equal pieces of `dim`."""
+    """In tensor-parallel regions, set the mask of `module` to one of `count` equal pieces of `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
@@ -102,7 +102,7 @@ def _equal_piece(index: int, count: int, size: int) -> DimPiece:
 
 
 def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """Set the mask of `module` outside of regions: this rank's piece of the sequence dim `dim`."""
+    """Outside tensor-parallel regions, set the mask of `module` to this rank's piece of sequence `dim`."""
     module.in_pieces = True
     module.pieces[dim] = locate
 

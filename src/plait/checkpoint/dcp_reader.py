@@ -105,7 +105,7 @@ class DcpReader:
 
 
 class _SingleEntryPlanner(DefaultLoadPlanner):
-    """Loads one entry."""
+    """Load planner that loads one tensor or object of the checkpoint into its attribute `entry`."""
 
     def __init__(self, dtype: torch.dtype | None) -> None:
         super().__init__()

@@ -63,7 +63,7 @@ def read(argv: Sequence[str]) -> Namespace:
 
 
 def parsers() -> Mapping[str, ArgumentParser]:
-    """Return the parser of each action."""
+    """Return the argument parser of each action of `plait checkpoint`: inspect, convert, export, import."""
     made = {action: CommandParser(f"checkpoint {action}", about) for action, about in _ABOUT.items()}
     for action, parser in made.items():
         source = "a folder in the given format" if action == "import" else _PATH

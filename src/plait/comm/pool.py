@@ -56,7 +56,7 @@ class _RankHandle:
                 self.connection.send_bytes(pickle.dumps(END))
 
     def receive(self, rank: int, folder: str) -> RankResult | RankFailure:
-        """Return the report in the pipe, or else a failure made from the exit code."""
+        """Return the result or failure that the rank has sent; if none, a failure with its exit code."""
         with contextlib.suppress(EOFError, OSError):
             if self.connection.poll():
                 report: RankResult | RankFailure = pickle.loads(self.connection.recv_bytes())

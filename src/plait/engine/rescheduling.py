@@ -19,9 +19,10 @@ from plait.schedules.simulation.timeline import simulate
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
-    """Return the shortest order for `costs` with the stages on the ranks of `now`; `now` if it is shorter.
+    """Return `now` or, if it is shorter for `costs`, a new schedule with the same stages on each rank.
 
-    `limit` is that of `plait.schedule`. Raises ScheduleError where no order is within it.
+    `limit` is that of `plait.schedule`; `now` is not returned if it exceeds it. Raises ScheduleError where no
+    schedule is within it.
     """
     found = schedule(
         AUTO,

@@ -103,7 +103,7 @@ class LocalSource:
         """Do nothing: reading is not collective."""
 
     def known(self) -> Iterator[Tensor]:
-        """Yield all tensors with given or existing values, in the order of the locations."""
+        """Yield each tensor that is given or that the model has off the meta device, in the model's order."""
         for name, location in self.locations.items():
             if name in self._found or not location.tensor.is_meta:
                 yield self.read(name)

@@ -143,7 +143,7 @@ def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
 
 
 class _PeriodCells:
-    """The occupied cells of one period of each rank, as bits of an integer."""
+    """The time slots of one period that operations occupy: per rank, an integer with one bit per slot."""
 
     def __init__(self, period: int, taken: list[int]) -> None:
         self.period = period
@@ -151,7 +151,7 @@ class _PeriodCells:
         self.full = False
 
     def place(self, rank: int, ready: int, length: int) -> int:
-        """Occupy the first `length` consecutive free cells at or after `ready`, and return their start."""
+        """Occupy the first `length` consecutive free slots at or after `ready`, and return their start."""
         period, everything = self.period, (1 << self.period) - 1
         for start in range(ready, ready + period):
             cells = ((1 << length) - 1) << start % period

@@ -18,7 +18,7 @@ class LayerIndex(NamedTuple):
 
 @dataclass(frozen=True)
 class Sharding:
-    """The gather and reduction instructions that a program contains.
+    """Which gather and reduction instructions a program contains, and how often.
 
     `gathers`: whether parameters are gathered, once per step or before each use, with a release after it.
     `scatters`: whether gradients are reduce-scattered over `shard`, after the last micro-batch or after each.

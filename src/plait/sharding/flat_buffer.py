@@ -86,7 +86,7 @@ class FlatBuffer:
 
     @property
     def is_read_by_device(self) -> bool:
-        """Whether the optimizer updates a piece on the CPU that CUDA copies from."""
+        """Whether the optimizer updates this rank's piece on the CPU, and a GPU copies it from there."""
         spec = self.spec
         offloaded = spec.has_pieces and spec.device_copy is None and not self.piece.is_cuda
         return offloaded and self.whole.is_cuda

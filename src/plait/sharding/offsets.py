@@ -43,7 +43,7 @@ class Slot:
 
 @dataclass(frozen=True)
 class Offsets:
-    """The slots of the parameters in a buffer of `size` elements, cut into `pieces` of equal size."""
+    """The position of each parameter in a flat buffer of `size` elements, cut into `pieces` equal pieces."""
 
     slots: tuple[Slot, ...]
     size: int
@@ -51,7 +51,7 @@ class Offsets:
 
     @property
     def piece(self) -> int:
-        """Elements of one rank's piece."""
+        """Number of elements of one rank's piece."""
         return self.size // self.pieces
 
     def bounds(self, slot: Slot) -> tuple[int, ...]:

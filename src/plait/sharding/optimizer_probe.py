@@ -128,7 +128,7 @@ def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _groups_apart(groups: RankTensors) -> Sequence[RankTensors]:
-    """Give each rank the parameters of one group."""
+    """Return each rank's tensors where rank i has all parameters of group i and none of the other groups."""
     return [
         [group if number == rank else {} for number, group in enumerate(groups)]
         for rank in range(len(groups))

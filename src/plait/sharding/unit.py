@@ -60,7 +60,10 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitFactory:
-    """Allocates the units of one rank. All ranks of a group allocate in one order (see `shared_zeros`)."""
+    """Builds the `Unit`s of one rank, with memory and initial values; see the module.
+
+    All ranks of a group build the same units in the same order, as `shared_zeros` requires.
+    """
 
     device: torch.device
     """The device where layers run."""
@@ -149,7 +152,7 @@ class UnitFactory:
         return slots
 
     def _fill(self, buffer: FlatBuffer) -> None:
-        """Write the initial values to the optimizer's parameters, and free the tensors that are not kept."""
+        """Write the initial values of the parameters; free storage that is allocated only while in use."""
         spec = buffer.spec
         with torch.no_grad():
             for slot in spec.offsets.slots:

@@ -47,7 +47,7 @@ class TensorParallelMLP(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Initialize as full linears under the same seed, in the order `up`, `gate`, `down`; keep the shards.
+        """Initialize full linears in the order `up`, `gate`, `down`; keep this rank's shards.
 
         Give all ranks of the group the same seed. Raises PlanError where the ranks do not divide `inner`.
         """
@@ -94,7 +94,7 @@ class TensorParallelAttention(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Initialize as full linears under the same seed, in the order of their names above; keep the shards.
+        """Initialize full linears in the order query, key, value, output; keep this rank's shards.
 
         `head_size` is `hidden / heads` unless given. `copies` is `mesh.neighbours("tp", ranks // kv_heads)`
         where there are fewer `kv_heads` than ranks. Give all ranks of the group the same seed. PlanError

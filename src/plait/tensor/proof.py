@@ -47,7 +47,7 @@ from plait.errors import ModelError
 
 
 class ValueState(Enum):
-    """The relation of a value and its gradient to those on the other ranks of `tp`; see the module."""
+    """How a value and its gradient are spread over the ranks of `tp`: see the module's first table."""
 
     NEUTRAL = "neutral"
     WHOLE = "whole"
@@ -232,7 +232,7 @@ class _Proof:
         return next((state for state in order if state in read), ValueState.CONSTANT)
 
     def require_outside(self, outputs: Iterable[Node], not_allowed: ValueState) -> None:
-        """Raise ModelError if a layer's output is inside a region, or in the state `not_allowed`."""
+        """Raise ModelError if a layer's output is only one rank's part, or has the state `not_allowed`."""
         for node in outputs:
             if self.states[node] in (not_allowed, ValueState.SUMMED):
                 raise self._other_pieces(node)

@@ -45,7 +45,7 @@ class WholeBoundary:
         return copy(tensor, self.group, self.overlap)
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return the sum, in the memory of `tensor`."""
+        """Return the sum of the ranks' tensors, written to the memory of `tensor`."""
         return reduce(tensor, self.group)
 
 

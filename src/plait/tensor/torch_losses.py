@@ -57,11 +57,12 @@ _FUNCTION_OF = MappingProxyType({module: function for function, (module, _) in _
 
 
 def as_loss(given: object) -> Loss:
-    """Return `given` as an object with `total` and `weight`; `print` shows both.
+    """Return `given` as a `Loss`: `total` is the sum over a micro-batch, `weight` its divisor.
 
-    `given` is an object that has both, such as the result of `mean_loss`, or a loss of `torch.nn` or
+    `given` is an object that has both methods, such as the result of `mean_loss`, or a loss of `torch.nn` or
     `torch.nn.functional` whose reduction is "mean" or "sum", with its options (as attributes of the module,
     or as keywords of a `functools.partial`). Raises PlanError for anything else, with the way to wrap it.
+    `print` of a converted loss shows what is summed, and its divisor.
     """
     if isinstance(given, type):
         raise PlanError(f"the loss is the class {given.__name__}: give an object of it, {given.__name__}().")

@@ -66,7 +66,7 @@ class VerificationReport:
 
     @property
     def vague(self) -> int:
-        """Number of equal tensors whose tolerance is at least half of their size: an inconclusive result."""
+        """Number of equal tensors whose tolerance exceeds half of their magnitude: equality proves little."""
         return sum(tally.vague for tally in self.tallies.values())
 
     @property

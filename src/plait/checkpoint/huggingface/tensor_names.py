@@ -33,7 +33,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Template:
-    """A `TensorPair` for models of any size, with `#` for a block's number and names for sizes."""
+    """A `TensorPair` for models of any size: `#` in names is the block number; `shape` has names of sizes."""
 
     theirs: str
     ours: tuple[str, ...]

@@ -57,7 +57,10 @@ class Transport(Protocol):
         """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Send the i-th of `size` equal pieces of dim 0 to index i; write the received ones in order."""
+        """Send the i-th of `size` equal pieces of dim 0 to index i, and fill `received` with pieces.
+
+        The i-th piece of `received` comes from index i.
+        """
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Overwrite a contiguous tensor with that of `source`."""

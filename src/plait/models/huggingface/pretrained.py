@@ -77,11 +77,11 @@ def model_in(folder: Path) -> nn.Sequential:
 
 
 def weights_in(folder: Path, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return slices of the safetensors files by name in `model` (of `model_in`); None without weights.
+    """Return the weights in `folder`, by tensor name in `model`, as lazy slices; None if there are none.
 
-    The files are those that transformers would read. No tensor is read before `parallelize` asks for it.
-    ModelError for files that are missing or damaged, for weights in another format, and for those that do not
-    fit `config.json`.
+    `model` is the result of `model_in`. The files are those that transformers would read. No tensor is read
+    before `parallelize` asks for it. ModelError for files that are missing or damaged, for weights in another
+    format, and for those that do not fit `config.json`.
     """
     _transformers()
     from safetensors import safe_open

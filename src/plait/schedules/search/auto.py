@@ -93,7 +93,7 @@ def _problems(
     layouts: Iterable[StageLayout],
     measure: Measure,
 ) -> list[Problem]:
-    """Return a problem for each layout that can run within the limit."""
+    """Return a search problem for each stage layout that has a schedule within the memory limit."""
     problems, least = [], Fraction(0)
     for placement, count in layouts:
         stages = ranks * count

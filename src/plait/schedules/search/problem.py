@@ -124,7 +124,7 @@ class Problem:
         return (length - max(self.head_starts)) * self.ticks.tick
 
     def length(self, measure: Fraction) -> int:
-        """Return the least length in ticks with a measure of at least `measure`."""
+        """Return the length in ticks of orders with this makespan or span, rounded up to whole ticks."""
         return ceil(measure / self.ticks.tick) + max(self.head_starts)
 
     @cached_property
@@ -142,7 +142,7 @@ class Problem:
         return replace(self, microbatches=microbatches)
 
     def orders_of(self, rows: Iterable[Iterable[Action]]) -> Orders:
-        """Return `rows` of actions as orders of operations."""
+        """Convert the `Action`s of `rows`, one row per rank, to integer operations, and return the orders."""
         count = self.microbatches
         orders: Orders = []
         for row in rows:
@@ -157,7 +157,7 @@ class Problem:
         return orders
 
     def actions_of(self, orders: Orders) -> tuple[tuple[Action, ...], ...]:
-        """Return orders of operations as rows of actions."""
+        """Convert each rank's order of integer operations to `Action`s, and return the orders."""
         lanes = [(stage, kind) for stage in range(self.stages) for kind in SPLIT_KINDS]
         return tuple(
             tuple(

@@ -202,7 +202,7 @@ class _Bands:
 
     @property
     def columns(self) -> int:
-        """Number of columns in a band."""
+        """Number of columns across a band; each averages over a part of the timeline."""
         wide = max(_COLUMN, _ACTIONS * self.frame.average)
         return max(1, round(self.frame.plot / wide))
 

@@ -19,7 +19,7 @@ IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepP
 
 
 def summands(symptoms: Symptoms) -> str | None:
-    """Return the sentence for tensors of ranks along one or two axes whose sum is the expected tensor."""
+    """Return a sentence if the ranks' tensors along one or two axes add up to the expected one; else None."""
     first = symptoms.first
     if symptoms.phase in NOT_SUMMED:
         return None
@@ -39,7 +39,7 @@ def summands(symptoms: Symptoms) -> str | None:
 
 
 def piece_of_another(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that equals the expected piece of another rank along `tp` or `dp`."""
+    """Return a sentence if the tensor equals the expected piece of another `tp` or `dp` rank; else None."""
     first = symptoms.first
     axes = ("tp", "dp") if symptoms.phase in IN_PIECES else ("tp",)
     for rank in (rank for axis in axes for rank in symptoms.neighbours((axis,))):
@@ -53,7 +53,7 @@ def piece_of_another(symptoms: Symptoms) -> str | None:
 
 
 def later_pieces(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a difference only on later ranks of `tp`, with pieces of the sequence."""
+    """Return a sentence if only later `tp` ranks differ, with the sequence in pieces; else None."""
     wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
     right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.compared_on} - wrong
     if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
@@ -66,7 +66,7 @@ def later_pieces(symptoms: Symptoms) -> str | None:
 
 
 def norm(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a norm: the ranks or parts it includes, or that it is too large or small."""
+    """Return a sentence if the norm is wrong: which ranks or parts it includes, or its size; else None."""
     if symptoms.phase is not StepPhase.NORM:
         return None
     actual, expected = symptoms.difference.values

@@ -26,7 +26,7 @@ SIMPLE = 1e-5
 
 
 def no_number(symptoms: Symptoms) -> str | None:
-    """Return the sentence for NaN or infinity where the reference is finite."""
+    """Return a sentence if the tensor is NaN or infinite where the reference is finite; else None."""
     actual, expected = symptoms.pair
     if bool(actual.isfinite().all()) or not bool(expected.isfinite().all()):
         return None
@@ -37,7 +37,7 @@ def no_number(symptoms: Symptoms) -> str | None:
 
 
 def zero(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that is zero, or zero wherever it differs."""
+    """Return a sentence if the tensor is zero, or zero wherever it differs; else None."""
     actual, expected = symptoms.pair
     if not len(actual) or actual.shape != expected.shape:
         return None
@@ -55,7 +55,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor, or its part without the base, that is a multiple of the expected."""
+    """Return a sentence if the tensor, with or without its base, is a multiple of the expected; else None."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
@@ -90,7 +90,7 @@ def _nothing_added(phase: StepPhase) -> str:
 
 
 def _factor_of_one_number(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a scalar that is wrong by exactly a degree of the plan."""
+    """Return a sentence if a scalar is wrong by exactly a degree of the plan; else None."""
     actual, expected = (float(tensor[0]) for tensor in symptoms.pair)
     if not expected or symptoms.phase not in (StepPhase.MEAN_LOSS, StepPhase.EVALUATION):
         return None
@@ -150,7 +150,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
 
 
 def multiple_of_input(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor with its base (see `Evidence`) added too often or not at all."""
+    """Return a sentence if the base (see `Evidence`) was added too often or not at all; else None."""
     base = symptoms.first.base
     actual, expected = symptoms.pair
     if base is None or len(actual) < ENOUGH or actual.shape != expected.shape:
@@ -183,7 +183,7 @@ AROUND = {
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
-    """Return the sentence for an error that is equal in all rows, or in the same row of each batch."""
+    """Return a sentence if the error is equal in all rows, or in the same row of each batch; else None."""
     pair = symptoms.shaped
     if symptoms.phase is not StepPhase.FORWARD or pair is None or pair[0].dim() < 2:
         return None

@@ -18,7 +18,7 @@ SHOWN = 4
 
 
 def transposed(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a square matrix that equals the transpose of the expected one."""
+    """Return a sentence if a square matrix equals the transpose of the expected one; else None."""
     pair = symptoms.shaped
     if pair is None or pair[0].dim() != 2 or pair[0].shape[0] != pair[0].shape[1] or len(pair[0]) < 2:
         return None
@@ -26,7 +26,7 @@ def transposed(symptoms: Symptoms) -> str | None:
 
 
 def shifted(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that is shifted by a few positions along a dim."""
+    """Return a sentence if the tensor is shifted by a few positions along a dim; else None."""
     pair = symptoms.shaped
     if pair is None:
         return None
@@ -45,7 +45,7 @@ def shifted(symptoms: Symptoms) -> str | None:
 
 
 def permuted(symptoms: Symptoms) -> str | None:
-    """Return the sentence for permuted values, if possible with the dim and the order of slices."""
+    """Return a sentence if the values are permuted, if possible with dim and order of slices; else None."""
     actual, expected = symptoms.pair
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None
@@ -75,13 +75,13 @@ def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> li
 
 
 def part_of_a_dim(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a difference in a single range of a single dim."""
+    """Return a sentence if only a single range of a single dim differs; else None."""
     part = range_of(symptoms)
     return None if part is None else f"only {part[1]}:{part[2]} of dim {part[0]} differs"
 
 
 def positions(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a layer's output that is right at only its first or last positions."""
+    """Return a sentence if a layer's output is right at only its first or last positions; else None."""
     part = range_of(symptoms)
     if (
         part is None

@@ -22,7 +22,7 @@ ENOUGH = 16
 
 
 def rounded(symptoms: Symptoms) -> str | None:
-    """Return the sentence for a tensor that was computed, fully or partly, in a narrower dtype.
+    """Return a sentence if the tensor was computed, fully or partly, in a narrower dtype; else None.
 
     In 16 bits only where it, or what the layer adds, has no more digits than the dtype holds: a small error
     of another kind (an epsilon, a scale, an angle) is as large as such a rounding. In float32 also where
@@ -70,7 +70,7 @@ def _digits_of(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | 
 
 
 def _sum_of_narrow(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | None:
-    """Return the sentence for float32 values whose errors are as large as the rounding of 16-bit formats."""
+    """Return a sentence if the errors of float32 values are as large as 16-bit rounding errors; else None."""
     if len(actual) < ENOUGH or not bool(_fits(actual, torch.float32, noise).all()):
         return None
     if float((~_fits(expected, torch.float32, noise)).double().mean()) < 0.5:

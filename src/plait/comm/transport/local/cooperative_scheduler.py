@@ -25,7 +25,7 @@ class PeerEndedError(RuntimeError):
 
 @dataclass(frozen=True)
 class WaitCondition:
-    """The condition that a rank waits for."""
+    """What a rank waits for: a description for errors, a test for its end, and the ranks it depends on."""
 
     awaited: str
     """Completes "rank 1 waits for ..."."""
