@@ -1,4 +1,4 @@
-"""`summary`: the contents of a checkpoint, and whether they are complete and undamaged."""
+"""Summarize a checkpoint: its tensors and files, and whether all are complete and undamaged."""
 
 from __future__ import annotations
 

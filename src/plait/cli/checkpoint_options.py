@@ -41,7 +41,7 @@ _TARGET = "a folder, which must not exist"
 
 
 def read(argv: Sequence[str]) -> Namespace:
-    """Return the options, with the name of the action as `action`. Raises ConfigError for unknown ones."""
+    """Parse the arguments of `plait checkpoint`; `.action` is the action's name. Raises ConfigError."""
     made = parsers()
     if argv[0] not in made:
         raise ConfigError(

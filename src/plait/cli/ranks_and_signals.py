@@ -18,7 +18,7 @@ _MOST_LOCAL, _MOST_A_CORE = 64, 8
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """End the process at once on Ctrl-C while torch is imported, since the import may suppress it."""
+    """Context for `import torch`: Ctrl-C ends the process, as the import may swallow KeyboardInterrupt."""
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
     try:
         yield

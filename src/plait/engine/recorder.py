@@ -65,7 +65,10 @@ class Recorder:
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
-        """Yield the factory of contexts in which the step's segments run. Discards a step that fails."""
+        """Record one step: yields a function from a segment to the context manager that times it.
+
+        A step that fails is not recorded.
+        """
         clock, notes = self._start_clock(), list[SegmentTimes]()
 
         @contextmanager

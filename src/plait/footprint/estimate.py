@@ -102,7 +102,7 @@ class MemoryEstimator:
         )
 
     def rows_of(self, plan: Plan) -> int | None:
-        """Return the rows of a batch on a data-parallel rank, or None where they are unknown."""
+        """Return the batch size per data-parallel rank, or None if the estimator was given no batch."""
         batch = self._batch(plan)
         return None if batch is None else next(tensors_of(batch)).shape[0]
 

@@ -46,15 +46,13 @@ class MetaLayers:
         self._rules, self._results = tensor_parallel, results
         self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
         sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
-        self._sharded, self._summed = (
-            _names(sequence, sharded),
-            _names(sequence, {n for n, r in summed.items() if r > 1}),
-        )
-        self._frozen = _names(sequence, {n for n, p in sequence.parameters.items() if not p.requires_grad})
+        frozen = {name for name, parameter in sequence.parameters.items() if not parameter.requires_grad}
+        self._sharded, self._frozen = _names(sequence, sharded), _names(sequence, frozen)
+        self._summed = _names(sequence, {name for name, ranks in summed.items() if ranks > 1})
 
     @property
     def are_proved(self) -> bool:
-        """Whether a proof is needed: whether any parameter is partitioned over `tp`."""
+        """Whether a proof is needed: whether a parameter, sequence or dropout is divided over `tp`."""
         rules, sequence_dims = self._rules.cuts.values(), self._rules.sequence_dims.values()
         return (
             any(self._sharded)

@@ -180,7 +180,7 @@ class ParallelConfig(Section):
 
 
 class RunConfig(Section):
-    """Options of the run itself: output folder, device, limits, checkpoints and checks."""
+    """The `run` section of the configuration: output folder, device, limits, checkpoints, checks."""
 
     dir: Path = Field(
         default=Path("runs/latest"), description="folder of metrics, logs, checkpoints and this configuration"

@@ -196,7 +196,7 @@ def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return a list with one alternative."""
+    """Return `[(text, value)]`, the alternatives where there is only one."""
     return [(text, value)]
 
 

@@ -81,7 +81,7 @@ class Location:
 
 
 class RecordKey(NamedTuple):
-    """The name of a recorded tensor within its scope."""
+    """Identifies a recorded tensor of one scope (a step, or a micro-batch): kind, layer and name."""
 
     kind: str
     """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total` (the summed

@@ -35,7 +35,7 @@ class Transport(Protocol):
 
     @property
     def carries_cpu_tensors(self) -> bool:
-        """Whether tensors on the CPU are supported, which requires Gloo."""
+        """Whether CPU tensors can be sent (False for a group that has NCCL only)."""
 
     @property
     def on_one_host(self) -> bool:

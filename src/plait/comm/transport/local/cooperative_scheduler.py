@@ -56,7 +56,7 @@ class CooperativeScheduler:
         self._all_ended.wait()
 
     def begin(self, rank: int) -> None:
-        """Block until this rank is run for the first time."""
+        """Block the calling thread until the scheduler runs `rank` for the first time."""
         self._resume[rank].acquire()
         self._running = rank
 

@@ -26,7 +26,7 @@ class ChannelMessage(NamedTuple):
 
 
 class Channel:
-    """Two one-way connections to a peer. Each rank opens its outgoing connection, so neither blocks."""
+    """A two-way message channel to one peer process: one socket connection per direction."""
 
     def __init__(self, listener: Listener, peer: str, here: str, there: str) -> None:
         """Connect from the address `here` to the listener `peer`; the peer will connect from `there`."""

@@ -39,7 +39,7 @@ class Channels:
         self._error: str | None = None
 
     def next_sequence(self) -> int:
-        """Return the next sequence number; it stays unfinished until `acknowledge` is called with it."""
+        """Reserve and return a sequence number for a new operation; `acknowledge` marks it as finished."""
         sequence = self._next
         self._next += 1
         self._unfinished.add(sequence)
