@@ -28,7 +28,7 @@ from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_l
 from plait.sharding.owners import Owners, pp_owners
 from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.apply_rules import layouts_of, match_modules
-from plait.tensor.meta_layers import MetaLayers
+from plait.tensor.meta_device_runs import MetaLayers
 from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 

@@ -41,7 +41,7 @@ from plait.tensor.feature_partition import is_sharded
 from plait.tensor.losses import Loss, loss_of_pieces
 from plait.tensor.tensor_parallelism import TensorParallelism, named
 from plait.tensor.torch_losses import GivenLoss, as_loss
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 def parallelize(

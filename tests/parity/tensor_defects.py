@@ -19,7 +19,7 @@ from plait.comm.handle import Handle
 from plait.sharding.reducer import Reducer
 from plait.tensor import cross_entropy, embedding, sampling
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 @contextmanager

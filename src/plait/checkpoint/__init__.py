@@ -7,7 +7,7 @@
     full_tensor_files → converting, huggingface      full tensors, one at a time, in one process
     inspecting                                       the contents of a checkpoint
     dcp → dcp_planner, dcp_reader, dcp_keys          to and from torch.distributed.checkpoint
-    dtensor, torch_plan                              pieces as DTensors, plans of parallelize_module as rules
+    dtensor                                          pieces as DTensors
 
 Inside, every tensor is a plain local tensor with a `Layout`; only `dtensor` makes a `DTensor`.
 """

@@ -2,6 +2,6 @@
 
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording
-from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.runtime_objects import InstructionObserver, Runtime
 
 __all__ = ["Engine", "InstructionObserver", "Recording", "Runtime"]

@@ -22,7 +22,7 @@ from plait.engine.rescheduling import (
     to_json,
 )
 from plait.engine.runner import Runner
-from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import NonFiniteError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_order

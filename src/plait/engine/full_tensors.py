@@ -18,7 +18,7 @@ from plait.autograd.redistribution import full_tensor
 from plait.comm.collectives import broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.comm.text_collectives import all_gather_text, first_nonempty_text
-from plait.engine.runtime import Runtime
+from plait.engine.runtime_objects import Runtime
 from plait.errors import ModelError, PlaitError
 from plait.layers.fingerprint import fingerprint_of_values
 from plait.layout import shard

@@ -18,8 +18,8 @@ from plait.engine.clock import Clock, clock_on
 from plait.errors import DataError
 from plait.pipeline.executor import AroundSegment
 from plait.schedules.action import Action, Kind
+from plait.schedules.program_segments import Segment
 from plait.schedules.schedule import Schedule
-from plait.schedules.segments import Segment
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.measured import (
     MeasuredAction,

@@ -14,7 +14,7 @@ from plait.autograd.dropout import names_of
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
 from plait.engine.recorder import Recorder
-from plait.engine.runtime import InstructionObserver, Runtime
+from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
 from plait.layers.fingerprint import fingerprint_of_tokens
 from plait.layers.nested import Microbatches, Value, signature, signatures, split_both, tensors_of

@@ -1,9 +1,9 @@
 """The executor: a loop that runs the instructions of programs, for every step of every schedule.
 
-A program runs segment by segment (see `plait.schedules.segments`), each in a function of the segment's name,
-so that stacks show what a rank is doing: in tracebacks, `py-spy`, `faulthandler`, and Flight Recorder, which
-keeps the stack of each collective and message. While a profiler of torch records, each action is a range of
-that name, and so is each other segment.
+A program runs segment by segment (`plait.schedules.program_segments`), each in a function of the segment's
+name, so that stacks show what a rank is doing: in tracebacks, `py-spy`, `faulthandler`, and Flight Recorder,
+which keeps the stack of each collective and message. While a torch profiler records, each action is a range
+of that name, and so is each other segment.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import torch
 
 from plait.errors import CommunicationError
 from plait.schedules.program import ComputeLoss, Instruction, Program, RunLayer, SeedGradient
-from plait.schedules.segments import Segment, segments_of
+from plait.schedules.program_segments import Segment, segments_of
 
 Handlers = Mapping[type, Callable[[Any], None]]
 """For each type of instruction the function that carries one out."""

@@ -1,7 +1,8 @@
 """Tensor parallelism: parallel layers, losses and sampling, and the rules that apply them to a model.
 
 The parallel layers and the loss on partitioned logits work over any group of a mesh. `apply_rules` replaces a
-model's modules by them, following `plait.rules`; `proof` proves that the rules fit.
+model's modules by them, following `plait.rules`; `proof` proves that the rules fit;
+`torch_parallelize_plan` translates plans of torch's `parallelize_module` into rules.
 """
 
 from plait.autograd.redistribution import full_tensor, redistribute
@@ -11,7 +12,7 @@ from plait.tensor.feature_partition import UNEVEN, Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss
 from plait.tensor.torch_losses import as_loss, mean_loss
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 __all__ = [
     "UNEVEN",

@@ -21,7 +21,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce
 from plait.errors import DataError, ModelError
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 WIDE = (torch.float32, torch.float64)
 """Dtypes in which the loss is computed; logits of others are computed in float32."""

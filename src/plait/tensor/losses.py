@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from plait.autograd.paired_collectives import gather
 from plait.tensor.cross_entropy import Terms, total_of_pieces
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 @runtime_checkable

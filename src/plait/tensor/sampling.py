@@ -8,7 +8,7 @@ from torch.nn import functional
 
 from plait.comm.collectives import all_gather
 from plait.errors import DataError, NonFiniteError
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 LENGTH_STEP = 64
 """Sequences are padded to multiples of it, so that a growing sequence has few shapes."""

@@ -16,7 +16,7 @@ from plait.rules import Rule, join
 from plait.tensor.apply_rules import apply_rules, partitioned_classes
 from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary, WholeBoundary
 from plait.tensor.sequence_dims import SequenceDims
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 def named(layers: Iterable[NamedLayer]) -> list[tuple[str, nn.Module]]:

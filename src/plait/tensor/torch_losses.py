@@ -24,7 +24,7 @@ from torch.nn import functional
 from plait.autograd.paired_collectives import gather
 from plait.errors import ModelError, PlanError
 from plait.tensor.losses import CrossEntropy, Loss
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
 """A loss as `parallelize` takes it: see `as_loss`."""

@@ -9,12 +9,12 @@ from pathlib import Path
 from plait.comm.mesh import Mesh
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
+from plait.train.balance_reorder_trace import balanced, write_schedule
 from plait.train.banner import banner
 from plait.train.build import build_model
 from plait.train.checkpoints import RunCheckpoints
 from plait.train.config import Config
 from plait.train.data import Data, load_data
-from plait.train.measurements import balanced, write_schedule
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics

@@ -7,8 +7,8 @@ from contextlib import nullcontext
 
 from plait.comm.mesh import Mesh
 from plait.errors import ReplicaError
+from plait.train.balance_reorder_trace import reorder, write_trace
 from plait.train.config import Config
-from plait.train.measurements import reorder, write_trace
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics
 from plait.train.progress import ProgressReporter

@@ -32,7 +32,7 @@ from plait.autograd.paired_collectives import reduce
 from plait.errors import ModelError
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.models.initial import normal_values
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 PERIOD = 16.0
 GRAIN, LARGEST = 2.0**-16, 2.0**34

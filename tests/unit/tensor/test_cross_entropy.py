@@ -11,7 +11,7 @@ from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import DataError, ModelError
 from plait.tensor.cross_entropy import Terms, total_of_pieces
 from plait.tensor.losses import CrossEntropy
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 ROWS = 12
 GRADIENT = 0.7

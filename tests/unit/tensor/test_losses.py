@@ -8,7 +8,7 @@ from torch.nn import functional
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError
 from plait.tensor.losses import CrossEntropy, Loss, PiecewiseLoss, cross_entropy, loss_of_pieces
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 @pytest.mark.parametrize("shape", [(6,), (2, 3), (1, 2, 3)])

@@ -7,7 +7,7 @@ from torch import Tensor
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, NonFiniteError
 from plait.tensor.sampling import LENGTH_STEP, next_token, padded
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 LOGITS = torch.tensor([[0.0, 3.0, 1.0, 2.0], [5.0, 0.0, 4.0, 0.0]])
 

@@ -13,9 +13,9 @@ import plait
 from plait.comm.pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
-from plait.footprint.timing import balance
+from plait.footprint.layer_timing import balance
 from plait.schedules.simulation.costs import Costs
-from plait.train import measurements
+from plait.train import balance_reorder_trace
 from plait.train.config import Config
 from plait.train.loop import train
 from plait.train.progress import ProgressReporter
@@ -64,14 +64,14 @@ def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_pa
     assert orders[0] == orders[1] != orders[2] == orders[3]
     (line,) = [line for line in lines if line.startswith("Order after step 2: auto")]
     assert "in place of 1f1b" in line
-    kept = json.loads((tmp_path / measurements.SCHEDULE_FILE).read_text())
+    kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
     assert [tuple(row) for row in kept["order"]] == list(orders[3])
     assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
 def test_without_it_the_order_is_kept_as_it_is(thread_ranks: RankPool, tmp_path: Path) -> None:
     _, orders, _ = thread_ranks.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
-    kept = json.loads((tmp_path / measurements.SCHEDULE_FILE).read_text())
+    kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
@@ -89,7 +89,7 @@ def balanced(config: Config) -> int:
         calls.append(given)
         return balance(model, plan, *given)
 
-    with patch.object(measurements, "balance", counted):
+    with patch.object(balance_reorder_trace, "balance", counted):
         assert train(config).matches
     return len(calls)
 

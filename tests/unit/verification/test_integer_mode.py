@@ -22,7 +22,7 @@ from plait.comm.mesh import Mesh
 from plait.comm.pool import RankPool
 from plait.errors import ModelError, PlanError
 from plait.plan import Plan, Recompute
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 from plait.verification.case import Case
 from plait.verification.integer_mode import (
     LARGEST,

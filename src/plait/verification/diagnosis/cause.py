@@ -5,9 +5,15 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
-from plait.verification.diagnosis.arithmetic import factor, multiple_of_input, no_number, same_for_all, zero
 from plait.verification.diagnosis.arrangement import part_of_a_dim, permuted, positions, shifted, transposed
 from plait.verification.diagnosis.rounding import rounded
+from plait.verification.diagnosis.single_tensor import (
+    factor,
+    multiple_of_input,
+    no_number,
+    same_for_all,
+    zero,
+)
 from plait.verification.diagnosis.symptoms import Symptoms, either, of_the_optimizer, ranks_in_words
 from plait.verification.location import StepPhase
 

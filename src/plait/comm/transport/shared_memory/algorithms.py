@@ -10,7 +10,7 @@ from torch import Tensor
 
 from plait.comm.transport.reduction import Op, blocks, fold
 from plait.comm.transport.shared_memory.channel import ChannelMessage
-from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.group_channels import Channels
 from plait.comm.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 

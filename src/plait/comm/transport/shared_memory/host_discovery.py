@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
-from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.group_channels import Channels
 from plait.comm.transport.shared_memory.listener import Listener, is_supported
 from plait.comm.transport.torch_distributed import TorchTransport
 

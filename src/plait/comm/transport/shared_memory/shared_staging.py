@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.transport.shared_memory.channel import ChannelMessage
-from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.group_channels import Channels
 
 CAPACITY = 2**28
 """Bytes a rank for staged tensors; only used bytes take memory. At the limit, pending reads are finished."""

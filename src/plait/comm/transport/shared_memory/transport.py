@@ -16,7 +16,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.reduction import Op
 from plait.comm.transport.shared_memory import algorithms
-from plait.comm.transport.shared_memory.channels import Channels
+from plait.comm.transport.shared_memory.group_channels import Channels
 from plait.comm.transport.shared_memory.host_discovery import HostRanks
 from plait.comm.transport.shared_memory.shared_staging import SharedSegments, SharedStagingBuffers
 from plait.comm.transport.torch_distributed import Algorithm, TorchTransport

@@ -16,7 +16,7 @@ from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.policies import policy_schedule
 from plait.schedules.program import AwaitReceive, Instruction, ReduceGradient, RunLayer
-from plait.schedules.segments import segments_of
+from plait.schedules.program_segments import segments_of
 
 
 def names(rank: int, shape: LoweringSpec) -> list[str]:

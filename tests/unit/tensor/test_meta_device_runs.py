@@ -10,8 +10,8 @@ from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
 from plait.plan import Plan
-from plait.tensor import meta_layers
-from plait.tensor.meta_layers import MetaLayers
+from plait.tensor import meta_device_runs
+from plait.tensor.meta_device_runs import MetaLayers
 
 TOKENS = torch.zeros(2, 4, dtype=torch.int64)
 
@@ -26,13 +26,13 @@ def built(model, results, *, tp=2, index=0, precision="fp32", rules=None):
 def runs(monkeypatch):
     """The paths of the layers that run."""
     paths = []
-    original = meta_layers.run_on_meta
+    original = meta_device_runs.run_on_meta
 
     def run(layer, *arguments, **options):
         paths.append(layer.path)
         return original(layer, *arguments, **options)
 
-    monkeypatch.setattr(meta_layers, "run_on_meta", run)
+    monkeypatch.setattr(meta_device_runs, "run_on_meta", run)
     return paths
 
 
@@ -122,7 +122,7 @@ def test_a_rule_that_is_missing_in_a_later_block_is_found():
 
 
 def test_results_are_bounded(monkeypatch):
-    monkeypatch.setattr(meta_layers, "MOST_RESULTS", 5)
+    monkeypatch.setattr(meta_device_runs, "MOST_RESULTS", 5)
     results = {}
     layers: MetaLayers = built(gpt2_of(1), results)
     for rows in range(1, 6):

@@ -24,10 +24,10 @@ from torch.nn import functional
 
 import plait
 from plait.checkpoint.dtensor import as_dtensor
-from plait.checkpoint.torch_plan import rules_from_torch
 from plait.errors import PlanError
 from plait.models.initial import initial_value
 from plait.rules import Rule, column, row, vocabulary
+from plait.tensor.torch_parallelize_plan import rules_from_torch
 
 WHOLE = Replicate()
 

@@ -5,7 +5,7 @@ import torch
 
 from plait.comm import Group, Traffic
 from plait.errors import ModelError
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 def vocabulary(classes: int, ranks: int, index: int) -> Vocabulary:

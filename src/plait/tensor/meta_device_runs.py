@@ -12,7 +12,7 @@ from plait.autograd.dropout import names_of
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
-from plait.layers.structure import structure_of
+from plait.layers.structure_key import structure_of
 from plait.layout import Layout
 from plait.tensor.feature_partition import is_sharded
 from plait.tensor.proof import Claims, prove_layer

@@ -15,8 +15,8 @@ from plait.pipeline.pipeline_rank import PipelineRank
 from plait.schedules.program import Instruction
 from plait.sharding.unit import Unit
 from plait.tensor.losses import Loss
-from plait.tensor.meta_layers import MetaLayers
-from plait.tensor.vocabulary import Vocabulary
+from plait.tensor.meta_device_runs import MetaLayers
+from plait.tensor.vocabulary_partition import Vocabulary
 
 
 @dataclass(frozen=True)
