@@ -18,8 +18,8 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from plait.comm.buffers import copy_out, dense, describe, output_buffer
 from plait.comm.consistency_check import HEADER_BYTES, require_same_text
+from plait.comm.contiguous_buffers import copy_out, dense, describe, output_buffer
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.transport.interface import Pending

@@ -58,7 +58,7 @@ def _all_gather_headers(text: str, group: Group, device: torch.device) -> list[b
 
 
 def _encode(text: str) -> bytes:
-    """Return the digest of the whole text, then as much of the text as fits."""
+    """Return the digest of the whole text, then as much of the text as fits into `HEADER_BYTES`."""
     data = text.encode()
     header = hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest() + data
     return header[:HEADER_BYTES].ljust(HEADER_BYTES, b"\0")

@@ -42,7 +42,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class FailureTrace:
-    """The result of a search: the failure records followed, and the suspected ranks without a record."""
+    """The result of `FailureLog.search`: failure records from rank to awaited rank, and ranks without one."""
 
     records: Mapping[int, FailureRecord]
     silent: tuple[int, ...]

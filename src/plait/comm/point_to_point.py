@@ -12,7 +12,7 @@ from functools import partial
 
 from torch import Tensor
 
-from plait.comm.buffers import copy_out, output_buffer
+from plait.comm.contiguous_buffers import copy_out, output_buffer
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.transport.interface import Transport

@@ -18,8 +18,8 @@ from functools import cache
 import torch
 from torch import Tensor
 
-from plait.comm.buffers import describe
 from plait.comm.consistency_check import HEADER_BYTES, require_same_text
+from plait.comm.contiguous_buffers import describe
 from plait.comm.group import Group
 
 _ROW = 2**12

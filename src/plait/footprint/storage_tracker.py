@@ -43,7 +43,7 @@ class StorageTracker(TorchFunctionMode):
             yield
 
     def number(self, tensor: Tensor) -> int:
-        """Return the number of a tensor's storage."""
+        """Return the index in `sizes` of a tensor's storage; a storage not seen before gets the next one."""
         storage = tensor.untyped_storage()
         found = self._numbers.get(id(storage))
         if found is not None:

@@ -74,7 +74,7 @@ class Executor:
                         run(calls)
 
     def _bound(self, program: Program) -> list[_BoundSegment]:
-        """Return the segments of `program` with their calls; cached for recently run programs."""
+        """Return the segments of `program`, each instruction with its handler; cached for recent programs."""
         for known, bound in self._known:
             if known is program:
                 return bound

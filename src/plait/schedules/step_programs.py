@@ -9,7 +9,7 @@ from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import Ending, lower
 from plait.schedules.lowering_spec import LoweringSpec
-from plait.schedules.policies import forward_only
+from plait.schedules.named_schedules import forward_only
 from plait.schedules.program import Program
 from plait.schedules.schedule import Schedule
 
@@ -30,7 +30,7 @@ class StepPrograms:
 
     @cached_property
     def evaluate(self) -> Program:
-        """The loss of every micro-batch."""
+        """The program that computes the loss of every micro-batch, without a backward."""
         return self._lower_forward(self.schedule.microbatches, "loss")
 
     @cached_property

@@ -41,7 +41,7 @@ class BufferKind:
 
 @dataclass(frozen=True)
 class FlatSpec:
-    """One flat tensor of a buffer."""
+    """Size, dtype and device of one flat tensor of a buffer."""
 
     elements: int
     dtype: torch.dtype

@@ -19,8 +19,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from plait.comm.buffers import describe
 from plait.comm.collectives import all_gather, all_reduce
+from plait.comm.contiguous_buffers import describe
 from plait.comm.coordinates import index_along, replica_ranks
 from plait.comm.group import Group
 from plait.comm.mesh import Mesh

@@ -136,7 +136,7 @@ class TorchLoss:
         return self.reduction == "sum"
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum, 0-d, in at least float32."""
+        """Return the loss summed over the elements, 0-d, in at least float32."""
         wide = output.float() if output.dtype in (torch.float16, torch.bfloat16) else output
         tensors = {
             name: value.to(wide) if isinstance(value, Tensor) else value
@@ -167,7 +167,7 @@ class ElementLoss(TorchLoss):
     """A loss of each element of the output and the corresponding element of the targets."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum. Raises ModelError for targets of another shape and options with values per row."""
+        """Return the summed loss. Raises ModelError for targets of another shape and options per row."""
         name = self.function.__name__
         if output.shape != targets.shape:
             raise ModelError(
@@ -188,7 +188,7 @@ class ClassLoss(TorchLoss):
     """A loss of the logits or log-probabilities of classes, dim 1 of the output as PyTorch has it."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum. Raises ModelError where the classes are the last of more than two dims."""
+        """Return the summed loss. Raises ModelError where the classes are the last of more than two dims."""
         shape = (*output.shape[:1], *output.shape[2:])
         if not targets.is_floating_point() and output.dim() > 2 and tuple(targets.shape) != shape:
             raise ModelError(

@@ -18,9 +18,9 @@ from plait.train.data import Data, load_data
 from plait.train.memory_limit import peak_line, predict_memory, prediction_line
 from plait.train.meter import Meter
 from plait.train.metrics import Metrics, open_metrics
+from plait.train.monitored_step import MonitoredStep
 from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.stepper import Stepper
 from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
@@ -74,28 +74,28 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         done = checkpoints.resume()
         write_schedule(trainer.engine, config.run.dir, mesh)
         metrics.begin(checkpoints.resumed_steps)
-        stepper = Stepper(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, progress)
+        monitored = MonitoredStep(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, progress)
         with progress:
             progress.start_from(done)
             with checkpoints:
                 while done < settings.steps and not stop.received:
-                    stepper.step(done)
+                    monitored.run(done)
                     done += 1
                     stop.exchange()
                     checkpoints.after(done, last=done == settings.steps or bool(stop.received))
         sample = None if stop.received else trainer.sample()
         result = TrainingResult(
             steps=done,
-            loss=stepper.loss,
-            validation_loss=stepper.validation_loss,
+            loss=monitored.loss,
+            validation_loss=monitored.validation_loss,
             sample=sample,
             metrics=config.run.dir / "metrics.jsonl",
             comparison=None,
             stopped=stop.received,
             saved=not checkpoints.failed,
         )
-        first, peak = stepper.first, stepper.peak_memory
-    del trainer, stepper, checkpoints  # the comparison needs the memory
+        first, peak = monitored.first, monitored.peak_memory
+    del trainer, monitored, checkpoints  # the comparison needs the memory
     _print_end(config, result, memory, peak, mesh, progress)
     if not first or result.stopped:
         return result

@@ -12,9 +12,9 @@ from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.schedules.program import Instruction
 from plait.verification.candidate_update import CandidateUpdate
+from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.number_formats import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
 from plait.verification.reference_recording import NO_TOLERANCE
 from plait.verification.start_values import ValueChange
 from plait.verification.step_comparison import StepComparison

@@ -11,7 +11,7 @@ import torch
 
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.verification.number_formats import NumberFormats
+from plait.verification.expected_dtypes import NumberFormats
 
 Mode = Literal["exact", "float64", "native"]
 MakeOptimizer = Callable[[list[dict[str, Any]]], torch.optim.Optimizer]

@@ -20,9 +20,9 @@ from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
 from plait.verification.candidate_run import CandidateRun
 from plait.verification.case import Case, PreparedCase, prepared
+from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
-from plait.verification.number_formats import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.perturbation import Perturbation
 from plait.verification.recording_distribution import broadcast_object, distribute_recording
 from plait.verification.reference_recording import ReferenceRecording

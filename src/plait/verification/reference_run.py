@@ -25,13 +25,13 @@ from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.tensor.losses import Loss
 from plait.tensor.torch_losses import divisor
-from plait.verification.location import RecordKey, Records, RecordScope
-from plait.verification.number_formats import (
+from plait.verification.expected_dtypes import (
     INITIAL_LOSS_SCALE,
     NumberFormats,
     ReferenceLossScale,
     epsilon_of,
 )
+from plait.verification.location import RecordKey, Records, RecordScope
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording

@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
+from plait.verification.expected_dtypes import ReferenceLossScale
 from plait.verification.location import RecordKey, Records, RecordScope
-from plait.verification.number_formats import ReferenceLossScale
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import ReferenceRecording

@@ -24,7 +24,7 @@ ValueChange = Callable[[str, Tensor], Tensor]
 
 
 def add_offsets(seed: int) -> ValueChange:
-    """Return a function that adds normal offsets, which depend on the name, the seed and the index only."""
+    """Return a function that adds normally distributed offsets, which depend on name, seed and index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
         if not value.is_floating_point():

@@ -10,9 +10,9 @@ from torch import Tensor
 
 from plait.engine import Engine
 from plait.layers.layer_sequence import LayerSequence
+from plait.verification.expected_dtypes import NumberFormats, epsilon_of
 from plait.verification.findings import Findings, Piece, one_alternative, piece_of
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.number_formats import NumberFormats, epsilon_of
 from plait.verification.options import VerifyOptions
 from plait.verification.reference_recording import NO_TOLERANCE, ReferenceRecording
 

@@ -9,10 +9,10 @@ from torch import Tensor
 from plait.engine import Runtime
 from plait.schedules.action import Kind
 from plait.tensor.feature_partition import is_sharded
+from plait.verification.expected_dtypes import epsilon_of
 from plait.verification.findings import Piece, piece_of
 from plait.verification.gradient_tracker import GradientKey, GradientTracker, ParameterUse, TrackedGradient
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
-from plait.verification.number_formats import epsilon_of
 from plait.verification.reference_recording import Tolerance
 from plait.verification.step_comparison import StepComparison
 

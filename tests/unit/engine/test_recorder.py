@@ -12,7 +12,7 @@ from plait.engine.recorder import Recorder
 from plait.pipeline.executor import Executor
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import Finish, Program
 
 SHAPE = LoweringSpec((2, 2), {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),), "c": (LayerIndex(1, 0),)})

@@ -13,7 +13,7 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import RULES, check
 from plait.schedules.memory import MemoryCosts
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 
 PLACE, ONCE, ORDER, PROGRESS, MICROBATCHES = RULES
 

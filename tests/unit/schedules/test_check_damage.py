@@ -23,7 +23,7 @@ from schedule_cases import (
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import RULES, check
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 
 PLACE, ONCE, ORDER, PROGRESS, MICROBATCHES = RULES

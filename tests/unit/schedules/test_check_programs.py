@@ -16,7 +16,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Program, Send
 from plait.schedules.schedule import Schedule
 

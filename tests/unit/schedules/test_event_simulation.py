@@ -14,7 +14,7 @@ from schedule_cases import UNHURRIED, done_by_tokens, legal_schedules, with_row,
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.event_simulation import EventTimes, Timing, simulate_events
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 
 

@@ -20,7 +20,7 @@ from plait.schedules.check_programs import check_programs
 from plait.schedules.gather_pass import insert_gathers
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
-from plait.schedules.policies import forward_only, policy_schedule
+from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.program import Program, ReleaseParameters
 from plait.schedules.schedule import Schedule
 

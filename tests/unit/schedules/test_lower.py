@@ -12,7 +12,7 @@ from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.policies import POLICIES, forward_only, policy_schedule
+from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.program import (
     AwaitReceive,
     PostReceive,

@@ -15,7 +15,7 @@ from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.messages import AT_START, StageMessage, inboxes
-from plait.schedules.policies import POLICIES, forward_only, policy_schedule
+from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
 from plait.schedules.schedule import Schedule
 
 

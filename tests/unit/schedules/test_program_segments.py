@@ -14,7 +14,7 @@ from sharded_cases import shapes
 from plait.schedules.action import Action, Kind
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import AwaitReceive, Instruction, ReduceGradient, RunLayer
 from plait.schedules.program_segments import segments_of
 

@@ -12,7 +12,7 @@ from plait.schedules.action import Kind
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import (
     AllocateGradient,
     AwaitScatter,

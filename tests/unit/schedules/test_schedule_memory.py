@@ -21,7 +21,7 @@ from plait.schedules.memory import (
     memory_use,
     peak_memory,
 )
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 
 SPLIT = written(["0F0 0F1 0I0 0I1 0W0 0W1"], rank_of=(0,), microbatches=2)

@@ -9,7 +9,7 @@ from hypothesis import given
 from schedule_cases import UNHURRIED, has_its_needs, legal_schedules, written
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.step_grid import Grid, draw_grid, fill_grid
 

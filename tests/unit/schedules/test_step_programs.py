@@ -6,7 +6,7 @@ from schedule_cases import listed, words, written
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import AwaitReceive, Send
 from plait.schedules.step_programs import StepPrograms
 

@@ -11,7 +11,7 @@ from schedule_cases import UNHURRIED, legal_schedules, written
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.policies import POLICIES, policy_schedule
+from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.torch_csv import from_csv, to_csv
 

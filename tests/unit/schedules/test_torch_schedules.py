@@ -14,7 +14,7 @@ from schedule_cases import UNHURRIED, written
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.policies import POLICIES, policy_schedule
+from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import simulate
 from plait.schedules.torch_csv import from_csv, to_csv

@@ -17,9 +17,9 @@ from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
 from plait.verification.candidate_run import CandidateRun
+from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.findings import Findings
 from plait.verification.location import WHOLE_STEP, Location, RecordKey, RecordScope, StepPhase
-from plait.verification.number_formats import NumberFormats
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.rank_verification import verify_rank

@@ -17,8 +17,8 @@ from plait.errors import ModelError
 from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan
 from plait.tensor.losses import cross_entropy
+from plait.verification.expected_dtypes import formats_of
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
-from plait.verification.number_formats import formats_of
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import ReferenceRecording

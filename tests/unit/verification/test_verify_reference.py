@@ -16,8 +16,8 @@ from parity.norm import assert_close, assert_equal
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, sequence_of
 from plait.layers.nested import Value, map_tensors, split, tensors_of
+from plait.verification.expected_dtypes import NumberFormats
 from plait.verification.location import WHOLE_STEP, RecordKey, Records, RecordScope
-from plait.verification.number_formats import NumberFormats
 from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_run import ReferenceRun

@@ -15,7 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from plait.comm.buffers import as_bytes, dense
+from plait.comm.contiguous_buffers import as_bytes, dense
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.reduction import Op, divide_mean, fold
 

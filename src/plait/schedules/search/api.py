@@ -8,10 +8,10 @@ from typing import get_args
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule, require_positive
+from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule, require_positive
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.auto import Measure, chunk_counts, search_schedule
-from plait.schedules.search.block_policies import fit_block_policy
+from plait.schedules.search.fit_block_policy import fit_block_policy
 from plait.schedules.simulation.costs import Costs
 
 AUTO = "auto"
@@ -32,9 +32,9 @@ def schedule(
     """Return the schedule of `policy` for a pipeline of `ranks` ranks.
 
     `gpipe`, `1f1b`, `interleaved`, `zb-h1` and `zb-h2` are orders, the same for any costs (see
-    `plait.schedules.policies` for their sources). `zb-v`, `v-half` and `v-min` are building blocks, scheduled
-    for `costs` to the shortest span that their memory allows. `auto` is the schedule with the least `measure`
-    that is found for `costs` within `limit`.
+    `plait.schedules.named_schedules` for their sources). `zb-v`, `v-half` and `v-min` are building blocks,
+    scheduled for `costs` to the shortest span that their memory allows. `auto` is the schedule with the least
+    `measure` that is found for `costs` within `limit`.
 
     `chunks`: stages per rank; by default 1, for `interleaved` and the building blocks 2, for `auto` the best
     of 1 to 4. `costs`: by default 1 for each of F, I and W, and 0 for a message. `limit`: largest memory of a

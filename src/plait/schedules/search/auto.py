@@ -10,11 +10,11 @@ from typing import Literal
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.memory import limit_in_units, peak_memory
-from plait.schedules.policies import POLICIES, BlockPolicy, policies_for, policy_schedule
+from plait.schedules.named_schedules import POLICIES, BlockPolicy, policies_for, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
-from plait.schedules.search.block_policies import fit_block_policy
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.exact_search import exact_search
+from plait.schedules.search.fit_block_policy import fit_block_policy
 from plait.schedules.search.local_search import local_search, shortened_problem
 from plait.schedules.search.memory_guard import least_memory
 from plait.schedules.search.problem import Orders, Problem, StageLayout

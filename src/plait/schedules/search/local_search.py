@@ -129,7 +129,7 @@ def _at_full_length(problem: Problem, candidate: Candidate, budget: Budget) -> C
 
 
 def _perturbed(candidate: Candidate, budget: float) -> Candidate:
-    """Return the best candidate after repeated justification with random changes."""
+    """Return `candidate` with the shortest orders found by randomly changed rescheduling within `budget`."""
     problem, rng, left = candidate.problem, Random(SEED), Budget(budget)
     bound = lower_bound(problem)
     best = now = candidate.timed

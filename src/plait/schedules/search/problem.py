@@ -129,12 +129,12 @@ class Problem:
 
     @cached_property
     def tables(self) -> OperationTables:
-        """The tables of the problem."""
+        """Duration, rank and dependencies of each operation, as lists by operation; computed once."""
         return _tables(self)
 
     @cached_property
     def mirrored_tables(self) -> OperationTables:
-        """The tables of its mirror image."""
+        """The same tables for the problem with time reversed: dependencies point the other way."""
         return _mirror(self.tables)
 
     def shortened(self, microbatches: int) -> Problem:

@@ -79,7 +79,7 @@ def factor(symptoms: Symptoms) -> str | None:
 
 
 def _nothing_added(phase: StepPhase) -> str:
-    """Return the sentence for a tensor that equals its base, so that nothing was added."""
+    """Return the sentence for a tensor that `phase` should have changed and that still has its old value."""
     if phase is StepPhase.INPUT_GRADIENT:
         return "it is the gradient of the layer's output, unchanged: the layer's own backward is not in it"
     if phase is StepPhase.FORWARD:

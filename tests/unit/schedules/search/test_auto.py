@@ -14,7 +14,7 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Kind
 from plait.schedules.check import check
 from plait.schedules.memory import limit_in_units
-from plait.schedules.policies import POLICIES
+from plait.schedules.named_schedules import POLICIES
 from plait.schedules.schedule import Placement
 from plait.schedules.search import auto
 from plait.schedules.search.api import schedule

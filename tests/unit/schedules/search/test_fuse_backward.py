@@ -11,7 +11,7 @@ from search_cases import any_costs, problem_of, schedule_of
 
 from plait.schedules.action import Action, Kind
 from plait.schedules.check import check
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.auto import fuse_backward
 from plait.schedules.search.initial_orders import initial_orders, orders_from

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Placement
 from plait.schedules.search.initial_orders import (
     BlockParameters,

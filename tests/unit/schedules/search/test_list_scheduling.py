@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems, require_legal, words
 
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.search.initial_orders import InitialOrder, initial_orders, orders_from
 from plait.schedules.search.list_scheduling import Budget, DispatchRule, TimedOrders, justify, list_schedule
 from plait.schedules.search.problem import Orders, Problem

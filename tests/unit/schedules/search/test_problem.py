@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 from search_cases import LINEAR, LOOP, V, operations, problem_of, problems
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.search.problem import Problem
 from plait.schedules.simulation.costs import Costs
 

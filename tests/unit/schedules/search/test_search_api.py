@@ -9,7 +9,7 @@ from search_cases import any_costs, searched
 
 from plait.errors import ScheduleError
 from plait.schedules.check import check
-from plait.schedules.policies import POLICIES, AlternatingPolicy, BlockPolicy, policy_schedule
+from plait.schedules.named_schedules import POLICIES, AlternatingPolicy, BlockPolicy, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.api import POLICY_NAMES, default_chunks, schedule
 from plait.schedules.simulation.costs import Costs

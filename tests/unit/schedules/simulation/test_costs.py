@@ -13,7 +13,7 @@ from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
 from plait.schedules.event_simulation import Timing
 from plait.schedules.memory import MemoryCosts, peak_memory
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs, Ticks
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html

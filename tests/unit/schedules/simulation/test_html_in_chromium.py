@@ -9,7 +9,7 @@ import pytest
 from chromium import CHROMIUM, run_page
 
 from plait.schedules.action import Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.simulation.colours import shade
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.html import draw_html

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.measured import (

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from plait.errors import ConfigError
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.simulation.pictures import FORMATS, picture, write_pictures
 from plait.schedules.simulation.timeline import simulate
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import schedule
 from plait.schedules.simulation.costs import Costs

@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 
 from plait.schedules.action import Kind
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.colours import MIDDLE, shade
 from plait.schedules.simulation.costs import Costs

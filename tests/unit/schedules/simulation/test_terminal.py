@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from plait.schedules.action import Action
-from plait.schedules.policies import policy_schedule
+from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.terminal import draw_text, round_times, title

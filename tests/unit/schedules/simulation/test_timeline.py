@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
-from plait.schedules.policies import POLICIES, policy_schedule
+from plait.schedules.named_schedules import POLICIES, policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from plait.comm.buffers import dense, describe
+from plait.comm.contiguous_buffers import dense, describe
 from plait.comm.transport.reduction import Op, fold
 
 Inputs = Mapping[int, Tensor | None]

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from plait.comm.buffers import describe
+from plait.comm.contiguous_buffers import describe
 from plait.comm.failure_log import FailureLog
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.local import operations

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from plait.comm.buffers import as_bytes, dense
+from plait.comm.contiguous_buffers import as_bytes, dense
 
 
 @pytest.mark.parametrize("rows", [0, 1])

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 from plait.plan import Plan
-from plait.verification.number_formats import GROWTH_INTERVAL, ReferenceLossScale, formats_of
+from plait.verification.expected_dtypes import GROWTH_INTERVAL, ReferenceLossScale, formats_of
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 WEIGHT = nn.Parameter(torch.ones(2))

@@ -1,4 +1,4 @@
-"""`Stepper`: one step of a training run with its metrics, checks, validation, trace and progress."""
+"""`MonitoredStep`: one step of a training run with its metrics, checks, validation, trace and progress."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from plait.train.reference_steps import LossAndNorm
 from plait.train.trainer import Trainer
 
 
-class Stepper:
+class MonitoredStep:
     """Runs the steps of a training run, one after another, on every rank."""
 
     def __init__(
@@ -43,7 +43,7 @@ class Stepper:
         self.first: list[LossAndNorm] = []
         """Results of the first `run.compare` steps."""
 
-    def step(self, step: int) -> None:
+    def run(self, step: int) -> None:
         """Train on the batch of `step`, counted from 0. Raises `NonFiniteError` and `ReplicaError`."""
         config, trainer = self._config, self._trainer
         self._meter.start()

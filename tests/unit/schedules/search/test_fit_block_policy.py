@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from search_cases import LINEAR, problem_of
 
-from plait.schedules.policies import POLICIES, BlockPolicy, policy_schedule
-from plait.schedules.search import block_policies as patterns
-from plait.schedules.search.block_policies import fit_block_policy
+from plait.schedules.named_schedules import POLICIES, BlockPolicy, policy_schedule
+from plait.schedules.search import fit_block_policy as patterns
+from plait.schedules.search.fit_block_policy import fit_block_policy
 from plait.schedules.search.initial_orders import initial_orders, orders_from
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, list_schedule
 from plait.schedules.search.local_search import DISPATCH_RULES

@@ -8,7 +8,7 @@ from math import gcd
 
 from plait.schedules.action import SPLIT_KINDS
 from plait.schedules.memory import limit_in_units
-from plait.schedules.policies import BlockPolicy
+from plait.schedules.named_schedules import BlockPolicy
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.bound import lower_bound
 from plait.schedules.search.list_scheduling import DispatchRule, TimedOrders, justify, list_schedule
