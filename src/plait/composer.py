@@ -137,7 +137,7 @@ def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
 def build_units(
     blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
 ) -> dict[str, Unit]:
-    """Return the units of this rank's layers, with initial values. All ranks iterate over all units."""
+    """Return the units of this rank's layers, with values from `source`, which may broadcast from rank 0."""
     plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:
@@ -205,7 +205,7 @@ def parameters_of(stage: int, units: Iterable[Unit], sequence: LayerSequence) ->
 def read_buffers(
     sequence: LayerSequence, mine: Iterable[NamedLayer], source: TensorSource, plan: Plan, mesh: Mesh
 ) -> dict[int, Tensor]:
-    """Return the buffers of this rank's layers, by `id` of the model's. All ranks iterate over all."""
+    """Return this rank's buffers, by `id` of the model's; `source` may broadcast them from rank 0."""
     held = {id(buffer) for layer in mine for buffer in layer.module.buffers()}
     read = {}
     for name, place in locate_tensors(named(sequence.layers)).items():

@@ -1,4 +1,4 @@
-"""Linear and embedding with deferred weight gradient: backward computes the input gradient, queues the rest.
+"""Linear and embedding with deferred weight gradient: the backward queues its computation for later.
 
 A queued weight gradient is added straight into the weight's gradient buffer. Biases and norms are cheap, so
 autograd computes their gradients at once. Deferred weight gradients serve the `W` actions of a schedule,
@@ -117,14 +117,14 @@ def embedding(
 
 
 def _defers(input: Tensor) -> bool:
-    """Return whether to defer; False in `torch.autocast`, where the native operation casts its weight."""
+    """Return whether to defer the weight gradient; False under `torch.autocast`, which casts the weight."""
     if not torch.is_grad_enabled():
         return False
     return input.is_meta or not torch.is_autocast_enabled(input.device.type)  # meta has no autocast
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a deferring linear's output, whose memory no other operation holds."""
+    """Return whether `tensor` is a deferring linear's output: no backward reads it, it may be overwritten."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 

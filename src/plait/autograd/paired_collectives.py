@@ -65,7 +65,7 @@ def reduce(tensor: Tensor, group: Group) -> Tensor:
 
 
 def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """Return the ranks' pieces of `dim` (as of `divide`), concatenated to `size`.
+    """Return the ranks' pieces of `dim` (see `plait.layout.divide`), concatenated to `size`.
 
     Communication: one all-gather, of pieces padded to the size of the largest.
     """
@@ -75,7 +75,10 @@ def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
 
 
 def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's piece of `dim` (as of `divide`). Communication: backward, one all-gather."""
+    """Return this rank's piece of `dim` (see `plait.layout.divide`).
+
+    Communication: backward, one all-gather.
+    """
     require_same_bits(tensor, group, _ENTERS)
     if group.size == 1:
         return tensor
@@ -104,7 +107,7 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
-    """Return this rank's piece of `dim`, for work on pieces outside of regions. Otherwise like `split`."""
+    """Return this rank's piece of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
     require_same_bits(whole, group, _ENTERS)
     if group.size == 1:
         return whole
@@ -112,7 +115,7 @@ def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
-    """Return the ranks' pieces of `dim`, concatenated, for work on the whole. Otherwise like `gather`."""
+    """Return the ranks' pieces of `dim`, concatenated to `size`, like `gather`; inverse of `to_pieces`."""
     if group.size == 1:
         return piece
     return _tagged("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]

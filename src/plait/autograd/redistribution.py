@@ -89,7 +89,7 @@ def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
-    """Return the layout of the tensor with its blocks as a separate dim, before the sharded dim."""
+    """Return the layout of the tensor viewed with its blocked dim as two dims: block, index in the block."""
     dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
     assert dim is not None
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
@@ -136,7 +136,7 @@ def _require_fitting(tensor: Tensor, source: Layout, target: Layout, mesh: GridM
 
 
 def _crossing(source: Layout, gradient: Layout, target: Layout) -> tuple[bool, bool]:
-    """Return whether the move enters a region of `tp`, and whether it leaves one."""
+    """Return whether the redistribution enters a tensor-parallel region, and whether it leaves one."""
     if _REGION_AXIS not in source.axes or source.degrees[source.axes.index(_REGION_AXIS)] == 1:
         return False, False
     place = source.axes.index(_REGION_AXIS)

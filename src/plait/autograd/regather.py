@@ -20,14 +20,14 @@ from plait.comm.group import Group
 
 @dataclass(frozen=True)
 class Gather:
-    """The arguments of an all-gather, as for `start_whole`."""
+    """The arguments of an all-gather by `start_whole`: the group, the dim, and the dim's whole size."""
 
     group: Group
     dim: int
     size: int
 
     def start(self, piece: Tensor) -> PendingTensor:
-        """Start the all-gather."""
+        """Start the all-gather of `piece`."""
         return start_whole(piece, self.group, self.dim, self.size)
 
 

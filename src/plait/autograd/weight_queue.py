@@ -1,4 +1,4 @@
-"""The queue of weight gradients that a backward defers to a later `W`."""
+"""The queue of weight-gradient computations that a backward defers to a later `W` action of the schedule."""
 
 from __future__ import annotations
 

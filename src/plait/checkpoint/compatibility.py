@@ -144,7 +144,10 @@ def _require_states_shardable(
 def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
-    """Return for each group the saved groups of its parameters; `names`: this rank's parameters, by id."""
+    """Return each parameter group's options, and the saved groups that its parameters come from.
+
+    `names`: this rank's parameters, by id.
+    """
     found = []
     for group in optimizer.param_groups:
         sources: dict[str, str] = {}
@@ -157,7 +160,7 @@ def group_sources(
 
 
 def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where parameters of one saved group now have different options, or vice versa.
+    """Raise CheckpointError where parameter groups with different options were merged or split since saving.
 
     `ranks`: the `group_sources` of each rank.
     """

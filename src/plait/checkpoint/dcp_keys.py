@@ -41,7 +41,7 @@ class DcpKeys:
     """The outermost keys of entries that a native checkpoint does not have."""
 
     def tensors(self, source: DcpReader) -> dict[str, str]:
-        """Return the native key of every tensor of model and optimizer, by key."""
+        """Return the plait key of each tensor of model and optimizer, by its key in the DCP checkpoint."""
         states = {key: state_key(*pair) for key, pair in self.states.items() if key in source.tensors}
         return {key: parameter_key(name) for key, name in self.model.items()} | states
 
@@ -94,7 +94,7 @@ def parse_keys(source: DcpReader) -> DcpKeys:
 def optimizer_of(
     source: DcpReader, found: DcpKeys, kind: str, table: Mapping[str, str] | None = None
 ) -> dict[str, Any] | None:
-    """Return a manifest's `optimizer`, of class `kind`; None if there is no optimizer.
+    """Return the optimizer entry of a manifest, for an optimizer of class `kind`; None if none was saved.
 
     Options that JSON cannot hold are left out. Groups without names of parameters are left out too: then the
     loading optimizer keeps its options. `table`: new names of the parameters in groups; None: unchanged.
@@ -121,7 +121,7 @@ def optimizer_of(
 
 
 def _optimizer_key(key: str, path: tuple[str | int, ...]) -> tuple[str, str, tuple[str, str]] | None:
-    """Return (prefix of the optimizer, part, (parameter, state or option)) of an entry; None for others."""
+    """Return an optimizer entry's (prefix, part, (parameter, state or option)); None for other entries."""
     for depth, level in enumerate(path[:-1]):
         part, _, rest = str(path[depth + 1]).partition(".")
         if level in _OPTIMIZERS and part in _PARTS:
@@ -164,7 +164,7 @@ def _model_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> 
 
 
 def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
-    """Return the prefix of the dictionary that has all tensors, where no key `model` is found."""
+    """Where no key is called `model`: return the prefix of the dictionary that has all tensors, or ""."""
     paths = [source.paths.get(key, ()) for key in tensors]
     roots = {path[0] if len(path) > 1 else None for path in paths}
     if len(roots) == 1 and None not in roots:
@@ -182,7 +182,7 @@ def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) ->
 
 
 def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
-    """Return for each key its outermost dictionary that contains no key of `kept`, or else the key itself."""
+    """Return the outermost dictionary of each key that contains no key of `kept`, or the key itself."""
 
     def prefixes(key: str) -> list[str]:
         path = source.paths.get(key, ()) or (key,)
@@ -193,7 +193,7 @@ def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> l
 
 
 def _options(source: DcpReader, found: DcpKeys) -> dict[str, dict[str, Any]]:
-    """Return the options that JSON can hold, by group."""
+    """Return the options of each parameter group, by the group's key, without those that JSON cannot hold."""
     options: dict[str, dict[str, Any]] = {}
     for key, (group, option) in found.options.items():
         kept = options.setdefault(group, {})
@@ -213,7 +213,7 @@ def _options(source: DcpReader, found: DcpKeys) -> dict[str, dict[str, Any]]:
 
 
 def _groups(options: Mapping[str, dict[str, Any]]) -> tuple[list[dict[str, Any]], dict[str, int]]:
-    """Return the options of each group, and the group of each parameter."""
+    """Return the options of each parameter group, and the index of each parameter's group, by name."""
     if any("params" in kept for kept in options.values()):
         if not all("params" in kept and number.isdigit() for number, kept in options.items()):
             return [], {}

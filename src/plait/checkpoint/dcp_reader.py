@@ -250,7 +250,7 @@ def _file_range(pickled: object, folder: Path) -> _FileRange:
 
 
 def _path(key: object, pickled: object) -> tuple[str | int, ...]:
-    """Return the unpickled path of `key` in nested dictionaries and lists, checked to be that of `key`."""
+    """Return `pickled` as a path of nested keys. Raises TypeError or ValueError unless it spells `key`."""
     if not isinstance(pickled, tuple | list) or not all(isinstance(part, str | int) for part in pickled):
         raise TypeError(f"{pickled} is no path")
     if ".".join(map(str, pickled)) != key:

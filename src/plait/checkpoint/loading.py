@@ -106,7 +106,7 @@ def _raise_on_all_ranks(error: CheckpointError | None, mesh: Mesh) -> None:
 
 
 def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
-    """Exhaust `sizes`, which reads this rank's tensors and yields their bytes, with regular synchronisation.
+    """Read this rank's tensors by exhausting `sizes`, which yields the bytes read; synchronise regularly.
 
     No rank waits for the others longer than one round, even where they have much more to read.
     """

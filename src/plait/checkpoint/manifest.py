@@ -42,7 +42,7 @@ class StoredBox(NamedTuple):
 
     @property
     def box(self) -> Box:
-        """The part of the tensor."""
+        """The stored part's offset and size along each dim of the global tensor."""
         return Box(self.offsets, self.sizes)
 
     @property

@@ -114,7 +114,7 @@ def number_device(key: str, group: Mapping[str, Any], piece: Tensor) -> torch.de
 
 
 def _like(value: Any, now: Any) -> Any:
-    """Return a JSON value in the type of the current one."""
+    """Return `value`, an option read from JSON, in the type of the option's current value `now`."""
     if isinstance(now, Tensor):
         return now.fill_(value)
     return tuple(value) if isinstance(now, tuple) and isinstance(value, list) else value

@@ -75,7 +75,7 @@ class PendingSave:
 
     @property
     def error(self) -> str:
-        """The error of this rank before `wait`; on rank 0 that of any rank."""
+        """The error message of this rank, on rank 0 of any rank, for use before `wait`; "" if no error."""
         return self._error
 
     def wait(self) -> None:

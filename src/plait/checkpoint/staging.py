@@ -83,7 +83,7 @@ def _aligned_bytes(one: LocalBox) -> int:
 
 
 def _after(event: torch.Event | None, copy: Tensor) -> Tensor:
-    """Return `copy` once `event` has completed."""
+    """Block until `event`, if any, has completed, and return `copy`."""
     if event is not None:
         with torch.cuda.device(event.device):  # a new thread starts on device 0
             event.synchronize()

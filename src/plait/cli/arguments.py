@@ -10,7 +10,7 @@ from plait.errors import ConfigError
 
 
 class CommandParser(ArgumentParser):
-    """Parser of the options of `plait COMMAND`. Raises ConfigError where the stock one exits."""
+    """Argument parser of `plait COMMAND`. Raises ConfigError where `ArgumentParser` would exit."""
 
     def __init__(self, command: str, about: str, usage: str | None = None) -> None:
         super().__init__(

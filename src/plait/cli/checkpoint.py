@@ -94,7 +94,7 @@ def _exchange_with_torch(options: Namespace) -> None:
 
 
 def _names_of(model: str | None) -> Mapping[str, str] | None:
-    """Return the names in transformers by plait's names; None if names do not change."""
+    """Return the parameter names in transformers by the names in plait; None if names do not change."""
     if model is None:
         return None
     if model == "gpt2":

@@ -54,7 +54,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
-    """Check that `ranks` ranks can be launched, here or in a launcher's world, and clean up after them.
+    """Check that `ranks` ranks can be started here, or were by a launcher such as torchrun; clean up at exit.
 
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.
@@ -97,7 +97,7 @@ def end_rank(code: int) -> None:
 
 
 def degrees(plan: Plan) -> str:
-    """Return the degrees of a plan, as the subject of a sentence."""
+    """Return the degrees of a plan as text for errors: "parallel.pp = 2 times parallel.dp = 1 times …"."""
     return f"parallel.pp = {plan.pp} times parallel.dp = {plan.dp} times parallel.tp = {plan.tp}"
 
 

@@ -37,7 +37,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the names that combine several axes: `world` and, on the axes of a plan, `dp` and `model`."""
+    """Return the axes that each combined axis joins: `world` and, on a plan's mesh, also `dp` and `model`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 

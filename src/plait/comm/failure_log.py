@@ -42,7 +42,7 @@ class FailureRecord:
 
 @dataclass(frozen=True)
 class FailureTrace:
-    """The result of `FailureLog.search`: failure records from rank to awaited rank, and ranks without one."""
+    """Result of `FailureLog.search`: the failure records found, by rank, and the ranks without a record."""
 
     records: Mapping[int, FailureRecord]
     silent: tuple[int, ...]
@@ -78,11 +78,11 @@ class FailureLog:
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Follow the records from `suspects` on; return the ranks that have none after `patience` seconds.
+        """Return the failure records of `suspects` and of the ranks they waited for, and ranks without one.
 
-        Returns early where every suspected rank has a record, or where the search of another rank ended at
-        one of the silent ranks: then that result counts. Waits longer while several are silent, never beyond
-        the deadline.
+        `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
+        record, or where the search of another rank ended at one of the silent ranks: then that result counts.
+        Waits longer while several are silent, never beyond the deadline.
         """
         trace = FailureTrace({}, suspects)
         longest = 0.8 * self.seconds_left()  # the rest is for writing this rank's own result

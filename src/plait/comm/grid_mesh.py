@@ -224,7 +224,7 @@ class GridMesh:
 
 
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    """Return `device`, where `cuda` is this rank's own; by default the device type of the backend."""
+    """Return `device`, with this rank's GPU for `cuda`; None: that GPU if ranks use NCCL, else the CPU."""
     if device is None:
         uses_nccl = ranks is not None and ranks.uses_nccl
         device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"

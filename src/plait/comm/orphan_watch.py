@@ -33,7 +33,7 @@ class OrphanWatch:
     """
 
     def __init__(self, world: World) -> None:
-        """Take this rank's world, for its launcher and for the line on stderr."""
+        """`world`: this rank's world, which has the launcher to watch, and the rank for the message."""
         self._world = world
         mark = _MARKS.get(world.launcher, "")
         self._parents = parents_up_to_launcher(mark) if mark in os.environ else {}

@@ -215,7 +215,7 @@ def stop_fork_server() -> None:
 
 @contextlib.contextmanager
 def _blocked_signal(number: int) -> Iterator[None]:
-    """Block a signal of the whole process group while the fork server starts, which inherits the mask."""
+    """Within the block, block signal `number`, so that a fork server started there inherits the mask."""
     multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:

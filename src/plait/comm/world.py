@@ -260,7 +260,7 @@ def _end_groups() -> None:
 
 
 def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down every process group; return each in a list with the only reference to it."""
+    """Shut down all process groups; return lists of one group, each with the last reference to its group."""
     groups = [[group] for group in dist.distributed_c10d._world.pg_names]
     dist.destroy_process_group()
     return groups

@@ -34,7 +34,7 @@ _NEVER = -1
 
 
 class SegmentTimes(NamedTuple):
-    """A segment that was run, and the clock's stamps before and after it."""
+    """A program segment that was run, and the clock's stamps before and after it."""
 
     segment: Segment
     start: Any

@@ -34,7 +34,7 @@ REMEMBERED_SHAPES = 256
 
 @dataclass(frozen=True)
 class LossBatch:
-    """The micro-batches of a step with a loss."""
+    """A batch split into micro-batches, with the weights by which their losses are averaged."""
 
     inputs: Sequence[Value]
     targets: Sequence[Value]

@@ -52,7 +52,7 @@ class _Fused(torch.autograd.Function):
 
 
 def _kernel(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the output of a fused kernel and the number that it saves for each row.
+    """Return a fused kernel's output, and the log-sum-exp per row that it saves for the backward.
 
     From the CPU's operation, which has no public name: recomputation may keep its result.
     """

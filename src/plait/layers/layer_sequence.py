@@ -30,7 +30,7 @@ class NamedLayer:
     """With sequence parallelism: how the module runs where its input or output is a piece of a sequence."""
 
     def run(self, value: Value, length: int) -> tuple[Value, int]:
-        """Return the layer's output and its sequence length, of which the output may be a piece.
+        """Return the layer's output, and the length of the whole sequence if the output is a piece of it.
 
         `length`: the length of the sequence of which `value` holds a piece; 0 if it is not in pieces yet.
         """
@@ -112,7 +112,7 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
 def on_meta(
     sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[int, Tensor]:
-    """Return for each parameter and buffer of the model, by `id`, a meta tensor of the same kind.
+    """Return a meta tensor with `dtype` and `shapes` for each parameter and buffer of the model, by `id`.
 
     `shapes` are those of the new parameters, by name; `dtype` as for `convert`.
     """

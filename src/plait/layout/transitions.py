@@ -73,7 +73,7 @@ def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
 
 
 def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
-    """Yield the possible next moves: each axis to its final placement, its first one, or `Replicate`."""
+    """Yield the possible next moves: one axis to its placement in `target`, in `source`, or `Replicate`."""
     for place, axis in enumerate(layout.axes):
         now = layout.placements[place]
         for then in dict.fromkeys((target.placements[place], source.placements[place], Replicate())):
@@ -84,7 +84,7 @@ def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
 
 
 def _by(now: Placement, then: Placement) -> By | None:
-    """Return the operation between two placements; None if equal, or only possible through `Replicate`."""
+    """Return the operation that changes `now` to `then`; None if equal, or only possible by `Replicate`."""
     if now == then:
         return None
     if isinstance(then, Replicate):
@@ -101,7 +101,7 @@ def _by(now: Placement, then: Placement) -> By | None:
 def _is_free(
     placements: tuple[Placement, ...], place: int, then: Placement, final: tuple[Placement, ...]
 ) -> bool:
-    """Return whether the axis at `place` can move: no other axis divides the changed pieces."""
+    """Return whether the axis at index `place` can change to `then`: no other axis divides those pieces."""
     others = [other for index, other in enumerate(placements) if index != place]
     dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
     if (dims or isinstance(then, Flat)) and any(isinstance(other, Flat) for other in others):

@@ -60,7 +60,7 @@ def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorL
 
 
 class TensorSource(Protocol):
-    """Whole tensors by the first full names of parameters and buffers.
+    """Interface for reading a model's whole parameters and buffers, by first full name.
 
     Every rank iterates over all names of the model in one order, and reads or skips each.
     """

@@ -48,7 +48,7 @@ class Transport(Protocol):
         """Reduce a contiguous tensor in place at `destination`; it is undefined on the other ranks."""
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Reduce `tensor` over the group; write this rank's one of `size` equal pieces of dim 0 to `piece`.
+        """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `piece`.
 
         `piece` may be that piece of `tensor`.
         """
@@ -119,7 +119,7 @@ class Ranks(Protocol):
         """
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """Return the transport of the one of `groups` with this rank; None if there is none or it is alone.
+        """Return the transport of this rank's group among `groups`; None if it is in none, or alone in one.
 
         All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait.
         """

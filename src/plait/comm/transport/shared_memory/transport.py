@@ -61,7 +61,7 @@ class SharedMemoryTransport(TorchTransport):
         return TorchTransport(self.process_group, self.index)
 
     def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of an all-reduce; it depends on device, size and `shares` only."""
+        """Return the algorithm of an all-reduce; depends on device, size and `shares(tensor)` only."""
         if self.shares(tensor):
             return "in place"
         if not _fits(tensor):
@@ -69,7 +69,7 @@ class SharedMemoryTransport(TorchTransport):
         return "whole" if tensor.nbytes * self.size <= WHOLE_LIMIT else "pieces"
 
     def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of a reduce-scatter; it depends on device, size and `shares` only."""
+        """Return the algorithm of a reduce-scatter; depends on device, size and `shares(tensor)` only."""
         if self.shares(tensor):
             return "in place"
         return "whole" if _fits(tensor) else super().reduce_scatter_algorithm(tensor)
