@@ -90,7 +90,7 @@ class Rule:
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
-        """Return the rule with the field `dim`."""
+        """Return a copy of the rule with `dim` set."""
         return replace(self, dim=dim)
 
     def joined(self, blocks: int) -> Rule:

@@ -55,7 +55,7 @@ def receive_buffers(
 
 @dataclass
 class BufferPool:
-    """Buffers by their size in bytes, reused."""
+    """Receive buffers that are reused, by their size in bytes."""
 
     device: torch.device
     free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))

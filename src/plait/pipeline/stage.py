@@ -186,7 +186,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Remove gradient buffers from `parameters` during a backward; append what adds to them to `work`."""
+    """Within the block set `.grad` to None; at exit restore it, and queue in `work` what to add to it."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None

@@ -128,7 +128,7 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the two-chunk V-shaped block with unit lengths and this `pause` that needs the least memory.
+    """Return the V-shaped block of two chunks per rank, unit times and delay `pause` with the least memory.
 
     `pause` is the delay before the forwards of the second chunk and the input gradients of the first: the
     larger it is, the longer a micro-batch of either chunk stays on a rank, the same on all ranks.

@@ -22,7 +22,7 @@ Channel: TypeAlias = tuple[int, int, Kind]
 
 
 class StageMessage(NamedTuple):
-    """The input of `consumer`, computed by the action at position `made` of rank `sender`."""
+    """The input of action `consumer`, computed by the action at position `made` of rank `sender`'s order."""
 
     consumer: Action
     sender: int

@@ -100,7 +100,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units whose gradient is then complete: for a micro-batch, or (True) the step."""
+    """Return by position the units with complete gradients: of a micro-batch (False) or the step (True)."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):

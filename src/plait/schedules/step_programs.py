@@ -35,12 +35,12 @@ class StepPrograms:
 
     @cached_property
     def output(self) -> Program:
-        """The model's output for every micro-batch."""
+        """The program that computes the model's output for every micro-batch."""
         return self._lower_forward(self.schedule.microbatches, "output")
 
     @cached_property
     def output_of_one(self) -> Program:
-        """The model's output for a single micro-batch."""
+        """The program that computes the model's output for a single micro-batch."""
         return self._lower_forward(1, "output")
 
     @property

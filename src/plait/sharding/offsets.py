@@ -62,7 +62,7 @@ class Offsets:
 
 
 def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return the offsets of parameters with these shapes for `pieces` ranks; in given order for one."""
+    """Return the offsets of parameters in a flat buffer cut for `pieces` ranks; for one, in given order."""
     if pieces > 1:
         elements = sum(shape.numel() for shape in shapes.values())
         by_rows = _offsets_by_rows(shapes, pieces)

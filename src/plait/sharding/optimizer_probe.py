@@ -141,7 +141,7 @@ def _cut_between_rows(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _cut_inside_a_row(groups: RankTensors) -> Sequence[RankTensors]:
-    """Give each rank a part of one row, as a `Layout` does."""
+    """Return tensors of two ranks, where the matrix is cut inside a row, as a `Layout` may cut it."""
     elements = [group["matrix"].view(1, -1) for group in groups]
     first = [{"matrix": matrix[:, :ELEMENT_CUT]} for matrix in elements]
     pairs = zip(groups, elements, strict=True)

@@ -141,7 +141,7 @@ def _applied(
     boundary: RegionBoundary,
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
-    """Return the parallel module for `module`; for an entrance or a dropout, `module` after modification."""
+    """Return the parallel module for `module`; an entrance or a dropout is modified and returned itself."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
         return module

@@ -104,7 +104,10 @@ def _local_targets(
 
 
 class _CrossEntropy(torch.autograd.Function):
-    """The formulas of the module, for contiguous float32 or float64 logits `[n, len(own)]`, overwritten."""
+    """Autograd function of the partitioned cross-entropy; overwrites its contiguous logits `[n, len(own)]`.
+
+    The formulas are in the module's docstring. Logits are float32 or float64.
+    """
 
     @staticmethod
     def forward(

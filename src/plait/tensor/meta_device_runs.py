@@ -148,7 +148,7 @@ def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
 
 
 def _described(value: Value) -> str:
-    """Return all properties of a value on which a run on the meta device depends."""
+    """Return shapes, strides, dtypes and `requires_grad` of a value's tensors: a cache key of meta runs."""
     return repr(
         map_tensors(lambda one: (tuple(one.shape), one.stride(), one.dtype, one.requires_grad), value)
     )

@@ -47,7 +47,7 @@ from plait.errors import ModelError
 
 
 class ValueState(Enum):
-    """How a value and its gradient are spread over the ranks of `tp`: see the module's first table."""
+    """Whether a value and its gradient are whole or one rank's part: see the first table of the module."""
 
     NEUTRAL = "neutral"
     WHOLE = "whole"

@@ -26,7 +26,7 @@ class RegionBoundary(Protocol):
     """The collectives between a region and the rest of its layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the input of the region's first linears."""
+        """Return the tensor that the region's first linears read: `tensor`, gathered if it is a piece."""
 
     def leave(self, tensor: Tensor) -> Tensor:
         """Return the sum of the ranks' tensors, whole or in pieces. May write to `tensor`."""
@@ -34,7 +34,7 @@ class RegionBoundary(Protocol):
 
 @dataclass(frozen=True)
 class WholeBoundary:
-    """Outside, values are whole. Communication: one all-reduce in `leave` and one in `enter`'s backward."""
+    """Region boundary with whole tensors outside. `leave` and the backward of `enter` all-reduce."""
 
     group: Group
     overlap: Overlap | None = None
@@ -51,7 +51,7 @@ class WholeBoundary:
 
 @dataclass
 class SequenceBoundary:
-    """Boundary with a piece of the sequence per rank outside.
+    """Region boundary with sequence parallelism: outside, each rank holds a piece of the sequence.
 
     Communication: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of the other.
     """
@@ -68,14 +68,14 @@ class SequenceBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the whole sequence."""
+        """Return the whole sequence, all-gathered from the ranks' pieces."""
         whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
         if self.registry is not None and whole is not tensor:
             self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length))
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return this rank's piece of the sum."""
+        """Return this rank's piece of the sum of the ranks' tensors, by a reduce-scatter."""
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def piece(self, size: int) -> DimPiece:

@@ -249,7 +249,7 @@ class MeanLoss:
         return mean * weight.to(mean)
 
     def weight(self, targets: Any) -> Tensor:
-        """Return the count of the targets, 0-d."""
+        """Return the number of averaged rows or elements, or `over(targets)`; 0-d."""
         if callable(self.over):
             return torch.as_tensor(self.over(targets))
         if not isinstance(targets, Tensor) or not targets.dim():

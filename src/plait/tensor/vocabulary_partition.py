@@ -15,7 +15,7 @@ from plait.layout import divide
 
 @dataclass(frozen=True)
 class Vocabulary:
-    """`classes` class numbers, partitioned over `group` as by `divide`; ranks may be empty."""
+    """The `classes` of the logits, partitioned over `group` by `layout.divide`; a rank may have none."""
 
     classes: int
     group: Group

@@ -64,7 +64,7 @@ class CandidateRun:
         self.engine.observe(None)
 
         def inherited(name: str) -> float:
-            """Return the tolerance that a gradient inherits from its contributions, besides its own."""
+            """Return the tolerance of a gradient that stems from the tolerances of its contributions."""
             if not self.comparison.options.resynchronizes:
                 return 0.0
             assert self.checker is not None
@@ -75,7 +75,7 @@ class CandidateRun:
         self.update.run(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
-        """Compare the loss of evaluation."""
+        """Compare the evaluation loss of a batch with the recording."""
         mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
         self.comparison.compare(step, StepPhase.EVALUATION, RecordKey("evaluation"), mean)
 

@@ -105,7 +105,7 @@ class Evidence:
 
 @dataclass
 class Findings:
-    """The tallies and differences of one rank."""
+    """Counts of compared tensors per phase, and the differences found, on one rank."""
 
     layers: int
     """Number of layers of the model."""

@@ -27,7 +27,7 @@ ParameterUse = tuple[int, int]
 
 @dataclass(frozen=True)
 class Contribution:
-    """The value that one use of a parameter adds to its gradient, with a tolerance."""
+    """The gradient that a layer's backward of one micro-batch adds to a parameter's, with a tolerance."""
 
     value: Tensor
     tolerance: Tolerance
@@ -51,7 +51,7 @@ class TrackedGradient:
 
 @dataclass
 class GradientTracker:
-    """Expected gradients of a rank's parameters, updated after each contribution."""
+    """Expected accumulated gradients of a rank's parameters, updated after each backward of a layer."""
 
     gradients: Mapping[GradientKey, Tensor]
     """The accumulated gradients of the engine."""
@@ -75,7 +75,10 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Return the gradient after `I` if `I` added the contribution; `until_weight`: leave it to `W`."""
+        """Return the tracked gradient if `I` added `contribution` to it; else None, as `W` may still add it.
+
+        `until_weight`: leave the comparison to `W`.
+        """
         own = self.open.setdefault(gradient, {})
         own[use] = Contribution(contribution, tolerance)
         if until_weight:
@@ -88,7 +91,7 @@ class GradientTracker:
         return None
 
     def after_weight(self, gradient: GradientKey, use: ParameterUse) -> TrackedGradient | None:
-        """Return the gradient after `W`; None if `I` already added it, or other contributions are partial."""
+        """Return the tracked gradient after `W`; None if `I` added all, or if other additions are partial."""
         own = self.open.get(gradient, {})
         if use not in own:
             if any(other.partial for other in own.values()):
@@ -105,14 +108,14 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield at the end of a step each gradient with open contributions, with the first open use."""
+        """Yield each gradient with contributions not yet confirmed as added, and the first use with one."""
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
                 yield gradient, next(iter(self.open.pop(gradient))), tracked
 
     def reset(self, keys: Iterable[GradientKey]) -> None:
-        """Set gradients to zero after their reduction; open contributions are kept."""
+        """Set expected gradients to zero after their reduction; contributions not yet confirmed are kept."""
         for gradient in keys:
             self.settled.pop(gradient, None)
 
@@ -123,11 +126,11 @@ class GradientTracker:
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether `I` has added only a part of an open contribution."""
+        """Return whether `I` has added only a part of a contribution not yet confirmed."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:
-        """Return the tolerance of the sum of all gradients of a parameter."""
+        """Return the tolerance of the sum of a parameter's gradients over this rank's stages."""
         return sum(tolerance.allowed for (own, _), (_, tolerance) in self.settled.items() if own == name)
 
     def _tracked(self, gradient: GradientKey, uses: Iterable[ParameterUse]) -> TrackedGradient:

@@ -288,7 +288,7 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Return parameters by name, layers' copies by name, the layers, and each layer's aliases by name.
+    """Build a run's layers: return parameters, their copies, the layers, and each layer's aliases, by name.
 
     Layers use the parameters' own memory where that has their compute dtype, unless `always_copy`.
     """

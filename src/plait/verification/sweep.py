@@ -99,7 +99,7 @@ def _row(plan: Plan, result: VerificationReport | RefusedPlan, width: int) -> st
 
 
 def plans_on(ranks: int, plan: Plan, rows: int, *, in_pieces: bool = False) -> tuple[Plan, ...]:
-    """Return every plan on `ranks` ranks that divides a global batch of `rows` rows as finely as `plan`.
+    """Return the plans on `ranks` ranks that a sweep verifies, with about as many micro-batches as `plan`.
 
     Every layout with every schedule, activations kept and recomputed; and every layout with every sharding,
     each with the next schedule and the next mode of recomputation. Where layers can run `in_pieces` of the
@@ -162,7 +162,7 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
-    """Return a dp rank's share of all micro-batches, or the next smaller divisor of its rows."""
+    """Return a dp rank's number of micro-batches: its share, or the next smaller divisor of its rows."""
     most = max(1, microbatches // dp)
     return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 

@@ -69,7 +69,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients with open contributions; then expect accumulation to restart from zero."""
+        """Compare gradients with contributions not yet confirmed; then expect accumulation from zero."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -77,7 +77,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare the gradients with open contributions, by default all of them."""
+        """Compare the gradients with contributions not yet confirmed as added, by default all of them."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):

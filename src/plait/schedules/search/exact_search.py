@@ -28,7 +28,7 @@ class SearchResult(NamedTuple):
 
 
 class NextOperation(NamedTuple):
-    """An operation that a rank could run next."""
+    """An operation that a rank could run next, with its start and end."""
 
     end: int
     start: int
@@ -50,7 +50,7 @@ class _BudgetExceeded(Exception):
 
 
 class _Search:
-    """Depth-first search: tables of the current node, changed on descent and restored on return."""
+    """State of the depth-first search at one node, changed on descent and restored on return."""
 
     def __init__(self, problem: Problem, known: int, nodes: int) -> None:
         self.problem, self.tables = problem, problem.tables
@@ -170,7 +170,7 @@ class _Search:
 
 
 def _tails(problem: Problem) -> list[int]:
-    """Return for each lane the least time from the start of an operation to the end of its micro-batch."""
+    """Return for each stage and kind the least time from an operation's start to its micro-batch's end."""
     forwards, inputs, weights = (problem.ticks.durations[kind] for kind in SPLIT_KINDS)
     tails = [0] * (3 * problem.stages)
     for stage in range(problem.stages):

@@ -76,7 +76,7 @@ def orders_from(problem: Problem, start: InitialOrder) -> Orders:
 
 
 def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOrder) -> list[int]:
-    """Return `keys` with forwards moved earlier and weight gradients later, as far as memory allows."""
+    """Return sort keys with forwards moved earlier and weight gradients later, as far as memory allows."""
     tables, count = problem.tables, problem.microbatches
     latest = max(keys) + 1
     changed = list(keys)
@@ -95,7 +95,7 @@ def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOr
 
 
 def _within_limit(problem: Problem, keys: list[int]) -> Orders:
-    """Return the orders by `keys`, modified where they deadlock or exceed the memory limit."""
+    """Return each rank's operations sorted by `keys`, modified where they deadlock or exceed the limit."""
     tables = problem.tables
     operations = sorted(range(problem.size), key=lambda operation: (keys[operation], operation))
     orders: Orders = [[] for _ in range(problem.ranks)]
@@ -141,7 +141,7 @@ def _times(problem: Problem, block: BuildingBlock) -> list[int]:
 
 
 def admit_in_order(problem: Problem, keys: list[int]) -> Orders:
-    """Return all operations ordered by `keys`, each delayed until it can run and fits into memory."""
+    """Return each rank's operations sorted by `keys`, each delayed until it can run and fits into memory."""
     tables, guard, count = problem.tables, MemoryGuard(problem), problem.microbatches
     needs, feeds, after = tables.needs, tables.feeds, tables.after
     orders: Orders = [[] for _ in range(problem.ranks)]

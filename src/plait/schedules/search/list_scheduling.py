@@ -39,7 +39,7 @@ class DispatchRule:
 
 
 class TimedOrders(NamedTuple):
-    """Orders of a problem or its mirror image, with the end of each operation."""
+    """Each rank's operations in order, with their ends; of a problem or of the problem reversed in time."""
 
     length: int
     """From the first start to the last end."""
@@ -48,7 +48,7 @@ class TimedOrders(NamedTuple):
     """Per operation."""
 
     def reversed(self) -> Orders:
-        """Return the orders, each reversed."""
+        """Return each rank's operations in reverse order."""
         return [order[::-1] for order in self.orders]
 
 
@@ -71,7 +71,7 @@ def list_schedule(
     rng: Random | None = None,
     overrides: Mapping[int, DispatchRule] | None = None,
 ) -> TimedOrders:
-    """Schedule `orders`, which must be runnable and within `limit`.
+    """List-schedule `orders`, which must be runnable within the memory `limit`; return orders with ends.
 
     Without `rng`, `swap_chance` and `gap_noise` have no effect. `overrides`: rules of single ranks.
     """
@@ -89,7 +89,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the best of `rounds` pairs of list schedules, from the back and then from the front."""
+    """Return the best of `rounds` list schedules, each backward, then forward in time (justification)."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE
@@ -105,7 +105,7 @@ def justify(
 
 
 class _ListScheduler:
-    """State of list scheduling: the ends of operations, and the progress of each order and lane."""
+    """State of a list-scheduling run: the ends of operations, and the next ones of each rank and stage."""
 
     def __init__(
         self,
@@ -220,7 +220,7 @@ class _ListScheduler:
         return -1
 
     def _heads(self, rank: int) -> list[int]:
-        """Return the first unfinished operation of each lane, and drop finished lanes."""
+        """Return the first unfinished operation of each lane (a stage and kind), and drop finished lanes."""
         ends, heads = self.ends, self.heads[rank]
         ended = False
         for index, operation in enumerate(heads):

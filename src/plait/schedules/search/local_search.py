@@ -147,7 +147,7 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
 
 
 def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
-    """Reschedule from the back and the front, with random rules for all ranks or the last one to finish."""
+    """Reschedule backward, then forward in time, with random rules for all ranks or the last to finish."""
     problem, rule = candidate.problem, candidate.rule
     if rng.random() < FOCUS:
         late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)

@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 class MemoryGuard:
-    """The memory in use on every rank, and the number of finished operations of each lane."""
+    """The memory in use on each rank, and the number of finished operations of each stage and kind."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -22,7 +22,7 @@ class MemoryGuard:
         self._alone = [_microbatch_peaks(problem, rank) for rank in range(problem.ranks)]
 
     def fits(self, operation: int) -> bool:
-        """Return whether the operation, the next of its lane, fits into the free memory."""
+        """Return whether `operation`, the next of its stage and kind, fits into its rank's free memory."""
         tables = self.problem.tables
         return self.held[tables.rank[operation]] + tables.memory_change[operation] <= self.problem.limit
 
@@ -33,7 +33,7 @@ class MemoryGuard:
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Return whether micro-batches can finish one by one after one more forward of this lane."""
+        """Return whether micro-batches can finish one by one after one more forward on stage `lane // 3`."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
@@ -57,7 +57,7 @@ class MemoryGuard:
         self._change(operation, 1)
 
     def undo(self, operation: int) -> None:
-        """Mark the operation, the last finished one of its lane, as not finished."""
+        """Mark `operation`, the last finished one of its stage and kind, as not finished."""
         self._change(operation, -1)
 
     def _change(self, operation: int, by: int) -> None:

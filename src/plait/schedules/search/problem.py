@@ -29,7 +29,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Tables of a problem or its mirror image, indexed by operation unless stated otherwise; -1 is none."""
+    """Integer tables of a problem, or of it reversed in time, by operation unless stated; -1 is none."""
 
     duration: Sequence[int]
     rank: Sequence[int]
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank, the offset of its start, subtracted from its end where the span is minimised; else 0."""
+        """Each rank's earliest start, subtracted from its end where the span is minimised; else zeros."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)

@@ -178,7 +178,7 @@ def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
 
 
 def draw_bands(frame: Frame, top: float) -> SvgPart:
-    """Return a band per label of `frame`, from `top` down.
+    """Return one band per rank with the share of each kind over time, for actions too narrow to draw.
 
     Every column shows the share of each kind of action in its time, from the bottom up; the rest is idle.
     """
@@ -224,7 +224,7 @@ class _Bands:
         return SvgPart(elements, len(self.frame.labels) * self.pitch - (self.pitch - self.row_height))
 
     def band(self, name: str, rank: int, y: float) -> Iterator[str]:
-        """Yield the track of a band, and the stacked areas of the kinds."""
+        """Yield the SVG elements of a rank's band: its background, and stacked areas of the kinds' shares."""
         frame, timeline = self.frame, self.frame.timeline
         row = timeline.cells[rank]
         idle = amount(timeline, timeline.idle[rank])

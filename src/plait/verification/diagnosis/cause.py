@@ -52,7 +52,7 @@ def likely_cause(symptoms: Symptoms) -> str:
 
 
 def circumstances(symptoms: Symptoms) -> Iterator[str]:
-    """Yield the ranks, and the micro-batches and steps before the difference, for which all is equal."""
+    """Yield phrases for what is equal: other ranks, and micro-batches and steps before the difference."""
     location = symptoms.difference.location
     equal = [rank for rank in symptoms.compared_on if rank not in symptoms.evidence]
     if equal:

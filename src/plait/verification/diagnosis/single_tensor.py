@@ -1,4 +1,4 @@
-"""Hypotheses about one tensor: zero, a multiple of the expected one, or wrong by a multiple of its base."""
+"""Hypotheses about one tensor: zero, a multiple of the expected, or with a layer's input added too often."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor, with or without its base, is a multiple of the expected; else None."""
+    """Return a sentence if the tensor, or its change, is a multiple of the expected one; else None."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
@@ -150,7 +150,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
 
 
 def multiple_of_input(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the base (see `Evidence`) was added too often or not at all; else None."""
+    """Return a sentence if a layer's input (or the old value) was added too often or never; else None."""
     base = symptoms.first.base
     actual, expected = symptoms.pair
     if base is None or len(actual) < ENOUGH or actual.shape != expected.shape:

@@ -81,7 +81,7 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of the rest, tensor to subtract) for each split of a tensor; the first subtracts zero."""
+    """Yield (name of the remainder, tensor to subtract): first zeros, then `evidence.base` if any."""
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base
