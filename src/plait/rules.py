@@ -86,7 +86,7 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return the rule with the fields `parts`, the name of an attribute, and `repeated`."""
+        """Return a copy of the rule with `parts` (an attribute, such as "heads") and `repeated` set."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:

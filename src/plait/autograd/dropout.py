@@ -92,7 +92,7 @@ class _RunningLayer(NamedTuple):
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """In tensor-parallel regions, set the mask of `module` to one of `count` equal pieces of `dim`."""
+    """For a dropout inside a tensor-parallel region: its mask is piece `index` of `count` of `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
@@ -102,7 +102,7 @@ def _equal_piece(index: int, count: int, size: int) -> DimPiece:
 
 
 def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """Outside tensor-parallel regions, set the mask of `module` to this rank's piece of sequence `dim`."""
+    """For a dropout outside tensor-parallel regions: its mask is this rank's piece of sequence `dim`."""
     module.in_pieces = True
     module.pieces[dim] = locate
 
@@ -136,7 +136,7 @@ class DropoutGenerator:
             self._layer = before
 
     def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPiece]:
-        """Return the key of the mask for this call of `module`, and the piece of dim 0 that has its rows."""
+        """Return the random key of the mask for this call of `module`, and the piece of dim 0 it is for."""
         if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "

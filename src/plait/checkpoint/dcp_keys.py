@@ -139,7 +139,7 @@ def _split_last(text: str) -> tuple[str, str]:
 
 
 def _model_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
-    """Return the prefix of the model's keys, with its dot. Raises CheckpointError where it is ambiguous."""
+    """Return the prefix of the model's keys, with the final dot. Raises CheckpointError if ambiguous."""
     keys, names = set(tensors), {name for name, _ in found.states.values()}
     if names:
         some = next(iter(names))

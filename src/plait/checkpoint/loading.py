@@ -81,7 +81,7 @@ def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, ma
 
 
 def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-    """Check all files for damage, one portion per rank and round, which bounds the wait in each round."""
+    """Check all files for damage: in each round each rank checks one portion, then all synchronise."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
         error = None

@@ -42,7 +42,7 @@ def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
 
 
 def axes_of(axis: str, axes: Collection[str] = AXES) -> tuple[str, ...]:
-    """Return the axes that a name combines, or itself. Raises `MeshError` for an unknown axis."""
+    """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
     if axis in axes:
         return (axis,)
     combined = combined_axes(axes)

@@ -101,7 +101,7 @@ class GridMesh:
         return coordinates.coordinate_of(rank, self.sizes)
 
     def axes_of(self, axis: str) -> tuple[str, ...]:
-        """Return the axes that a name combines, or itself. Raises `MeshError` for an unknown axis."""
+        """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
         return coordinates.axes_of(axis, self.sizes)
 
     def rank_at(self, **coordinate: int) -> int:

@@ -84,7 +84,7 @@ def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
 
 
 def root_cause(failures: Iterable[RankFailure]) -> RankFailure:
-    """Return the earliest failure that is not secondary, else the earliest."""
+    """Return the earliest failure that is not a consequence of another rank's, else the earliest."""
     return min(failures, key=lambda failure: (failure.secondary, failure.at))
 
 

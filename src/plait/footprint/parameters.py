@@ -38,7 +38,7 @@ class RankBuffer:
 
     @property
     def moment(self) -> int:
-        """Size of one tensor of optimizer state per piece, on the rank of `shard` with the most elements."""
+        """Bytes of one optimizer-state tensor of this buffer, on the `shard` rank with the most elements."""
         if not self.spec.kind.trains:
             return 0
         offsets = self.spec.offsets

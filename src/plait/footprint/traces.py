@@ -97,7 +97,7 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 def _trace_backward(
     tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
 ) -> _PhaseRecorder | None:
-    """Record the backward of the input; return None where it fails on the meta device."""
+    """Record the backward of the input gradient; return None where it fails on the meta device."""
     backward = _PhaseRecorder(tracker)
     try:
         stage.backward_input(0, 0)

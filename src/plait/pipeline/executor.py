@@ -36,7 +36,7 @@ REMEMBERED_PROGRAMS = 8
 
 
 class _BoundSegment(NamedTuple):
-    """A segment of a program, with the calls of its instructions."""
+    """A program segment, with the function to call for each of its instructions."""
 
     segment: Segment
     run: Callable[[_Calls], None]

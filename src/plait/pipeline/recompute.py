@@ -35,7 +35,7 @@ def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Val
 
 
 class _SelectiveContexts:
-    """Makes the contexts of a layer's first and second run of each micro-batch."""
+    """Makes the contexts of selective recomputation, for a layer's first and second forward."""
 
     def __init__(self) -> None:
         self._replayed: int | None = None

@@ -19,7 +19,10 @@ TOLERANCE = Fraction(1, 10**9)
 
 
 class MemoryCosts(NamedTuple):
-    """Memory of one micro-batch on each stage, in integer multiples of `unit`; 1 is a rank's full share."""
+    """Activation memory of one micro-batch on each stage, in integer multiples of `unit`.
+
+    1 is the memory of a micro-batch on all stages of a rank.
+    """
 
     unit: Fraction
     until_input: tuple[int, ...]
@@ -52,7 +55,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return the peak memory of each rank, where 1 is a rank's full share of one micro-batch."""
+    """Return each rank's peak activation memory, where 1 is a micro-batch on all of the rank's stages."""
     costs = costs or even_memory_costs(schedule)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)

@@ -24,7 +24,10 @@ class StepPrograms:
 
     @cached_property
     def train(self) -> Program:
-        """Forward and backward of every micro-batch. Raises ScheduleError for an illegal schedule."""
+        """The training program: forward and backward of all micro-batches.
+
+        Raises ScheduleError for an illegal schedule.
+        """
         check(self.schedule)
         return self._lower(self.schedule, "loss")
 

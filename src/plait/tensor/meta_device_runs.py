@@ -104,7 +104,7 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return the claims of rules and layouts about a layer; `layer` is the copy to be proved."""
+        """Return what rules and layouts claim about a layer, for the proof of `layer`, its copy."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],

@@ -31,7 +31,7 @@ class CandidateRun:
         self.checker: InstructionChecker | None = None
 
     def start(self, change: ValueChange) -> None:
-        """Compare the initial values, then replace them by those of `change`."""
+        """Compare the initial parameters and loss scale, then set parameters to the results of `change`."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]

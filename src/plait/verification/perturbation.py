@@ -24,7 +24,7 @@ class Perturbation:
         self.generator = torch.Generator().manual_seed(self.number)
 
     def perturb(self, tensor: Tensor) -> Tensor:
-        """Return `tensor` with a random error per element, relative to its plus the median magnitude.
+        """Return `tensor` plus random errors, scaled by each element's magnitude plus the median magnitude.
 
         The median accounts for sums that cancel, whose error is that of their summands; unlike a mean it is
         not dominated by a few elements (the -1e9 of a mask).

@@ -209,7 +209,7 @@ class ReferenceRun:
         return records | self._contributions(scope)
 
     def _contributions(self, scope: RecordScope) -> Records:
-        """Return the gradient of each alias, and add it to its parameter's sum."""
+        """Return the gradient of each layer's use of a parameter, and add it to the parameter's gradient."""
         records: Records = {}
         for number, aliases in enumerate(self.aliases):
             for name, alias in aliases.items():

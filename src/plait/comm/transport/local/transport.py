@@ -158,7 +158,7 @@ class LocalRank:
         groups: dict[Key, GroupOperations],
         shared_results: dict[Hashable, Any],
     ) -> None:
-        """Take the scheduler; `groups` and `shared_results` are one dictionary each for all ranks."""
+        """`groups`, `shared_results`: dictionaries that all ranks of the process share."""
         self.shared_results = shared_results
         self.rank, self.size = rank, scheduler.size
         self._scheduler, self._groups = scheduler, groups

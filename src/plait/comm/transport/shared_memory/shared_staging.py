@@ -139,7 +139,7 @@ class SharedStagingBuffers:
                 pending.wait()
 
     def done(self, sequences: tuple[int, ...]) -> None:
-        """Acknowledge reads of this rank."""
+        """Acknowledge operations `sequences`, whose staged tensors this rank has read."""
         del self._pending[sequences[0]]
         self.channels.acknowledge(*sequences)
 
