@@ -9,7 +9,7 @@ import hypothesis
 import pytest
 import torch
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
 
 STARTED, MOST_SECONDS = monotonic(), 170

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from plait.comm import Group, Mesh, barrier
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.comm.transport.reduction import fold
 from plait.comm.transport.shared_memory import algorithms
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from work import CONTEXT, HIDDEN, build
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.layers.layer_sequence import sequence_of
 from plait.layers.nested import leaf_of
 from plait.layers.shape_inference import infer

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine, engine
 from plait.pipeline.stage import Stage
 from plait.sharding import gatherer, reducer

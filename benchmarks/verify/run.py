@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 import plait
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.pipeline.exchange import Exchange
 from plait.tensor.losses import cross_entropy
 from plait.verification.case import Case

@@ -14,9 +14,9 @@ from itertools import chain
 
 from torch import Tensor, nn
 
-from plait.autograd.deferred import defer_weight_gradients
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh

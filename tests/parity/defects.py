@@ -19,7 +19,7 @@ from plait.engine import runner
 from plait.pipeline.exchange import Exchange
 from plait.pipeline.loss_stage import LossStage
 from plait.pipeline.stage import Stage
-from plait.sharding import norm, reducer
+from plait.sharding import gradient_norm, reducer
 from plait.sharding.reducer import Reducer
 from plait.sharding.unit import FlatBuffer
 
@@ -142,7 +142,7 @@ def norm_of_own_stage_only() -> Iterator[None]:
     def local(tensor: Tensor, group: Any, *op: str, **options: Any) -> Handle[Tensor]:
         return Handle.done(tensor, group)
 
-    with patch.object(norm, "all_reduce", local):
+    with patch.object(gradient_norm, "all_reduce", local):
         yield
 
 

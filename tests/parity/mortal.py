@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import cloudpickle
 import torch
 
-from plait.comm.pool import _without_main
+from plait.comm.rank_pool import _without_main
 from plait.comm.world import World, join_world
 
 

@@ -13,7 +13,7 @@ from parity import reference, woven
 from parity.case import Case, Recipe
 from parity.norm import TOLERANCE, assert_close, assert_equal
 from parity.outcome import Outcome
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.layout import Coordinate, Layout, assemble
 from plait.plan import Plan
 

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from plait import composer
 from plait.autograd import paired_collectives
-from plait.autograd.deferred import linear
+from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.paired_collectives import copy, reduce
 from plait.comm.collectives import all_reduce
 from plait.comm.handle import Handle

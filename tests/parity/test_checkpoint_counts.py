@@ -15,7 +15,7 @@ from plait.checkpoint.checkpoint_manager import CheckpointManager
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.rank_contents import rank_contents, written_by
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.comm.text_collectives import all_gather_text
 from plait.plan import Plan
 

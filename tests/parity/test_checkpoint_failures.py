@@ -13,7 +13,7 @@ from parity.checkpoints import run_of
 from parity.full_disk import Full
 from plait.checkpoint import loading, saving
 from plait.checkpoint.disk import Disk
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError
 from plait.plan import Plan
 

@@ -13,7 +13,7 @@ import plait
 from parity.checkpoints import VOCAB, Make, plan_of, run_of, tensors_of
 from parity.test_checkpoints import check_close, check_same_bits
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError
 from plait.plan import Plan
 

@@ -15,7 +15,7 @@ from parity.checkpoints import LAYOUTS, link, model, never_stopped, plan_of, ten
 from plait.blueprint import build_blueprint
 from plait.checkpoint.converting import convert_for
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 
 STEPS = 3
 """Between two stops."""

@@ -16,7 +16,7 @@ from parity.cases import USER_CASES, case, gpt2, llama
 from parity.layers import CLASSES, HIDDEN
 from parity.norm import TOLERANCE, assert_equal
 from parity.reference import materialise, train
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, ModelError
 from plait.plan import Plan
 from plait.rules import column, entrance, row

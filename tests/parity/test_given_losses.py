@@ -18,7 +18,7 @@ from parity.cases import case
 from parity.layers import CLASSES, HIDDEN
 from parity.norm import TOLERANCE, assert_close
 from parity.parity import check_parity
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.plan import Plan
 from plait.rules import vocabulary
 from plait.tensor import mean_loss

@@ -18,7 +18,7 @@ import plait
 from parity import huggingface_cases as cases
 from parity.norm import assert_close, assert_equal
 from parity.parity import check_parity
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.plan import Plan
 from plait.verification.case import Case
 from plait.verification.options import VerifyOptions

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 
 import plait
 from parity.mortal import Ending, MortalRanks
-from plait.autograd import deferred
+from plait.autograd import deferred_weight_gradients
 from plait.blueprint import build_blueprint
 from plait.engine import Engine
 from plait.plan import Plan
@@ -188,13 +188,13 @@ def surround(engine: Engine, doom: Doom) -> None:
         return [(before, instruction), *original_calls(instruction), (after, instruction)]
 
     patch.object(executor, "_calls", calls).start()
-    original = deferred._add_product
+    original = deferred_weight_gradients._add_product
 
     def add_product(*arguments: Tensor) -> None:
         doom.inside()
         original(*arguments)
 
-    patch.object(deferred, "_add_product", add_product).start()
+    patch.object(deferred_weight_gradients, "_add_product", add_product).start()
 
 
 # ── which rank, where ──

@@ -17,7 +17,7 @@ from parity.test_checkpoints import check_close
 from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp, import_dcp
 from plait.checkpoint.inspecting import summary
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.layout import assemble
 from plait.plan import Plan
 from plait.rules import column, row

@@ -16,7 +16,7 @@ from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, USER_CASES, case, gpt2, llama
 from parity.layers import HIDDEN
 from parity.norm import TOLERANCE, assert_equal
 from parity.reference import materialise
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, DataError, PlaitError
 from plait.layers.nested import Microbatches, Value, tensors_of
 from plait.layout import divide

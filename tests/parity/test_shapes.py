@@ -22,7 +22,7 @@ from parity.packed import LOSS, RULES, Lengths, Single, microbatches
 from parity.parity import merged
 from parity.woven import gradients_of
 from plait.comm.handle import Handle
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CommunicationError, DataError, PlaitError, PlanError
 from plait.layers.nested import Microbatches

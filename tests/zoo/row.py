@@ -11,7 +11,7 @@ import torch
 
 from parity import case as parity
 from parity.woven import global_rows
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.plan import Plan
 from plait.verification.case import Case
 from plait.verification.location import StepPhase

@@ -19,7 +19,7 @@ from parity.dropping import RULES as DROPPING_RULES
 from parity.dropping import dropping
 from parity.tensor_defects import copies_not_summed
 from plait.autograd import paired_collectives
-from plait.autograd.deferred import linear
+from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.dropout_mask import DimPiece
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
 from plait.autograd.uneven_collectives import own_piece, start_whole

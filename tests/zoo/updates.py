@@ -16,7 +16,7 @@ from parity.tensor_defects import whole_parameters_counted_by_every_rank
 from plait import composer
 from plait.comm.handle import Handle
 from plait.engine import Engine, engine, runner
-from plait.sharding.norm import scale_to, start_norm
+from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.verification.location import StepPhase
 from zoo import cases, models
 from zoo.patching import rank

@@ -16,8 +16,8 @@ from parity.defects import (
     weight_work_twice,
 )
 from parity.tensor_defects import columns_learn_nothing, entrance_without_sum
-from plait.autograd import deferred
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd import deferred_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.collectives import all_reduce
 from plait.pipeline.stage import Stage
 from plait.tensor import embedding
@@ -70,13 +70,13 @@ def only_the_embeddings_part_of_a_tie() -> Any:
 @contextmanager
 def biases_learn_nothing() -> Iterator[None]:
     """The backward of linears leaves the bias out."""
-    original = deferred._Linear.backward
+    original = deferred_weight_gradients._Linear.backward
 
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         of_input, of_weight, _, *others = original(ctx, gradient)
         return of_input, of_weight, None, *others
 
-    with patch.object(deferred._Linear, "backward", staticmethod(backward)):
+    with patch.object(deferred_weight_gradients._Linear, "backward", staticmethod(backward)):
         yield
 
 
@@ -118,12 +118,12 @@ def norm_learns_twice() -> Iterator[None]:
 
 def padding_learns() -> Any:
     """The row of the padding token gets a gradient."""
-    original = deferred.embedding
+    original = deferred_weight_gradients.embedding
 
     def unpadded(input: Tensor, weight: Tensor, padding: int | None, queue: Any) -> Tensor:
         return original(input, weight, None, queue)
 
-    return patch.object(deferred, "embedding", unpadded)
+    return patch.object(deferred_weight_gradients, "embedding", unpadded)
 
 
 def rows_of_others_learn() -> Any:

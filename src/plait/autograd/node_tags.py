@@ -1,4 +1,4 @@
-"""Tags on the nodes of an autograd graph on the meta device, which `plait.tensor.proof` reads."""
+"""Tags on the nodes of an autograd graph on the meta device, which `plait.tensor.gradient_proof` reads."""
 
 from __future__ import annotations
 

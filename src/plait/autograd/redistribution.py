@@ -65,7 +65,7 @@ def redistribute(
         return tensor
     if not tensor.is_meta:
         return _apply(tensor, there, back, mesh, where)
-    # Nothing is sent, but `plait.tensor.proof` needs nodes where a region begins and ends.
+    # Nothing is sent, but `plait.tensor.gradient_proof` needs nodes where a region begins and ends.
     enters, leaves = _crossing(source, gradient, target)
     entered = copy(tensor, mesh.group(_REGION_AXIS)) if enters else tensor
     result = _apply(entered, there, back, mesh, where)

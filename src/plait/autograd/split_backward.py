@@ -14,7 +14,7 @@
         def weight_gradients(gradient, x):                   W
             return {"weight": (gradient * x).flatten(0, -2).sum(0)}
 
-`nn.Linear`, `nn.Embedding` and `Conv1D` are split without it: see `plait.autograd.deferred`.
+`nn.Linear`, `nn.Embedding` and `Conv1D` are split without it: see `plait.autograd.deferred_weight_gradients`.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, Protocol, runtime_checkable
 import torch
 from torch import Tensor
 
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import ModelError
 
 

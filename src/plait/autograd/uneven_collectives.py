@@ -35,7 +35,7 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTens
     """
     cuts, dim = divide(size, group.size), dim % piece.dim()
     own = cuts[group.index]
-    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: `plait.tensor.proof` names the fault
+    if piece.is_meta and piece.shape[dim] == size > len(own):  # whole: the gradient proof names the fault
         return lambda: piece.new_empty(*piece.shape[:dim], size, *piece.shape[dim + 1 :])
     if piece.shape[dim] != len(own):
         raise ModelError(

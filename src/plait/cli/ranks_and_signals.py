@@ -59,7 +59,7 @@ def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.
     """
-    from plait.comm.pool import stop_fork_server
+    from plait.comm.rank_pool import stop_fork_server
     from plait.comm.world import find_world
 
     world = find_world()

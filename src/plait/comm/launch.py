@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from plait.comm.orphan_watch import OrphanWatch
 from plait.comm.pickling import dumps_result
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.comm.rank_threads import run_threads
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.world_ranks import current_ranks

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from plait.comm.traffic import Counts
 from plait.engine.full_tensors import load_state_dict, named_gradients, state_dict
-from plait.engine.output import generated, model_output
+from plait.engine.inference import generated, model_output
 from plait.engine.recorder import Recording
 from plait.engine.rescheduling import (
     from_json,
@@ -31,9 +31,9 @@ from plait.layers.nested import Microbatches, Value, with_tensors
 from plait.layout import Layout
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.sharding.norm import scale_to, start_norm
+from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.sharding.optimizer_check import OptimizerGuard, Partitioning
-from plait.sharding.replicas import check_replicas
+from plait.sharding.replica_check import check_replicas
 
 if TYPE_CHECKING:
     from plait.checkpoint.dtensor import DTensor

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from plait.comm.clocks import clock_offset
+from plait.comm.clock_offset import clock_offset
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
 from plait.engine.clock import Clock, clock_on
@@ -21,7 +21,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.program_segments import Segment
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.measured import (
+from plait.schedules.simulation.measured_times import (
     MeasuredAction,
     measured_costs,
     measured_timeline,

@@ -11,8 +11,8 @@ from time import perf_counter
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import require_same_text
 from plait.comm.mesh import Mesh

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.blueprint import Blueprint, storage_policy
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic

@@ -20,9 +20,9 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import made_by_linear
+from plait.autograd.deferred_weight_gradients import made_by_linear
 from plait.autograd.dropout import DropoutGenerator, names_of
-from plait.autograd.weight_queue import WeightGradientQueue, WeightWork
+from plait.autograd.weight_gradient_queue import WeightGradientQueue, WeightWork
 from plait.errors import ModelError
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of

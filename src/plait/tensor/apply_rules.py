@@ -13,9 +13,9 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from plait.autograd.deferred import is_transposed_linear
+from plait.autograd.deferred_weight_gradients import is_transposed_linear
 from plait.autograd.dropout import Dropout, set_region_piece, set_sequence_piece
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.autograd.deferred import linear
+from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.paired_collectives import copy
 from plait.comm.group import Group
 from plait.errors import PlanError

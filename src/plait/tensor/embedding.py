@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import embedding
+from plait.autograd.deferred_weight_gradients import embedding
 from plait.autograd.paired_collectives import reduce
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import DataError, ModelError
 from plait.layout import divide

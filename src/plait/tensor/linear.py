@@ -15,9 +15,9 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import linear
+from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.paired_collectives import gather, split
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout

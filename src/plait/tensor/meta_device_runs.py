@@ -15,7 +15,7 @@ from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_
 from plait.layers.structure_key import structure_of
 from plait.layout import Layout
 from plait.tensor.feature_partition import is_sharded
-from plait.tensor.proof import Claims, prove_layer
+from plait.tensor.gradient_proof import Claims, prove_layer
 from plait.tensor.tensor_parallelism import TensorParallelism
 
 MOST_RESULTS = 4096

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from plait.autograd.paired_collectives import to_pieces, to_whole
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.layers.layer_sequence import NamedLayer, RunOnPieces
 from plait.layers.nested import Value, tensors_of, with_tensors

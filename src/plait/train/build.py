@@ -10,7 +10,7 @@ from torch import nn
 
 from plait.models import gpt2, llama
 from plait.models.huggingface.pretrained import model_in, weights_in
-from plait.train.sections import ModelConfig, TrainConfig
+from plait.train.config_sections import ModelConfig, TrainConfig
 
 
 def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:

@@ -10,8 +10,7 @@ from plait.default_sizes import default_inner
 from plait.errors import ConfigError, listed
 from plait.plan import Plan, Precision
 from plait.schedules.search.api import default_chunks
-from plait.train.model_folder import invalid_path
-from plait.train.sections import (
+from plait.train.config_sections import (
     DataConfig,
     ModelConfig,
     ParallelConfig,
@@ -19,6 +18,7 @@ from plait.train.sections import (
     Section,
     TrainConfig,
 )
+from plait.train.model_folder import invalid_path
 
 MOST = 2**31 - 1
 """The largest value of a size or count without a limit of its own."""

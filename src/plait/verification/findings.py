@@ -14,7 +14,7 @@ from torch import Tensor
 from plait.layout import Layout, shard
 from plait.verification.location import Location, StepPhase
 from plait.verification.reference_recording import Tolerance, elementwise_difference, largest_difference
-from plait.verification.sketches import InnerDifference
+from plait.verification.tensor_sketches import InnerDifference
 
 MAX_LISTED = 64
 """Differences of one rank that are kept; further ones are only counted."""

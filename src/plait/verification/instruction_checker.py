@@ -32,8 +32,8 @@ from plait.verification.diagnosis.alternatives import (
 from plait.verification.findings import Piece
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
-from plait.verification.sketches import InnerDifference, ModuleSketches, first_inner_difference
 from plait.verification.step_comparison import StepComparison
+from plait.verification.tensor_sketches import InnerDifference, ModuleSketches, first_inner_difference
 from plait.verification.weight_gradient_checker import WeightGradientChecker
 
 

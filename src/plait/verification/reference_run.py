@@ -36,8 +36,8 @@ from plait.verification.options import VerifyOptions
 from plait.verification.perturbation import Perturbation
 from plait.verification.reference_recording import LOSS_KINDS, ReferenceRecording
 from plait.verification.reference_update import ReferenceUpdate
-from plait.verification.sketches import sketched
 from plait.verification.start_values import ValueChange
+from plait.verification.tensor_sketches import sketched
 
 Batch = tuple[Value, Value]
 """Inputs and targets of a global batch."""

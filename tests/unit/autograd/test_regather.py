@@ -9,11 +9,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import linear
+from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.paired_collectives import gather_in
 from plait.autograd.regather import Gather, GatherRegistry, Regathered
 from plait.autograd.uneven_collectives import own_piece
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 
 ROWS, LENGTH, WIDTH = 2, 5, 3

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from plait.autograd import SplitBackward
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import ModelError
 
 

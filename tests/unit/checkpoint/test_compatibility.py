@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import plait
 from parity.checkpoints import plan_of, run_of
 from plait.checkpoint.manifest import read_manifest
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import CheckpointError, PlanError
 from plait.plan import Plan

@@ -54,7 +54,7 @@ class Answer:
 def stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """The command is not the end of this process: its fork server and its signals stay as they are."""
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("plait.comm.pool.stop_fork_server", lambda: None)
+    monkeypatch.setattr("plait.comm.rank_pool.stop_fork_server", lambda: None)
     yield
     signal.signal(signal.SIGTERM, handler)
 

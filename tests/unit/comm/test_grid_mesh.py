@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from plait.comm import GridMesh, Mesh, all_gather, all_reduce
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import LayoutError, MeshError
 from plait.layout import Flat, Layout, Partial, Replicate, Shard, shard
 from plait.tensor import full_tensor, redistribute

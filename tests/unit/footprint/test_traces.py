@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.footprint.traces import Trace, trace_layer, trace_loss
 from plait.layers.layer_sequence import NamedLayer
 from plait.layers.nested import tensors_of

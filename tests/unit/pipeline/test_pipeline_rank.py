@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.mesh import Mesh
 from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.shape_inference import infer

@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.deferred import defer_weight_gradients
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.errors import ModelError
 from plait.layers.layer_sequence import private_copy, sequence_of
 from plait.layers.nested import Value, leaf_of

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from plait.autograd import paired_collectives
-from plait.autograd.deferred import embedding, linear
+from plait.autograd.deferred_weight_gradients import embedding, linear
 from plait.autograd.paired_collectives import reduce
 from plait.comm import Group, Handle, all_gather, all_reduce
 from plait.tensor import embedding as embedding_module

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm import Group, Mesh
 from plait.layout import Layout, assemble, divide
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.nn.utils import parametrizations
 
 from parity.layers import Conv1D
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import ModelError, PlanError
 from plait.layout import Layout, Shard, assemble, shard

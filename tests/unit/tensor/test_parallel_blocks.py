@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.comm import Count, GridMesh, Group, Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import PlanError
 from plait.layout import Layout, assemble
 from plait.tensor import TensorParallelAttention, TensorParallelMLP

@@ -13,7 +13,7 @@ from parallel_cases import WIDTH, assert_close, cut_block, defer, draw, full_blo
 from torch import Tensor, nn
 
 from plait.autograd import paired_collectives
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm import Count, Group, Handle, Mesh, Traffic, all_reduce
 from plait.errors import PlanError
 from plait.layout import assemble

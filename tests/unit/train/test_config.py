@@ -10,7 +10,7 @@ from plait.errors import ConfigError
 from plait.plan import Plan
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments, fields, takes
-from plait.train.sections import ModelConfig, ParallelConfig, TrainConfig
+from plait.train.config_sections import ModelConfig, ParallelConfig, TrainConfig
 
 
 @pytest.fixture

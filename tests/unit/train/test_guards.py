@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from plait.comm import mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import ConfigError, PlaitError
 from plait.train.config import Config

@@ -15,7 +15,7 @@ from torch.nn import functional
 
 from parity import huggingface_cases as cases
 from plait.comm.mesh import Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, ModelError
 from plait.models.huggingface.adapter import from_huggingface
 from plait.models.huggingface.pretrained import weights_in

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import NonFiniteError
 from plait.train.config import Config

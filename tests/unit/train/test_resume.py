@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CheckpointError, ConfigError, NonFiniteError
 from plait.train import checkpoints
 from plait.train.config import Config

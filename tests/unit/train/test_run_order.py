@@ -10,7 +10,7 @@ from unittest.mock import patch
 import pytest
 
 import plait
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
 from plait.footprint.layer_timing import balance

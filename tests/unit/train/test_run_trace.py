@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments

@@ -16,7 +16,7 @@ from plait.verification.diagnosis import Symptoms, likely_cause
 from plait.verification.diagnosis.cause import HYPOTHESES, UNEXPLAINED, UNEXPLAINED_BY_PLAN, unexplained
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.location import Location, StepPhase
-from plait.verification.sketches import InnerDifference
+from plait.verification.tensor_sketches import InnerDifference
 
 ONE, TP, CUBE = Plan(), Plan(tp=2), Plan(pp=2, dp=2, tp=2, microbatches=4)
 FORWARD = Location(0, StepPhase.FORWARD, 1, 0)

@@ -11,7 +11,7 @@ from verification_cases import mlp, mlp_case, phases_of, rows_and_classes
 
 from parity.cases import ONE_STAGE, gpt2
 from plait.comm.mesh import Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.composer import parallelize
 from plait.layers.layer_sequence import sequence_of
 from plait.plan import Plan

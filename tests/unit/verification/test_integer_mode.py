@@ -19,7 +19,7 @@ from parity.case import Case as ParityCase
 from parity.cases import USER_CASES, gpt2, llama, with_values
 from parity.dropping import DROPPING, dropping
 from plait.comm.mesh import Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError, PlanError
 from plait.plan import Plan, Recompute
 from plait.tensor.vocabulary_partition import Vocabulary

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 from verification_cases import mlp_case, rows_and_classes, run_each
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.plan import Plan, Recompute
 from plait.schedules.search.api import POLICY_NAMES
 from plait.tensor.losses import cross_entropy

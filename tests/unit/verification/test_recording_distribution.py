@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from verification_cases import CLASSES, ROWS, rows_and_classes
 
 from plait.comm.mesh import Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import ModelError, PlaitError
 from plait.layers.layer_sequence import bits_of
 from plait.plan import Plan

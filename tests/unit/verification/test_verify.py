@@ -14,7 +14,7 @@ from verification_cases import case_of, label, mlp, mlp_case, rows_and_classes, 
 import plait
 from parity.cases import USER_CASES, gpt2, llama
 from plait.comm.mesh import Mesh
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import DataError, ModelError, PlaitError, PlanError, ScheduleError
 from plait.layers.layer_sequence import bits_of

@@ -22,7 +22,7 @@ from plait.verification.rank_verification import RankOutcome
 from plait.verification.reference_recording import Tolerance
 from plait.verification.report import LISTED, VerificationReport, layout_of
 from plait.verification.report_from_ranks import build_report
-from plait.verification.sketches import InnerDifference
+from plait.verification.tensor_sketches import InnerDifference
 
 PATHS = ("embedding", "blocks.0.attention", "blocks.0.mlp", "head")
 PLAN = Plan(pp=1, dp=2, tp=2, microbatches=4, schedule="zb-h1")

@@ -6,10 +6,10 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from plait.errors import ConfigError
+from plait.schedules.simulation.chrome_trace import draw_trace
 from plait.schedules.simulation.html import draw_html
 from plait.schedules.simulation.svg import draw_svg
 from plait.schedules.simulation.timeline import Timeline
-from plait.schedules.simulation.trace import draw_trace
 from plait.schedules.torch_csv import to_csv
 
 FORMATS = ("svg", "html", "trace", "csv")

@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
-from plait.verification.diagnosis.arrangement import part_of_a_dim, permuted, positions, shifted, transposed
+from plait.verification.diagnosis.misplaced_values import (
+    part_of_a_dim,
+    permuted,
+    positions,
+    shifted,
+    transposed,
+)
 from plait.verification.diagnosis.rounding import rounded
 from plait.verification.diagnosis.single_tensor import (
     factor,

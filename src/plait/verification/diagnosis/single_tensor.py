@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from plait.verification.diagnosis.arrangement import range_of
+from plait.verification.diagnosis.misplaced_values import range_of
 from plait.verification.diagnosis.symptoms import (
     FITS,
     ROUGHLY,

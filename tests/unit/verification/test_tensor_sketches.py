@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.verification.reference_recording import Tolerance
-from plait.verification.sketches import (
+from plait.verification.tensor_sketches import (
     InnerDifference,
     ModuleSketches,
     first_inner_difference,

@@ -16,7 +16,7 @@ from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
 from plait.models import gpt2
-from plait.tensor.proof import Claims, prove_layer
+from plait.tensor.gradient_proof import Claims, prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, HEADS, VOCAB = 8, 4, 10

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 from plait.schedules.action import Action, Kind
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
+from plait.schedules.simulation.chrome_trace import draw_trace
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.timeline import Timeline, simulate
-from plait.schedules.simulation.trace import draw_trace
 
 COSTS = [Costs(), Costs(1, 1, 1.3, 0.1), Costs(1 / 3, 0.1234567, 0.777777, 0.01), Costs(1e-4, 2e-4, 3e-4)]
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from plait.errors import CommunicationError, PlaitError, PlanError, RankError
 
 
@@ -226,7 +226,7 @@ def test_a_rank_may_have_children(pool):
 OF_MAIN = """
 import os, torch
 from typing import NamedTuple
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 from torch.utils.data import DataLoader, Dataset, Sampler
 
 class Item(NamedTuple):
@@ -310,7 +310,7 @@ def test_what_a_rank_has_started_ends_with_it(pool):
 
 SCRIPT = """
 import os, time, torch, torch.distributed as dist
-from plait.comm.pool import RankPool
+from plait.comm.rank_pool import RankPool
 
 def block():
     os.write(1, b"%d\\n" % os.getpid())  # one write: two ranks share the pipe

@@ -11,7 +11,7 @@ from torch import nn
 from plait.comm.mesh import Mesh
 from plait.errors import PlanError
 from plait.plan import Plan
-from plait.sharding.norm import scale_to, start_norm
+from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.sharding.unit import Unit
 
 CPU = torch.device("cpu")

@@ -13,7 +13,7 @@ from plait.autograd.paired_collectives import copy, gather_in, reduce, scatter_o
 from plait.comm.group import Group
 from plait.comm.traffic import Traffic
 from plait.errors import ModelError
-from plait.tensor.proof import Claims, prove_layer
+from plait.tensor.gradient_proof import Claims, prove_layer
 
 TP = Group("tp", (0, 1), 0, None, Traffic(), 1.0)
 HIDDEN, LENGTH = 8, 6

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from plait.comm.clocks import PINGS, ClockOffset, clock_offset, compare_clocks
+from plait.comm.clock_offset import PINGS, ClockOffset, clock_offset, compare_clocks
 from plait.comm.mesh import Mesh
 
 APART = 5_000_000_000

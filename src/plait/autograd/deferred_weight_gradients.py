@@ -18,7 +18,7 @@ from torch.nn import functional
 
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
-from plait.autograd.weight_queue import WeightGradientQueue
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:

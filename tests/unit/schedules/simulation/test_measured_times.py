@@ -14,7 +14,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
-from plait.schedules.simulation.measured import (
+from plait.schedules.simulation.measured_times import (
     TICK,
     MeasuredAction,
     measured_costs,
