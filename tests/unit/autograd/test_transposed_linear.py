@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from test_deferred import assert_equal, backward, deferred, do
+from test_deferred_weight_gradients import assert_equal, backward, deferred, do
 from torch import Tensor, nn
 from torch.nn import functional
 
