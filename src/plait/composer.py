@@ -35,6 +35,7 @@ from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lowering_spec import sharding_of
+from plait.schedules.messages import channels_of
 from plait.sharding.owners import counted_parameters, reduction_axis, reduction_groups
 from plait.sharding.unit import Unit, UnitFactory
 from plait.tensor.feature_partition import is_sharded
@@ -63,9 +64,9 @@ def parallelize(
     `broadcast` rank 0's values are used on all ranks. `rules` say which modules are partitioned over `tp`, by
     default the model's own, `model.rules`. `loss` has `total` and `weight`, or is one of PyTorch's, or a
     function within `plait.tensor.mean_loss`: see `as_loss`.
-    Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for tied
-    parameters and repeated heads, and map each other's gradients on one host; with `broadcast` every
-    parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
+    Communication, once: the ranks compare model, plan and values (256 bytes each), make groups for
+    messages, tied parameters and repeated heads, and map each other's gradients on one host; with `broadcast`
+    every parameter and buffer goes over `world`. Raises PlanError, MeshError, ModelError or ScheduleError
     before anything runs, ModelError also where ranks have different values without `broadcast`, and
     CommunicationError where they have different models or plans.
     """
@@ -79,7 +80,8 @@ def parallelize(
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
-    exchange = Exchange(*mesh.pipeline_groups, mesh.device)
+    channels = mesh.channel_groups(channels_of(blueprint.schedule))
+    exchange = Exchange(mesh.index("pp"), channels, mesh.device)
     runtime = Runtime(
         blueprint=replace(blueprint, sequence=without_values(blueprint.sequence)),
         mesh=mesh,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
 import torch
 
 from plait.comm import coordinates
@@ -10,6 +12,7 @@ from plait.comm.group import Group
 from plait.comm.point_to_point import receive, send
 from plait.errors import MeshError
 from plait.plan import Plan
+from plait.schedules.messages import Channel
 
 
 class Mesh(GridMesh):
@@ -43,15 +46,24 @@ class Mesh(GridMesh):
             pp, dp, tp, replicate = plan.pp, plan.dp, plan.tp, plan.replicate
         sizes = coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=replicate)
         super().__init__(device=device, timeout=timeout, alone=alone, guarded=guarded, **sizes)
-        along_pp = coordinates.groups_along("pp", self.sizes)
-        self._pipeline_groups = (self._make_groups(along_pp, "pp"), self._make_groups(along_pp, "pp"))
-        if self.uses_nccl:
-            self._connect_neighbours()
+        self._channels: dict[Channel, Group | None] = {}
 
-    @property
-    def pipeline_groups(self) -> tuple[Group, Group]:
-        """Two more groups over the ranks of `pp`, for messages forward and backward; both count as `pp`."""
-        return self._pipeline_groups
+    def channel_groups(self, channels: Collection[Channel]) -> dict[Channel, Group]:
+        """Return the groups of those `channels` that this rank uses; index 0 sends and index 1 receives.
+
+        All ranks call it with the same channels along `pp`. Groups are made at the first call, in one order
+        on all ranks, and count as `pp`. On NCCL each then sends a first message, which connects its ranks:
+        so no connection is made within a step, where the ranks would come to it in different orders.
+        """
+        lines = coordinates.groups_along("pp", self.sizes)
+        for channel in channels:
+            if channel not in self._channels:
+                sender, receiver, _ = channel
+                group = self._make_group([(line[sender], line[receiver]) for line in lines], "pp")
+                self._channels[channel] = group
+                if group is not None and self.uses_nccl:
+                    _send_first_message(group, self.device)
+        return {channel: group for channel in channels if (group := self._channels[channel]) is not None}
 
     def _described_sizes(self) -> dict[str, int]:
         return {axis: self.size(axis) for axis in ("pp", "dp", "tp")}
@@ -65,17 +77,10 @@ class Mesh(GridMesh):
                 "make the mesh from the same plan, Mesh(plan)."
             )
 
-    def _connect_neighbours(self) -> None:
-        """Send a first message between all neighbours along `pp`, in one order.
 
-        NCCL connects a pair of ranks at their first message and blocks both until then: the first step, in
-        which each rank posts a receive from a neighbour first, would hang.
-        """
-        index = self.index("pp")
-        for group in self._pipeline_groups:
-            for lower in range(group.size - 1):
-                token = torch.zeros(1, device=self.device)
-                if index == lower:
-                    send(token, group, lower + 1, label="the first connection").wait()
-                elif index == lower + 1:
-                    receive(token, group, lower, label="the first connection").wait()
+def _send_first_message(group: Group, device: torch.device) -> None:
+    token = torch.zeros(1, device=device)
+    if group.index == 0:
+        send(token, group, 1, label="the first connection").wait()
+    else:
+        receive(token, group, 0, label="the first connection").wait()

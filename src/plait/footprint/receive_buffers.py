@@ -6,8 +6,9 @@ from collections import defaultdict
 from collections.abc import Sequence
 
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.pipeline.exchange import SENDS_UNDER_WAY, Crossing, buffer_sizes, receive_buffers
+from plait.pipeline.exchange import Crossing, buffer_sizes, receive_buffers
 from plait.schedules.action import Action, Kind
+from plait.schedules.messages import SENDS_IN_FLIGHT
 
 
 class ReceiveBufferAccount:
@@ -37,9 +38,9 @@ class ReceiveBufferAccount:
         return blocks
 
     def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
-        """Start a send, which holds its blocks until `SENDS_UNDER_WAY` later sends have started."""
+        """Start a send, which holds its blocks until `SENDS_IN_FLIGHT` later sends have started."""
         under_way = self._sends[peer, action.kind]
-        if len(under_way) == SENDS_UNDER_WAY:
+        if len(under_way) == SENDS_IN_FLIGHT:
             self._ledger.drop(("send", under_way.pop(0)))
         self._sent += 1
         self._ledger.hold(("send", self._sent), map(self.safe_to_keep, blocks))

@@ -3,13 +3,13 @@
 A buffer belongs to the micro-batch that was received into it until `release` (the stage's weight gradients
 may still read it), then to the pool. All micro-batches of a step take buffers of the same size at a boundary,
 that of the longest. So memory depends on what the schedule keeps in flight, not on the number and shapes of
-micro-batches. Forward and backward traffic have groups of their own.
+micro-batches. Each channel has a group of its own.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import TypeAlias
@@ -23,9 +23,10 @@ from plait.comm.point_to_point import receive, send
 from plait.layers.shape_inference import TensorInfo
 from plait.pipeline.stage import Gradients
 from plait.schedules.action import Action, Kind
+from plait.schedules.messages import SENDS_IN_FLIGHT, Channel
 
-SENDS_UNDER_WAY = 2
-"""Unfinished sends per peer and direction. More would hold tensors longer: one receive is posted ahead."""
+SENDER, RECEIVER = 0, 1
+"""Indices in the group of a channel."""
 
 Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
 """`crossing[s][m]` are the tensors that stage `s` sends forward of micro-batch `m`."""
@@ -112,14 +113,15 @@ class BufferPool:
 class Exchange:
     """The sends and receives of one rank of `pp`."""
 
-    def __init__(self, forward: Group, backward: Group, device: torch.device) -> None:
-        self.groups = {Kind.F: forward, Kind.I: backward}
+    def __init__(self, rank: int, channels: Mapping[Channel, Group], device: torch.device) -> None:
+        """Take the index of this rank along `pp`, and the group of each channel: the sender, the receiver."""
+        self._rank, self._channels = rank, channels
         self.pool = BufferPool(device)
         self.crossing: Crossing = ()
         self._sizes: Sequence[Sequence[int]] = ()
         self._posted: dict[Action, tuple[list[Tensor], list[Handle[Tensor]]]] = {}
         self._lent: dict[tuple[int, int], list[Tensor]] = defaultdict(list)
-        self._sends: dict[tuple[int, Kind], list[list[Handle[None]]]] = defaultdict(list)
+        self._sends: dict[Channel, list[list[Handle[None]]]] = defaultdict(list)
 
     def begin(self, crossing: Crossing) -> None:
         """Set the tensors exchanged in later steps, and adapt the receive buffers to them.
@@ -135,8 +137,8 @@ class Exchange:
         """Start receiving the input of `action` from `peer` of the `pp` axis."""
         received = receive_buffers(action, self.crossing, self._sizes)
         buffers = [self.pool.take(info, size) for info, size in received]
-        group = self.groups[action.kind]
-        handles = [receive(buffer, group, peer, label=str(action)) for buffer in buffers]
+        group = self._channels[peer, self._rank, action.kind]
+        handles = [receive(buffer, group, SENDER, label=str(action)) for buffer in buffers]
         self._posted[action] = buffers, handles
 
     def take(self, action: Action) -> list[Tensor]:
@@ -148,14 +150,14 @@ class Exchange:
         return buffers
 
     def send(self, action: Action, tensors: Sequence[Tensor], peer: int) -> None:
-        """Start sending the result of `action`; wait until fewer than `SENDS_UNDER_WAY` sends remain."""
-        under_way = self._sends[peer, action.kind]
-        while len(under_way) >= SENDS_UNDER_WAY:
-            for handle in under_way.pop(0):
+        """Start sending the result of `action`; wait until fewer than `SENDS_IN_FLIGHT` sends remain."""
+        channel = self._rank, peer, action.kind
+        in_flight, group = self._sends[channel], self._channels[channel]
+        while len(in_flight) >= SENDS_IN_FLIGHT:
+            for handle in in_flight.pop(0):
                 handle.wait()
-        group = self.groups[action.kind]
         outgoing = [self.safe_to_keep(tensor) for tensor in tensors]
-        under_way.append([send(tensor, group, peer, label=str(action)) for tensor in outgoing])
+        in_flight.append([send(tensor, group, RECEIVER, label=str(action)) for tensor in outgoing])
 
     def safe_to_keep(self, tensor: Tensor) -> Tensor:
         """Return `tensor`, or a copy if it is in a receive buffer, as when a layer returns its input."""
@@ -180,11 +182,11 @@ class Exchange:
 
     def finish(self) -> None:
         """Block until all sends are finished."""
-        for under_way in self._sends.values():
-            for handles in under_way:
+        for in_flight in self._sends.values():
+            for handles in in_flight:
                 for handle in handles:
                     handle.wait()
-            under_way.clear()
+            in_flight.clear()
 
     def clear(self) -> None:
         """Discard all buffers and handles after an exception within a step."""

@@ -1,23 +1,99 @@
-"""Check of lowered programs: both ranks of a channel have the same message order, and no deadlock occurs."""
+"""Check of lowered programs: both ranks of a channel have the same message order, and no deadlock occurs.
+
+Neither where a send blocks its rank until the receive is posted (Gloo), nor where each communicator runs its
+operations in order on a stream of the GPU (NCCL, see `stream_replay`).
+"""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Sequence
+from collections import defaultdict, deque
+from collections.abc import Callable, Hashable, Mapping, Sequence
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.messages import Channel
-from plait.schedules.program import AwaitReceive, Instruction, PostReceive, Program, Send
+from plait.schedules.messages import SENDS_IN_FLIGHT, Channel
+from plait.schedules.program import (
+    AwaitReceive,
+    Finish,
+    Instruction,
+    PostReceive,
+    Program,
+    ReduceGradient,
+    Send,
+)
+from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
 
 
-def check_programs(programs: Sequence[Program]) -> None:
+def own(channel: Channel) -> Hashable:
+    """Return the communicator of a channel: one for itself."""
+    return channel
+
+
+def check_programs(programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable] = own) -> None:
     """Raise ScheduleError where the programs could deadlock.
 
-    Sends are modelled as rendezvous that block their rank until the receive is posted, as NCCL's do. Each
-    channel must post its receives in the order of its sends, and await each posted receive.
+    On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
+    of a communicator block each other. Each channel must post its receives in the order of its sends, and
+    await each posted receive.
     """
     _check_channel_order(programs)
+    _check_rendezvous(programs)
+    cycle = deadlock_of(stream_calls(programs, communicator_of))
+    if cycle is not None:
+        raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
+
+
+def stream_calls(
+    programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable]
+) -> list[list[Call]]:
+    """Return what the host of each rank of `pp` queues: messages, and the reductions of tied parameters.
+
+    Collectives along the other axes are left out: all ranks along them run the same program.
+    """
+    reducers: dict[str, list[int]] = defaultdict(list)
+    for rank, program in enumerate(programs):
+        for instruction in program:
+            if isinstance(instruction, ReduceGradient):
+                reducers[instruction.unit].append(rank)
+    tied = {unit: tuple(ranks) for unit, ranks in reducers.items() if len(ranks) > 1}
+    return [_calls_of(rank, program, tied, communicator_of) for rank, program in enumerate(programs)]
+
+
+def _calls_of(
+    rank: int,
+    program: Program,
+    tied: Mapping[str, tuple[int, ...]],
+    communicator_of: Callable[[Channel], Hashable],
+) -> list[Call]:
+    calls: list[Call] = []
+    sends: dict[Channel, deque[Operation]] = defaultdict(deque)
+    reductions: list[Operation] = []
+
+    def message(channel: Channel, consumer: Action) -> Operation:
+        return Operation(communicator_of(channel), tuple(sorted(channel[:2])), str(consumer))
+
+    for instruction in program:
+        match instruction:
+            case PostReceive(action, peer):
+                calls.append(Queued(message((peer, rank, action.kind), action)))
+            case AwaitReceive(action, peer):
+                calls.append(Awaited(message((peer, rank, action.kind), action)))
+            case Send(action, peer):
+                in_flight = sends[rank, peer, action.kind]
+                if len(in_flight) == SENDS_IN_FLIGHT:
+                    calls.append(Awaited(in_flight.popleft()))
+                in_flight.append(message((rank, peer, action.kind), _consumer(action)))
+                calls.append(Queued(in_flight[-1]))
+            case ReduceGradient(unit) if unit in tied:
+                reductions.append(Operation(tied[unit], tied[unit], f"the reduction of {unit}"))
+                calls.append(Queued(reductions[-1]))
+            case Finish():
+                calls += (Awaited(one) for in_flight in sends.values() for one in in_flight)
+                calls += map(Awaited, reductions)
+    return calls
+
+
+def _check_rendezvous(programs: Sequence[Program]) -> None:
     run = _ProgramRun(programs)
     moved = 1
     while moved:

@@ -18,7 +18,14 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.schedule import Schedule
 
 Channel: TypeAlias = tuple[int, int, Kind]
-"""From rank, to rank, direction (`F` forward, `I` backward)."""
+"""Sending rank, receiving rank, and `F` for activations or `I` for gradients.
+
+Each has a communicator of its own, since the operations of one run in order: a receive that is posted ahead
+would hold up every message behind it (`check_programs` proves that channels are enough).
+"""
+SENDS_IN_FLIGHT = 2
+"""Sends of a channel that have started and are not complete. More would hold tensors longer: one receive is
+posted ahead."""
 
 
 class StageMessage(NamedTuple):
@@ -33,6 +40,12 @@ AT_START = -1
 """Position before all actions."""
 Inbox: TypeAlias = Mapping[int, tuple[StageMessage, ...]]
 """By position in a rank's order: the messages whose receives are posted when that action has its input."""
+
+
+def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
+    """Return the channels of all messages between the stages of a placement, sorted."""
+    pairs = {(a, b) for a, b in pairwise(schedule.rank_of) if a != b}
+    return tuple(sorted({*((a, b, Kind.F) for a, b in pairs), *((b, a, Kind.I) for a, b in pairs)}))
 
 
 def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:

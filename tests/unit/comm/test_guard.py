@@ -25,6 +25,7 @@ from plait.comm import (
     shared_zeros,
 )
 from plait.errors import CommunicationError
+from plait.schedules.action import Kind
 
 CPU = torch.device("cpu")
 ODD = 2
@@ -161,11 +162,12 @@ def test_all_groups_of_a_mesh_are_guarded_and_none_unless_asked(rank_pool: Any) 
         made = mesh.new_group([range(4)], "tie")
         assert made is not None
         axes = ("pp", "replicate", "shard", "tp", "dp", "model", "world")
-        groups = [*mesh.pipeline_groups, made, *(mesh.group(axis) for axis in axes)]
+        channels = mesh.channel_groups([(0, 1, Kind.F)]).values()
+        groups = [*channels, made, *(mesh.group(axis) for axis in axes)]
         return [mesh.guarded, *(group.guarded for group in groups)]
 
-    assert rank_pool.run(lambda: body(guarded=True), ranks=4) == [[True] * 11] * 4
-    assert rank_pool.run(body, ranks=4) == [[False] * 11] * 4
+    assert rank_pool.run(lambda: body(guarded=True), ranks=4) == [[True] * 10] * 4
+    assert rank_pool.run(body, ranks=4) == [[False] * 10] * 4
 
 
 def test_a_guard_is_counted_and_changes_no_bit(rank_pool: Any) -> None:

@@ -8,6 +8,7 @@ from hypothesis import strategies as some
 from plait.comm import Mesh, all_reduce, coordinates
 from plait.errors import CommunicationError, MeshError
 from plait.plan import Plan
+from plait.schedules.action import Kind
 
 degrees = some.integers(1, 4)
 all_sizes = some.builds(
@@ -68,7 +69,7 @@ def test_a_mesh_of_one_needs_no_backend():
     assert (mesh.rank, mesh.world, mesh.device) == (0, 1, torch.device("cpu"))
     assert mesh.sizes == dict.fromkeys(coordinates.AXES, 1)
     assert mesh.coordinate == dict.fromkeys(coordinates.AXES, 0)
-    for group in (mesh.group("dp"), mesh.group("world"), *mesh.pipeline_groups):
+    for group in (mesh.group("dp"), mesh.group("world")):
         assert (group.ranks, group.index, group.transport) == ((0,), 0, None)
     assert repr(mesh) == "Mesh(pp=1, replicate=1, shard=1, tp=1; rank 0)"
 
@@ -105,7 +106,8 @@ def test_errors_say_what_and_how_to_mend(make, parts):
 def test_a_mesh_of_eight(rank_pool):
     def body():
         mesh = Mesh(Plan(pp=2, dp=4, replicate=2))
-        groups = [*(mesh.group(axis) for axis in (*coordinates.AXES, "dp", "world")), *mesh.pipeline_groups]
+        channels = mesh.channel_groups([(0, 1, Kind.F), (1, 0, Kind.I)])
+        groups = [*(mesh.group(axis) for axis in (*coordinates.AXES, "dp", "world")), *channels.values()]
         made = [group.transport.process_group for group in groups if group.transport is not None]
         default = torch.distributed.group.WORLD
         return {
@@ -122,8 +124,8 @@ def test_a_mesh_of_eight(rank_pool):
     results = rank_pool.run(body, ranks=8)
     assert results[7] == {
         "text": "Mesh(pp=2, replicate=2, shard=2, tp=1; rank 7 at pp=1 replicate=1 shard=1)",
-        "ranks": [(3, 7), (5, 7), (6, 7), (7,), (4, 5, 6, 7), tuple(range(8)), (3, 7), (3, 7)],
-        "indices": [1, 1, 1, 0, 3, 7, 1, 1],
+        "ranks": [(3, 7), (5, 7), (6, 7), (7,), (4, 5, 6, 7), tuple(range(8)), (3, 7), (7, 3)],
+        "indices": [1, 1, 1, 0, 3, 7, 1, 0],
         "names": ["pp", "replicate", "shard", "tp", "dp", "world", "pp", "pp"],
         "distinct": True,
         "dp": (3, 4),
@@ -131,6 +133,22 @@ def test_a_mesh_of_eight(rank_pool):
         "dp 0 of mine": 4,
     }
     assert all(result["distinct"] for result in results)
+
+
+def test_a_rank_has_the_channels_that_it_uses_and_makes_them_once(thread_ranks):
+    def body():
+        mesh = Mesh(pp=3)
+        first = mesh.channel_groups([(0, 1, Kind.F), (1, 2, Kind.F)])
+        again = mesh.channel_groups([(0, 1, Kind.F), (0, 1, Kind.I), (2, 0, Kind.F)])
+        return {str(channel): group.ranks for channel, group in again.items()}, [
+            again[channel] is group for channel, group in first.items() if channel in again
+        ]
+
+    assert thread_ranks.run(body, ranks=3) == [
+        ({str((0, 1, Kind.F)): (0, 1), str((0, 1, Kind.I)): (0, 1), str((2, 0, Kind.F)): (2, 0)}, [True]),
+        ({str((0, 1, Kind.F)): (0, 1), str((0, 1, Kind.I)): (0, 1)}, [True]),
+        ({str((2, 0, Kind.F)): (2, 0)}, []),
+    ]
 
 
 def test_new_groups_are_disjoint_and_keep_their_order(rank_pool):

@@ -65,7 +65,8 @@ def test_messages_keep_their_order_and_their_tag(rank_pool):
 def test_both_directions_at_once_in_groups_of_their_own(rank_pool):
     def body():
         mesh = Mesh(pp=4)
-        forward, backward = mesh.pipeline_groups
+        everyone = [range(4)]
+        forward, backward = mesh.new_group(everyone, "pp"), mesh.new_group(everyone, "pp")
         mine = torch.tensor([float(mesh.rank)])
         to_right, to_left = (mesh.rank + 1) % 4, (mesh.rank - 1) % 4
         handles = [receive(torch.empty(1), forward, to_left), receive(torch.empty(1), backward, to_right)]

@@ -1,0 +1,151 @@
+"""Replay of communication under NCCL's rules, to find deadlocks without a GPU.
+
+Each rank has a compute stream and, per communicator, one stream that runs its operations in the order in
+which they were started:
+
+- an operation starts on a rank when those before it on its stream are complete, and the rank's compute stream
+  has reached the point at which the operation was queued;
+- it completes when it has started on all its ranks: a send or a receive is one operation of both;
+- a wait holds the compute stream, and not the host, which queues everything at once.
+
+So a receive that is posted early holds its communicator's stream until the message has arrived. Computing
+takes no time here: it holds up nobody for ever.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple, TypeAlias
+
+
+class Operation(NamedTuple):
+    """A collective, or a message from one rank to another, as all its ranks know it."""
+
+    communicator: Hashable
+    """Operations of one communicator run in order on each rank; different ones are independent."""
+    ranks: tuple[int, ...]
+    name: str
+    """Tells it from the other operations of its communicator, and names it in errors."""
+
+
+class Queued(NamedTuple):
+    """The start of an operation on the stream of its communicator."""
+
+    operation: Operation
+
+
+class Awaited(NamedTuple):
+    """A wait of the compute stream for an operation that the rank has queued."""
+
+    operation: Operation
+
+
+Call: TypeAlias = Queued | Awaited
+
+
+def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
+    """Return the cycle of waits in which the ranks' calls end; None if all complete.
+
+    `calls` are what each rank's host queues in a step, in order.
+    """
+    replay = _Replay([_RankStreams.of(one) for one in calls])
+    replay.run()
+    return replay.cycle()
+
+
+@dataclass
+class _RankStreams:
+    """The streams of one rank, and how far each has come."""
+
+    waits: list[Operation] = field(default_factory=list)
+    """The operations that the compute stream waits for, in order."""
+    queued: dict[Hashable, list[tuple[Operation, int]]] = field(default_factory=lambda: defaultdict(list))
+    """Per communicator its operations, each with the number of waits that come before it."""
+    passed: int = 0
+    """The number of waits that are over."""
+    completed: dict[Hashable, int] = field(default_factory=lambda: defaultdict(int))
+    """Per communicator the number of operations that are complete."""
+
+    @classmethod
+    def of(cls, calls: Sequence[Call]) -> _RankStreams:
+        """Return the streams after the host has queued all calls."""
+        streams = cls()
+        for call in calls:
+            if isinstance(call, Queued):
+                operation = call.operation
+                streams.queued[operation.communicator].append((operation, len(streams.waits)))
+            else:
+                streams.waits.append(call.operation)
+        return streams
+
+    def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
+        """Return the first operation of a stream that is not complete, with its number of waits."""
+        queue, done = self.queued.get(communicator, ()), self.completed[communicator]
+        return queue[done] if done < len(queue) else None
+
+    def awaited(self) -> Operation | None:
+        """Return the operation that the compute stream waits for."""
+        return self.waits[self.passed] if self.passed < len(self.waits) else None
+
+    def has_started(self, operation: Operation) -> bool:
+        """Return whether an operation that is not complete anywhere has started here."""
+        head = self.head(operation.communicator)
+        return head is not None and head[0] == operation and head[1] <= self.passed
+
+
+class _Replay:
+    def __init__(self, ranks: Sequence[_RankStreams]) -> None:
+        self.ranks = ranks
+        self.complete: set[Operation] = set()
+
+    def run(self) -> None:
+        """Complete operations until no rank can go on."""
+        todo = list(range(len(self.ranks)))
+        while todo:
+            rank = todo.pop()
+            streams = self.ranks[rank]
+            while (awaited := streams.awaited()) is not None and awaited in self.complete:
+                streams.passed += 1
+            for communicator in streams.queued:
+                head = streams.head(communicator)
+                if head is not None and all(self.ranks[each].has_started(head[0]) for each in head[0].ranks):
+                    self.complete.add(head[0])
+                    for each in head[0].ranks:
+                        self.ranks[each].completed[communicator] += 1
+                    todo.extend(head[0].ranks)
+
+    def cycle(self) -> str | None:
+        """Follow what each stuck operation waits for until one comes again, and describe those in between."""
+        stuck = next((one for one in (self._stuck_at(rank) for rank in range(len(self.ranks))) if one), None)
+        chain: dict[Operation, str] = {}
+        while stuck is not None and stuck not in chain:
+            chain[stuck], following = self._reason(stuck)
+            if following is None:
+                return chain[stuck]
+            stuck = following
+        if stuck is None:
+            return None
+        links = list(chain.values())
+        return "; ".join(links[list(chain).index(stuck) :])
+
+    def _stuck_at(self, rank: int) -> Operation | None:
+        """Return an operation of a rank that never completes."""
+        streams = self.ranks[rank]
+        heads = (streams.head(communicator) for communicator in streams.queued)
+        return streams.awaited() or next((head[0] for head in heads if head is not None), None)
+
+    def _reason(self, operation: Operation) -> tuple[str, Operation | None]:
+        """Return why an operation never completes, and the operation that holds it up."""
+        rank = next(each for each in operation.ranks if not self.ranks[each].has_started(operation))
+        streams, name = self.ranks[rank], operation.name
+        head = streams.head(operation.communicator)
+        queue = streams.queued.get(operation.communicator, ())
+        if head is None or all(one != operation for one, _ in queue):
+            return f"rank {rank} never starts {name}", None
+        if head[0] != operation:
+            return f"rank {rank} has {name} behind {head[0].name} on one communicator", head[0]
+        awaited = streams.awaited()
+        assert awaited is not None
+        return f"rank {rank} starts {name} after its wait for {awaited.name}", awaited
