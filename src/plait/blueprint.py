@@ -96,7 +96,7 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return the `stages` whose layers use a unit, in order."""
+        """Return those of `stages` whose layers use the parameters of `unit`, in order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
@@ -192,7 +192,7 @@ def check_accumulation_dtype(plan: Plan, specs: BufferSpecs) -> None:
 
 
 def unit_users(sequence: LayerSequence, counts: Sequence[int]) -> dict[str, tuple[LayerIndex, ...]]:
-    """Return for each unit the layers that use it."""
+    """Return for each unit (parameters that are gathered together) the layers that use it."""
     places = [LayerIndex(stage, layer) for stage, count in enumerate(counts) for layer in range(count)]
     return {
         sequence.unit_of(name): tuple(places[layer] for layer in layers)

@@ -73,7 +73,7 @@ def parameter_key(name: str) -> str:
 
 
 def state_key(name: str, key: str = "") -> str:
-    """Return the key in a checkpoint of a parameter's optimizer state under `key`."""
+    """Return the checkpoint's key for the entry `key` of a parameter's optimizer state."""
     return f"optim.state.{name}.{key}"
 
 

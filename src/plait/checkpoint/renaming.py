@@ -22,7 +22,7 @@ _MOST_LISTED = 5
 
 
 def inverse(table: Mapping[str, str]) -> dict[str, str]:
-    """Return the table from names of transformers to plait's."""
+    """Return the inverse table: plait's names by names of transformers."""
     return {theirs: ours for ours, theirs in table.items()}
 
 

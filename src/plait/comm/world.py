@@ -260,7 +260,7 @@ def _end_groups() -> None:
 
 
 def _take_groups() -> list[list[dist.ProcessGroup]]:
-    """Shut down all process groups; return lists of one group, each with the last reference to its group."""
+    """Shut down all process groups; return one list per group, which holds the last reference to it."""
     groups = [[group] for group in dist.distributed_c10d._world.pg_names]
     dist.destroy_process_group()
     return groups

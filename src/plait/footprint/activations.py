@@ -51,7 +51,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return the function that carries out each pipeline instruction on the ledger."""
+        """Return by instruction type the function that carries out pipeline instructions on the ledger."""
         return {
             TakeBatch: lambda i: self._put(i.action, self._inputs),
             PostReceive: lambda i: self._messages.post(i.action),

@@ -1,4 +1,4 @@
-"""Traces of all layers of a model and of its loss, for one micro-batch shape."""
+"""Memory traces of all layers of a model and of its loss, for one micro-batch shape."""
 
 from __future__ import annotations
 

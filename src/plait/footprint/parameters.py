@@ -121,7 +121,7 @@ class ParameterAccount:
             ledger.hold(("always", name), (block for one in buffers for block in one.allocated(moments)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return the function that carries out each unit instruction on the ledger."""
+        """Return by instruction type the function that carries out unit instructions on the ledger."""
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),

@@ -165,7 +165,7 @@ class _PhaseRecorder:
         self._results: StorageNumbers = ()
 
     def end(self, results: Iterable[Tensor | None]) -> None:
-        """End the phase, and store its `results`."""
+        """End the phase, and record the storages of its `results`."""
         self._samples = [*self._tracker.samples[self._first :], self._tracker.live()]
         self._results = _numbers(self._tracker, results)
 

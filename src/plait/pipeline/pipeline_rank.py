@@ -51,7 +51,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return the function that carries out each pipeline instruction; `RunLayer`: see `bind_layer`."""
+        """Return by type the function that carries out pipeline instructions; for `RunLayer` `bind_layer`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),

@@ -32,7 +32,7 @@ class MemoryCosts(NamedTuple):
 
 
 def even_memory_costs(schedule: Schedule) -> MemoryCosts:
-    """Return the default: `1 / chunks` for each stage, from the forward to the weight gradient."""
+    """Return the default memory costs: `1 / chunks` per stage, from the forward to the weight gradient."""
     ones = (1,) * schedule.stages
     return MemoryCosts(Fraction(schedule.ranks, schedule.stages), ones, ones)
 

@@ -44,7 +44,7 @@ class Gatherer:
         self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers)
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the function that carries out each parameter instruction."""
+        """Return by instruction type the function that carries out gathers and releases of parameters."""
         return {
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),

@@ -24,7 +24,7 @@ def start_norm(
     device: torch.device,
     order: float = 2.0,
 ) -> Callable[[], Tensor]:
-    """Start the norm of the gradients of the `counted` parameters of all ranks of `group`.
+    """Start to compute the norm of `counted` gradients over `group`; the returned function waits for it.
 
     Returns a function that waits for it and returns it, 0-d float64; not finite where gradients are not. The
     order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`. What several ranks of

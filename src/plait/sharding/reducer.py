@@ -48,7 +48,7 @@ class Reducer:
         """Reductions of a failed step, whose input a backend may still read."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return the function that carries out each gradient instruction."""
+        """Return by instruction type the function that carries out allocations and gradient reductions."""
         return {
             AllocateGradient: lambda i: self.open(i.unit),
             ScatterGradient: lambda i: self.scatter(i.unit),

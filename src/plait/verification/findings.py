@@ -181,7 +181,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
-    """Return the dtype, of an epsilon larger than `rounding`, to which `actual` was rounded, or None.
+    """Return the dtype to which `actual` was rounded, if less precise than `rounding` explains; or None.
 
     Looks at the elements of which `expected` is not representable in the dtype.
     """

@@ -156,7 +156,7 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record one unperturbed and `runs - 1` perturbed runs; call `tick` after each scope."""
+    """Record one unperturbed and `runs - 1` perturbed runs; call `tick` after each micro-batch and step."""
     recording, scale = ReferenceRecording(), None
     for number in range(runs):
         baseline = recording if number else None

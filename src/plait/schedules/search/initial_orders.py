@@ -64,7 +64,7 @@ def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
 
 
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
-    """Return the orders of `start`, modified where they deadlock or exceed the memory limit."""
+    """Return the orders built from `start`, modified where they deadlock or exceed the memory limit."""
     if isinstance(start.origin, str):
         rows = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks).actions
         keys = positions_in(problem.orders_of(rows), problem.size)

@@ -29,7 +29,7 @@ class Channel:
     """A two-way message channel to one peer process: one socket connection per direction."""
 
     def __init__(self, listener: Listener, peer: str, here: str, there: str) -> None:
-        """Connect from the address `here` to the listener `peer`; the peer will connect from `there`."""
+        """Connect from address `here` to the listener `peer`; the peer's connection comes from `there`."""
         self.received: dict[int, ChannelMessage] = {}
         """Messages by sequence number, until they are taken out."""
         self.acknowledged = 0
