@@ -25,12 +25,7 @@ def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Sched
     schedule is within it.
     """
     found = schedule(
-        AUTO,
-        ranks=now.ranks,
-        microbatches=now.microbatches,
-        costs=costs,
-        limit=limit,
-        rank_of=now.rank_of,
+        AUTO, ranks=now.ranks, microbatches=now.microbatches, costs=costs, limit=limit, rank_of=now.rank_of
     )
     fits = limit is None or _is_within(now, limit, costs)
     # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
@@ -59,11 +54,7 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
 def to_json(order: Schedule) -> dict[str, Any]:
     """Return an order as JSON values: its policy, one line per rank, and the dimensions of the schedule."""
     lines = [order.policy, *(" ".join(row) for row in order.order)]
-    return {
-        "microbatches": order.microbatches,
-        "rank_of": list(order.rank_of),
-        "order": "\n".join(lines),
-    }
+    return {"microbatches": order.microbatches, "rank_of": list(order.rank_of), "order": "\n".join(lines)}
 
 
 def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:

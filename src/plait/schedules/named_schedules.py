@@ -80,9 +80,7 @@ POLICIES: dict[str, Policy] = {
     "1f1b": AlternatingPolicy(Placement.LINEAR, 1, ahead=lambda at: at.ranks - at.rank),
     # Narayanan et al. 2021 "Efficient Large-Scale Language Model Training", section 2.2.
     "interleaved": AlternatingPolicy(
-        Placement.LOOP,
-        2,
-        ahead=lambda at: (at.chunks - 1) * len(at.groups[0]) + 2 * (at.ranks - at.rank) - 1,
+        Placement.LOOP, 2, ahead=lambda at: (at.chunks - 1) * len(at.groups[0]) + 2 * (at.ranks - at.rank) - 1
     ),
     # Qi et al. 2023 "Zero Bubble Pipeline Parallelism", sections 2.1 and 2.2.
     "zb-h1": AlternatingPolicy(

@@ -18,11 +18,7 @@ ROW = 1024
 
 
 def start_norm(
-    units: Iterable[Unit],
-    counted: Collection[str],
-    group: Group,
-    device: torch.device,
-    order: float = 2.0,
+    units: Iterable[Unit], counted: Collection[str], group: Group, device: torch.device, order: float = 2.0
 ) -> Callable[[], Tensor]:
     """Start to compute the norm of `counted` gradients over `group`; the returned function waits for it.
 

@@ -24,11 +24,7 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.verification.diagnosis.alternatives import (
-    NamedTensors,
-    with_another_loss,
-    with_other_parameters,
-)
+from plait.verification.diagnosis.alternatives import NamedTensors, with_another_loss, with_other_parameters
 from plait.verification.findings import Piece
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE

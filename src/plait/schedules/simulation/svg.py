@@ -28,11 +28,7 @@ _LINE, _BELOW = 20, 34
 
 
 def draw_svg(
-    timeline: Timeline,
-    *,
-    width: int = 800,
-    name: str | None = None,
-    rows: Sequence[RowLabel] | None = None,
+    timeline: Timeline, *, width: int = 800, name: str | None = None, rows: Sequence[RowLabel] | None = None
 ) -> str:
     """Return `timeline` as an SVG document of `width` pixels: a row per rank, a colour per kind of action.
 

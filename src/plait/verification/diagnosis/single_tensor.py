@@ -5,14 +5,7 @@ from __future__ import annotations
 import math
 
 from plait.verification.diagnosis.misplaced_values import range_of
-from plait.verification.diagnosis.symptoms import (
-    FITS,
-    ROUGHLY,
-    Symptoms,
-    bases_of,
-    close,
-    of_the_optimizer,
-)
+from plait.verification.diagnosis.symptoms import FITS, ROUGHLY, Symptoms, bases_of, close, of_the_optimizer
 from plait.verification.location import StepPhase
 
 NEAR_ONE = 1e-2
