@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -20,6 +20,18 @@ from plait.sharding.reducer import Reducer
 from plait.tensor import cross_entropy, embedding, sampling
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
 from plait.tensor.vocabulary_partition import Vocabulary
+
+
+def replaced_backward(operation: Callable[..., Tensor] | None, change: Callable[..., Tensor]) -> Any:
+    """Gradients that `operation` would compute become what `change` gives; None: those of `reduce`."""
+    original = paired_collectives._Paired.backward
+
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if getattr(ctx.gradient_of, "func", None) is not operation:
+            return original(ctx, gradient)
+        return change(gradient, *getattr(ctx.gradient_of, "args", ())), None, None
+
+    return patch.object(paired_collectives._Paired, "backward", staticmethod(backward))
 
 
 @contextmanager
@@ -49,10 +61,7 @@ def average_instead_of_sum() -> Iterator[None]:
 def backward_of_the_reduction_scaled() -> Iterator[None]:
     """The gradient of a sum over T ranks is taken T times."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient * 2, None
-
-    with patch.object(paired_collectives._Reduce, "backward", staticmethod(backward)):
+    with replaced_backward(None, lambda gradient: gradient * 2):
         yield
 
 
@@ -60,10 +69,7 @@ def backward_of_the_reduction_scaled() -> Iterator[None]:
 def entrance_without_sum() -> Iterator[None]:
     """The gradient of a region's input stays each rank's own part."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
-
-    with patch.object(paired_collectives._Copy, "backward", staticmethod(backward)):
+    with replaced_backward(paired_collectives._sum, lambda gradient, group, overlap: gradient):
         yield
 
 

@@ -9,6 +9,7 @@ from unittest.mock import patch
 import torch
 from torch import Tensor
 
+from parity.tensor_defects import replaced_backward
 from plait.autograd import paired_collectives
 from plait.comm.collectives import all_gather
 from plait.pipeline.exchange import Exchange
@@ -97,12 +98,12 @@ def summed_shifted() -> Any:
 def _entering(change: Callable[[Parts, int], Tensor], layer: str = "*.mlp") -> Any:
     """The same of the gradients where a region is entered."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return change(_parts(gradient, ctx.group), ctx.group.index), None, None
+    def summed(gradient: Tensor, group: Any, overlap: Any) -> Tensor:
+        return change(_parts(gradient, group), group.index)
 
     return during(
         "backward_input",
-        lambda: patch.object(paired_collectives._Copy, "backward", staticmethod(backward)),
+        lambda: replaced_backward(paired_collectives._sum, summed),
         layer=layer,
     )
 

@@ -17,7 +17,7 @@ from parity.case import Case
 from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts, with_values
 from parity.dropping import RULES as DROPPING_RULES
 from parity.dropping import dropping
-from parity.tensor_defects import copies_not_summed
+from parity.tensor_defects import copies_not_summed, replaced_backward
 from plait.autograd import paired_collectives
 from plait.autograd.deferred_weight_gradients import linear
 from plait.autograd.dropout_mask import DimPiece
@@ -69,23 +69,23 @@ def piece_of_another_rank_kept() -> Any:
 def own_piece_of_a_gradient_not_summed() -> Iterator[None]:
     """The gradient of what entered a region is cut, but not summed."""
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
-        return own_piece(gradient, ctx.group, ctx.dim).contiguous(), None, None, None, None
+    def own(gradient: Tensor, group: Group, dim: int, overlap: Any) -> Tensor:
+        return own_piece(gradient, group, dim).contiguous()
 
-    with patch.object(paired_collectives._GatherIn, "backward", staticmethod(backward)):
+    with replaced_backward(paired_collectives._piece_of_sum, own):
         yield
 
 
 @contextmanager
 def gradient_summed_where_it_is_gathered() -> Iterator[None]:
     """The gradient of what leaves a region is gathered, and summed over ranks that have the same."""
-    original = paired_collectives._ScatterOut.backward
+    original = paired_collectives._registered_whole
 
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        whole, *others = original(ctx, gradient)
-        return whole if whole.is_meta else all_reduce(whole, ctx.gather.group, checked=False).wait(), *others
+    def summed(gradient: Tensor, gather: Gather, registry: Any) -> Tensor:
+        whole = original(gather, registry, gradient)
+        return whole if whole.is_meta else all_reduce(whole, gather.group, checked=False).wait()
 
-    with patch.object(paired_collectives._ScatterOut, "backward", staticmethod(backward)):
+    with replaced_backward(original, summed):
         yield
 
 

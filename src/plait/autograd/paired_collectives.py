@@ -22,6 +22,7 @@ differ.
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any, Literal
 
 import torch
@@ -38,6 +39,7 @@ from plait.errors import ModelError
 
 Overlap = Callable[[], None]
 """Runs in the backward during a reduction."""
+Operation = Callable[[Tensor], Tensor]
 PairedCollective = Literal[
     "copy", "reduce", "gather", "split", "gather_in", "scatter_out", "to_whole", "to_pieces"
 ]
@@ -52,37 +54,37 @@ def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor
     `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
     require_same_bits(tensor, group, _ENTERS)
-    if group.size == 1 or not (torch.is_grad_enabled() and tensor.requires_grad):
+    if not (torch.is_grad_enabled() and tensor.requires_grad):
         return tensor
-    return _tagged("copy", _Copy.apply(tensor, group, overlap))  # type: ignore[no-untyped-call]
+    return _paired(
+        "copy", tensor, group, forward=lambda x: x.view_as(x), backward=partial(_sum, group, overlap)
+    )
 
 
 def reduce(tensor: Tensor, group: Group) -> Tensor:
     """Return the sum of the ranks' tensors, in the memory of `tensor`. Communication: one all-reduce."""
-    if group.size == 1:
-        return tensor
-    return _tagged("reduce", _Reduce.apply(tensor, group))  # type: ignore[no-untyped-call]
+    return _paired("reduce", tensor, group, forward=partial(_sum_in_place, group), backward=lambda g: g)
 
 
-def gather(tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
+def gather(
+    tensor: Tensor, group: Group, dim: int, size: int, collective: PairedCollective = "gather"
+) -> Tensor:
     """Return the ranks' pieces of `dim` (see `plait.layout.divide`), concatenated to `size`.
 
     Communication: one all-gather, of pieces padded to the size of the largest.
     """
-    if group.size == 1:
-        return tensor
-    return _tagged("gather", _Gather.apply(tensor, group, dim, size))  # type: ignore[no-untyped-call]
+    whole, piece = partial(_whole, group, dim, size), partial(_piece, group, dim)
+    return _paired(collective, tensor, group, forward=whole, backward=piece)
 
 
-def split(tensor: Tensor, group: Group, dim: int) -> Tensor:
+def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
     """Return this rank's piece of `dim` (see `plait.layout.divide`).
 
     Communication: backward, one all-gather.
     """
     require_same_bits(tensor, group, _ENTERS)
-    if group.size == 1:
-        return tensor
-    return _tagged("split", _Split.apply(tensor, group, dim))  # type: ignore[no-untyped-call]
+    whole, piece = partial(_whole, group, dim, tensor.shape[dim]), partial(_piece, group, dim)
+    return _paired(collective, tensor, group, forward=piece, backward=whole)
 
 
 def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
@@ -90,9 +92,8 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap
 
     `overlap` runs during the reduce-scatter. Communication: one all-gather; backward, one reduce-scatter.
     """
-    if group.size == 1:
-        return piece
-    return _tagged("gather_in", _GatherIn.apply(piece, group, dim, size, overlap))  # type: ignore[no-untyped-call]
+    whole, piece_of_sum = partial(_whole, group, dim, size), partial(_piece_of_sum, group, dim, overlap)
+    return _paired("gather_in", piece, group, forward=whole, backward=piece_of_sum)
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
@@ -101,24 +102,19 @@ def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry
     `registry` records the all-gather of the gradient, so that linears save only a piece of it.
     Communication: one reduce-scatter; backward, one all-gather.
     """
-    if group.size == 1:
-        return tensor
-    return _tagged("scatter_out", _ScatterOut.apply(tensor, group, dim, registry))  # type: ignore[no-untyped-call]
+    whole = partial(_registered_whole, Gather(group, dim, tensor.shape[dim]), registry)
+    piece_of_sum = partial(_piece_of_sum, group, dim, None)
+    return _paired("scatter_out", tensor, group, forward=piece_of_sum, backward=whole)
 
 
 def to_pieces(whole: Tensor, group: Group, dim: int) -> Tensor:
     """Return this rank's piece of `dim`, like `split`; for sequence parallelism, outside of `tp` regions."""
-    require_same_bits(whole, group, _ENTERS)
-    if group.size == 1:
-        return whole
-    return _tagged("to_pieces", _Split.apply(whole, group, dim))  # type: ignore[no-untyped-call]
+    return split(whole, group, dim, "to_pieces")
 
 
 def to_whole(piece: Tensor, group: Group, dim: int, size: int) -> Tensor:
     """Return the ranks' pieces of `dim`, concatenated to `size`, like `gather`; inverse of `to_pieces`."""
-    if group.size == 1:
-        return piece
-    return _tagged("to_whole", _Gather.apply(piece, group, dim, size))  # type: ignore[no-untyped-call]
+    return gather(piece, group, dim, size, "to_whole")
 
 
 def collective_of(node: Node) -> PairedCollective | None:
@@ -127,102 +123,67 @@ def collective_of(node: Node) -> PairedCollective | None:
     return collective
 
 
-def _refuse_create_graph() -> None:
-    # Gradients are enabled inside a backward only under create_graph.
-    if torch.is_grad_enabled():
-        raise ModelError(
-            "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
-            "derivative, so take first-order gradients only."
-        )
+def _sum(group: Group, overlap: Overlap | None, gradient: Tensor) -> Tensor:
+    if gradient.is_meta:
+        return gradient
+    # Not in place: other nodes may share the gradient's memory.
+    pending = all_reduce(gradient, group, out=torch.empty_like(gradient), checked=False)
+    if overlap is not None:
+        overlap()
+    return pending.wait()
 
 
-def _tagged(collective: PairedCollective, result: Tensor) -> Tensor:
-    return tag(result, _TAG, collective)
+def _sum_in_place(group: Group, tensor: Tensor) -> Tensor:
+    return tensor if tensor.is_meta else all_reduce(tensor, group, checked=False).wait()
 
 
-class _Copy(torch.autograd.Function):
+def _whole(group: Group, dim: int, size: int, piece: Tensor) -> Tensor:
+    return start_whole(piece, group, dim, size)()
+
+
+def _registered_whole(gather: Gather, registry: GatherRegistry | None, gradient: Tensor) -> Tensor:
+    whole = gather.start(gradient)()
+    if registry is not None:
+        registry.add(whole, gradient, gather)
+    return whole
+
+
+def _piece(group: Group, dim: int, whole: Tensor) -> Tensor:
+    # Never a view: a piece may be written to, and should not keep the whole alive.
+    return own_piece(whole, group, dim).clone(memory_format=torch.contiguous_format)
+
+
+def _piece_of_sum(group: Group, dim: int, overlap: Overlap | None, summand: Tensor) -> Tensor:
+    pending = start_piece_of_sum(summand, group, dim)
+    if overlap is not None and not summand.is_meta:
+        overlap()
+    return pending()
+
+
+def _paired(
+    collective: PairedCollective, tensor: Tensor, group: Group, forward: Operation, backward: Operation
+) -> Tensor:
+    """Return `forward(tensor)`, whose gradient goes through `backward`; `tensor` in a group of one rank."""
+    if group.size == 1:
+        return tensor
+    return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]
+
+
+class _Paired(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, overlap: Overlap | None) -> Tensor:
-        ctx.group, ctx.overlap = group, overlap
-        return tensor.view_as(tensor)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_create_graph()
-        if gradient.is_meta:
-            return gradient, None, None
-        # Not in place: other nodes may share the gradient's memory.
-        pending = all_reduce(gradient, ctx.group, out=torch.empty_like(gradient), checked=False)
-        if ctx.overlap is not None:
-            ctx.overlap()
-        return pending.wait(), None, None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group) -> Tensor:
-        ctx.mark_dirty(tensor)
-        return tensor if tensor.is_meta else all_reduce(tensor, group, checked=False).wait()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        _refuse_create_graph()
-        return gradient, None
-
-
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, size: int) -> Tensor:
-        ctx.group, ctx.dim = group, dim
-        return start_whole(tensor, group, dim, size)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        _refuse_create_graph()
-        piece = own_piece(gradient, ctx.group, ctx.dim)
-        return piece.clone(memory_format=torch.contiguous_format), None, None, None
-
-
-class _Split(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int) -> Tensor:
-        ctx.group, ctx.dim, ctx.size = group, dim, tensor.shape[dim]
-        # Never a view: a piece may be written to, and should not keep the whole alive.
-        return own_piece(tensor, group, dim).clone(memory_format=torch.contiguous_format)
+    def forward(ctx: Any, tensor: Tensor, forward: Operation, backward: Operation) -> Tensor:
+        ctx.gradient_of = backward
+        result = forward(tensor)
+        if result is tensor:  # summed in place
+            ctx.mark_dirty(tensor)
+        return result
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        _refuse_create_graph()
-        return start_whole(gradient, ctx.group, ctx.dim, ctx.size)(), None, None
-
-
-class _GatherIn(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None
-    ) -> Tensor:
-        ctx.group, ctx.dim, ctx.overlap = group, dim, overlap
-        return start_whole(piece, group, dim, size)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None]:
-        _refuse_create_graph()
-        pending = start_piece_of_sum(gradient, ctx.group, ctx.dim)
-        if ctx.overlap is not None and not gradient.is_meta:
-            ctx.overlap()
-        return pending(), None, None, None, None
-
-
-class _ScatterOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None) -> Tensor:
-        ctx.gather, ctx.registry = Gather(group, dim, tensor.shape[dim]), registry
-        return start_piece_of_sum(tensor, group, dim)()
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        _refuse_create_graph()
-        whole = ctx.gather.start(gradient)()
-        if ctx.registry is not None:
-            ctx.registry.add(whole, gradient, ctx.gather)
-        return whole, None, None, None
+        # Gradients are enabled inside a backward only under create_graph.
+        if torch.is_grad_enabled():
+            raise ModelError(
+                "a tensor-parallel layer met a backward with create_graph: its collectives have no second "
+                "derivative, so take first-order gradients only."
+            )
+        return ctx.gradient_of(gradient), None, None

@@ -137,8 +137,8 @@ def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
 
 
 def _operation(node: Node) -> str:
-    """Return the operation's name in autograd: `Add` for `AddBackward0`."""
-    return re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
+    """Return the name of a paired collective, or the operation's in autograd: `Add` for `AddBackward0`."""
+    return collective_of(node) or re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
 
 
 def _inputs_first(results: Iterable[Node]) -> Iterator[Node]:
