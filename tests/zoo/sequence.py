@@ -32,7 +32,7 @@ from plait.rules import column, entrance, row, sequence
 from plait.sharding import reducer
 from plait.tensor import region_boundary
 from plait.tensor.linear import RowParallelLinear
-from plait.tensor.region_boundary import SequenceBoundary
+from plait.tensor.region_boundary import RegionBoundary
 from plait.verification.location import StepPhase
 from zoo import cases
 from zoo.patching import during, replaced_all_reduce
@@ -148,10 +148,10 @@ def pieces_one_position_too_early() -> Any:
 def dropout_counts_from_the_piece() -> Any:
     """A rank draws for the first positions."""
 
-    def first(self: SequenceBoundary, size: int) -> DimPiece:
+    def first(self: RegionBoundary, size: int) -> DimPiece:
         return DimPiece(0, self.length)
 
-    return patch.object(SequenceBoundary, "piece", first)
+    return patch.object(RegionBoundary, "piece", first)
 
 
 class Inner(nn.Module):

@@ -32,7 +32,7 @@ from plait.tensor.feature_partition import (
     row_layouts,
 )
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary
+from plait.tensor.region_boundary import RegionBoundary
 
 APPLICABLE: Mapping[str, tuple[type[nn.Module], ...]] = {
     "column": (nn.Linear,),
@@ -115,7 +115,7 @@ def apply_rules(
             if name:
                 setattr(parent, name.rpartition(".")[2], parallel[id(module)])
         results.append(parallel.get(id(layer), layer))
-        if isinstance(boundary, SequenceBoundary):
+        if boundary.dim is not None:
             for module in layer.modules():
                 if isinstance(module, Dropout) and not module.in_region:
                     set_sequence_piece(module, boundary.dim, boundary.piece)

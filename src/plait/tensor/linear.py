@@ -22,7 +22,7 @@ from plait.comm.group import Group
 from plait.errors import PlanError
 from plait.layout import Layout
 from plait.tensor.feature_partition import AXIS, EVEN, Partition, column_layouts, local_shard, row_layouts
-from plait.tensor.region_boundary import RegionBoundary, WholeBoundary
+from plait.tensor.region_boundary import RegionBoundary
 
 
 class _ParallelLinear(nn.Module):
@@ -92,7 +92,7 @@ class ColumnParallelLinear(_ParallelLinear):
                 f"several of tp = {group.size} ranks, which cannot be gathered: set gather_output to False, "
                 f"or tp to {partition.parts}."
             )
-        self.boundary = WholeBoundary(group)
+        self.boundary = RegionBoundary(group)
         self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:
@@ -132,7 +132,7 @@ class RowParallelLinear(_ParallelLinear):
         self.in_features, self.out_features, self.group = in_features, out_features, group
         self.input_is_parallel = input_is_parallel
         self.layouts = row_layouts(out_features, in_features, partition, {AXIS: group.size}, path)
-        self.boundary = WholeBoundary(group)
+        self.boundary = RegionBoundary(group)
         self.load_from(nn.Linear(in_features, out_features, bias, device, dtype))
 
     def forward(self, input: Tensor) -> Tensor:

@@ -10,7 +10,6 @@ See `plait.autograd.paired_collectives`.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 from torch import Tensor
 
@@ -22,43 +21,18 @@ from plait.errors import ModelError
 from plait.layout import divide
 
 
-class RegionBoundary(Protocol):
-    """The collectives between a region and the rest of its layer."""
-
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the region's first linears read: `tensor`, gathered if it is a piece."""
-
-    def leave(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, whole or in pieces. May write to `tensor`."""
-
-
-@dataclass(frozen=True)
-class WholeBoundary:
-    """Region boundary with whole tensors outside. `leave` and the backward of `enter` all-reduce."""
-
-    group: Group
-    overlap: Overlap | None = None
-    """Runs while a gradient is summed."""
-
-    def enter(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`; its gradient is all-reduced."""
-        return copy(tensor, self.group, self.overlap)
-
-    def leave(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, written to the memory of `tensor`."""
-        return reduce(tensor, self.group)
-
-
 @dataclass
-class SequenceBoundary:
-    """Region boundary with sequence parallelism: outside, each rank holds a piece of the sequence.
+class RegionBoundary:
+    """The collectives between a region and the rest of its layer.
 
-    Communication: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of the other.
+    Communication where values outside are whole: one all-reduce in `leave` and one in `enter`'s backward.
+    Where they are pieces: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of
+    the other.
     """
 
     group: Group
-    dim: int
-    """The sequence dim."""
+    dim: int | None = None
+    """The sequence dim, where values outside are pieces of the sequence; None: they are whole."""
     overlap: Overlap | None = None
     """Runs while a gradient is summed."""
     registry: GatherRegistry | None = None
@@ -68,14 +42,18 @@ class SequenceBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the whole sequence, all-gathered from the ranks' pieces."""
+        """Return the tensor that the region's first linears read: `tensor`, gathered if it is a piece."""
+        if self.dim is None:
+            return copy(tensor, self.group, self.overlap)
         whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
         if self.registry is not None and whole is not tensor:
             self.registry.add(whole, tensor, Gather(self.group, self.dim, self.length))
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return this rank's piece of the sum of the ranks' tensors, by a reduce-scatter."""
+        """Return the sum of the ranks' tensors, whole or this rank's piece. May write to `tensor`."""
+        if self.dim is None:
+            return reduce(tensor, self.group)
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def piece(self, size: int) -> DimPiece:

@@ -14,7 +14,7 @@ from plait.layers.layer_sequence import NamedLayer, RunOnPieces
 from plait.layers.nested import Value, tensors_of, with_tensors
 from plait.rules import Rule, join
 from plait.tensor.apply_rules import apply_rules, partitioned_classes
-from plait.tensor.region_boundary import RegionBoundary, SequenceBoundary, WholeBoundary
+from plait.tensor.region_boundary import RegionBoundary
 from plait.tensor.sequence_dims import SequenceDims
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -46,20 +46,15 @@ class TensorParallelism:
             return list(layers)
         dims = [self.sequence_dims[layer.path] for layer in layers]
         # One boundary for all layers that take pieces of the same dim: layers may share a module.
-        boundary_of = {one.input: self._boundary(one, queue) for one in dims}
+        overlap = None if queue is None else queue.overlap
+        registry = queue.gathered if queue is not None and self.regathers else None
+        boundary_of = {one.input: RegionBoundary(self.group, one.input, overlap, registry) for one in dims}
         boundaries = [boundary_of[one.input] for one in dims]
         modules = apply_rules(named(layers), self.cuts, self.group, boundaries, queue)
         return [
             replace(layer, module=module, run_on_pieces=self._run_on_pieces(one, boundary))
             for layer, module, one, boundary in zip(layers, modules, dims, boundaries, strict=True)
         ]
-
-    def _boundary(self, dims: SequenceDims, queue: WeightGradientQueue | None) -> RegionBoundary:
-        overlap = None if queue is None else queue.overlap
-        if dims.input is None:
-            return WholeBoundary(self.group, overlap)
-        registry = queue.gathered if queue is not None and self.regathers else None
-        return SequenceBoundary(self.group, dims.input, overlap, registry)
 
     def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
         """Return the function that runs a layer between pieces of the sequence; None for other layers."""
@@ -68,8 +63,7 @@ class TensorParallelism:
 
         def run(module: nn.Module, value: Value, length: int) -> tuple[Value, int]:
             value, length = _redistributed(value, self.group, dims.previous, dims.input, length)
-            if isinstance(boundary, SequenceBoundary):
-                boundary.length = length
+            boundary.length = length
             return _redistributed(module(value), self.group, dims.output, dims.next, length)
 
         return run

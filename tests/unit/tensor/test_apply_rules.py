@@ -22,7 +22,7 @@ from plait.rules import Rules, column, entrance, row, vocabulary
 from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules, partitioned_classes
 from plait.tensor.embedding import VocabParallelEmbedding
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.region_boundary import WholeBoundary
+from plait.tensor.region_boundary import RegionBoundary
 
 AXES = {"replicate": 1, "shard": 2, "tp": 2}
 WIDTH = 8
@@ -61,7 +61,7 @@ def woven(
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
     """Woven with all that is outside of regions whole."""
-    boundary = WholeBoundary(group, None if queue is None else queue.overlap)
+    boundary = RegionBoundary(group, overlap=None if queue is None else queue.overlap)
     return apply_rules(layers, matched, group, [boundary] * len(layers), queue)
 
 

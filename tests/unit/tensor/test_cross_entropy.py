@@ -9,7 +9,6 @@ from torch.nn import functional
 
 from plait.comm import Count, Group, Mesh, Traffic
 from plait.errors import DataError, ModelError
-from plait.tensor.cross_entropy import Terms, total_of_pieces
 from plait.tensor.losses import CrossEntropy
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -268,4 +267,4 @@ def test_an_ignored_number_need_not_be_a_class() -> None:
 def test_targets_that_do_not_fit_are_refused(targets: Tensor) -> None:
     logits, _ = batch(7)
     with pytest.raises(DataError, match=r"and the logits \[3, 4, 7\]: give one class number"):
-        total_of_pieces(logits, targets, alone(7), Terms(-100, 0.0, 0.0))
+        CrossEntropy().total_of_pieces(logits, targets, alone(7))

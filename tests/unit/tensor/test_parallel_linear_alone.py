@@ -19,7 +19,7 @@ from plait.errors import PlanError
 from plait.layout import assemble
 from plait.tensor.feature_partition import Partition
 from plait.tensor.linear import ColumnParallelLinear, RowParallelLinear
-from plait.tensor.region_boundary import WholeBoundary
+from plait.tensor.region_boundary import RegionBoundary
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -195,7 +195,7 @@ def test_weight_work_fills_the_time_of_the_input_gradients_sum(rank_pool):
             layer, diary = cut_block(full_block(), group), Diary()
             defer(layer)
             layer[0].queue = layer[2].queue = diary
-            layer[0].boundary = WholeBoundary(group, diary.overlap)
+            layer[0].boundary = RegionBoundary(group, overlap=diary.overlap)
             given = draw(5, WIDTH).requires_grad_()
             output = layer(given)
             with pytest.MonkeyPatch.context() as patched:

@@ -18,7 +18,7 @@ from plait.plan import Plan
 from plait.rules import Rule, Rules, column, entrance, match, piece, row
 from plait.tensor.apply_rules import apply_rules, layouts_of, match_modules
 from plait.tensor.losses import cross_entropy
-from plait.tensor.region_boundary import WholeBoundary
+from plait.tensor.region_boundary import RegionBoundary
 
 WIDTH = 8
 
@@ -74,7 +74,7 @@ def test_a_rank_draws_for_its_piece() -> None:
     inner, outer = Dropout(), Dropout()
     layers = [("0", nn.ModuleDict({"inner": inner, "outer": outer}))]
     group = Group("tp", (0, 1, 2), 1, None, Traffic(), 1.0)
-    apply_rules(layers, {"0.inner": piece.along(2)}, group, [WholeBoundary(group)])
+    apply_rules(layers, {"0.inner": piece.along(2)}, group, [RegionBoundary(group)])
     assert (inner.in_region, inner.pieces[2](5)) == (True, (5, 15))
     assert (outer.in_region, outer.pieces) == (False, {})
 
