@@ -67,12 +67,12 @@ PRIVATE_USES = {
         "_modules",
     ): "named_children leaves out what stands twice",
     (
-        "pipeline/recompute_cache.py",
+        "pipeline/recompute.py",
         "_written",
         "_schema",
     ): "what an operation writes to: no public way to ask",
     (
-        "pipeline/recompute_cache.py",
+        "pipeline/recompute.py",
         "*",
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",

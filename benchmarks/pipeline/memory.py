@@ -48,7 +48,7 @@ def _by_plait(policy: str, microbatches: int, layers: tuple[int, ...]) -> Kept:
 
     def look(_instruction: object, runtime: Runtime) -> None:
         nonlocal made
-        made = runtime.pipeline.exchange.pool.made
+        made = len(runtime.pipeline.exchange.pool.buffers)
 
     parameters = list(engine.parameters())
 

@@ -4,28 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import Any, Protocol
+from typing import Any, TypeAlias
 
 import torch
-
-
-class Clock(Protocol):
-    """A clock that starts on construction."""
-
-    def stamp(self) -> Any:
-        """Return a stamp of the current time, without waiting for the device."""
-        ...
-
-    def read(self, stamps: Sequence[Any]) -> list[int]:
-        """Return the stamps as nanoseconds of this host's `time.perf_counter_ns`."""
-        ...
 
 
 class HostClock:
     """The clock of the CPU, whose computations end before the call that started them returns."""
 
     def stamp(self) -> int:
-        """Return the time."""
+        """Return the time in nanoseconds of `time.perf_counter_ns`."""
         return time.perf_counter_ns()
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
@@ -58,6 +46,9 @@ class DeviceClock:
         """Return the stamps as nanoseconds of the host's clock, with a resolution of half a microsecond."""
         torch.cuda.synchronize(self._device)
         return [self._origin + round(self._base.elapsed_time(event) * 1_000_000) for event in stamps]
+
+
+Clock: TypeAlias = HostClock | DeviceClock
 
 
 def clock_on(device: torch.device) -> Clock:

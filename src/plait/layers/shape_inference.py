@@ -111,16 +111,11 @@ class MetaRun:
         return LayerInput(value, self.length, self.repeats)
 
 
-def infer(
-    layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool, circumstances: str = ""
-) -> list[LayerInfo]:
-    """Return one `LayerInfo` per layer (on the meta device), for a micro-batch with the shapes of `batch`.
-
-    `circumstances` are named in the ModelError of a layer that does not run.
-    """
+def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) -> list[LayerInfo]:
+    """Return one `LayerInfo` per layer (on the meta device), for a micro-batch with the shapes of `batch`."""
     given, infos = LayerInput.of_batch(batch, input_gradients=input_gradients), []
     for layer in layers:
-        run, _ = run_on_meta(layer, given, circumstances)
+        run, _ = run_on_meta(layer, given)
         infos.append(run.info)
         given = run.next_input()
     return infos
@@ -129,7 +124,7 @@ def infer(
 def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -> tuple[MetaRun, Value]:
     """Run a layer on the meta device; return its `MetaRun`, and its output with the autograd graph.
 
-    Raises ModelError where the layer does not run.
+    Raises ModelError, which names `circumstances`, where the layer does not run.
     """
     (output, length), writes_input = _run(layer, given.value, given.length, circumstances)
     if writes_input and given.repeats:

@@ -63,11 +63,6 @@ class BufferPool:
     buffers: dict[int, Tensor] = field(default_factory=dict)
     """Free and taken ones, by their address."""
 
-    @property
-    def made(self) -> int:
-        """The number of allocated buffers."""
-        return len(self.buffers)
-
     def fit(self, needs: Iterable[int]) -> dict[int, int]:
         """Return the buffer size for each number of bytes in `needs`, and free all buffers of other sizes.
 
@@ -169,11 +164,10 @@ class Exchange:
         infos = self.crossing[action.stage - 1][action.microbatch]
         for info, gradient in zip(infos, gradients, strict=True):
             if info.requires_grad:
-                tensors.append(self._zeros(info) if gradient is None else gradient)
+                if gradient is None:
+                    gradient = torch.zeros(info.shape, dtype=info.dtype, device=self.pool.device)
+                tensors.append(gradient)
         self.send(action, tensors, peer)
-
-    def _zeros(self, info: TensorInfo) -> Tensor:
-        return torch.zeros(info.shape, dtype=info.dtype, device=self.pool.device)
 
     def release(self, stage: int, microbatch: int) -> None:
         """Return the receive buffers of a micro-batch to the pool, since the stage no longer uses them."""

@@ -8,18 +8,42 @@ With `selective` and `full` a layer runs once more, inside `I`, and only up to t
 backward needs, so its last product is not computed again. Random numbers are those of the first run.
 (Korthikanti et al. 2022, arXiv:2205.05198, section 5, recompute attention and keep the rest; here it is the
 other way round, since a fused attention keeps next to nothing.)
+
+Of matrix products, convolutions and attention the second run with `selective` reuses the first one's results.
+PyTorch's own selective checkpoints also keep the last result, which no backward needs, and return results
+that were written to after the operation; here a result that is written to is not kept.
+
+`TorchDispatchMode` is private by its path, but documented ("Extending PyTorch").
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
+from typing import Any, Self
 
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from plait.layers.nested import Value
-from plait.pipeline.recompute_cache import RecordOperations, ReplayOperations
+from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.plan import Recompute
+
+_CACHED = frozenset(
+    {
+        "addmm",
+        "baddbmm",
+        "bmm",
+        "convolution",
+        "mm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+    }
+)
+"""Names of aten operations."""
 
 
 def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Value]:
@@ -31,19 +55,109 @@ def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Val
         return run
     if mode == "full":
         return partial(checkpoint, run, use_reentrant=False)
-    return partial(checkpoint, run, use_reentrant=False, context_fn=_SelectiveContexts().make)
+    return partial(checkpoint, run, use_reentrant=False, context_fn=_selective_contexts())
 
 
-class _SelectiveContexts:
-    """Makes the contexts of selective recomputation, for a layer's first and second forward."""
+def _selective_contexts() -> Callable[[], tuple[RecordOperations, ReplayOperations]]:
+    """Return a function that makes the contexts of a layer's first and second forward, per micro-batch."""
+    most: int | None = None  # operations that a second run has replayed; None before the first backward
 
-    def __init__(self) -> None:
-        self._replayed: int | None = None
-        """The most operations that a second run has replayed; None before the first backward."""
+    def note(replayed: int) -> None:
+        nonlocal most
+        most = max(most or 0, replayed)
 
-    def make(self) -> tuple[RecordOperations, ReplayOperations]:
-        def note(replayed: int) -> None:
-            self._replayed = max(self._replayed or 0, replayed)
-
-        recorded = RecordOperations(self._replayed)
+    def make() -> tuple[RecordOperations, ReplayOperations]:
+        recorded = RecordOperations(most)
         return recorded, ReplayOperations(recorded, note)
+
+    return make
+
+
+class RecordOperations(TorchDispatchMode):
+    """Context of a layer's first run: stores the results of cached operations in order."""
+
+    def __init__(self, most: int | None) -> None:
+        """`most`: the maximum number of stored results; None: all."""
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.most = most
+        self.results: list[Any] = []
+        """None for an operation that is to be computed again."""
+        self.active = False
+
+    def __enter__(self) -> Self:
+        """Start recording."""
+        self.active = True
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop recording."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.active = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Run `func` and store its result; discard stored results that it writes to."""
+        for tensor in _written(func, args, kwargs or {}):
+            self._drop(tensor)
+        result = func(*args, **(kwargs or {}))
+        if _is_cached(func):
+            kept = self.most is None or len(self.results) < self.most
+            # Without its graph, which would keep the activations alive.
+            self.results.append(map_tensors(Tensor.detach, result) if kept else None)
+        return result
+
+    def _drop(self, written: Tensor) -> None:
+        """Discard the stored results that share memory with a written tensor."""
+        storage = written.untyped_storage()
+        for number, result in enumerate(self.results):
+            if any(tensor.untyped_storage() is storage for tensor in tensors_of(result)):
+                self.results[number] = None
+
+
+class ReplayOperations(TorchDispatchMode):
+    """Context of a layer's second run: returns stored results of the first, and counts them."""
+
+    def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._recorded = recorded
+        self._note = note
+        self._replayed = 0
+
+    def __enter__(self) -> Self:
+        """Start replaying."""
+        self._replayed = 0
+        if self._recorded.active:  # the layer runs again within its first run: operations cannot be numbered
+            self._recorded.results.clear()
+            self._recorded.most = 0
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        """Stop replaying."""
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self._note(self._replayed)
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
+        """Return the stored result of `func`, once, or run it."""
+        found, results = None, self._recorded.results
+        if _is_cached(func):
+            if self._replayed < len(results):
+                found, results[self._replayed] = results[self._replayed], None
+            self._replayed += 1
+        return func(*args, **(kwargs or {})) if found is None else found
+
+
+def _is_cached(operation: Any) -> bool:
+    return operation.namespace == "aten" and operation.overloadpacket.__name__ in _CACHED
+
+
+def _written(operation: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """Yield the tensors that an operation writes to."""
+    if operation.namespace == "c10d":  # collectives write to their arguments; their schema does not say so
+        yield from tensors_of(args)
+    schema = operation._schema
+    if schema.is_mutable:
+        for position, argument in enumerate(schema.arguments):
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                given = args[position] if position < len(args) else kwargs.get(argument.name)
+                yield from tensors_of(given)

@@ -132,10 +132,6 @@ def _leaf(node: Node) -> Tensor | None:
     return variable if isinstance(variable, Tensor) else None
 
 
-def _leaves(nodes: Iterable[Node]) -> list[Tensor]:
-    return [leaf for node in nodes if (leaf := _leaf(node)) is not None]
-
-
 def _operation(node: Node) -> str:
     """Return the name of a paired collective, or the operation's in autograd: `Add` for `AddBackward0`."""
     return collective_of(node) or re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
@@ -330,7 +326,9 @@ class _Proof:
 
     def _nearest(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> str | None:
         """Return the name of the leaf nearest to `nodes`, through nodes with states `within`, or None."""
-        levels = map(_leaves, self._levels(nodes, within))
+        levels = (
+            [leaf for leaf in map(_leaf, level) if leaf is not None] for level in self._levels(nodes, within)
+        )
         for leaves in levels:
             if leaves:
                 return self._name(max(leaves + next(levels, []), key=self._specificity))

@@ -38,6 +38,8 @@ class Case:
     device: str = "auto"
     timeout: float = 600.0
     ranks_as: Literal["processes", "threads"] = "processes"
+    change: ValueChange = unchanged
+    """Applied to each initial value before the first step."""
 
     def build(self) -> nn.Module:
         """Return the model; if it is a function, call it under the seed of the options."""
@@ -52,38 +54,25 @@ class Case:
         return getattr(model, "rules", None) if self.rules is None else self.rules
 
 
-@dataclass(frozen=True)
-class PreparedCase:
-    """A case after the changes of its mode, as used by both runs."""
-
-    model: nn.Module
-    change: ValueChange
-    """Applied to each initial value before the first step."""
-    loss: Loss
-    batches: Sequence[Batch]
-    options: VerifyOptions
-    rules: Rules | None
-
-
 @contextmanager
-def prepared(case: Case) -> Iterator[PreparedCase]:
-    """Yield the case after the changes of its mode; both runs take place within this context."""
+def prepared(case: Case) -> Iterator[Case]:
+    """Yield the case with its model built and the changes of its mode, within which both runs take place."""
     model, options = case.build(), case.options
     seed = options.seed
     for inputs, targets in case.batches:
         rows_of(inputs)
         if options.mode != "exact":  # which replaces the targets
             split(targets, 1, "targets")
-    rules = case.rules_of(model)
+    case = replace(case, model=model, rules=case.rules_of(model))
     if options.mode != "exact":
-        yield PreparedCase(model, add_offsets(seed), case.loss, case.batches, options, rules)
+        yield replace(case, change=add_offsets(seed))
         return
     inputs, _ = case.batches[0]
     batch = integer_batch(inputs, rows_of(inputs))
     start = with_values(model, seed, integer_parameter(seed), integer_buffer)
     plain = replace(options, clip=None, weight_decay=0.0, optimizer=integer_sgd)
     with IntegerMode():
-        yield PreparedCase(start, unchanged, WeightedSum(), [batch], plain, rules)
+        yield replace(case, model=start, loss=WeightedSum(), batches=[batch], options=plain)
 
 
 def rows_of(inputs: Value) -> int:

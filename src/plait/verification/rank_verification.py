@@ -19,7 +19,7 @@ from plait.layers.layer_sequence import LayerSequence, sequence_of
 from plait.layers.nested import Value, map_tensors
 from plait.plan import Plan
 from plait.verification.candidate_run import CandidateRun
-from plait.verification.case import Case, PreparedCase, prepared
+from plait.verification.case import Case, prepared
 from plait.verification.expected_dtypes import INITIAL_LOSS_SCALE, NumberFormats, formats_of
 from plait.verification.findings import Findings
 from plait.verification.location import PARAMETER_KINDS, WHOLE_STEP, RecordKey, RecordScope
@@ -58,7 +58,7 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
     try:
         with prepared(case) as ready:
             plan = case.options.applied_to(plan)
-            paths = tuple(layer.path for layer in sequence_of(ready.model).layers)
+            paths = tuple(layer.path for layer in sequence_of(ready.build()).layers)
             findings, clip = _compared(ready, plan, mesh, {} if recordings is None else recordings)
         seconds = perf_counter() - begun
         return RankOutcome(mesh.rank, dict(mesh.coordinate), paths, findings, clip, seconds)
@@ -66,17 +66,16 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
         mesh.close()
 
 
-def _compared(
-    case: PreparedCase, plan: Plan, mesh: Mesh, recordings: RecordingCache
-) -> tuple[Findings, float]:
+def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) -> tuple[Findings, float]:
     """Run the reference and the candidate; return the findings, and the bound of the gradient norm."""
     formats = formats_of(plan)
     batches = [
         (_on_device(inputs, mesh, formats.compute), _on_device(targets, mesh, None))
         for inputs, targets in case.batches
     ]
-    engine = parallelize(case.model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
-    sequence = sequence_of(case.model)
+    model = case.build()
+    engine = parallelize(model, plan, mesh, case.loss, rules=case.rules, seed=case.options.seed)
+    sequence = sequence_of(model)
     recording = _recorded(case, sequence, engine, formats, batches, recordings)
     comparison = StepComparison(engine, case.options, recording, sequence, formats)
     candidate = CandidateRun(comparison)
@@ -90,7 +89,7 @@ def _compared(
 
 
 def _recorded(
-    case: PreparedCase,
+    case: Case,
     sequence: LayerSequence,
     engine: Engine,
     formats: NumberFormats,

@@ -52,15 +52,11 @@ class TimedOrders(NamedTuple):
         return [order[::-1] for order in self.orders]
 
 
+@dataclass
 class Budget:
-    """A limit on the number of scheduled operations, so that search results do not depend on a clock."""
+    """The number of operations left to schedule: a limit by which results do not depend on a clock."""
 
-    def __init__(self, allowed: float) -> None:
-        self.left = allowed
-
-    def spend(self, operations: int) -> None:
-        """Subtract `operations` scheduled operations from the budget."""
-        self.left -= operations
+    left: float
 
 
 def list_schedule(
@@ -96,7 +92,7 @@ def justify(
     for _ in range(rounds):
         if patience == 0 or budget.left <= 0:
             break
-        budget.spend(2 * problem.size)
+        budget.left -= 2 * problem.size
         late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
         now = list_schedule(problem.tables, late.reversed(), problem.limit, rule)
         patience = PATIENCE if now.length < best.length else patience - 1

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 from fractions import Fraction
 from heapq import nsmallest
 from itertools import cycle, islice
+from operator import attrgetter
 from random import Random
 
 from plait.schedules.search.bound import lower_bound
@@ -35,6 +36,7 @@ FOCUS = 0.6
 """Probability that only the rank that ends last is perturbed."""
 WORSE, BACK = 1.0, 0.05
 """How much longer the next orders may be, in operations; else the probability of a return to the best."""
+BY_LENGTH = attrgetter("length")
 
 
 @dataclass(frozen=True)
@@ -62,14 +64,14 @@ def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
     ]
     least = min(problem.measure(lower_bound(problem)) for problem in problems)
     for rule in cycle(DISPATCH_RULES):
-        candidates = nsmallest(max(PERTURBED, len(candidates) - 1), candidates, key=_length)
+        candidates = nsmallest(max(PERTURBED, len(candidates) - 1), candidates, key=BY_LENGTH)
         if refinement.left <= 0 or candidates[0].length == least:
             break
         candidates = [_justified(candidate, rule, 2, refinement) for candidate in candidates]
-    chosen = nsmallest(PERTURBED, candidates, key=_length)
+    chosen = nsmallest(PERTURBED, candidates, key=BY_LENGTH)
     rest = (1 - SCREENING - REFINEMENT) * budget
     count = max(min(int(rest / PASSES / 2 / chosen[0].problem.size), len(chosen)), 1)
-    return sorted((_perturbed(candidate, rest / count) for candidate in chosen[:count]), key=_length)
+    return sorted((_perturbed(candidate, rest / count) for candidate in chosen[:count]), key=BY_LENGTH)
 
 
 def shortened_problem(problem: Problem) -> Problem:
@@ -82,10 +84,6 @@ def shortened_problem(problem: Problem) -> Problem:
     return problem.shortened(min(problem.microbatches, enough))
 
 
-def _length(candidate: Candidate) -> Fraction:
-    return candidate.length
-
-
 def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
     """Return the best candidates after justification on a short run, and the best of each layout."""
     shorts = [shortened_problem(problem) for problem in problems]
@@ -96,7 +94,7 @@ def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
     while count > REFINED:
         count = max(count // 2, REFINED)
         different = {(candidate.problem.layout, *candidate.timed.ends): candidate for candidate in candidates}
-        ranked = sorted(different.values(), key=_length)
+        ranked = sorted(different.values(), key=BY_LENGTH)
         first_of = {candidate.problem.layout: candidate for candidate in reversed(ranked)}
         others = [
             candidate for candidate in ranked[count:] if candidate is first_of[candidate.problem.layout]
@@ -135,7 +133,7 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
     best = now = candidate.timed
     worse = WORSE * sum(problem.tables.duration) / problem.size
     while left.left > 0 and best.length > bound:
-        left.spend(2 * problem.size)
+        left.left -= 2 * problem.size
         after = _perturb_once(candidate, now, rng)
         if after.length <= now.length + worse * rng.random():
             now = after

@@ -7,7 +7,7 @@ from html import escape
 from textwrap import wrap
 
 from plait.schedules.simulation.colours import GREY, MIDDLE, ON_CELL, TEXT, shade
-from plait.schedules.simulation.svg_rows import MARGIN, Frame, RowLabel, SvgPart, draw_bands, draw_cells
+from plait.schedules.simulation.svg_rows import MARGIN, Bands, Cells, Frame, RowLabel, SvgPart
 from plait.schedules.simulation.terminal import KIND_NAMES, amount, kinds_of, round_times, title
 from plait.schedules.simulation.timeline import Timeline
 
@@ -43,7 +43,7 @@ def draw_svg(
     crowded = frame.average < CROWDED
     heading = _heading(frame, name, crowded=crowded)
     top = heading.height
-    body = (draw_bands if crowded else draw_cells)(frame, top)
+    body = (Bands if crowded else Cells)(frame, top).rows()
     height = round(top + body.height + _BELOW)
     elements = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{width}" height="{height}" '

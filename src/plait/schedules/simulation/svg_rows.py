@@ -88,12 +88,9 @@ class Frame:
         return min((self.wide(row[-1].end - row[0].start) / len(row) for row in rows), default=self.plot)
 
 
-def draw_cells(frame: Frame, top: float) -> SvgPart:
-    """Return a row per label of `frame`, from `top` down: a lane per stage, a cell per action."""
-    return _Cells(frame, top).rows()
+class Cells:
+    """A row per label of `frame`, from `top` down: a lane per stage, a cell per action."""
 
-
-class _Cells:
     def __init__(self, frame: Frame, top: float) -> None:
         self.frame, self.timeline, self.top = frame, frame.timeline, top
         self.chunks = frame.chunks
@@ -101,11 +98,13 @@ class _Cells:
         self.row_height = self.chunks * (self.lane + _BETWEEN) - _BETWEEN
 
     def rows(self) -> SvgPart:
+        """Return all rows."""
         count = len(self.frame.labels)
         elements = [element for number in range(count) for element in self.row(number)]
         return SvgPart(elements, count * (self.row_height + _GAP) - _GAP)
 
     def row(self, number: int) -> Iterator[str]:
+        """Yield the label, the track, the lanes and the cells of a row."""
         name, rank = self.frame.labels[number]
         y = self.top + number * (self.row_height + _GAP)
         frame, lanes = self.frame, {}
@@ -130,6 +129,7 @@ class _Cells:
             yield from self.cell(action, start, end, lanes[action.stage])
 
     def cell(self, action: Action, start: int, end: int, y: float) -> Iterator[str]:
+        """Yield the rectangle of an action, and its text if there is room."""
         wide = self.frame.wide(end - start)
         gap = min(1.5, wide / 8)
         x, wide = self.frame.at(start) + gap / 2, wide - gap
@@ -177,16 +177,13 @@ def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
         yield first, last
 
 
-def draw_bands(frame: Frame, top: float) -> SvgPart:
-    """Return one band per rank with the share of each kind over time, for actions too narrow to draw.
+@dataclass(frozen=True)
+class Bands:
+    """One band per rank with the share of each kind over time, for actions too narrow to draw.
 
     Every column shows the share of each kind of action in its time, from the bottom up; the rest is idle.
     """
-    return _Bands(frame, top).rows()
 
-
-@dataclass(frozen=True)
-class _Bands:
     frame: Frame
     top: float
 
