@@ -29,7 +29,7 @@ NEAREST = 3
 
 @dataclass(frozen=True)
 class Rule:
-    """The partitioning of one module.
+    """The partitioning of one module over `tp`: which features, rows or positions a rank holds.
 
     `entrance`: the module's output enters a region, that is, the layer's column linears read it; its gradient
     is summed over `tp`, once. `column`: a linear with partitioned output features. `row`: a linear with

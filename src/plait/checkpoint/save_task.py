@@ -38,7 +38,7 @@ class _AbandonedError(Exception):
 
 @dataclass(frozen=True)
 class SaveTask:
-    """The work of one rank for a checkpoint."""
+    """What one rank writes for a checkpoint: its boxes, its part of the manifest, and where to."""
 
     path: Path
     rank: int

@@ -49,7 +49,7 @@ class Mesh(GridMesh):
         self._channels: dict[Channel, Group | None] = {}
 
     def channel_groups(self, channels: Collection[Channel]) -> dict[Channel, Group]:
-        """Return the groups of those `channels` that this rank uses; index 0 sends and index 1 receives.
+        """Return the group (sender, receiver) of each of the `channels` that this rank sends or receives on.
 
         All ranks call it with the same channels along `pp`. Groups are made at the first call, in one order
         on all ranks, and count as `pp`. On NCCL each then sends a first message, which connects its ranks:

@@ -25,7 +25,7 @@ from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, dead
 
 
 def own(channel: Channel) -> Hashable:
-    """Return the communicator of a channel: one for itself."""
+    """Return the communicator of a channel if each channel has one of its own: the channel itself."""
     return channel
 
 

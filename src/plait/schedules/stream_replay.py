@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Operation(NamedTuple):
-    """A collective, or a message from one rank to another, as all its ranks know it."""
+    """A collective, or a message from one rank to another, identified alike on all its ranks."""
 
     communicator: Hashable
     """Operations of one communicator run in order on each rank; different ones are independent."""
@@ -37,7 +37,7 @@ class Queued(NamedTuple):
 
 
 class Awaited(NamedTuple):
-    """A wait of the compute stream for an operation that the rank has queued."""
+    """The compute stream's wait for an operation that the rank has queued."""
 
     operation: Operation
 
@@ -57,7 +57,7 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
 
 @dataclass
 class _RankStreams:
-    """The streams of one rank, and how far each has come."""
+    """The queued operations of one rank's streams, and how many of each stream are complete."""
 
     waits: list[Operation] = field(default_factory=list)
     """The operations that the compute stream waits for, in order."""
@@ -81,7 +81,7 @@ class _RankStreams:
         return streams
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
-        """Return the first operation of a stream that is not complete, with its number of waits."""
+        """Return a stream's first incomplete operation, and the number of waits queued before it."""
         queue, done = self.queued.get(communicator, ()), self.completed[communicator]
         return queue[done] if done < len(queue) else None
 
@@ -90,7 +90,7 @@ class _RankStreams:
         return self.waits[self.passed] if self.passed < len(self.waits) else None
 
     def has_started(self, operation: Operation) -> bool:
-        """Return whether an operation that is not complete anywhere has started here."""
+        """Return whether `operation`, complete on no rank, has started on this rank."""
         head = self.head(operation.communicator)
         return head is not None and head[0] == operation and head[1] <= self.passed
 
@@ -101,7 +101,7 @@ class _Replay:
         self.complete: set[Operation] = set()
 
     def run(self) -> None:
-        """Complete operations until no rank can go on."""
+        """Complete operations until no rank can make progress."""
         todo = list(range(len(self.ranks)))
         while todo:
             rank = todo.pop()
@@ -117,7 +117,7 @@ class _Replay:
                     todo.extend(head[0].ranks)
 
     def cycle(self) -> str | None:
-        """Follow what each stuck operation waits for until one comes again, and describe those in between."""
+        """Describe the cycle of operations that wait for each other; None if nothing is stuck."""
         stuck = next((one for one in (self._stuck_at(rank) for rank in range(len(self.ranks))) if one), None)
         chain: dict[Operation, str] = {}
         while stuck is not None and stuck not in chain:
@@ -131,7 +131,7 @@ class _Replay:
         return "; ".join(links[list(chain).index(stuck) :])
 
     def _stuck_at(self, rank: int) -> Operation | None:
-        """Return an operation of a rank that never completes."""
+        """Return the operation that a rank waits for and that never completes, or None."""
         streams = self.ranks[rank]
         heads = (streams.head(communicator) for communicator in streams.queued)
         return streams.awaited() or next((head[0] for head in heads if head is not None), None)

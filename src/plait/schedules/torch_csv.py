@@ -97,7 +97,7 @@ def _actions(cell: str, position: _CsvPosition) -> list[Action]:
 
 
 def _rank_of(rows: Sequence[_CsvRow]) -> tuple[int, ...]:
-    """Return the rank of each stage: the line with its actions."""
+    """Return the rank of each stage: the index of the CSV line that has its actions."""
     firsts: dict[int, _CsvPosition] = {}
     for row in rows:
         for position, action in row:

@@ -17,7 +17,7 @@ from plait.sharding.unit import Unit
 
 
 class ParameterState(Enum):
-    """State of a unit's parameters as layers use them.
+    """Whether a unit's parameters are sharded, being gathered, or whole.
 
     from         to           by
     SHARDED      GATHERING    gather: the all-gather has started

@@ -17,7 +17,7 @@ from plait.sharding.unit import Unit
 
 
 class GradientState(Enum):
-    """State of a unit's gradients.
+    """Whether a unit's gradients are being accumulated, being reduced, or this rank's shard.
 
     from          to            by
     SHARD         ACCUMULATING  begin; open, where whole gradients are not kept

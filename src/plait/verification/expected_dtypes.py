@@ -71,7 +71,7 @@ class NumberFormats:
 
 
 def formats_of(plan: Plan) -> NumberFormats:
-    """Return the formats of `plan`."""
+    """Return the dtypes and the loss scale that `plan` implies."""
     return NumberFormats(
         compute=DTYPES[plan.precision],
         master=DTYPES[plan.master_precision],

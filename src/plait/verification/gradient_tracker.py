@@ -37,7 +37,7 @@ class Contribution:
 
 @dataclass(frozen=True)
 class TrackedGradient:
-    """The actual and the expected value of a gradient."""
+    """The actual and the expected value of an accumulated gradient, with a tolerance."""
 
     actual: Tensor
     expected: Tensor

@@ -44,7 +44,7 @@ BACKWARD = (StepPhase.GRADIENT_MESSAGE, StepPhase.INPUT_GRADIENT, StepPhase.WEIG
 
 @dataclass(frozen=True)
 class Location:
-    """A tensor of one step, on any rank."""
+    """Identifies a tensor of one step, on any rank: by step, phase, layer, micro-batch and name."""
 
     step: int
     phase: StepPhase
@@ -81,7 +81,7 @@ class Location:
 
 
 class RecordKey(NamedTuple):
-    """Identifies a recorded tensor of one scope (a step, or a micro-batch): kind, layer and name."""
+    """Identifies a recorded tensor of one step or micro-batch: by kind, layer and name."""
 
     kind: str
     """`output`, `gradient` (of that output), `contribution` (to a parameter's gradient), `total` (the summed

@@ -47,13 +47,13 @@ NO_TOLERANCE = Tolerance(0.0, 0.0)
 
 @dataclass
 class ReferenceRecording:
-    """The recorded tensors of each scope by key, with the largest differences that rounding explains."""
+    """The recorded tensors of each step and micro-batch, with the largest differences rounding explains."""
 
     values: dict[RecordScope, dict[RecordKey, Tensor]] = field(default_factory=dict)
     tolerances: dict[RecordScope, dict[RecordKey, Tolerance]] = field(default_factory=dict)
 
     def add(self, scope: RecordScope, values: Mapping[RecordKey, Tensor]) -> None:
-        """Record a scope's tensors, without tolerance. Raises ModelError if a loss or gradient is NaN."""
+        """Record the tensors of a step or micro-batch. Raises ModelError if a loss or gradient is NaN."""
         self.values[scope] = dict(values)
         largest: dict[object, float] = {}
         peaks = {key: largest_magnitude(value) for key, value in values.items()}

@@ -44,7 +44,7 @@ Batch = tuple[Value, Value]
 
 
 class ReferenceRun:
-    """One run on one device, which yields the tensors of each scope."""
+    """One run on one device, which yields the tensors of each micro-batch and of each step."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class ReferenceRun:
         return 0.0
 
     def run(self, batches: Sequence[Batch], microbatches: int) -> Iterator[tuple[RecordScope, Records]]:
-        """Train on `batches`, split into `microbatches` each, then evaluate; yield the tensors of each scope.
+        """Train on `batches`, then evaluate; yield the recorded tensors of each micro-batch and of each step.
 
         The first scope, of step -1, has the initial parameters.
         """

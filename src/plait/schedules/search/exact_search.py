@@ -17,7 +17,7 @@ from plait.schedules.search.problem import Orders, Problem
 
 
 class SearchResult(NamedTuple):
-    """Result of the exact search."""
+    """The shortest orders found, whether they are proven optimal, and the number of nodes visited."""
 
     orders: Orders | None
     """Orders of the shortest schedule found, or None where none is shorter than the known one."""

@@ -18,7 +18,7 @@ from plait.schedules.search.problem import Orders, Problem, positions_in
 
 
 class BlockParameters(NamedTuple):
-    """Parameters of a building block."""
+    """Period, cell length and delays from which a building block is made."""
 
     cells: int
     """Number of cells of an operation of average length. With 1 every operation takes one cell."""

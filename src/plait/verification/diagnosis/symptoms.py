@@ -35,7 +35,7 @@ class Symptoms:
 
     @property
     def phase(self) -> StepPhase:
-        """The phase of the difference."""
+        """The phase of the step in which the difference was found: forward, backward, norm, update, …."""
         return self.difference.location.phase
 
     @property
