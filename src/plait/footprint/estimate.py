@@ -108,7 +108,7 @@ class MemoryEstimator:
 
     @property
     def where(self) -> torch.device:
-        """The device that the layers run on."""
+        """The device that the layers would run on."""
         if self.device is None:
             return torch.device("cuda" if torch.cuda.is_available() else "cpu")
         return torch.device(self.device)

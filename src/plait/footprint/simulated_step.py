@@ -69,7 +69,7 @@ def simulate_step(
 
 
 def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
-    """Return the bytes of the modules' buffers."""
+    """Return the bytes of the buffers (not parameters) of the modules in `layers`."""
     modules = (blueprint.sequence.layers[layer].module for layer in layers)
     buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
     precision = DTYPES[blueprint.plan.precision]

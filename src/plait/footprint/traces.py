@@ -190,7 +190,7 @@ class _PhaseRecorder:
 
 @dataclass(frozen=True)
 class _TrackedLoss:
-    """A loss whose backward is tracked."""
+    """A loss whose backward a `StorageTracker` tracks."""
 
     loss: LossLike
     tracker: StorageTracker

@@ -1,4 +1,4 @@
-"""Evaluation mode as a context."""
+"""`evaluating`: a context manager that puts modules in evaluation mode."""
 
 from __future__ import annotations
 

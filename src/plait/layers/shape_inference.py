@@ -22,7 +22,7 @@ from plait.layers.nested import Value, leaf_of, map_leaves, map_tensors, tensors
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor without its values."""
+    """Shape, dtype and `requires_grad` of a tensor, without its values."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype

@@ -30,7 +30,7 @@ class Normal:
 
 @dataclass(frozen=True)
 class Constant:
-    """The same value everywhere."""
+    """Constant initial value, the same for every element."""
 
     value: float
 

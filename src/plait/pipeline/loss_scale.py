@@ -42,7 +42,7 @@ class LossScale:
 
     @property
     def guards(self) -> bool:
-        """Whether gradients that overflowed are dropped."""
+        """Whether gradients are dropped (set to None) where they overflow."""
         return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:

@@ -131,7 +131,7 @@ class _Replay:
         return "; ".join(links[list(chain).index(stuck) :])
 
     def _stuck_at(self, rank: int) -> Operation | None:
-        """Return the operation that a rank waits for and that never completes, or None."""
+        """Return an operation that never completes on `rank`: awaited, or first of a queue; or None."""
         streams = self.ranks[rank]
         heads = (streams.head(communicator) for communicator in streams.queued)
         return streams.awaited() or next((head[0] for head in heads if head is not None), None)

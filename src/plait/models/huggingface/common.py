@@ -19,7 +19,7 @@ STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
 
 
 class ConvertedLayer(nn.Module):
-    """Base of the layers, with initial values."""
+    """Base class of converted layers, with transformers' initial values."""
 
     def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
         """`std`: the initial standard deviation of matrices; `exceptions`: that of other modules, by name."""
