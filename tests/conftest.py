@@ -1,22 +1,31 @@
-"""What all tests share: ranks, as threads or as one pool of processes; how examples are drawn."""
+"""What all tests share: ranks, as threads or as one pool of processes; how examples are drawn.
+
+torch, plait and hypothesis are imported late: the process that only starts the workers does without.
+"""
+
+from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterator
+from importlib.util import find_spec
 from time import monotonic
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from zlib import crc32
 
-import hypothesis
 import pytest
-import torch
 
-from plait.comm.rank_pool import RankPool
-from plait.comm.rank_threads import run_threads
+if TYPE_CHECKING:
+    from plait.comm.rank_pool import RankPool
 
 STARTED, MOST_SECONDS = monotonic(), 170
 """When this worker began, and for how long tests of a twentieth are begun."""
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    if getattr(config.option, "numprocesses", None) and not hasattr(config, "workerinput"):
+        return  # the workers run the tests
+    import hypothesis
+    import torch
+
     torch.set_num_threads(1)
     # Without the full products, examples are few and the same each time: what fails was broken by a change,
     # not drawn by bad luck. `make test-all` explores. No deadline: times are noisy, and no test asserts one.
@@ -32,9 +41,16 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> Iterator[None]:
-    """Keep a module's tests that need processes on one worker, which has a pool; choose a twentieth."""
+    """Keep tests on one worker that share what it has to start or to import; choose a twentieth.
+
+    A module's tests that need processes share a pool, all tests that need transformers its import.
+    """
+    is_missing = find_spec("transformers") is None
     for item in items:
-        if "rank_pool" in getattr(item, "fixturenames", ()):
+        if item.get_closest_marker("transformers"):
+            item.add_marker(pytest.mark.xdist_group("transformers"))
+            item.add_marker(pytest.mark.skipif(is_missing, reason="transformers is not installed"))
+        elif "rank_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     yield  # -m leaves tests out
     seed = config.getoption("--twentieth")
@@ -51,6 +67,8 @@ def _within_the_time_for_a_twentieth(request: pytest.FixtureRequest) -> None:
 @pytest.fixture(scope="session")
 def rank_pool() -> Iterator[RankPool]:
     """Local CPU ranks: `rank_pool.run(function, *arguments, ranks=4)`; they start when asked for."""
+    from plait.comm.rank_pool import RankPool
+
     with RankPool(8, threads=1, timeout=60.0, device="cpu") as pool:
         yield pool
 
@@ -66,6 +84,8 @@ class ThreadRanks:
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """Return what `function(*arguments)` returns on each rank; one thread of torch each."""
+        from plait.comm.rank_threads import run_threads
+
         return run_threads(function, arguments, ranks, 1, self._shared_results)
 
 

@@ -1,4 +1,7 @@
-"""Small models of transformers with random values, and the cases made of them. Only with transformers."""
+"""Small models of transformers with random values, and the cases made of them.
+
+transformers is imported when a model is built: that takes seconds, for which no other test has to wait.
+"""
 
 from __future__ import annotations
 
@@ -7,17 +10,11 @@ from functools import partial
 from typing import Any
 
 import torch
-import transformers
 from torch import nn
 
 import plait
 from parity.case import SEED, Case
 from parity.cases import GPT2_CONTEXT, GPT2_VOCAB, draw_contexts
-
-
-def load() -> None:
-    """On a rank: be imported, which takes longer than all that comes after it."""
-
 
 Sizes = dict[str, Any]
 SIZES: Sizes = {"vocab_size": GPT2_VOCAB, "max_position_embeddings": GPT2_CONTEXT, "num_hidden_layers": 2}
@@ -32,22 +29,31 @@ def gpt2(heads: int = 4, **more: Any) -> nn.Module:
         "n_head": heads,
     }
     dropouts = {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**{**sizes, **dropouts, **more}))
+    return _model("GPT2LMHeadModel", "GPT2Config", {**sizes, **dropouts, **more})
 
 
-def _llama_like(model: Any, config: Any, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
+def _model(model: str, config: str, sizes: Sizes) -> nn.Module:
+    """The class `model` of transformers, built from its class `config` with `sizes`."""
+    import transformers
+
+    built: nn.Module = getattr(transformers, model)(getattr(transformers, config)(**sizes))
+    return built
+
+
+def _llama_like(family: str, heads: int = 4, kv_heads: int = 2, **more: Any) -> nn.Module:
     sizes = {"hidden_size": 24, "intermediate_size": 20, "num_attention_heads": heads}
-    return model(config(**{**SIZES, **sizes, "num_key_value_heads": kv_heads, **more}))
+    sizes = {**SIZES, **sizes, "num_key_value_heads": kv_heads, **more}
+    return _model(f"{family}ForCausalLM", f"{family}Config", sizes)
 
 
-llama = partial(_llama_like, transformers.LlamaForCausalLM, transformers.LlamaConfig)
-qwen2 = partial(_llama_like, transformers.Qwen2ForCausalLM, transformers.Qwen2Config)
-mistral = partial(_llama_like, transformers.MistralForCausalLM, transformers.MistralConfig, sliding_window=3)
+llama = partial(_llama_like, "Llama")
+qwen2 = partial(_llama_like, "Qwen2")
+mistral = partial(_llama_like, "Mistral", sliding_window=3)
 
 
 def gpt_neox(heads: int = 4, **more: Any) -> nn.Module:
     sizes = {"hidden_size": 48, "intermediate_size": 20, "num_attention_heads": heads}
-    return transformers.GPTNeoXForCausalLM(transformers.GPTNeoXConfig(**{**SIZES, **sizes, **more}))
+    return _model("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SIZES, **sizes, **more})
 
 
 MODELS: dict[str, Callable[[], nn.Module]] = {

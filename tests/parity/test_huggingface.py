@@ -7,9 +7,6 @@ from itertools import product
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 from torch.nn import functional
@@ -25,12 +22,7 @@ from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import verify_rank
 from plait.verification.report_from_ranks import build_report
 
-
-@pytest.fixture(scope="module")
-def ranks(thread_ranks: RankPool) -> RankPool:
-    """Ranks that have transformers."""
-    thread_ranks.run(cases.load, ranks=8)
-    return thread_ranks
+pytestmark = pytest.mark.transformers
 
 
 def step(model: nn.Module, logits: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
@@ -84,26 +76,26 @@ QUICK = (("gpt2", "zb-v with tp"), ("llama", "full shards"), ("qwen2", "tp"), ("
         for row in product(FAMILIES, WOVEN)
     ],
 )
-def test_woven_runs_equal_one_rank(ranks: RankPool, name: str, plan: str) -> None:
-    check_parity(ranks, cases.case(name), WOVEN[plan])
+def test_woven_runs_equal_one_rank(thread_ranks: RankPool, name: str, plan: str) -> None:
+    check_parity(thread_ranks, cases.case(name), WOVEN[plan])
 
 
 @pytest.mark.parametrize("name", ["llama", "qwen2"])
-def test_heads_of_keys_and_values_are_repeated(ranks: RankPool, name: str) -> None:
-    check_parity(ranks, cases.case(name), Plan(tp=4, microbatches=2, precision="fp64"))
+def test_heads_of_keys_and_values_are_repeated(thread_ranks: RankPool, name: str) -> None:
+    check_parity(thread_ranks, cases.case(name), Plan(tp=4, microbatches=2, precision="fp64"))
 
 
 @pytest.mark.parametrize("name", sorted(set(cases.MODELS) - set(FAMILIES)))
-def test_what_configurations_change_is_woven_too(ranks: RankPool, name: str) -> None:
-    check_parity(ranks, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
+def test_what_configurations_change_is_woven_too(thread_ranks: RankPool, name: str) -> None:
+    check_parity(thread_ranks, cases.case(name), Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
 
 
 VERIFIED = Plan(pp=2, tp=2, schedule="zb-h1", microbatches=2)
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_verify_says_equal(ranks: RankPool, name: str) -> None:
-    verify(ranks, cases.MODELS[name](), VERIFIED)
+def test_verify_says_equal(thread_ranks: RankPool, name: str) -> None:
+    verify(thread_ranks, cases.MODELS[name](), VERIFIED)
 
 
 @pytest.mark.parametrize(
@@ -114,17 +106,17 @@ def test_verify_says_equal(ranks: RankPool, name: str) -> None:
         for turn, mode in enumerate(("none", "keep", "regather"))
     ],
 )
-def test_verify_says_equal_with_dropout(ranks: RankPool, name: str, mode: Any) -> None:
+def test_verify_says_equal_with_dropout(thread_ranks: RankPool, name: str, mode: Any) -> None:
     model = cases.DROPPING[name]()
     assert model.training
-    verify(ranks, model, replace(VERIFIED, schedule="zb-v", recompute="full", sequence_parallel=mode))
+    verify(thread_ranks, model, replace(VERIFIED, schedule="zb-v", recompute="full", sequence_parallel=mode))
 
 
-def verify(ranks: RankPool, theirs: nn.Module, plan: Plan) -> None:
+def verify(thread_ranks: RankPool, theirs: nn.Module, plan: Plan) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(8, torch.Generator().manual_seed(3))
     model = plait.models.from_huggingface(theirs)
     case = Case(model, plait.cross_entropy, [(inputs, targets)] * 2, VerifyOptions())
-    report = build_report(ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
+    report = build_report(thread_ranks.run(verify_rank, case, plan, ranks=plan.world), plan, case.options)
     assert report, report
 
 
@@ -139,10 +131,10 @@ def evaluated(
 
 
 @pytest.mark.parametrize("name", ["gpt2", "mistral"])
-def test_losses_and_likeliest_tokens_are_those_of_the_model(ranks: RankPool, name: str) -> None:
+def test_losses_and_likeliest_tokens_are_those_of_the_model(thread_ranks: RankPool, name: str) -> None:
     inputs, targets = cases.draw_contexts(cases.GPT2_VOCAB)(2, torch.Generator().manual_seed(3))
     plan = Plan(pp=2, tp=2, microbatches=2, precision="fp64")
-    answers = ranks.run(evaluated, name, plan, inputs, targets, ranks=4)
+    answers = thread_ranks.run(evaluated, name, plan, inputs, targets, ranks=4)
     model = cases.drawn(cases.MODELS[name]).eval()
     with torch.no_grad():
         loss = functional.cross_entropy(model(inputs).logits.flatten(0, 1), targets.flatten())

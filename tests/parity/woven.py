@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -75,6 +76,7 @@ def gradients_of(engine: Engine) -> dict[str, Tensor]:
     return gradients
 
 
+@cache
 def layer_count(case: Case) -> int:
     """How many layers plait sees in the case's model."""
     return len(sequence_of(case.build()).layers)

@@ -8,17 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
-import transformers
 from safetensors.torch import save_file
 
 from parity import huggingface_cases as cases
 from plait.errors import ModelError
 from plait.huggingface_files import INDEX, SINGLE, files_of_tensors
 from plait.models.huggingface.pretrained import model_in, weights_in
+
+pytestmark = pytest.mark.transformers
 
 SHARDS = "model-0000{}-of-00002.safetensors".format
 
@@ -129,6 +127,8 @@ def test_what_is_wrong_with_files_is_told_with_their_names(indexed: Path, flaw: 
 
 def test_old_shards_beside_new_ones_are_not_read(tmp_path: Path) -> None:
     """As transformers reads them, where the names of the old ones come last."""
+    import transformers
+
     new = cases.drawn(cases.llama).float()
     new.save_pretrained(tmp_path, max_shard_size="20KB")
     shards = sorted(tmp_path.glob("model-*.safetensors"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,30 +85,50 @@ def require_same(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer)
     assert told["group_of"] == {name: 0 for name, _ in model.named_parameters()}
 
 
-def forms(folder: Path) -> Iterator[tuple[str, dict[str, Any], tuple[str, ...]]]:
-    """What to write, and what is left out of it."""
-    model, optimizer = small()
-    state, of_optimizer = get_state_dict(model, optimizer)
-    app, average = AppState(model, optimizer), {name: one + 1 for name, one in state.items()}
-    flat = AppState(model, optimizer, flatten_optimizer_state_dict=True)
-    scheduler, step = {"last_epoch": 3, "base": [0.1]}, torch.tensor(7)
-    yield "recipe", {"app": app}, ()
-    yield "recipe, flat optimizer", {"app": flat}, ()
-    yield "recipe and more", {"app": app, "rng": step, "lr": scheduler, "step": 3}, ("rng", "lr", "step")
-    yield "deeper", {"a": {"b": {"model": state, "optim": of_optimizer}, "c": step}}, ("a.c",)
-    yield "apart", {"net": {"model": state}, "train": {"optimizer": of_optimizer, "s": 1}}, ("train.s",)
-    yield "another word", {"app": {"network": state, "optim": of_optimizer, "x": step}}, ("app.x",)
-    yield "an average beside", {"model": state, "ema": average, "optim": of_optimizer}, ("ema",)
-    yield "a flat model", {**state, "optim": of_optimizer, "train_state": {"step": step}}, ("train_state",)
+STEP, SCHEDULER = torch.tensor(7), {"last_epoch": 3, "base": [0.1]}
+Form = Callable[[Any, Any, AppState, AppState], dict[str, Any]]
+"""What to write, of the states of a model and of its optimizer, and of both together, nested and flat."""
+FORMS: dict[str, tuple[Form, tuple[str, ...]]] = {
+    "recipe": (lambda model, optim, app, flat: {"app": app}, ()),
+    "recipe, flat optimizer": (lambda model, optim, app, flat: {"app": flat}, ()),
+    "recipe and more": (
+        lambda model, optim, app, flat: {"app": app, "rng": STEP, "lr": SCHEDULER, "step": 3},
+        ("rng", "lr", "step"),
+    ),
+    "deeper": (
+        lambda model, optim, app, flat: {"a": {"b": {"model": model, "optim": optim}, "c": STEP}},
+        ("a.c",),
+    ),
+    "apart": (
+        lambda model, optim, app, flat: {"net": {"model": model}, "train": {"optimizer": optim, "s": 1}},
+        ("train.s",),
+    ),
+    "another word": (
+        lambda model, optim, app, flat: {"app": {"network": model, "optim": optim, "x": STEP}},
+        ("app.x",),
+    ),
+    "an average beside": (
+        lambda model, optim, app, flat: {
+            "model": model,
+            "ema": {name: one + 1 for name, one in model.items()},
+            "optim": optim,
+        },
+        ("ema",),
+    ),
+    "a flat model": (
+        lambda model, optim, app, flat: {**model, "optim": optim, "train_state": {"step": STEP}},
+        ("train_state",),
+    ),
+}
+"""What to write, and what is left out of it."""
 
 
-NAMES = [name for name, _, _ in forms(Path())]
-
-
-@pytest.mark.parametrize("form", NAMES)
+@pytest.mark.parametrize("form", FORMS)
 def test_model_and_optimizer_are_found_wherever_they_stand(tmp_path: Path, form: str) -> None:
     model, optimizer = small()
-    _, state, left_out = next(one for one in forms(tmp_path) if one[0] == form)
+    app, flat = AppState(model, optimizer), AppState(model, optimizer, flatten_optimizer_state_dict=True)
+    make, left_out = FORMS[form]
+    state = make(*get_state_dict(model, optimizer), app, flat)
     assert import_dcp(written(tmp_path, state), tmp_path / "native") == left_out
     require_same(tmp_path / "native", model, optimizer)
 
@@ -170,13 +190,13 @@ def test_options_that_are_left_out_are_told(tmp_path: Path, capsys: pytest.Captu
     assert capsys.readouterr().out.startswith("left out rng, optim.param_groups.0.hook\nwrote ")
 
 
-transformers = pytest.importorskip("transformers")
-
 SIZES: dict[str, int] = {"hidden": 8, "heads": 2, "kv_heads": 1, "inner": 12, "vocab": 11, "context": 6}
 
 
 def theirs(tied: bool = False) -> Any:
     """A Llama of transformers with the constants of plait's own."""
+    import transformers
+
     torch.manual_seed(3)
     config = transformers.LlamaConfig(
         vocab_size=SIZES["vocab"],
@@ -220,6 +240,7 @@ def own_name(full: str, names: dict[str, str]) -> str:
     raise KeyError(full)
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize(
     ("kind", "tied"), [("own", False), ("adapted", False), ("adapted", True), ("own", True)]
 )

@@ -7,11 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
-import transformers
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -40,6 +36,8 @@ from plait.huggingface_files import INDEX
 from plait.models.huggingface.pretrained import model_in
 from plait.models.rotary import rotary_angles
 
+pytestmark = pytest.mark.transformers
+
 TOKENS = torch.randint(VOCAB, (3, CONTEXT), generator=torch.Generator().manual_seed(1))
 SMALL_FILES = 20_000
 """Bytes: less than half of any of the models, more than any of their tensors."""
@@ -54,6 +52,8 @@ def sizes(name: str, path: Path) -> ModelSizes:
 
 def opened(folder: Path) -> Any:
     """The model as transformers loads it, without a name too many or too few."""
+    import transformers
+
     model, told = transformers.AutoModelForCausalLM.from_pretrained(
         folder, local_files_only=True, output_loading_info=True
     )
@@ -123,20 +123,23 @@ def test_transformers_computes_what_was_exported(name: str, most: int | None, tm
 
 
 THEIRS = {
-    "gpt2": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(vocab_size=VOCAB, n_positions=CONTEXT, n_layer=2, n_embd=24, n_head=6)
-    ),
-    "gpt2-untied": lambda: transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=VOCAB, n_positions=CONTEXT, n_layer=2, n_embd=24, n_head=3, tie_word_embeddings=False
-        )
-    ),
+    "gpt2": lambda: gpt2(6),
+    "gpt2-untied": lambda: gpt2(3, tie_word_embeddings=False),
     "llama": lambda: llama(6, num_key_value_heads=2, rope_parameters={"rope_theta": 500.0}),
     "llama-tied": lambda: llama(4, tie_word_embeddings=True),
 }
 
 
+def gpt2(heads: int, **more: Any) -> nn.Module:
+    import transformers
+
+    fixed = {"vocab_size": VOCAB, "n_positions": CONTEXT, "n_layer": 2, "n_embd": 24, "n_head": heads}
+    return transformers.GPT2LMHeadModel(transformers.GPT2Config(**fixed, **more))
+
+
 def llama(heads: int, **more: Any) -> nn.Module:
+    import transformers
+
     fixed = {"vocab_size": VOCAB, "hidden_size": 24, "intermediate_size": 20, "num_hidden_layers": 2}
     more = {"rms_norm_eps": 1e-5, "max_position_embeddings": CONTEXT, "num_attention_heads": heads} | more
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**fixed, **more))

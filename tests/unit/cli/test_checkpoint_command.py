@@ -144,8 +144,8 @@ def test_a_run_that_cannot_be(
     assert not (tmp_path / "target").exists()
 
 
+@pytest.mark.transformers
 def test_there_and_back(path: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     there, back = str(tmp_path / "there"), str(tmp_path / "back")
     form = ["--format", "huggingface"]
     assert main(["checkpoint", "export", str(path), there, *form, "--rope-base", "500"]) == 0
@@ -168,8 +168,8 @@ def test_a_state_of_one_s_own(state: dict[str, object], tmp_path: Path) -> None:
     assert main(["checkpoint", "convert", str(tmp_path / "mine"), str(tmp_path / "cut"), *run, *context]) == 0
 
 
+@pytest.mark.transformers
 def test_a_model_in_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     from parity import huggingface_cases as cases
     from plait.models.huggingface.pretrained import model_in
 

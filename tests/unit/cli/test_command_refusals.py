@@ -114,8 +114,8 @@ def test_none_can_be_said_wherever_a_field_takes_it(name: str, tmp_path: Path) -
         assert getattr(getattr(config, section), field) is None
 
 
+@pytest.mark.transformers
 def test_a_size_of_a_folder_that_is_no_size(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("transformers")
     usual = {"model_type": "llama", "hidden_size": 8, "num_attention_heads": 2, "vocab_size": 1}
     usual |= {"bos_token_id": None, "eos_token_id": None}  # of which transformers would tell, too
     (tmp_path / "config.json").write_text(json.dumps(usual))
@@ -151,11 +151,11 @@ BAD_CONFIGS = {
 }
 
 
+@pytest.mark.transformers
 @pytest.mark.parametrize("flaw", BAD_CONFIGS)
 def test_configurations_that_transformers_refuses(
     flaw: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    pytest.importorskip("transformers")
     from plait.errors import PlaitError
     from plait.models.huggingface.pretrained import model_in, sizes_in
 

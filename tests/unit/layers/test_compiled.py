@@ -14,12 +14,16 @@ from plait.errors import ModelError, PlanError
 from plait.plan import Plan
 
 compiled: Callable[[Any], Any] = torch.compile
+"""Its first call imports the compiler, which takes a second: no class is compiled where a module is read."""
 
 
-class ByMethod(nn.Module):
-    @compiled
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
+def by_method() -> nn.Module:
+    class ByMethod(nn.Module):
+        @compiled
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden
+
+    return ByMethod()
 
 
 class ByAttribute(nn.Module):
@@ -30,12 +34,6 @@ class ByAttribute(nn.Module):
     def forward(self, hidden: Tensor) -> Tensor:
         result: Tensor = self.activation(hidden)
         return result
-
-
-class NeverCompiled(nn.Module):
-    @torch.compiler.disable
-    def forward(self, hidden: Tensor) -> Tensor:
-        return hidden
 
 
 def in_place(module: nn.Module) -> nn.Module:
@@ -61,7 +59,7 @@ def layer() -> nn.Linear:
         (lambda: nn.Sequential(layer(), in_place(layer())), r"1 \(Linear\)"),
         (lambda: nn.Sequential(nn.Sequential(layer(), in_place(layer()))), r"0\.1 \(Linear\)"),
         (lambda: nn.Sequential(nn.ModuleDict({"inner": compiled(layer())})), r"0\.inner \(OptimizedModule\)"),
-        (lambda: nn.Sequential(layer(), ByMethod()), r"forward of 1 \(ByMethod\)"),
+        (lambda: nn.Sequential(layer(), by_method()), r"forward of 1 \(ByMethod\)"),
         (lambda: nn.Sequential(layer(), ByAttribute()), r"activation of 1 \(ByAttribute\)"),
     ],
 )
@@ -72,23 +70,21 @@ def test_compiled_modules(make: Callable[[], nn.Module], place: str) -> None:
         weave(make())
 
 
-class ByTotal:
-    @compiled
-    def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        return output.sum()
-
-    def weight(self, targets: Tensor) -> Tensor:
-        return torch.tensor(1.0)
-
-
-class ByModule(ByTotal):
-    total = plait.tensor.losses.CrossEntropy.total  # type: ignore[assignment]
-
-    def __init__(self) -> None:
-        self.head = in_place(layer())
-
-
 def test_compiled_losses() -> None:
+    class ByTotal:
+        @compiled
+        def total(self, output: Tensor, targets: Tensor) -> Tensor:
+            return output.sum()
+
+        def weight(self, targets: Tensor) -> Tensor:
+            return torch.tensor(1.0)
+
+    class ByModule(ByTotal):
+        total = plait.tensor.losses.CrossEntropy.total  # type: ignore[assignment]
+
+        def __init__(self) -> None:
+            self.head = in_place(layer())
+
     with pytest.raises(PlanError, match=r"^total of the loss ByTotal was given to torch.compile: "):
         weave(nn.Sequential(layer()), ByTotal())
     with pytest.raises(ModelError, match=r"^head \(Linear\) was given to torch.compile: "):
@@ -96,4 +92,9 @@ def test_compiled_losses() -> None:
 
 
 def test_what_is_never_compiled_runs() -> None:
+    class NeverCompiled(nn.Module):
+        @torch.compiler.disable
+        def forward(self, hidden: Tensor) -> Tensor:
+            return hidden
+
     weave(nn.Sequential(layer(), NeverCompiled()))

@@ -5,9 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch import nn
 
@@ -20,6 +17,8 @@ from plait.models.initial import initial_value
 from plait.models.tensor_sources import locate_tensors
 from plait.tensor.tensor_parallelism import named
 from plait.train.meter import flops_per_token
+
+pytestmark = pytest.mark.transformers
 
 
 @pytest.mark.parametrize("name", cases.MODELS)

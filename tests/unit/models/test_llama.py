@@ -96,8 +96,10 @@ def test_it_equals_the_formulas(kv_heads: int, base: int) -> None:
     torch.testing.assert_close(model(tokens), expected, rtol=1e-12, atol=1e-12)
 
 
+@pytest.mark.transformers
 def test_it_equals_the_llama_of_transformers() -> None:
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     ours = lively()
     config = transformers.LlamaConfig(
         vocab_size=11,

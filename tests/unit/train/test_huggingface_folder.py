@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-
-pytest.importorskip("transformers")
-
 import torch
 from torch.nn import functional
 
@@ -25,6 +22,8 @@ from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.data import load_data
 from plait.train.loop import train
+
+pytestmark = pytest.mark.transformers
 
 
 @pytest.fixture
