@@ -56,6 +56,11 @@ def gpt_neox(heads: int = 4, **more: Any) -> nn.Module:
     return _model("GPTNeoXForCausalLM", "GPTNeoXConfig", {**SIZES, **sizes, **more})
 
 
+def load() -> None:
+    """Import transformers on a rank: this takes longer than all that comes after it."""
+    llama()
+
+
 MODELS: dict[str, Callable[[], nn.Module]] = {
     "gpt2": gpt2,
     "gpt2-untied-scaled": partial(gpt2, tie_word_embeddings=False, scale_attn_by_inverse_layer_idx=True),
