@@ -81,16 +81,16 @@ PRIVATE_USES = {
         "_kernel",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "as a CPU runs it",
-    ("comm/rank_pool.py", "stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
-    ("comm/rank_pool.py", "stop_fork_server", "_forkserver_pid"): "likewise",
-    ("comm/rank_pool.py", "stop_fork_server", "_stop"): "likewise",
+    ("comm/rank_pool.py", "_stop_fork_server", "_forkserver"): "multiprocessing ends it, but too late",
+    ("comm/rank_pool.py", "_stop_fork_server", "_forkserver_pid"): "likewise",
+    ("comm/rank_pool.py", "_stop_fork_server", "_stop"): "likewise",
     ("comm/world.py", "_take_groups", "_world"): "no public way to list the process groups",
     (
         "comm/failure_log.py",
         "failure_log_of_world",
         "_get_default_store",
     ): "no public way to the store",
-    ("comm/rank_pool.py", "*", "torch._dynamo"): "the fork server loads it once, else every rank would",
+    ("comm/preload.py", "*", "torch._dynamo"): "the fork server loads it once, else every rank would",
 }
 """File, function, private name: why there is no public way."""
 PUBLIC_NAMES = {"_exit", "_replace"}

@@ -1,7 +1,8 @@
-"""Context managers of commands that run ranks: number of ranks, signals, and cleanup."""
+"""Context managers of commands that run ranks: number of ranks, signals, imports."""
 
 from __future__ import annotations
 
+import gc
 import multiprocessing
 import os
 import signal
@@ -18,11 +19,21 @@ _MOST_LOCAL, _MOST_A_CORE = 64, 8
 
 @contextmanager
 def importing() -> Iterator[None]:
-    """Context for `import torch`: Ctrl-C ends the process, as the import may swallow KeyboardInterrupt."""
+    """Context for `import torch`: Ctrl-C ends the process, as the import may swallow KeyboardInterrupt.
+
+    The first import leaves its objects out of garbage collection, now and at the end of the process, which
+    would take half a second to free nothing.
+    """
     interrupt = signal.signal(signal.SIGINT, signal.SIG_DFL)
+    uncollected = "torch" not in sys.modules and gc.isenabled()
+    if uncollected:
+        gc.disable()
     try:
         yield
     finally:
+        if uncollected:
+            gc.freeze()
+            gc.enable()
         signal.signal(signal.SIGINT, interrupt)
 
 
@@ -54,12 +65,11 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
-    """Check that `ranks` ranks can be started here, or were by a launcher such as torchrun; clean up at exit.
+    """Check that `ranks` ranks can be started here, or were by a launcher such as torchrun; set SIGTERM.
 
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.
     """
-    from plait.comm.rank_pool import stop_fork_server
     from plait.comm.world import find_world
 
     world = find_world()
@@ -76,10 +86,7 @@ def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
         )
     if world is None:
         signal.signal(signal.SIGTERM, _terminate)
-    try:
-        yield world is None or world.rank == 0
-    finally:
-        stop_fork_server()
+    yield world is None or world.rank == 0
 
 
 def end_rank(code: int) -> None:

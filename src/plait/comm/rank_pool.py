@@ -187,12 +187,11 @@ def _grow(children: list[_RankHandle], count: int, module: str) -> None:
     """Start processes until there are `count`.
 
     A fork server starts them, not this process, which may have threads. It imports what every rank needs
-    before it forks: the optimizers import torch's compiler when first used, which takes a second in each
-    rank.
+    before it forks, and lasts as long as this process: further pools start at once.
     """
     context = multiprocessing.get_context("forkserver")
     ours = [module] if module.startswith("plait.") else []
-    context.set_forkserver_preload(["torch", "torch._dynamo", "plait.comm.rank_process", *ours])
+    context.set_forkserver_preload(["plait.comm.preload", *ours])
     while len(children) < count:
         here, there = context.Pipe()
         process = context.Process(target=serve, args=(there,), name=f"plait-{len(children)}", daemon=True)
@@ -202,13 +201,14 @@ def _grow(children: list[_RankHandle], count: int, module: str) -> None:
         children.append(_RankHandle(process, here))
 
 
-def stop_fork_server() -> None:
-    """Terminate the fork server of the rank processes, if any; a later pool starts it again.
+@atexit.register  # before any pool is closed at exit, so called after
+def _stop_fork_server() -> None:
+    """Terminate the fork server, if any: it would outlive this process while it unloads torch.
 
-    For programs that are about to end: it would outlive them by the second that it takes to unload torch.
+    Left as it is where the program has processes of its own, which multiprocessing waits for by the server.
     """
     server: Any = multiprocessing.forkserver._forkserver
-    if server._forkserver_pid is not None:
+    if server._forkserver_pid is not None and not multiprocessing.active_children():
         os.kill(server._forkserver_pid, signal.SIGKILL)
         server._stop()
 

@@ -51,10 +51,9 @@ class Answer:
 
 
 @pytest.fixture(autouse=True)
-def stay(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """The command is not the end of this process: its fork server and its signals stay as they are."""
+def stay() -> Iterator[None]:
+    """The command is not the end of this process: its signals stay as they are."""
     handler = signal.getsignal(signal.SIGTERM)
-    monkeypatch.setattr("plait.comm.rank_pool.stop_fork_server", lambda: None)
     yield
     signal.signal(signal.SIGTERM, handler)
 

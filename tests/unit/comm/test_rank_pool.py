@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from plait.comm.rank_pool import RankPool
+from plait.comm.rank_pool import RankPool, _stop_fork_server
 from plait.errors import CommunicationError, PlaitError, PlanError, RankError
 
 
@@ -269,11 +269,33 @@ print(seen)
 """
 
 
-def test_a_data_loader_has_the_classes_of_the_script():
-    """Dataset, sampler, functions, batches and errors go to workers and come back; nobody is left."""
+def test_a_data_loader_has_the_classes_of_the_script(tmp_path):
+    """Dataset, sampler, functions, batches and errors go to workers and come back; no process is left."""
     command = [sys.executable, "-"]  # no file that a worker could import
-    done = subprocess.run(command, input=OF_MAIN, capture_output=True, text=True, timeout=60)
+    marked = os.environ | {"PLAIT_TEST": str(tmp_path)}
+    done = subprocess.run(command, input=OF_MAIN, capture_output=True, text=True, timeout=60, env=marked)
     assert done.stdout == "[[3.0, 2.0], [1.0, 0.0], [3.0, 2.0], [1.0, 0.0], 'refused']\n", done.stderr
+    assert not [entry for entry in Path("/proc").glob("[0-9]*") if marked_with(tmp_path, entry)]
+
+
+def marked_with(folder, entry):
+    try:
+        return f"PLAIT_TEST={folder}".encode() in (entry / "environ").read_bytes()
+    except OSError:
+        return False
+
+
+def test_the_fork_server_stays_while_a_process_of_the_program_runs(pool):
+    """multiprocessing learns from the server that the process has ended."""
+    pool.run(os.getpid, ranks=1)
+    server = multiprocessing.forkserver._forkserver._forkserver_pid
+    own = multiprocessing.get_context("forkserver").Process(target=signal.pause)
+    own.start()
+    _stop_fork_server()
+    own.kill()
+    own.join()
+    assert own.exitcode == -signal.SIGKILL
+    assert multiprocessing.forkserver._forkserver._forkserver_pid == server
 
 
 CELL = """
