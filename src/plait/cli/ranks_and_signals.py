@@ -65,7 +65,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
-    """Check that `ranks` ranks can be started here, or were by a launcher such as torchrun; set SIGTERM.
+    """Check that `ranks` ranks can be started here, or were by a launcher; have SIGTERM end the local ones.
 
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.
