@@ -26,9 +26,6 @@ IN_TURNS = {"gpt2": slice(0, None, 3), "llama": slice(1, None, 3)}
 EACH = {"gpt2": (4, 29, 62, 165), "llama": (15, 71, 111, 67, 159)}
 """Of 168 plans on four ranks: each layout at least once, each schedule once, in turns; dp is sharded."""
 
-AT_ONCE = 4
-"""Plans that the ranks are given together: the pool waits for them for a minute."""
-
 
 def layout_of(plan):
     return plan.pp, plan.dp, plan.tp
@@ -39,14 +36,12 @@ def in_pieces_of(ranks):
     return [plan for plan in plans_on(ranks, PLAN, ROWS, in_pieces=True) if plan.cuts_sequence]
 
 
-def verified(pool, model, plans, ranks):
+def verified(thread_ranks, model, plans, ranks):
     case = case_of(model, PLAN)
-    for first in range(0, len(plans), AT_ONCE):
-        together = plans[first : first + AT_ONCE]
-        outcomes = pool.run(verify_plans, case, together, ranks=ranks)
-        for plan, own in zip(together, zip(*outcomes, strict=True), strict=True):
-            assert not any(isinstance(outcome, RefusedPlan) for outcome in own), (plan, own[0])
-            yield build_report(own, plan, case.options)
+    outcomes = thread_ranks.run(verify_plans, case, plans, ranks=ranks)
+    for plan, own in zip(plans, zip(*outcomes, strict=True), strict=True):
+        assert not any(isinstance(outcome, RefusedPlan) for outcome in own), (plan, own[0])
+        yield build_report(own, plan, case.options)
 
 
 @pytest.mark.parametrize("name", MODELS)

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from plait.errors import LayoutError
-from plait.layout.boxes import piece_boxes
+from plait.layout.boxes import PieceBox, piece_boxes
 from plait.layout.layout import Coordinate, Layout, Partial
 
 
@@ -22,11 +23,18 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
         raise LayoutError(
             f"a tensor of shape {tuple(tensor.shape)} cannot be sharded by {layout}: shapes must agree."
         )
-    piece = tensor.new_zeros(layout.local_shape(where))
-    if not _is_later_summand(layout, layout.coordinate(where)):
-        for part in piece_boxes(layout, where):
-            part.view_of(piece).copy_(tensor.detach()[part.box.slices])
+    shape, parts = _shape_and_boxes(layout, layout.coordinate(where))
+    piece = tensor.new_zeros(shape)
+    for part in parts:
+        part.view_of(piece).copy_(tensor.detach()[part.box.slices])
     return piece
+
+
+@lru_cache(maxsize=4096)  # a verification takes the same pieces of values and gradients hundreds of times
+def _shape_and_boxes(layout: Layout, coordinate: Coordinate) -> tuple[tuple[int, ...], tuple[PieceBox, ...]]:
+    """Return the shape of the piece at a coordinate, and the boxes to copy into it: none for zeros."""
+    is_zero = _is_later_summand(layout, coordinate)
+    return layout.local_shape(coordinate), () if is_zero else piece_boxes(layout, coordinate)
 
 
 def assemble(
