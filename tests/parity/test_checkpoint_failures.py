@@ -18,7 +18,7 @@ from plait.errors import CheckpointError
 from plait.plan import Plan
 
 PLAN = Plan(dp=2, strategy="full", microbatches=2)
-PATIENT = 4.0
+PATIENT = 2.5
 """Seconds of the mesh's timeout; rank 0 waits half of it for a rank whose disk has no room for its error."""
 FULL_DISKS = [(0, 0, False), (1, 0, True), (0, 1, True), (1, 1, False), (0, 20, False), (1, 20, True)]
 """Which rank, room for how many writes, staged or not: every pair of values. The full run has all."""

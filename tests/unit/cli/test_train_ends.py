@@ -78,12 +78,15 @@ WISH = "stops after this step; once more stops at once."
 @pytest.mark.parametrize(
     ("number", "code", "said"),
     [
-        (signal.SIGTERM, 143, f"plait: SIGTERM: {WISH}"),
+        pytest.param(signal.SIGTERM, 143, f"plait: SIGTERM: {WISH}", marks=pytest.mark.full),
         pytest.param(signal.SIGINT, 130, f"plait: SIGINT: {WISH}", marks=pytest.mark.full),
     ],
 )
 def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, code, said):
-    """The step is finished, and a checkpoint is there, from which the run goes on."""
+    """The step is finished, and a checkpoint is there, from which the run goes on.
+
+    `test_a_signal_to_the_whole_process_group` shows the same of more signals at once.
+    """
     process = started(tmp_path, text, temporary)
     process.send_signal(number)
     _, errors = process.communicate(timeout=20)

@@ -341,6 +341,14 @@ def test_a_defect_is_exit_code_1(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     assert json.loads(capsys.readouterr().out)["first"]["phase"] == "clip"
 
 
+def test_over_two_ranks(capfd: pytest.CaptureFixture[str]) -> None:
+    assert main(["verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]) == 0
+    out, err = capfd.readouterr()
+    assert out.startswith("EQUAL to one rank, bit by bit: ")
+    assert err == ""
+
+
+@pytest.mark.full
 def test_as_a_command_over_two_ranks() -> None:
     command = [sys.executable, "-m", "plait", "verify", *TINY, "--parallel.pp", "2", "--mode", "exact"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)

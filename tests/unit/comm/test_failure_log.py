@@ -173,12 +173,22 @@ def body_of_a_chain() -> str:
     group = mesh.group("pp")
     all_reduce(torch.ones(1), mesh.group("world")).wait()
     if mesh.rank == 2:
-        time.sleep(4)
+        wait_for_ends(0, 1)
         return ""
     handle = receive(torch.ones(2), group, mesh.rank + 1, label=f"{mesh.rank + 1}F0")
     with pytest.raises(CommunicationError) as caught:
         handle.wait()
+    store_of_the_world().set(f"ended-{mesh.rank}", "yes")
     return str(caught.value)
+
+
+def store_of_the_world() -> dist.Store:
+    return dist.distributed_c10d._get_default_store()
+
+
+def wait_for_ends(*ranks: int) -> None:
+    """Do nothing until these ranks have given up."""
+    store_of_the_world().wait([f"ended-{rank}" for rank in ranks])
 
 
 def test_an_error_tells_whom_the_peer_waited_for(rank_pool: Any) -> None:
@@ -196,11 +206,12 @@ def body_about() -> str:
     group = Mesh(tp=2, timeout=0.3).group("tp")
     all_reduce(torch.ones(4), group).wait()
     if group.index == 1:
-        time.sleep(1)
+        wait_for_ends(0)
         return ""
     handle = all_reduce(torch.ones(4), group, checked=False).about("gradient of head")
     with pytest.raises(CommunicationError) as caught:
         handle.wait()
+    store_of_the_world().set("ended-0", "yes")
     return str(caught.value)
 
 

@@ -1,12 +1,16 @@
+import multiprocessing
 import os
 import signal
-import subprocess
-import sys
 import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from multiprocessing.process import BaseProcess
+from typing import BinaryIO
 
 import pytest
 
+from plait.comm.rank_pool import _without_main
 from plait.comm.signal_handling import SAME_SIGNAL_SECONDS, GracefulStop, Watchdog
 
 BLOCKED = """
@@ -22,18 +26,51 @@ with Watchdog("rank 1", grace=0.3):
 """
 
 
+SETUP = """
+import os, signal
+os.dup2(output.fileno(), 1)
+os.dup2(errors.fileno(), 2)
+output.close()
+errors.close()
+signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])  # the fork server of a pool blocks it
+"""
+
+
+@contextmanager
+def started(program: str) -> Iterator[tuple[BaseProcess, BinaryIO, BinaryIO]]:
+    """A process that runs a program, forked from one that has imported torch; its output and its errors."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["plait.comm.preload"])
+    (output, its_output), (errors, its_errors) = context.Pipe(False), context.Pipe(False)
+    names = {"output": its_output, "errors": its_errors}
+    process = context.Process(target=exec, args=(SETUP + program, names), daemon=True)
+    with _without_main():
+        process.start()
+    its_output.close()
+    its_errors.close()
+    try:
+        with (
+            open(output.fileno(), "rb", closefd=False) as told,
+            open(errors.fileno(), "rb", closefd=False) as complained,
+        ):
+            yield process, told, complained
+    finally:
+        process.kill()
+        process.join()
+        process.close()
+        output.close()
+        errors.close()
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_a_process_blocked_in_cpp(number):
-    with subprocess.Popen(
-        [sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with started(BLOCKED) as (process, output, errors):
+        assert output.readline() == b"ready\n"
         time.sleep(0.2)
-        process.send_signal(number)
-        _, errors = process.communicate(timeout=10)
-    assert process.returncode == 128 + number
-    assert errors == f"rank 1 got {number.name} while it waited for a peer, and ends.\n"
+        os.kill(process.pid, number)
+        process.join(10)
+        assert process.exitcode == 128 + number
+        assert errors.read().decode() == f"rank 1 got {number.name} while it waited for a peer, and ends.\n"
 
 
 GRACEFUL = BLOCKED.replace("import Watchdog", "import Watchdog, GracefulStop").replace(
@@ -46,23 +83,20 @@ ASKED_AGAIN = GRACEFUL.replace("    store.wait", "    time.sleep(0.3)\n    store
 
 @pytest.mark.parametrize("program", [GRACEFUL, ASKED_AGAIN], ids=["in C++", "in Python, then in C++"])
 def test_a_wish_may_wait_and_a_second_signal_ends_it(program):
-    with subprocess.Popen(
-        [sys.executable, "-c", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
+    with started(program) as (process, output, errors):
+        assert output.readline() == b"ready\n"
         if program == GRACEFUL:
             time.sleep(0.2)
-        process.send_signal(signal.SIGTERM)
-        process.send_signal(signal.SIGTERM)  # at once: the same signal
+        os.kill(process.pid, signal.SIGTERM)
+        os.kill(process.pid, signal.SIGTERM)  # at once: the same signal
         if program == ASKED_AGAIN:
-            assert process.stdout.readline() == "heard\n"
+            assert output.readline() == b"heard\n"
         time.sleep(1.0)  # longer than the grace, and than what is sent together
-        assert process.poll() is None
-        process.send_signal(signal.SIGTERM)
-        _, errors = process.communicate(timeout=10)
-    assert process.returncode == 128 + signal.SIGTERM
-    assert errors == "rank 1 got SIGTERM while it waited for a peer, and ends.\n"
+        assert process.is_alive()
+        os.kill(process.pid, signal.SIGTERM)
+        process.join(10)
+        assert process.exitcode == 128 + signal.SIGTERM
+        assert errors.read() == b"rank 1 got SIGTERM while it waited for a peer, and ends.\n"
 
 
 def test_a_signal_that_is_handled_ends_nothing():
