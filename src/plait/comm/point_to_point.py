@@ -28,7 +28,9 @@ def send(tensor: Tensor, group: Group, destination: int, *, label: str = "", tag
     peer, transport = _peer(destination, group, "send to")
     group.traffic.record(group.name, "send", tensor.nbytes)
     awaited = f"{label or 'its message'} to reach rank {peer} over {group.name}"
-    return Handle(partial(transport.send, tensor, destination, tag), lambda: None, awaited, group, peer)
+    return Handle(
+        partial(transport.send, tensor, destination, tag, label), lambda: None, awaited, group, peer
+    )
 
 
 def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: int = 0) -> Handle[Tensor]:
@@ -40,7 +42,7 @@ def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: 
     received = output_buffer(buffer, buffer.shape, buffer)
     group.traffic.record(group.name, "receive", buffer.nbytes)
     awaited = f"{label or 'a message'} from rank {peer} over {group.name}"
-    start = partial(transport.receive, received, source, tag)
+    start = partial(transport.receive, received, source, tag, label)
     return Handle(start, lambda: copy_out(received, buffer), awaited, group, peer)
 
 

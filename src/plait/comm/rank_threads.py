@@ -14,6 +14,8 @@ import torch
 from plait.comm.rank_failure import RankFailure, from_exception, root_cause
 from plait.comm.transport.local import CooperativeScheduler, LocalRank, RankThread, current_local_rank
 from plait.comm.transport.local.operations import GroupOperations
+from plait.comm.transport.local.stream_rules import StreamRules
+from plait.comm.transport.local.stream_transport import StreamTransport
 from plait.comm.transport.local.transport import Key
 from plait.errors import MeshError
 
@@ -29,6 +31,7 @@ def run_threads(
     ranks: int,
     threads: int,
     shared_results: dict[Hashable, Any] | None = None,
+    rules: StreamRules | None = None,
 ) -> list[Result]:
     """Call `function(*arguments)` on `ranks` threads, one at a time, and return their results, rank 0 first.
 
@@ -41,6 +44,7 @@ def run_threads(
         raise MeshError(f"{ranks} ranks were asked for: give at least 1.")
     scheduler, groups = CooperativeScheduler(ranks), dict[Key, GroupOperations]()
     shared_results = {} if shared_results is None else shared_results
+    make_transport = None if rules is None else partial(StreamTransport, rules=rules)
     results: dict[int, Result] = {}
     failures: dict[int, tuple[RankFailure, BaseException]] = {}
 
@@ -50,6 +54,8 @@ def run_threads(
             torch.manual_seed(rank)
             random.seed(rank)
             results[rank] = function(*arguments)
+            if rules is not None:
+                rules.require_awaited(rank)
         except BaseException as error:
             failures[rank] = from_exception(rank, error), error
         finally:
@@ -59,7 +65,8 @@ def run_threads(
     torch.set_num_threads(threads)
     try:
         for rank in range(ranks):
-            RankThread(LocalRank(rank, scheduler, groups, shared_results), partial(run, rank)).start()
+            local = LocalRank(rank, scheduler, groups, shared_results, make_transport)
+            RankThread(local, partial(run, rank)).start()
         scheduler.run()
     except BaseException:  # Ctrl-C: ranks that wait end, the one that runs ends at its next wait
         scheduler.cancel("the run was interrupted")

@@ -74,10 +74,10 @@ class Transport(Protocol):
     def barrier(self) -> Pending:
         """Complete when all ranks have called it."""
 
-    def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
-        """Send to one rank; may complete only after that rank has posted its receive."""
+    def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
+        """Send to one rank; may complete only after that rank has posted its receive. `label`: for errors."""
 
-    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive into a contiguous buffer. Messages of one pair and tag keep their order."""
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:

@@ -145,13 +145,13 @@ class TorchTransport:
         """Start a barrier; on NCCL its wait blocks the host."""
         return TorchPending(dist.barrier(self.process_group, async_op=True))
 
-    def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+    def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the other rank has posted its receive."""
         mine = dense(tensor)
         work = dist.isend(as_bytes(mine), group=self.process_group, tag=tag, group_dst=destination)
         return TorchPending(work, mine)
 
-    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive; NCCL ignores the tag."""
         work = dist.irecv(as_bytes(buffer), group=self.process_group, tag=tag, group_src=source)
         return TorchPending(work, buffer)

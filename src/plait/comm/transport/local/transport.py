@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable, Sequence
 from functools import partial
 from threading import Thread, current_thread
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -56,9 +56,14 @@ class LocalTransport:
     on_one_host = True
 
     def __init__(
-        self, posted: GroupOperations, scheduler: CooperativeScheduler, index: int, timeout: float
+        self,
+        posted: GroupOperations,
+        scheduler: CooperativeScheduler,
+        index: int,
+        timeout: float,
+        name: str,
     ) -> None:
-        self.ranks, self.index = posted.ranks, index
+        self.ranks, self.index, self.name = posted.ranks, index, name
         self._posted, self._scheduler, self._timeout = posted, scheduler, timeout
         self._count = 0
 
@@ -111,12 +116,12 @@ class LocalTransport:
         """Start a barrier."""
         return self._call("barrier", None, None, operations.barrier)
 
-    def send(self, tensor: Tensor, destination: int, tag: int) -> Pending:
+    def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the receive is posted."""
         message = self._posted.send(self.index, destination, tag, tensor.detach())
         return LocalPending(self, message, None, lambda: (self.ranks[destination],))
 
-    def receive(self, buffer: Tensor, source: int, tag: int) -> Pending:
+    def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive."""
         message = self._posted.receive(source, self.index, tag, buffer)
         return LocalPending(self, message, buffer, lambda: (self.ranks[source],))
@@ -145,6 +150,9 @@ class LocalTransport:
         )
 
 
+MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int, float, str], LocalTransport]
+
+
 class LocalRank:
     """The `Ranks` of one process, seen from one of its threads."""
 
@@ -157,9 +165,14 @@ class LocalRank:
         scheduler: CooperativeScheduler,
         groups: dict[Key, GroupOperations],
         shared_results: dict[Hashable, Any],
+        make_transport: MakeTransport | None = None,
     ) -> None:
-        """`groups`, `shared_results`: dictionaries that all ranks of the process share."""
+        """`groups`, `shared_results`: dictionaries that all ranks of the process share.
+
+        `make_transport` makes the transports of groups, by default `LocalTransport`.
+        """
         self.shared_results = shared_results
+        self._make_transport = make_transport or LocalTransport
         self.rank, self.size = rank, scheduler.size
         self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
@@ -178,7 +191,7 @@ class LocalRank:
             return None
         number = self._made[mine] = self._made.get(mine, 0) + 1
         posted = self._groups.setdefault((mine, number), GroupOperations(mine))
-        return LocalTransport(posted, self._scheduler, mine.index(self.rank), timeout)
+        return self._make_transport(posted, self._scheduler, mine.index(self.rank), timeout, name)
 
     def pause(self, seconds: float) -> None:
         """Sleep for `seconds`, after running the other ranks."""
