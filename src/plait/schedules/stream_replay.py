@@ -48,7 +48,7 @@ Call: TypeAlias = Queued | Awaited
 def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
     """Return the cycle of waits in which the ranks' calls end; None if all complete.
 
-    `calls` are what each rank's host queues in a step, in order.
+    `calls` are what each rank's host queues in a step, in order; up to a wait, if the host blocks there.
     """
     replay = _Replay([_RankStreams.of(one) for one in calls])
     replay.run()
@@ -140,12 +140,10 @@ class _Replay:
         """Return why an operation never completes, and the operation that holds it up."""
         rank = next(each for each in operation.ranks if not self.ranks[each].has_started(operation))
         streams, name = self.ranks[rank], operation.name
-        head = streams.head(operation.communicator)
+        head, awaited = streams.head(operation.communicator), streams.awaited()
         queue = streams.queued.get(operation.communicator, ())
-        if head is None or all(one != operation for one, _ in queue):
-            return f"rank {rank} never starts {name}", None
-        if head[0] != operation:
+        if head is not None and head[0] != operation and any(one == operation for one, _ in queue):
             return f"rank {rank} has {name} behind {head[0].name} on one communicator", head[0]
-        awaited = streams.awaited()
-        assert awaited is not None
+        if awaited is None:
+            return f"rank {rank} never starts {name}", None
         return f"rank {rank} starts {name} after its wait for {awaited.name}", awaited

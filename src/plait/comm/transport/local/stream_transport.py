@@ -75,13 +75,9 @@ class StreamTransport(LocalTransport):
         number = self._messages[ends] = self._messages[ends] + 1
         source, destination = ranks = self.ranks[ends[0]], self.ranks[ends[1]]
         pair: Hashable = "all" if self.rules.device_bound else tuple(sorted(ends))
-        name = (
-            f"message {number} {label}".strip()
-            + f" from rank {source} to rank {destination} over {self.name}"
-        )
-        return self._queue(
-            pair, (ends, number), ranks, describe(like), name, _deliver, ends.index(self.index), part
-        )
+        name = f"{label or 'a message'} from rank {source} to rank {destination} ({self.name}, {number})"
+        index = ends.index(self.index)
+        return self._queue(pair, (ends, number), ranks, describe(like), name, _deliver, index, part)
 
     def _call(
         self, kind: str, read: Tensor | None, written: Tensor | None, compute: ComputeOutputs
@@ -89,7 +85,7 @@ class StreamTransport(LocalTransport):
         number = self._count
         self._count += 1
         part = Part(None if read is None else read.detach(), None if written is None else written.detach())
-        name = f"{kind} (call {number} of {self.name})"
+        name = f"{kind} ({self.name}, {number + 1})"
         return self._queue("all", number, self.ranks, kind, name, compute, self.index, part)
 
     def _queue(

@@ -100,7 +100,8 @@ class LocalTransport:
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
         """Start a broadcast."""
         kind = f"broadcast from {source} {describe(tensor)}"
-        return self._call(kind, tensor, tensor, partial(operations.broadcast, source))
+        written = None if self.index == source else tensor
+        return self._call(kind, tensor, written, partial(operations.broadcast, source))
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
         """Start a gather."""
