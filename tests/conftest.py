@@ -38,6 +38,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--twentieth", metavar="SEED", help="of the tests chosen run a twentieth, by this seed")
+    parser.addoption(
+        "--completion", metavar="early|late|SEED", help="run ranks as threads under NCCL's rules"
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -89,17 +92,28 @@ class ThreadRanks:
     What meta runs have shown of layers is kept from one test to the next: many tests build the same model.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, completion: Any = None) -> None:
+        """`completion`: run under NCCL's rules, with operations that complete early, late, or by a seed."""
+        self.completion = completion
         self._shared_results: dict[Hashable, Any] = {}
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
         """Return what `function(*arguments)` returns on each rank; one thread of torch each."""
         from plait.comm.rank_threads import run_threads
+        from plait.comm.transport.local.stream_rules import StreamRules
 
-        return run_threads(function, arguments, ranks, 1, self._shared_results)
+        rules = None if self.completion is None else StreamRules(self.completion)
+        return run_threads(function, arguments, ranks, 1, self._shared_results, rules)
+
+    def under_rules(self, completion: Any) -> ThreadRanks:
+        """Return such ranks under NCCL's rules, with the same results of meta runs."""
+        ruled = ThreadRanks(completion)
+        ruled._shared_results = self._shared_results
+        return ruled
 
 
 @pytest.fixture(scope="session")
-def thread_ranks() -> ThreadRanks:
+def thread_ranks(request: pytest.FixtureRequest) -> ThreadRanks:
     """Ranks without processes, for what does not depend on how bytes travel: quick, on either worker."""
-    return ThreadRanks()
+    given = request.config.getoption("--completion")
+    return ThreadRanks(int(given) if given and given.isdigit() else given)

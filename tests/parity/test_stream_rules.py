@@ -1,0 +1,116 @@
+"""Parity under NCCL's rules: whenever operations complete, all numbers are those of one rank.
+
+`pytest tests/parity --completion late` runs all parity tests on threads under these rules.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity import woven
+from parity.case import Case, Recipe
+from parity.cases import gpt2
+from parity.pairs import covering_rows, every_row
+from parity.parity import check_parity
+from parity.rows import name_of
+from plait.plan import Plan
+
+DATA: dict[str, dict[str, Any]] = {
+    "one": {},
+    "full": {"dp": 2, "strategy": "full", "reduce": "each"},
+    "gradients": {"dp": 2, "strategy": "gradients", "offload": "full"},
+    "hybrid": {"dp": 4, "replicate": 2, "strategy": "optimizer"},
+}
+TENSOR: dict[str, dict[str, Any]] = {
+    "one": {},
+    "tp": {"tp": 2},
+    "sequence": {"tp": 2, "sequence_parallel": "regather"},
+}
+FACTORS: dict[str, tuple[Any, ...]] = {
+    "pipeline": ((1, "1f1b"), (2, "zb-v"), (2, "interleaved"), (2, "v-min"), (4, "1f1b"), (4, "zb-h1")),
+    "data": tuple(DATA),
+    "tensor": tuple(TENSOR),
+    "recompute": ("none", "full"),
+    "completion": ("early", "late", 1),
+}
+
+
+def fits(row: dict[str, Any]) -> bool:
+    """On eight ranks."""
+    dp, tp = DATA[row.get("data", "one")].get("dp", 1), TENSOR[row.get("tensor", "one")].get("tp", 1)
+    return bool(row.get("pipeline", (1,))[0] * dp * tp <= 8)
+
+
+QUICK = FACTORS | {
+    "pipeline": ((2, "zb-v"), (2, "interleaved"), (4, "1f1b")),
+    "data": ("one", "full", "hybrid"),
+    "recompute": ("none",),
+    "completion": ("late", 1),
+}
+COVERING = covering_rows(QUICK, fits)
+REST = [row for row in every_row(FACTORS, fits) if row not in COVERING]
+
+
+def plan_of(row: dict[str, Any]) -> Plan:
+    pp, schedule = row["pipeline"]
+    fields = {**DATA[row["data"]], **TENSOR[row["tensor"]], "recompute": row["recompute"]}
+    return Plan(pp=pp, schedule=schedule, **fields, microbatches=4, precision="fp64")
+
+
+@pytest.mark.parametrize("row", COVERING, ids=name_of)
+def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("row", REST, ids=name_of)
+def test_every_row(thread_ranks: Any, row: dict[str, Any]) -> None:
+    check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
+
+
+LAYOUTS = {
+    "zb-v": {"pp": 2, "tp": 2, "schedule": "zb-v"},
+    "interleaved": {"pp": 4, "schedule": "interleaved"},
+    "full": {"pp": 2, "dp": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
+    "regather": {"tp": 2, "dp": 2, "sequence_parallel": "regather", "strategy": "gradients"},
+}
+
+
+def everything_in_a_rank(case: Case, plan: Plan) -> list[Tensor]:
+    """A step, its norm, a loss without a backward, tokens, and the gradients of the inputs where they are."""
+    engine = woven.weave(case, plan)
+    optimizer = torch.optim.AdamW(engine.parameters(), lr=0.01)
+    (batch,) = woven.shares(case, engine, 1)
+    found = [engine.forward_backward(*batch), engine.step(optimizer, 0.05), engine.evaluate(*batch)]
+    optimizer.zero_grad()
+    tokens = engine.generate(batch[0][:2, :3], 3, temperature=0)
+    return [*found, tokens, *(parameter.detach().clone() for parameter in engine.parameters())]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits_whenever_operations_complete(thread_ranks: Any, layout: str) -> None:
+    """Training, evaluating and generating; against threads without the rules."""
+    compare(thread_ranks, layout, ("late", 2))
+
+
+@pytest.mark.full
+@pytest.mark.parametrize("seeds", [range(first, first + 25) for first in range(3, 203, 25)], ids=str)
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits_for_200_seeds(thread_ranks: Any, layout: str, seeds: range) -> None:
+    compare(thread_ranks, layout, seeds)
+
+
+def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
+    case = gpt2(layers=6 if layout == "interleaved" else 4)
+    plan = Plan(**LAYOUTS[layout], microbatches=4, precision="fp64")
+    expected = thread_ranks.under_rules(None).run(everything_in_a_rank, case, plan, ranks=plan.world)
+    for completion in completions:
+        ruled = thread_ranks.under_rules(completion)
+        for ours, theirs in zip(
+            ruled.run(everything_in_a_rank, case, plan, ranks=plan.world), expected, strict=True
+        ):
+            assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), completion
