@@ -46,7 +46,7 @@ def fits(row: dict[str, Any]) -> bool:
 
 
 QUICK = FACTORS | {
-    "pipeline": ((2, "zb-v"), (2, "interleaved"), (4, "1f1b")),
+    "pipeline": ((1, "1f1b"), (2, "zb-v"), (2, "interleaved"), (4, "1f1b")),
     "data": ("one", "full", "hybrid"),
     "recompute": ("none",),
     "completion": ("late", 1),
