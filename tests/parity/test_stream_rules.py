@@ -17,6 +17,9 @@ from parity.cases import gpt2
 from parity.pairs import covering_rows, every_row
 from parity.parity import check_parity
 from parity.rows import name_of
+from parity.stream_defects import QUICK as QUICK_DEFECTS
+from parity.stream_defects import STREAM_DEFECTS
+from plait.errors import PlaitError
 from plait.plan import Plan
 
 DATA: dict[str, dict[str, Any]] = {
@@ -114,3 +117,18 @@ def compare(thread_ranks: Any, layout: str, completions: Any) -> None:
             ruled.run(everything_in_a_rank, case, plan, ranks=plan.world), expected, strict=True
         ):
             assert all(torch.equal(a, b) for a, b in zip(ours, theirs, strict=True)), completion
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [
+        each if each in QUICK_DEFECTS else pytest.param(each, marks=pytest.mark.full)
+        for each in STREAM_DEFECTS
+    ],
+    ids=lambda defect: defect.__name__,
+)
+def test_a_defect_is_found(thread_ranks: Any, defect: Any) -> None:
+    fields, told = STREAM_DEFECTS[defect]
+    plan = Plan(**fields, microbatches=4, precision="fp64")
+    with pytest.raises((AssertionError, PlaitError), match=told), defect():  # once, for all threads
+        check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), plan, Recipe(steps=1))
