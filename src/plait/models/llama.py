@@ -9,7 +9,6 @@ Differs from GPT-2 by RMS norm (Zhang & Sennrich 2019), rotary position embeddin
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 
 import torch
 from torch import Tensor, nn
@@ -17,13 +16,15 @@ from torch.nn import functional
 
 from plait.default_sizes import default_inner
 from plait.errors import ModelError
-from plait.models.initial import Initial, Normal
 from plait.models.model_helpers import (
     INITIAL_STD,
+    Head,
+    InitializedLayer,
     assemble,
+    block,
+    require_heads,
     require_length,
     require_positive,
-    require_whole_heads,
 )
 from plait.models.rotary import rotary_angles, rotate
 from plait.rules import Rules, column, entrance, row, sequence, vocabulary
@@ -74,43 +75,28 @@ def llama(
     inner = default_inner(hidden) if inner is None else inner
     require_positive(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads)
     require_positive(inner=inner, vocab=vocab, context=context)
-    _require_fitting_heads(hidden, heads, kv_heads)
+    require_heads(hidden, heads, kv_heads, rotary=True)
     if not (math.isfinite(rope_base) and rope_base > 0):
         raise ModelError(f"model.rope_base is {rope_base}: give a number above 0, such as 10000.")
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
     std = INITIAL_STD / math.sqrt(2 * layers)
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
-        blocks = []
-        for _ in range(layers):
-            attention = Attention(hidden, heads, kv_heads, context, rope_base, std)
-            blocks.append(nn.Sequential(OrderedDict(attention=attention, mlp=MLP(hidden, inner, std))))
-        head = Head(hidden, vocab)
+        blocks = [
+            block(Attention(hidden, heads, kv_heads, context, rope_base, std), MLP(hidden, inner, std))
+            for _ in range(layers)
+        ]
+        head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
     if tied:
         head.output.weight = embedding.token.weight
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
-def _require_fitting_heads(hidden: int, heads: int, kv_heads: int) -> None:
-    require_whole_heads(hidden, heads)
-    if heads % kv_heads:
-        divisors = [str(n) for n in range(1, heads + 1) if heads % n == 0]
-        raise ModelError(
-            f"model.heads = {heads} is not divisible by model.kv_heads = {kv_heads}: "
-            f"set kv_heads to {' or '.join(divisors)}."
-        )
-    if hidden // heads % 2:
-        raise ModelError(
-            f"model.hidden = {hidden} over model.heads = {heads} makes heads of {hidden // heads} features, "
-            f"and rotary embedding rotates pairs of them: set hidden to a multiple of {2 * heads}."
-        )
-
-
-class Embedding(nn.Module):
+class Embedding(InitializedLayer):
     """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which attention adds."""
 
     def __init__(self, vocab: int, hidden: int, context: int) -> None:
-        super().__init__()
+        super().__init__(INITIAL_STD)
         self.context = context
         self.token = nn.Embedding(vocab, hidden)
 
@@ -120,12 +106,8 @@ class Embedding(nn.Module):
         embedded: Tensor = self.token(tokens)
         return embedded
 
-    def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter."""
-        return {"token.weight": Normal(INITIAL_STD)}
 
-
-class Attention(nn.Module):
+class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions.
 
     Query head h reads key and value head h // (heads / kv_heads).
@@ -134,12 +116,11 @@ class Attention(nn.Module):
     def __init__(
         self, hidden: int, heads: int, kv_heads: int, context: int, rope_base: float, std: float
     ) -> None:
-        super().__init__()
+        super().__init__(INITIAL_STD, {"output": std})
         self.heads, self.kv_heads = heads, kv_heads  # read by the rules
         self.head_size = hidden // heads
         self.context = context
         self.rope_base = rope_base
-        self.std = std
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key = nn.Linear(hidden, kv_heads * self.head_size, bias=False)
@@ -164,23 +145,17 @@ class Attention(nn.Module):
         result: Tensor = x + self.output(mixed.transpose(1, 2).flatten(2))
         return result
 
-    def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter but the norm's, which is 1."""
-        inner = {f"{name}.weight": Normal(INITIAL_STD) for name in ("query", "key", "value")}
-        return {**inner, "output.weight": Normal(self.std)}
-
     def cost(self) -> float:
         """Return multiplications per token: four matrices, scores and weighted values over the context."""
         hidden = self.query.in_features
         return 2.0 * hidden * (hidden + self.kv_heads * self.head_size) + 2.0 * self.context * hidden
 
 
-class MLP(nn.Module):
+class MLP(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + down(silu(gate) · up) of its norm (SwiGLU)."""
 
     def __init__(self, hidden: int, inner: int, std: float) -> None:
-        super().__init__()
-        self.std = std
+        super().__init__(INITIAL_STD, {"down": std})
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.gate = nn.Linear(hidden, inner, bias=False)
         self.up = nn.Linear(hidden, inner, bias=False)
@@ -191,29 +166,3 @@ class MLP(nn.Module):
         normed = self.norm(x)
         result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
         return result
-
-    def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter but the norm's, which is 1."""
-        return {
-            "gate.weight": Normal(INITIAL_STD),
-            "up.weight": Normal(INITIAL_STD),
-            "down.weight": Normal(self.std),
-        }
-
-
-class Head(nn.Module):
-    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
-
-    def __init__(self, hidden: int, vocab: int) -> None:
-        super().__init__()
-        self.norm = nn.RMSNorm(hidden, eps=EPSILON)
-        self.output = nn.Linear(hidden, vocab, bias=False)
-
-    def forward(self, x: Tensor) -> Tensor:
-        """Return the logits."""
-        logits: Tensor = self.output(self.norm(x))
-        return logits
-
-    def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter but the norm's, which is 1."""
-        return {"output.weight": Normal(INITIAL_STD)}

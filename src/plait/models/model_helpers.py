@@ -1,17 +1,58 @@
-"""Helpers of plait's own models: assembly of the layer sequence, and checks of sizes."""
+"""Helpers of all models: a base class of layers, the head, assembly of the sequence, and checks of sizes."""
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
-from torch import nn
+from torch import Tensor, nn
 
+from plait.default_sizes import heads_error
 from plait.errors import ModelError
+from plait.models.initial import Constant, Initial, Normal
 from plait.rules import Rules
 
 INITIAL_STD = 0.02
 """Standard deviation of initial weights (Radford et al. 2018, section 4.1)."""
+
+
+class InitializedLayer(nn.Module):
+    """Base of layers whose initial values follow from names and shapes."""
+
+    def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
+        """`std`: the initial standard deviation of matrices; `exceptions`: that of other modules, by name."""
+        super().__init__()
+        self.std, self.exceptions = std, dict(exceptions or {})
+
+    def initial_values(self) -> dict[str, Initial]:
+        """Return the initial distribution of each parameter: normal matrices, norms of 1, biases of 0."""
+        found: dict[str, Initial] = {}
+        for name, parameter in self.named_parameters(remove_duplicate=False):
+            module = name.split(".")[-2]
+            if parameter.dim() > 1:
+                found[name] = Normal(self.exceptions.get(module, self.std))
+            else:
+                found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
+        return found
+
+
+class Head(InitializedLayer):
+    """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
+
+    def __init__(self, norm: nn.Module, hidden: int, vocab: int) -> None:
+        super().__init__(INITIAL_STD)
+        self.norm = norm
+        self.output = nn.Linear(hidden, vocab, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Return the logits."""
+        logits: Tensor = self.output(self.norm(x))
+        return logits
+
+
+def block(attention: nn.Module, mlp: nn.Module) -> nn.Sequential:
+    """Return one transformer block: an attention layer and an MLP layer."""
+    return nn.Sequential(OrderedDict(attention=attention, mlp=mlp))
 
 
 def assemble(
@@ -31,13 +72,11 @@ def require_positive(**sizes: int) -> None:
             raise ModelError(f"model.{name} is {size}: give at least 1.")
 
 
-def require_whole_heads(hidden: int, heads: int) -> None:
-    """Raise ModelError unless `heads` divides `hidden`."""
-    if hidden % heads:
-        raise ModelError(
-            f"model.hidden = {hidden} is not divisible by model.heads = {heads}: "
-            f"set hidden to {heads * max(1, hidden // heads)} or {heads * (hidden // heads + 1)}."
-        )
+def require_heads(hidden: int, heads: int, kv_heads: int | None = None, *, rotary: bool = False) -> None:
+    """Raise ModelError unless attention can have these sizes, see `heads_error`."""
+    error = heads_error(hidden, heads, kv_heads, rotary=rotary)
+    if error is not None:
+        raise ModelError(error)
 
 
 def require_length(length: int, context: int) -> None:

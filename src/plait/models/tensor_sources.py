@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -59,39 +59,27 @@ def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorL
     return locations
 
 
-class TensorSource(Protocol):
-    """Interface for reading a model's whole parameters and buffers, by first full name.
-
-    Every rank iterates over all names of the model in one order, and reads or skips each.
-    """
-
-    def read(self, name: str) -> Tensor:
-        """Return the whole tensor, which must not be written to. Raises ModelError if it has no value."""
-
-    def skip(self, name: str) -> None:
-        """Skip a tensor that this rank does not need; on some sources a collective call."""
-
-
+@dataclass
 class LocalSource:
     """This rank's source: given tensors, else the model's own, else random values under `seed`."""
 
-    def __init__(
-        self, locations: Mapping[str, TensorLocation], seed: int, given: Mapping[str, Any] | None = None
-    ) -> None:
-        """`given`: for each name in `model.state_dict()` a whole tensor, or a slice of a safetensors file.
+    locations: Mapping[str, TensorLocation]
+    seed: int
+    given: Mapping[str, Any] | None = None
+    """For each name in `model.state_dict()` a whole tensor, or a slice of a safetensors file, read lazily.
 
-        A shared tensor may be given under any of its names. Tensors are read lazily.
-        """
-        self.locations = locations
-        self._seed = seed
-        self._given = given
+    A shared tensor may be given under any of its names.
+    """
 
     def read(self, name: str) -> Tensor:
-        """Return a tensor, see `TensorSource`. Its floating-point dtype may differ from the model's."""
+        """Return the whole tensor, which must not be written to. Raises ModelError if it has no value.
+
+        Its floating-point dtype may differ from the model's.
+        """
         location = self.locations[name]
-        if name not in self._found or self._given is None:
-            return initial_value(location.layer, location.path, location.name, self._seed)
-        value = _whole(self._given[self._found[name]])
+        if name not in self._found or self.given is None:
+            return initial_value(location.layer, location.path, location.name, self.seed)
+        value = _whole(self.given[self._found[name]])
         if value.is_floating_point() == location.tensor.is_floating_point():
             return value if value.is_floating_point() else value.to(location.tensor.dtype)
         raise ModelError(
@@ -111,12 +99,12 @@ class LocalSource:
     @cached_property
     def _found(self) -> Mapping[str, str]:
         """The name in `given` of each tensor. Raises ModelError if the given tensors do not fit the model."""
-        if self._given is None:
+        if self.given is None:
             return {}
-        if not isinstance(self._given, Mapping):
-            kind = type(self._given).__name__
+        if not isinstance(self.given, Mapping):
+            kind = type(self.given).__name__
             raise ModelError(f"values is a {kind}: give tensors by name, such as model.state_dict().")
-        found, faults = _match(self._given, self.locations)
+        found, faults = _match(self.given, self.locations)
         if faults:
             raise ModelError(
                 f"the given values do not fit the model ({'; '.join(faults)}): give a tensor of the right "
@@ -125,40 +113,50 @@ class LocalSource:
         return found
 
 
+@dataclass(frozen=True)
 class RankZeroSource:
     """A source that reads tensors on rank 0 of a group and broadcasts them to all its ranks.
 
     Reading and skipping are collective: a broadcast of the dtype or an error message, then of the tensor.
     """
 
-    def __init__(self, source: LocalSource, group: Group, device: torch.device) -> None:
-        """`device`: the device of this rank for the broadcasts."""
-        self._source = source
-        self._group = group
-        self._device = device
+    source: LocalSource
+    group: Group
+    device: torch.device
+    """Of this rank, for the broadcasts."""
 
     def read(self, name: str) -> Tensor:
         """Return the whole tensor on `device`. Raises ModelError on all ranks if rank 0 fails."""
         value, failure, text = None, None, ""
-        if self._group.index == 0:
+        if self.group.index == 0:
             try:
-                value = self._source.read(name).to(self._device).contiguous()
+                value = self.source.read(name).to(self.device).contiguous()
                 text = str(value.dtype)
             except Exception as raised:  # any error, because the other ranks wait
-                failure, text = raised, _described(name, raised)
-        text = broadcast_text(text, self._group, self._device)
+                failure, text = raised, f"rank 0 refuses: {raised}"
+                if not isinstance(raised, PlaitError):
+                    kind = type(raised).__name__
+                    text = f"rank 0 cannot read {name} ({kind}: {raised}): check its values."
+        text = broadcast_text(text, self.group, self.device)
         if failure is not None:
             raise failure
         if value is None:
             dtype = getattr(torch, text.removeprefix("torch."), None)
             if not isinstance(dtype, torch.dtype):
                 raise ModelError(text)
-            value = torch.empty(self._source.locations[name].tensor.shape, dtype=dtype, device=self._device)
-        return broadcast(value, self._group, checked=False).wait()
+            value = torch.empty(self.source.locations[name].tensor.shape, dtype=dtype, device=self.device)
+        return broadcast(value, self.group, checked=False).wait()
 
     def skip(self, name: str) -> None:
         """Take part in the broadcasts, and discard the tensor."""
         self.read(name)
+
+
+TensorSource = LocalSource | RankZeroSource
+"""Whole tensors by the first full names of parameters and buffers.
+
+Every rank iterates over all names of the model in one order, and reads or skips each.
+"""
 
 
 def _match(
@@ -209,9 +207,3 @@ def _whole(value: Any) -> Tensor:
 def _equal(one: Any, other: Any) -> bool:
     one, other = _whole(one), _whole(other)
     return one.dtype == other.dtype and torch.equal(one, other.to(one.device))
-
-
-def _described(name: str, failure: Exception) -> str:
-    if isinstance(failure, PlaitError):
-        return f"rank 0 refuses: {failure}"
-    return f"rank 0 cannot read {name} ({type(failure).__name__}: {failure}): check its values."

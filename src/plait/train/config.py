@@ -6,9 +6,9 @@ from typing import Self
 
 from pydantic import model_validator
 
-from plait.default_sizes import default_inner
+from plait.default_sizes import default_inner, divisors, heads_error, multiples
 from plait.errors import ConfigError, listed
-from plait.plan import Plan, Precision
+from plait.plan import Plan
 from plait.schedules.search.api import default_chunks
 from plait.train.config_sections import (
     DataConfig,
@@ -71,15 +71,13 @@ class Config(Section):
             **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
             precision=self.train.precision,
-            master_precision=self.train.master_precision or self._default_master(),
+            # By default fp32 for 16-bit training, in which small updates would be rounded to zero.
+            master_precision=self.train.master_precision
+            or ("fp32" if self.train.precision in ("bf16", "fp16") else None),
             gradient_precision=self.train.gradient_precision,
             reduce_precision=self.train.reduce_precision,
             loss_scale=self.train.loss_scale,
         )
-
-    def _default_master(self) -> Precision | None:
-        """Return fp32 for 16-bit training, in which small updates would be rounded to zero."""
-        return "fp32" if self.train.precision in ("bf16", "fp16") else None
 
 
 def _check_magnitudes(config: Config) -> None:
@@ -117,11 +115,7 @@ def _check_paths(config: Config) -> None:
 
 def _check_steps(config: Config) -> None:
     run, steps = config.run, config.train.steps
-    fields = {
-        "run.compare": run.compare,
-        "run.trace": run.trace,
-        "parallel.reorder": config.parallel.reorder,
-    }
+    fields = {"run.compare": run.compare, "run.trace": run.trace, "parallel.reorder": config.parallel.reorder}
     for name, value in fields.items():
         if value > steps:
             raise ConfigError(
@@ -130,24 +124,9 @@ def _check_steps(config: Config) -> None:
 
 
 def _check_heads(model: ModelConfig) -> None:
-    if model.hidden % model.heads:
-        raise ConfigError(
-            f"model.hidden = {model.hidden} is not divisible by model.heads = {model.heads}: "
-            f"set model.hidden to {_multiples(model.hidden, model.heads)}, or change model.heads."
-        )
-    if model.name != "llama":
-        return
-    if model.kv_heads is not None and model.heads % model.kv_heads:
-        raise ConfigError(
-            f"model.kv_heads = {model.kv_heads} does not divide model.heads = {model.heads}: "
-            f"set model.kv_heads to {_divisors(model.heads)}."
-        )
-    if model.hidden // model.heads % 2:
-        raise ConfigError(
-            f"model.hidden = {model.hidden} over model.heads = {model.heads} makes heads of "
-            f"{model.hidden // model.heads} features, and llama turns pairs of them: "
-            f"set model.hidden to {_multiples(model.hidden, 2 * model.heads)}, or change model.heads."
-        )
+    error = heads_error(model.hidden, model.heads, model.kv_heads, rotary=model.name == "llama")
+    if error is not None:
+        raise ConfigError(error)
 
 
 def _check_family(model: ModelConfig) -> None:
@@ -169,7 +148,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
     if model.heads % tp:
         raise ConfigError(
             f"model.heads = {model.heads} is not divisible by parallel.tp = {tp}: "
-            f"set parallel.tp to {_divisors(model.heads)}{_heads_for(model, tp)}."
+            f"set parallel.tp to {divisors(model.heads)}{_heads_for(model, tp)}."
         )
     if model.name != "llama":
         return
@@ -177,14 +156,14 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
     if kv_heads % tp and tp % kv_heads:
         raise ConfigError(
             f"model.kv_heads = {kv_heads} is neither a multiple nor a divisor of parallel.tp = {tp}: "
-            f"set model.kv_heads to {_divisors(tp)}, or change parallel.tp."
+            f"set model.kv_heads to {divisors(tp)}, or change parallel.tp."
         )
     inner = default_inner(model.hidden) if model.inner is None else model.inner
     if inner % tp:
         origin = "" if model.inner is not None else f", the default for model.hidden = {model.hidden},"
         raise ConfigError(
             f"model.inner = {inner}{origin} is not divisible by parallel.tp = {tp}: "
-            f"set model.inner to {_multiples(inner, tp)}, or change parallel.tp."
+            f"set model.inner to {multiples(inner, tp)}, or change parallel.tp."
         )
 
 
@@ -201,7 +180,7 @@ def _check_batch(train: TrainConfig, dp: int) -> None:
         raise ConfigError(
             f"train.batch = {train.batch} does not divide into parallel.dp = {dp} times "
             f"train.microbatches = {train.microbatches} equal parts: "
-            f"set train.batch to {_multiples(train.batch, parts)}, or change train.microbatches."
+            f"set train.batch to {multiples(train.batch, parts)}, or change train.microbatches."
         )
 
 
@@ -209,7 +188,7 @@ def _check_parallel(parallel: ParallelConfig) -> None:
     if parallel.dp % parallel.replicate:
         raise ConfigError(
             f"parallel.replicate = {parallel.replicate} does not divide parallel.dp = {parallel.dp}: "
-            f"set parallel.replicate to {_divisors(parallel.dp)}."
+            f"set parallel.replicate to {divisors(parallel.dp)}."
         )
     counts = parallel.layers_per_stage
     if counts is None:
@@ -221,14 +200,3 @@ def _check_parallel(parallel: ParallelConfig) -> None:
             f"parallel.pp = {parallel.pp} times parallel.chunks = {chunks}: "
             "give one count for each stage, or leave it out."
         )
-
-
-def _multiples(value: int, step: int) -> str:
-    """Return the positive multiples of `step` next to `value`, such as "8 or 12"."""
-    below = value // step * step
-    return f"{below} or {below + step}" if below else str(step)
-
-
-def _divisors(value: int) -> str:
-    """Return the divisors of `value`, such as "1 or 2 or 4"."""
-    return " or ".join(str(n) for n in range(1, value + 1) if value % n == 0)

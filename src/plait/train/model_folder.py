@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -33,7 +32,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
     from plait.models.huggingface.pretrained import sizes_in
 
     try:
-        sizes = asdict(sizes_in(folder))
+        sizes = sizes_in(folder)
     except ModelError as error:
         raise ConfigError(f"model.name = {name!r}: {error}") from None
     for field, value in given.items():

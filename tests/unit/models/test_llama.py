@@ -246,12 +246,15 @@ def test_sizes_below_one_are_refused(name: str) -> None:
 @pytest.mark.parametrize(
     ("sizes", "message"),
     [
-        ({"hidden": 26}, r"model\.hidden = 26 is not divisible by model\.heads = 4: set hidden to 24 or 28"),
+        (
+            {"hidden": 26},
+            r"model\.hidden = 26 is not divisible by model\.heads = 4: set model.hidden to 24 or 28",
+        ),
         (
             {"kv_heads": 3},
-            r"model\.heads = 4 is not divisible by model\.kv_heads = 3: set kv_heads to 1 or 2 or 4",
+            r"model\.kv_heads = 3 does not divide model\.heads = 4: set model\.kv_heads to 1 or 2 or 4",
         ),
-        ({"hidden": 20}, r"makes heads of 5 features, .* pairs of them: set hidden to a multiple of 8"),
+        ({"hidden": 20}, r"makes heads of 5 features, .* pairs of them: set model.hidden to 16 or 24"),
         ({"rope_base": 0.0}, r"model\.rope_base is 0\.0: give a number above 0"),
         ({"rope_base": math.inf}, r"model\.rope_base is inf: give a number above 0"),
     ],

@@ -14,14 +14,13 @@ from parity import huggingface_cases as cases
 from plait.comm.mesh import Mesh
 from plait.comm.rank_pool import RankPool
 from plait.errors import ConfigError, ModelError
-from plait.models.huggingface.adapter import from_huggingface
+from plait.models.huggingface import from_huggingface
 from plait.models.huggingface.pretrained import weights_in
-from plait.train.banner import banner
 from plait.train.build import build_model
 from plait.train.config import Config
 from plait.train.config_parser import config_from_arguments
 from plait.train.data import load_data
-from plait.train.loop import train
+from plait.train.loop import banner, train
 
 pytestmark = pytest.mark.transformers
 

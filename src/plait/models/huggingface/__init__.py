@@ -4,6 +4,58 @@ The layers hold the model's own modules (embeddings, linears, norms, activations
 neither copied nor altered. Only residual connections, positions and causal attention are plait's code.
 """
 
-from plait.models.huggingface.adapter import from_huggingface
+from __future__ import annotations
 
-__all__ = ["from_huggingface"]
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from torch import nn
+
+from plait.errors import ModelError
+from plait.models.huggingface import gpt2, gpt_neox, llama
+
+FAMILIES: Mapping[str, Callable[[Any], nn.Sequential]] = {
+    "GPT2LMHeadModel": gpt2.adapt,
+    "GPTNeoXForCausalLM": gpt_neox.adapt,
+    "LlamaForCausalLM": llama.adapt,
+    "MistralForCausalLM": llama.adapt,
+    "Qwen2ForCausalLM": llama.adapt,
+}
+"""Converters by class name of transformers, which may not be installed."""
+
+
+def from_huggingface(model: nn.Module) -> nn.Sequential:
+    """Return `model` as a sequence embedding → blocks.0.attention → blocks.0.mlp → … → head.
+
+    Tokens `[batch, length ≤ context]` → logits `[batch, length, vocab]`. The layers hold the modules of
+    `model` itself, unchanged; a model on the meta device gets values by name and seed, from the distributions
+    of transformers. The sequence has `context` and `rules`, as plait's own models have, and
+    `huggingface_names`, which maps each name of its `state_dict()` to that of `model`. ModelError for other
+    classes, and for settings that plait does not support.
+    """
+    kind = type(model)
+    known = FAMILIES if kind.__module__.startswith("transformers.") else {}
+    if kind.__name__ not in known:
+        raise ModelError(
+            f"{kind.__module__}.{kind.__qualname__} is no model that plait can adapt: give an unmodified "
+            f"{', '.join(FAMILIES)} of transformers, or write an nn.Sequential of its layers."
+        )
+    sequence = known[kind.__name__](model)
+    sequence.huggingface_names = _names(sequence, model)  # type: ignore[assignment]
+    return sequence
+
+
+def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
+    """Return the parameter names in `model` by those in `sequence`; a shared tensor has several."""
+    theirs: dict[int, list[str]] = {}
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        theirs.setdefault(id(parameter), []).append(name)
+    return {
+        name: next(other for other in theirs[id(parameter)] if _end(other) == _end(name))
+        for name, parameter in sequence.named_parameters(remove_duplicate=False)
+    }
+
+
+def _end(name: str) -> list[str]:
+    """Return the last names (module and attribute) of a tensor, which both models share."""
+    return name.split(".")[-2:]

@@ -1,4 +1,4 @@
-"""Code shared by the converters: a base class of layers, rotary positions, and causal attention."""
+"""Code shared by the converters: layers of several families, rotary positions, and causal attention."""
 
 from __future__ import annotations
 
@@ -10,35 +10,14 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.models.initial import Constant, Initial, Normal
-from plait.models.model_helpers import require_length
+from plait.models.model_helpers import InitializedLayer, require_length
 from plait.models.rotary import rotate
 
 STEADY_ROTARY = ("default", "linear", "llama3", "yarn")
 """Types of rotary embedding whose frequencies do not depend on the length of the sequence."""
 
 
-class ConvertedLayer(nn.Module):
-    """Base class of converted layers, with transformers' initial values."""
-
-    def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
-        """`std`: the initial standard deviation of matrices; `exceptions`: that of other modules, by name."""
-        super().__init__()
-        self.std, self.exceptions = std, dict(exceptions or {})
-
-    def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distributions of transformers: normal matrices, norms of 1, biases of 0."""
-        found: dict[str, Initial] = {}
-        for name, parameter in self.named_parameters(remove_duplicate=False):
-            module = name.split(".")[-2]
-            if parameter.dim() > 1:
-                found[name] = Normal(self.exceptions.get(module, self.std))
-            else:
-                found[name] = Constant(1.0) if name.endswith(".weight") else Constant(0.0)
-        return found
-
-
-class Embedding(ConvertedLayer):
+class Embedding(InitializedLayer):
     """Tokens `[batch, length]` → `[batch, length, hidden]`, without positions, which attention adds."""
 
     def __init__(
@@ -57,7 +36,7 @@ class Embedding(ConvertedLayer):
         return embedded if self.emb_dropout is None else self.emb_dropout(embedded)
 
 
-class MLP(ConvertedLayer):
+class MLP(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
 
     def __init__(
@@ -80,7 +59,7 @@ class MLP(ConvertedLayer):
         return result
 
 
-class Head(ConvertedLayer):
+class Head(InitializedLayer):
     """`[batch, length, hidden]` → logits `[batch, length, vocab]`: the last norm and the output linear."""
 
     def __init__(self, name: str, norm: nn.Module, lm_head: nn.Module, std: float) -> None:

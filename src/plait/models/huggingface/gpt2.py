@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.models.huggingface.common import MLP, ConvertedLayer, Head, attend, attention_cost, heads_of
-from plait.models.model_helpers import assemble, require_length
+from plait.models.huggingface.common import MLP, Head, attend, attention_cost, heads_of
+from plait.models.model_helpers import InitializedLayer, assemble, block, require_length
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -42,21 +41,18 @@ def adapt(model: Any) -> nn.Sequential:
     # A smaller start for residual projections (Radford et al. 2019, section 2.3).
     smaller = {"c_proj": std / math.sqrt(2 * config.n_layer)}
     blocks = [
-        nn.Sequential(
-            OrderedDict(
-                attention=Attention(block.ln_1, block.attn, context, std, smaller),
-                mlp=MLP("ln_2", block.ln_2, block.mlp, std, smaller),
-            )
+        block(
+            Attention(one.ln_1, one.attn, context, std, smaller),
+            MLP("ln_2", one.ln_2, one.mlp, std, smaller),
         )
-        for block in body.h
+        for one in body.h
     ]
     embedding = Embedding(body.wte, body.wpe, body.drop, std)
-    return assemble(
-        embedding, blocks, Head("ln_f", body.ln_f, model.lm_head, std), context=context, rules=RULES
-    )
+    head = Head("ln_f", body.ln_f, model.lm_head, std)
+    return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
-class Embedding(ConvertedLayer):
+class Embedding(InitializedLayer):
     """Tokens `[batch, length]` → `[batch, length, hidden]`: token embedding plus position embedding."""
 
     def __init__(self, wte: nn.Embedding, wpe: nn.Embedding, drop: nn.Module, std: float) -> None:
@@ -72,7 +68,7 @@ class Embedding(ConvertedLayer):
         return embedded
 
 
-class Attention(ConvertedLayer):
+class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + causal attention of its norm."""
 
     def __init__(

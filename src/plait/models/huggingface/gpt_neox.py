@@ -7,7 +7,6 @@ from typing import Any
 from torch import Tensor, nn
 
 from plait.models.huggingface.common import (
-    ConvertedLayer,
     Embedding,
     Head,
     Rotary,
@@ -16,7 +15,7 @@ from plait.models.huggingface.common import (
     heads_of,
     rotate_first,
 )
-from plait.models.model_helpers import assemble
+from plait.models.model_helpers import InitializedLayer, assemble
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -45,7 +44,7 @@ def adapt(model: Any) -> nn.Sequential:
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
-class Block(ConvertedLayer):
+class Block(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + attention + MLP, in parallel or one after the other."""
 
     def __init__(self, block: Any, rotary: Any, std: float) -> None:

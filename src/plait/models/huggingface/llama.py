@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict
 from typing import Any
 
 from torch import Tensor, nn
 
 from plait.models.huggingface.common import (
     MLP,
-    ConvertedLayer,
     Embedding,
     Head,
     Rotary,
@@ -18,7 +16,7 @@ from plait.models.huggingface.common import (
     heads_of,
     rotate_first,
 )
-from plait.models.model_helpers import assemble
+from plait.models.model_helpers import InitializedLayer, assemble, block
 from plait.rules import Rules, column, entrance, piece, row, sequence, vocabulary
 
 RULES: Rules = {
@@ -46,21 +44,18 @@ def adapt(model: Any) -> nn.Sequential:
     config, body = model.config, model.model
     std, context = config.initializer_range, config.max_position_embeddings
     blocks = [
-        nn.Sequential(
-            OrderedDict(
-                attention=Attention(block.input_layernorm, block.self_attn, body.rotary_emb, std),
-                mlp=MLP("post_attention_layernorm", block.post_attention_layernorm, block.mlp, std),
-            )
+        block(
+            Attention(one.input_layernorm, one.self_attn, body.rotary_emb, std),
+            MLP("post_attention_layernorm", one.post_attention_layernorm, one.mlp, std),
         )
-        for block in body.layers
+        for one in body.layers
     ]
     embedding = Embedding("embed_tokens", body.embed_tokens, context, std)
-    return assemble(
-        embedding, blocks, Head("norm", body.norm, model.lm_head, std), context=context, rules=RULES
-    )
+    head = Head("norm", body.norm, model.lm_head, std)
+    return assemble(embedding, blocks, head, context=context, rules=RULES)
 
 
-class Attention(ConvertedLayer):
+class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions."""
 
     def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, std: float) -> None:
@@ -70,7 +65,9 @@ class Attention(ConvertedLayer):
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(self_attn.attention_dropout)
         self.attention_dropout.train(self_attn.training)
-        self.window: int | None = _window(self_attn)
+        # The attention window is an attribute of the module in Qwen2, of the configuration in Mistral.
+        of_config = getattr(self_attn.config, "sliding_window", None)
+        self.window: int | None = getattr(self_attn, "sliding_window", of_config)
 
     def forward(self, x: Tensor) -> Tensor:
         """Return the output, with the residual connection. The projections may have only some heads."""
@@ -95,11 +92,3 @@ class Attention(ConvertedLayer):
         config = self.self_attn.config
         context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
         return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
-
-
-def _window(self_attn: Any) -> int | None:
-    """Return the attention window: an attribute of the module in Qwen2, of the configuration in Mistral."""
-    if hasattr(self_attn, "sliding_window"):
-        found: int | None = self_attn.sliding_window
-        return found
-    return getattr(self_attn.config, "sliding_window", None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +11,7 @@ from torch import nn
 
 from plait.errors import ModelError, PlaitError, listed
 from plait.huggingface_files import NO_WEIGHTS, files_of_tensors
-from plait.models.huggingface.adapter import FAMILIES, from_huggingface
+from plait.models.huggingface import FAMILIES, from_huggingface
 
 _MOST_LISTED = 5
 _MOST_OF_A_REASON = 200
@@ -20,42 +19,37 @@ MOST_LAYERS, MOST = 10_000, 2**31 - 1
 """The largest number of layers, and of any other size."""
 
 
-@dataclass(frozen=True)
-class HuggingFaceSizes:
-    """The sizes in `config.json`, under plait's names."""
-
-    layers: int
-    hidden: int
-    heads: int
-    vocab: int
-    context: int
-    tied: bool
+SIZES: Mapping[str, str] = {
+    "layers": "num_hidden_layers",
+    "hidden": "hidden_size",
+    "heads": "num_attention_heads",
+    "vocab": "vocab_size",
+    "context": "max_position_embeddings",
+}
+"""Plait's names of sizes, and the attributes of a configuration of transformers."""
 
 
-def sizes_in(folder: Path) -> HuggingFaceSizes:
-    """Return the sizes of the model in `folder`. Raises ModelError where `config.json` is unreadable."""
+def sizes_in(folder: Path) -> dict[str, int]:
+    """Return the sizes of the model in `folder`, and whether its head is `tied`, under plait's names.
+
+    Raises ModelError where `config.json` is unreadable.
+    """
     config = _config(folder)
     try:
-        sizes = HuggingFaceSizes(
-            layers=config.num_hidden_layers,
-            hidden=config.hidden_size,
-            heads=config.num_attention_heads,
-            vocab=config.vocab_size,
-            context=config.max_position_embeddings,
-            tied=bool(config.tie_word_embeddings),
-        )
+        sizes = {name: getattr(config, key) for name, key in SIZES.items()}
+        tied = bool(config.tie_word_embeddings)
     except AttributeError as error:
         raise ModelError(
             f"{folder / 'config.json'} is that of a {type(config).__name__}, whose sizes plait cannot read "
             f"({error}): give the folder of one of {', '.join(FAMILIES)}."
         ) from None
-    for name, size in asdict(sizes).items():
+    for name, size in sizes.items():
         most = MOST_LAYERS if name == "layers" else MOST
-        if name != "tied" and (type(size) is not int or not 1 <= size <= most):
+        if type(size) is not int or not 1 <= size <= most:
             raise ModelError(
                 f"{folder / 'config.json'} has {size!r} for {name}: give a whole number from 1 to {most}."
             )
-    return sizes
+    return sizes | {"tied": tied}
 
 
 def model_in(folder: Path) -> nn.Sequential:
