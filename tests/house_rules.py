@@ -77,7 +77,7 @@ PRIVATE_USES = {
         "torch.utils._python_dispatch.TorchDispatchMode",
     ): "sees each operation",
     (
-        "footprint/meta_fused_attention.py",
+        "footprint/storage_tracker.py",
         "_kernel",
         "_scaled_dot_product_flash_attention_for_cpu",
     ): "as a CPU runs it",

@@ -1,25 +1,32 @@
-"""`memory`: predicts the memory of each rank of a plan, without ranks and without allocating the memory."""
+"""`memory`: predicts the memory of each rank of a plan, without ranks and without allocating the memory.
+
+The program of a rank runs on a ledger that records each allocation.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import nn
 
 from plait.blueprint import Blueprint, build_blueprint
 from plait.errors import PlanError
-from plait.footprint.layer_traces import ModelTraces, as_input, trace_model
+from plait.footprint.activations import ActivationAccount, ReceiveBufferAccount
+from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
 from plait.footprint.memory_report import Memory, RankMemory
-from plait.footprint.simulated_step import MemoryObserver, simulate_step
+from plait.footprint.parameters import ParameterAccount, rank_buffers
+from plait.footprint.traces import ModelTraces, as_input, trace_model
 from plait.layers.nested import Value, map_tensors, signature, split, tensors_of
 from plait.layers.precision import DTYPES
+from plait.pipeline.executor import Executor
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lower import lower
+from plait.schedules.program import Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy
@@ -137,3 +144,97 @@ class MemoryEstimator:
                 targets = split(self.targets, plan.microbatches, "targets")[0]
             self.traces[key] = trace_model(blueprint, microbatch, targets, self.loss)
         return self.traces[key]
+
+
+MemoryObserver = Callable[[int, MemorySnapshot], None]
+"""Called with the rank and its memory after each instruction of the simulated step."""
+
+
+def simulate_step(
+    blueprint: Blueprint,
+    rank: int,
+    program: Program,
+    traces: ModelTraces | None,
+    device: torch.device,
+    moments: int,
+    observer: MemoryObserver | None = None,
+) -> RankMemory:
+    """Return the memory in the second step of a rank of `pp` with layers on `device`.
+
+    What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
+    are not. `moments`: tensors of optimizer state per parameter.
+    """
+    ledger = MemoryLedger()
+    spans = {stage: blueprint.stage_layers[stage] for stage in blueprint.schedule.stages_of(rank)}
+    layers = [layer for stage in spans.values() for layer in stage]
+    units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
+    ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
+    handlers = [dict.fromkeys(get_args(Instruction), lambda _: None), units.handlers()]
+    if traces is not None:
+        handlers.append(_activations(ledger, blueprint, spans, traces, device).handlers())
+    Executor(*handlers).run(program)
+    ledger.reset_peaks()
+    units.begin()
+
+    def observe(instruction: Instruction) -> None:
+        ledger.record(instruction)
+        if observer is not None:
+            observer(rank, ledger.snapshot(instruction))
+
+    Executor(*handlers, dict.fromkeys(get_args(Instruction), observe)).run(program)
+    assert ledger.peak is not None
+    for batch in ("inputs", "targets"):
+        ledger.drop(batch)
+    return RankMemory(
+        rank=rank,
+        peak=ledger.peak.total,
+        at_peak=ledger.peak.held,
+        at=_described(ledger.peak.after, blueprint),
+        most=ledger.most,
+        at_rest=ledger.snapshot(program[-1]).total,
+        host=ledger.host_peak,
+    )
+
+
+def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
+    """Return the bytes of the buffers (not parameters) of the modules in `layers`."""
+    modules = (blueprint.sequence.layers[layer].module for layer in layers)
+    buffers = {id(buffer): buffer for module in modules for buffer in module.buffers()}
+    precision = DTYPES[blueprint.plan.precision]
+    return sum(
+        buffer.numel() * (precision if precision and buffer.is_floating_point() else buffer.dtype).itemsize
+        for buffer in buffers.values()
+    )
+
+
+def _activations(
+    ledger: MemoryLedger,
+    blueprint: Blueprint,
+    spans: Mapping[int, range],
+    traces: ModelTraces,
+    device: torch.device,
+) -> ActivationAccount:
+    """Record the batch in the ledger, and return the account of activations.
+
+    The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both.
+    """
+    count, last = blueprint.plan.microbatches, len(blueprint.stage_layers) - 1
+    inputs = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.inputs]
+    targets = [MemoryBlock(count * nbytes, Category.BATCH) for nbytes in traces.targets]
+    everywhere = device.type == "cpu"
+    ledger.hold("inputs", inputs if everywhere or 0 in spans else [])
+    ledger.hold("targets", targets if everywhere or last in spans else [])
+    crossing = [[traces.infos[layers[-1]].tensors] for layers in blueprint.stage_layers]
+    stages = {stage: [traces.layers[layer] for layer in layers] for stage, layers in spans.items()}
+    return ActivationAccount(ledger, ReceiveBufferAccount(ledger, crossing), stages, traces, inputs)
+
+
+def _described(instruction: Instruction, blueprint: Blueprint) -> str:
+    """Return a short description of the instruction."""
+    name = type(instruction).__name__
+    if isinstance(instruction, RunLayer):
+        action = instruction.action
+        layer = blueprint.sequence.layers[blueprint.stage_layers[action.stage][instruction.layer]]
+        return f"{action} of layer {layer.path}" if layer.path else str(action)
+    about = getattr(instruction, "action", getattr(instruction, "unit", ""))
+    return f"{name}({about})"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import fields, replace
 from itertools import product
 from typing import Any, NamedTuple, get_args
@@ -52,7 +52,9 @@ def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
     for change in _changes(plan, rows, offloads=offloads):
         by_field.setdefault(change.field, [None]).append(change)
     together = [[change for change in row if change is not None] for row in product(*by_field.values())]
-    for changes in sorted(together, key=_distance):
+    # Few changes come first, then those whose costliest change costs least.
+    together.sort(key=lambda row: (len(row), sorted((change.cost for change in row), reverse=True)))
+    for changes in together:
         changed = {change.field: change.value for change in changes}
         if _makes_sense(plan, changed):
             yield replace(plan, **changed)
@@ -72,11 +74,6 @@ def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
     if offloads:
         found += (("offload", one) for one in offload[offload.index(plan.offload) + 1 :])
     return [Change(cost, field, value) for cost, (field, value) in enumerate(found)]
-
-
-def _distance(changes: Sequence[Change]) -> tuple[int, list[int]]:
-    """Return a sort key: the number of changes, then their costs in descending order."""
-    return len(changes), sorted((change.cost for change in changes), reverse=True)
 
 
 def _makes_sense(plan: Plan, changed: dict[str, Any]) -> bool:

@@ -1,4 +1,4 @@
-"""Traces of the memory that a layer or the loss allocates and saves, recorded in a run on the meta device.
+"""Traces of the memory that a layer, the loss or a model allocates and saves, recorded on the meta device.
 
 Storages are numbered, so that a trace also shows what shares memory: an output that is saved for the
 backward, or an output gradient that is passed on and saved for the weight gradient.
@@ -13,10 +13,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.blueprint import Blueprint, storage_policy
+from plait.comm.group import Group
+from plait.comm.traffic import Traffic
 from plait.footprint.storage_tracker import StorageTracker
+from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
+from plait.layers.precision import DTYPES
+from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
+from plait.tensor.losses import Loss, loss_of_pieces
+from plait.tensor.tensor_parallelism import TensorParallelism
 
 StorageNumbers = tuple[int | None, ...]
 """The storage numbers of several tensors; None for a missing tensor."""
@@ -70,7 +80,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         seeds: Gradients = [_meta_leaf(t) if t.requires_grad else None for t in tensors_of(output)]
         del output
         next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
-        forward.save(tracker.live() - {*next_inputs, *numbers})
+        forward.saved = tracker.live() - {*next_inputs, *numbers}
         tracker.track_backward(stage.runs[0, 0].outputs)
         stage.seed(0, seeds)
         del seeds
@@ -106,7 +116,7 @@ def _trace_backward(
     gradients = stage.take_gradients(0)
     backward.end(gradients)
     del gradients
-    backward.save(tracker.live() - {*next_inputs})
+    backward.saved = tracker.live() - {*next_inputs}
     return backward
 
 
@@ -130,7 +140,7 @@ def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
         end.compute(0, output)
         forward.end(())
         del output
-        forward.save(tracker.live())
+        forward.saved = tracker.live()
         backward = _PhaseRecorder(tracker)
         gradients = end.seed(0)
         backward.end(gradients)
@@ -161,17 +171,14 @@ class _PhaseRecorder:
         self._start = tracker.live()
         self._first = len(tracker.samples)
         self._samples: Sequence[frozenset[int]] = ()
-        self._saved: Collection[int] = ()
+        self.saved: Collection[int] = ()
+        """The storages that are saved for later phases."""
         self._results: StorageNumbers = ()
 
     def end(self, results: Iterable[Tensor | None]) -> None:
         """End the phase, and record the storages of its `results`."""
         self._samples = [*self._tracker.samples[self._first :], self._tracker.live()]
         self._results = _numbers(self._tracker, results)
-
-    def save(self, saved: Collection[int]) -> None:
-        """Set the storages that are saved for later phases."""
-        self._saved = saved
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
         """Return the trace, without `resident` storages, such as parameters, that are always allocated."""
@@ -180,7 +187,7 @@ class _PhaseRecorder:
         def total(numbers: Iterable[int]) -> int:
             return sum(sizes[number] for number in numbers if number not in resident)
 
-        saved = tuple(number for number in sorted(self._saved) if number not in resident)
+        saved = tuple(number for number in sorted(self.saved) if number not in resident)
         left = {*saved, *(number for number in self._results if number is not None)}
         allocated = {number: sizes[number] for number in sorted(left - self._start)}
         return PhaseTrace(
@@ -207,3 +214,83 @@ def _meta_leaf(tensor: Tensor) -> Tensor:
 
 def _numbers(tracker: StorageTracker, tensors: Iterable[Tensor | None]) -> StorageNumbers:
     return tuple(None if tensor is None else tracker.number(tensor) for tensor in tensors)
+
+
+@dataclass(frozen=True)
+class ModelTraces:
+    """The traces of a model's layers, in order, and of its loss."""
+
+    layers: Sequence[Trace]
+    infos: Sequence[LayerInfo]
+    loss: Trace
+    output_copy: int
+    """Bytes of a copy of the output for the loss; 0 where it is not copied."""
+    inputs: Sequence[int]
+    """Bytes of each tensor of the input."""
+    targets: Sequence[int]
+
+
+def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
+    """Return the traces on the first rank of `tp`, which has the largest pieces. Errors as for `infer`.
+
+    Without `targets` there is a class for each row of the output.
+    """
+    queue = WeightGradientQueue()
+    tensor_parallel = blueprint.tensor_parallel(
+        Group("tp", tuple(range(blueprint.plan.tp)), 0, None, Traffic(), 0.0)
+    )
+    layers = _layers_on_meta(blueprint, tensor_parallel, queue)
+    given = value = map_tensors(lambda tensor: as_input(tensor, DTYPES[blueprint.plan.precision]), microbatch)
+    infos = infer(layers, given, input_gradients=False)
+    adds_late = blueprint.lowering_spec.sharding.scatters == "each"
+    traces = []
+    for layer, info, recompute in zip(layers, infos, blueprint.recompute, strict=True):
+        stage = Stage(0, [layer], queue, [[info]], adds_late, [recompute])
+        if recompute == "selective":
+            trace_layer(stage, value)  # what to keep is known from the first backward
+        trace, value = trace_layer(stage, value)
+        traces.append(trace)
+    vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
+    tensor_loss = loss if vocabulary is None else loss_of_pieces(loss, vocabulary)
+    copies = vocabulary is not None and traces[-1].output_is_read
+    if targets is None:
+        classes = map_tensors(lambda one: one.new_empty(one.shape[:-1], dtype=torch.int64), value)
+    else:
+        classes = map_tensors(lambda tensor: as_input(tensor, None), targets)
+    return ModelTraces(
+        traces,
+        infos,
+        trace_loss(tensor_loss, value, classes),
+        sum(_bytes(value)) if copies else 0,
+        _bytes(given),
+        _bytes(classes),
+    )
+
+
+def _layers_on_meta(
+    blueprint: Blueprint, tensor_parallel: TensorParallelism, queue: WeightGradientQueue
+) -> list[NamedLayer]:
+    """Return all layers on the meta device, as a rank runs them, with allocated gradients."""
+    coordinate = {"replicate": 0, "shard": 0, "tp": 0}
+    shapes = {name: layout.local_shape(coordinate) for name, layout in blueprint.whole_layouts.items()}
+    empty = on_meta(blueprint.sequence, DTYPES[blueprint.plan.precision], shapes)
+    layers = tensor_parallel.apply(private_copy(blueprint.sequence.layers, empty), queue)
+    policy = storage_policy(blueprint.plan)
+    for layer in layers:
+        defer_weight_gradients(layer.module, queue)
+    for parameter in blueprint.sequence.parameters.values():
+        if parameter.requires_grad:
+            meta, dtype = empty[id(parameter)], policy.gradient_of(parameter)
+            meta.grad_dtype = dtype
+            meta.grad = torch.empty_like(meta, dtype=dtype)
+    return layers
+
+
+def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
+    """Return a meta input after the engine's conversion: floating-point tensors in the plan's precision."""
+    dtype = precision if tensor.is_floating_point() else None
+    return torch.empty_like(tensor, dtype=dtype, device="meta")
+
+
+def _bytes(value: Value) -> list[int]:
+    return [tensor.nbytes for tensor in tensors_of(value)]

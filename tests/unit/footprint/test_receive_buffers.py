@@ -2,8 +2,8 @@ from __future__ import annotations
 
 import torch
 
+from plait.footprint.activations import ReceiveBufferAccount
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger
-from plait.footprint.receive_buffers import ReceiveBufferAccount
 from plait.layers.shape_inference import TensorInfo
 from plait.schedules.action import Action
 from plait.schedules.program import Finish
