@@ -7,13 +7,12 @@ Nothing is communicated and no state is kept: any batch of any step can be made 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from plait.errors import DataError
-from plait.train.permutation import permute
 from plait.train.tokenizer import Tokens
 
 if TYPE_CHECKING:
@@ -21,16 +20,9 @@ if TYPE_CHECKING:
 
     InputsAndTargets = tuple[Tensor, Tensor]
 
-
-class Batches(Protocol):
-    """A numbered sequence of global batches."""
-
-    def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`.
-
-        The result is (inputs, targets), each `[rows, context]` int64; targets are the inputs' next tokens.
-        """
-        ...
+UInt64s = NDArray[np.uint64]
+_ROUNDS = 6
+"""Of the Feistel network in `permute`."""
 
 
 def rank_rows(rank: int, ranks: int, batch: int) -> slice:
@@ -95,7 +87,10 @@ class ShuffledBatches:
     seed: int
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`; see `Batches.batch`."""
+        """Return `rows` of the global batch of `step`, counted from 0.
+
+        The result is (inputs, targets), each `[rows, context]` int64; targets are the inputs' next tokens.
+        """
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         epoch, position = np.divmod(numbers, self.windows.count)
         return self.windows.take(permute(position, self.windows.count, self.seed, epoch))
@@ -110,7 +105,7 @@ class ValidationBatches:
     count: int
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of validation batch `step` < `count`; see `Batches.batch`."""
+        """Return `rows` of validation batch `step` < `count`; see `ShuffledBatches.batch`."""
         numbers = step * self.size + np.arange(self.size, dtype=np.int64)[rows]
         return self.windows.take(numbers * self.windows.count // (self.size * self.count))
 
@@ -126,10 +121,14 @@ class RandomBatches:
     stream: int = 0
 
     def batch(self, step: int, rows: slice) -> InputsAndTargets:
-        """Return `rows` of the global batch of `step`; see `Batches.batch`."""
+        """Return `rows` of the global batch of `step`; see `ShuffledBatches.batch`."""
         generator = np.random.default_rng((self.seed, self.stream, step))
         tokens = generator.integers(self.vocab, size=(self.size, self.context + 1), dtype=np.int64)
         return _inputs_and_targets(tokens[rows])
+
+
+Batches = ShuffledBatches | ValidationBatches | RandomBatches
+"""A numbered sequence of global batches."""
 
 
 def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
@@ -137,3 +136,38 @@ def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
 
     sequences = torch.from_numpy(windows.astype(np.int64))
     return sequences[:, :-1].contiguous(), sequences[:, 1:].contiguous()
+
+
+def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:
+    """Map each of `positions` (`[n]`, below `count`) to its unique number below `count`, without storing all.
+
+    `seed` and `epoch`, `[n]`, choose the permutation of each position. A Feistel network permutes the next
+    power of four; a result of `count` or more is mapped again until it is below (cycle walking), which keeps
+    the map one to one. Source: Black and Rogaway, "Ciphers with arbitrary finite domains", 2002.
+    """
+    half = np.uint64(max(1, ((count - 1).bit_length() + 1) // 2))
+    start = np.full(len(positions), seed % 2**64, dtype=np.uint64)
+    keys = _mix(_mix(start) + epoch.astype(np.uint64))
+    result = positions.astype(np.uint64)
+    outside = np.ones(len(result), dtype=bool)
+    while outside.any():
+        result[outside] = _network(result[outside], keys[outside], half)
+        outside = result >= count
+    return result.astype(np.int64)
+
+
+def _network(values: UInt64s, keys: UInt64s, half: np.uint64) -> UInt64s:
+    """Apply the Feistel network to numbers of 2 × `half` bits, one to one."""
+    mask = np.uint64((1 << int(half)) - 1)
+    left, right = values >> half, values & mask
+    for round_ in range(_ROUNDS):
+        left, right = right, left ^ (_mix(right ^ _mix(keys + np.uint64(round_))) & mask)
+    return (left << half) | right
+
+
+def _mix(values: UInt64s) -> UInt64s:
+    """Apply the finalizer of SplitMix64."""
+    values = values + np.uint64(0x9E3779B97F4A7C15)
+    values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return values ^ (values >> np.uint64(31))

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from plait.blueprint import build_blueprint
@@ -50,7 +49,10 @@ class RunCheckpoints:
         self._mesh = mesh
         self._progress = progress
         self._folder = config.run.dir / FOLDER
-        self._manager: CheckpointManager | None = None
+        run = config.run
+        self._manager = CheckpointManager(
+            self._folder, keep_last=run.keep_last, keep_every=run.keep_every, start_step=0
+        )
         self.resumed_steps = 0
         """Steps done before this run was resumed from a checkpoint in `run.dir`."""
         self._warned = False
@@ -86,7 +88,7 @@ class RunCheckpoints:
     @property
     def failed(self) -> bool:
         """Whether the last checkpoint could not be written."""
-        return self._manager is not None and not self._manager.complete
+        return not self._manager.complete
 
     def after(self, step: int, *, last: bool) -> None:
         """Save after `step` steps if `run.save_every` requires it; print a failure as a warning."""
@@ -100,20 +102,17 @@ class RunCheckpoints:
             "config": json.loads(self._config.model_dump_json()),
         }
         self.finish()
-        self._try(lambda: self._opened().save(self._trainer.engine, self._trainer.optimizer, step, state))
+        self._try(lambda: self._manager.save(self._trainer.engine, self._trainer.optimizer, step, state))
 
     def finish(self) -> None:
         """Block until the last checkpoint is written."""
-        if self._manager is not None:
-            self._try(self._manager.finish)
-            self._warned = False
+        self._try(self._manager.finish)
+        self._warned = False
 
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         """Call `finish`, unless an error was raised that other ranks may not have raised."""
         if error is None or isinstance(error, NonFiniteError | ReplicaError):
             self.finish()
@@ -132,7 +131,7 @@ class RunCheckpoints:
             )
         self._require_same_data(state, path)
         if self._folder.resolve() in (path.resolve(), path.resolve().parent):
-            self.resumed_steps = step
+            self.resumed_steps = self._manager.start_step = step
         self._progress.print(f"Resumed from {path}, after step {step}.")
         return step
 
@@ -149,18 +148,6 @@ class RunCheckpoints:
         found = broadcast_result(find, CheckpointError, self._mesh.group("world"), self._mesh.device)
         return [Path(path) for path in json.loads(found)]
 
-    def _opened(self) -> CheckpointManager:
-        """Return the manager of this run's checkpoints, created on first use."""
-        if self._manager is None:
-            run = self._config.run
-            self._manager = CheckpointManager(
-                self._folder,
-                keep_last=run.keep_last,
-                keep_every=run.keep_every,
-                start_step=self.resumed_steps,
-            )
-        return self._manager
-
     def _try(self, action: Callable[[], None]) -> None:
         """Call `action`; print a `CheckpointError` as a warning, unless `_warn_early` has done so."""
         try:
@@ -171,10 +158,9 @@ class RunCheckpoints:
 
     def _warn_early(self) -> None:
         """Warn once of a failure on rank 0, before all ranks wait for the checkpoint."""
-        failure = "" if self._manager is None else self._manager.error
-        if failure and not self._warned:
+        if self._manager.error and not self._warned:
             self._warned = True
-            self._progress.print(f"WARNING: {failure}")
+            self._progress.print(f"WARNING: {self._manager.error}")
 
     def _require_same_data(self, state: Mapping[str, Any], path: Path) -> None:
         """Raise `ConfigError` where the values of `DATA_FIELDS` differ from the checkpoint's."""

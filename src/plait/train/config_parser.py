@@ -52,8 +52,9 @@ class GivenValue:
 def sections() -> Mapping[str, Schema]:
     """Return the JSON schema of each section by name, with its `description` and `properties`."""
     schema = Config.model_json_schema()
+    references = {name: str(section["$ref"]) for name, section in schema["properties"].items()}
     return MappingProxyType(
-        {name: schema["$defs"][_reference(s)] for name, s in schema["properties"].items()}
+        {name: schema["$defs"][path.rpartition("/")[2]] for name, path in references.items()}
     )
 
 
@@ -67,10 +68,6 @@ def fields() -> Mapping[str, Schema]:
             for name, field in schema["properties"].items()
         }
     )
-
-
-def _reference(schema: Schema) -> str:
-    return str(schema["$ref"]).rpartition("/")[2]
 
 
 def takes(field: Schema) -> str:

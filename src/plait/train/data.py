@@ -105,6 +105,7 @@ def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, rea
             "the next one): raise it, or set it to 0 for none."
         )
     batch, count = config.train.batch, config.train.validate_batches
+    title = "Python's standard library" if source == "stdlib" else source
     share = f", {fraction:.1%} of them for validation" if fraction else ""
     return Data(
         training=ShuffledBatches(training, batch, config.train.seed),
@@ -112,9 +113,5 @@ def _split(config: Config, tokens: Tokens, tokenizer: Tokenizer, vocab: int, rea
         tokenizer=tokenizer,
         vocab=vocab,
         readable=readable,
-        summary=f"{_title(source)}, {len(tokens):,} tokens ({tokenizer.name}){share}",
+        summary=f"{title}, {len(tokens):,} tokens ({tokenizer.name}){share}",
     )
-
-
-def _title(source: str) -> str:
-    return "Python's standard library" if source == "stdlib" else source

@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import signal
+from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Self
 
+import torch
+
+from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
+from plait.comm.signal_handling import GracefulStop
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced, write_schedule
-from plait.train.banner import banner
 from plait.train.build import build_model
 from plait.train.checkpoints import RunCheckpoints
 from plait.train.config import Config
@@ -21,7 +26,6 @@ from plait.train.metrics import Metrics, open_metrics
 from plait.train.monitored_step import MonitoredStep
 from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
-from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
 
@@ -48,6 +52,44 @@ class TrainingResult:
         return self.comparison is None or self.comparison.matches
 
 
+class StopSignals:
+    """Records whether any rank has received one of `signals`; handles them while entered.
+
+    The first signal is recorded, so that the run stops between two steps; the second ends the process.
+    """
+
+    def __init__(self, signals: Collection[int], mesh: Mesh) -> None:
+        self._signals = frozenset(signals)
+        self._mesh = mesh
+        self._local = 0
+        self._handlers = GracefulStop(self._signals, self._receive)
+        self.received = 0
+        """The signal that any rank had received at the last `exchange`, the same on all ranks; 0: none."""
+
+    def __enter__(self) -> Self:
+        self._handlers.__enter__()
+        # Local ranks start with these signals blocked, until there is a handler.
+        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
+        self._handlers.__exit__(*error)
+
+    def exchange(self) -> None:
+        """Set `received` on all ranks if any rank received a signal; all ranks call it after the same step.
+
+        Communication: an all-reduce of 8 bytes over `world`, unless `signals` is empty.
+        """
+        if self._signals:
+            number = torch.tensor(self._local, device=self._mesh.device)
+            largest = all_reduce(number, self._mesh.group("world"), "max", checked=False)
+            self.received = int(largest.about("a signal to stop").wait())
+
+    def _receive(self, number: int) -> None:
+        self._local = number
+
+
 def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     """Train as configured by `config`; called by every rank of a world of `config.plan().world` ranks.
 
@@ -61,7 +103,13 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     device = None if config.run.device == "auto" else config.run.device
     mesh = Mesh(plan, device=device, timeout=config.run.timeout, guarded=config.run.guard)
     progress = ProgressReporter(settings.steps, shown=mesh.rank == 0, bar=config.run.progress)
-    with _metrics(config, mesh) as metrics, StopSignals(stop_on, mesh) as stop:
+    run = config.run
+    metrics = (
+        open_metrics(run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard)
+        if mesh.rank == 0
+        else Metrics()
+    )
+    with metrics, StopSignals(stop_on, mesh) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
@@ -104,6 +152,46 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
     return replace(result, comparison=comparison)
 
 
+def banner(
+    config: Config, mesh: Mesh, data: Data, parameters: int, *, has_weights: bool = False
+) -> Iterator[str]:
+    """Yield the lines before the first step: model, plan, data and folder.
+
+    `parameters`: of the whole model. `has_weights`: whether the folder of a Hugging Face model holds weights
+    to start from.
+    """
+    model, settings, plan = config.model, config.train, config.plan()
+    size = f"{parameters / 1e6:.1f} M" if parameters >= 1e6 else f"{parameters:,}"
+    yield (
+        f"Model: {model.name}, {size} parameters ({model.layers} blocks, hidden {model.hidden}, "
+        f"context {model.context}, vocabulary {data.vocab:,})."
+    )
+    if model.folder is not None and has_weights:
+        yield f"Weights: those in {model.folder}."
+    elif model.folder is not None:
+        yield (
+            f"WARNING: {model.folder} holds no weights: the run starts from random values (train.seed = "
+            f"{settings.seed})."
+        )
+    ranks = f"{plan.world} ranks" if plan.world > 1 else "1 rank"
+    yield (
+        f"Plan: {ranks} on {mesh.device.type} (pp {plan.pp} × dp {plan.dp} × tp {plan.tp}{_sharding(plan)}), "
+        f"schedule {plan.schedule}, {settings.batch} sequences a step in {plan.dp} × {plan.microbatches} "
+        "micro-batches."
+    )
+    yield f"Data: {data.summary}."
+    yield f"Run: {config.run.dir}"
+
+
+def _sharding(plan: Plan) -> str:
+    """Return what is sharded over `dp` and what is offloaded to the CPU, as text, or ""."""
+    if not plan.shards:
+        return ""
+    copies = f" in {plan.replicate} copies" if plan.replicate > 1 else ""
+    offload = f", offload {plan.offload}" if plan.offload != "none" else ""
+    return f", strategy {plan.strategy}{copies}, reduced {plan.reduce}{offload}"
+
+
 def _print_end(
     config: Config,
     result: TrainingResult,
@@ -123,15 +211,6 @@ def _print_end(
             ": go on with --run.resume auto" if result.saved and config.run.save_every is not None else ""
         )
         progress.print(f"Stopped after step {result.steps}{how_to_resume}.")
-
-
-def _metrics(config: Config, mesh: Mesh) -> Metrics:
-    if mesh.rank != 0:
-        return Metrics()
-    run = config.run
-    return open_metrics(
-        run.dir, config.model_dump_json(indent=2), csv_too=run.csv, tensorboard=run.tensorboard
-    )
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:

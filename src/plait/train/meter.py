@@ -46,7 +46,9 @@ class Meter:
         self._flops = flops_per_token(
             build_model(model, vocab), layers=model.layers, hidden=model.hidden, context=model.context
         )
-        self._peak = _mesh_peak_flops(mesh, config.train.precision)
+        name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        each = peak_flops(name, config.train.precision)
+        self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._mesh = mesh
         self._started = 0.0
 
@@ -108,11 +110,3 @@ def peak_flops(device_name: str, precision: str) -> float | None:
         if part.lower() in device_name.lower():
             return peaks.get(precision)
     return None
-
-
-def _mesh_peak_flops(mesh: Mesh, precision: str) -> float | None:
-    """Return the peak operations per second of all devices of the mesh, assumed to be identical."""
-    if mesh.device.type != "cuda":
-        return None
-    each = peak_flops(torch.cuda.get_device_name(mesh.device), precision)
-    return None if each is None else each * mesh.size("world")

@@ -8,10 +8,10 @@ import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack
+from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
-from types import TracebackType
-from typing import Any, Protocol, Self
+from typing import Any, Self
 
 from plait.errors import ConfigError
 
@@ -30,22 +30,6 @@ COLUMNS = (
     "mfu",  # model FLOPs utilisation, where the device's peak is known
     "validation_loss",  # on the steps that end with a validation
 )
-
-
-class MetricsSink(Protocol):
-    """A file or log to which rows are written."""
-
-    def begin(self, steps: int) -> None:
-        """Open the sink, and keep the rows of the first `steps` steps from an earlier run."""
-        ...
-
-    def write(self, row: MetricsRow) -> None:
-        """Write the row of one step."""
-        ...
-
-    def close(self) -> None:
-        """Flush and close."""
-        ...
 
 
 class Metrics:
@@ -84,9 +68,7 @@ class Metrics:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             with ExitStack() as stack:  # closes every sink, also where closing another raises
                 for sink in self._sinks:
@@ -125,44 +107,42 @@ def unwritable(folder: Path, error: OSError) -> ConfigError:
     )
 
 
+@dataclass
 class _FileSink:
     """Appends one line per step to a text file. Lines rejected by a full disk are retried with the next."""
 
-    def __init__(
-        self, path: Path, header: str, step_of: Callable[[str], float], line_of: Callable[[MetricsRow], str]
-    ) -> None:
-        self._path = path
-        self._header = header
-        self._step_of = step_of
-        self._line_of = line_of
-        self._file: io.FileIO | None = None
-        self._unwritten = b""
+    path: Path
+    header: str
+    step_of: Callable[[str], float]
+    line_of: Callable[[MetricsRow], str]
+    file: io.FileIO | None = None
+    unwritten: bytes = b""
 
     def begin(self, steps: int) -> None:
-        lines = [self._header]
-        if steps and self._path.exists():
-            earlier = self._path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+        lines = [self.header]
+        if steps and self.path.exists():
+            earlier = self.path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
             whole = [line for line in earlier if line.endswith("\n")]
-            lines += [line for line in whole if self._step_of(line) <= steps]
-        unfinished = self._path.with_name(f"{self._path.name}.part")
+            lines += [line for line in whole if self.step_of(line) <= steps]
+        unfinished = self.path.with_name(f"{self.path.name}.part")
         unfinished.write_text("".join(lines), encoding="utf-8", newline="")
-        unfinished.replace(self._path)
-        self._file = self._path.open("ab", buffering=0)
+        unfinished.replace(self.path)
+        self.file = self.path.open("ab", buffering=0)
 
     def write(self, row: MetricsRow) -> None:
-        self._append(self._line_of(row))
+        self._append(self.line_of(row))
 
     def close(self) -> None:
-        if self._file is not None:
-            with self._file:
+        if self.file is not None:
+            with self.file:
                 self._append("")
 
     def _append(self, text: str) -> None:
         """Append `text` after all earlier unwritten text. Raises OSError while any of it is unwritten."""
-        assert self._file is not None
-        self._unwritten += text.encode()
-        while self._unwritten:
-            self._unwritten = self._unwritten[self._file.write(self._unwritten) :]
+        assert self.file is not None
+        self.unwritten += text.encode()
+        while self.unwritten:
+            self.unwritten = self.unwritten[self.file.write(self.unwritten) :]
 
 
 def _json_line(row: MetricsRow) -> str:
@@ -190,6 +170,8 @@ def _csv_step(line: str) -> float:
 
 
 class _TensorBoard:
+    """Writes each number of a row to a TensorBoard log."""
+
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._writer: Any = None
@@ -209,3 +191,7 @@ class _TensorBoard:
     def close(self) -> None:
         if self._writer is not None:
             self._writer.close()
+
+
+MetricsSink = _FileSink | _TensorBoard
+"""A file or log, opened by `begin`, that rows are written to."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from dataclasses import dataclass, field
 
 from plait.comm.mesh import Mesh
 from plait.errors import ReplicaError
@@ -16,68 +17,60 @@ from plait.train.reference_steps import LossAndNorm
 from plait.train.trainer import Trainer
 
 
+@dataclass
 class MonitoredStep:
     """Runs the steps of a training run, one after another, on every rank."""
 
-    def __init__(
-        self,
-        config: Config,
-        trainer: Trainer,
-        mesh: Mesh,
-        meter: Meter,
-        metrics: Metrics,
-        progress: ProgressReporter,
-    ) -> None:
-        self._config = config
-        self._trainer = trainer
-        self._mesh = mesh
-        self._meter = meter
-        self._metrics = metrics
-        self._progress = progress
-        self.loss = math.nan
-        """Loss of the last step."""
-        self.peak_memory = 0.0
-        """Bytes, the largest over ranks."""
-        self.validation_loss: float | None = None
-        """The latest validation loss."""
-        self.first: list[LossAndNorm] = []
-        """Results of the first `run.compare` steps."""
+    config: Config
+    trainer: Trainer
+    mesh: Mesh
+    meter: Meter
+    metrics: Metrics
+    progress: ProgressReporter
+    loss: float = math.nan
+    """Loss of the last step."""
+    peak_memory: float = 0.0
+    """Bytes, the largest over ranks."""
+    validation_loss: float | None = None
+    """The latest validation loss."""
+    first: list[LossAndNorm] = field(default_factory=list)
+    """Results of the first `run.compare` steps."""
 
     def run(self, step: int) -> None:
         """Train on the batch of `step`, counted from 0. Raises `NonFiniteError` and `ReplicaError`."""
-        config, trainer = self._config, self._trainer
-        self._meter.start()
+        config, trainer = self.config, self.trainer
+        self.meter.start()
         records = step + 1 in (config.run.trace, config.parallel.reorder)
         with trainer.engine.recording() if records else nullcontext() as recording:
             loss, norm = trainer.step(step)
-        row = self._meter.measure(step, loss, norm, trainer.learning_rate(step))
+        row = self.meter.measure(step, loss, norm, trainer.learning_rate(step))
         trainer.refuse_non_finite(step, row["loss"], row["grad_norm"])
         self._check_replicas(step)
-        self._progress.update(step + 1, row["loss"], row["tokens_per_second"])
+        self.progress.update(step + 1, row["loss"], row["tokens_per_second"])
         if recording is not None and step + 1 == config.run.trace:
-            self._progress.print(write_trace(recording, step + 1, config.run.dir, self._mesh))
+            self.progress.print(write_trace(recording, step + 1, config.run.dir, self.mesh))
         if recording is not None and step + 1 == config.parallel.reorder:
-            self._progress.print(reorder(trainer.engine, recording, step + 1, config.run.dir, self._mesh))
+            self.progress.print(reorder(trainer.engine, recording, step + 1, config.run.dir, self.mesh))
         if self._validates(step):
             self.validation_loss = trainer.validate(step)
             if self.validation_loss is not None:
                 row["validation_loss"] = self.validation_loss
-                self._progress.print(f"step {step + 1}: validation loss {self.validation_loss:.3f}")
-        if failure := self._metrics.write(row):
-            self._progress.print(f"WARNING: {failure}")
+                self.progress.print(f"step {step + 1}: validation loss {self.validation_loss:.3f}")
+        if failure := self.metrics.write(row):
+            self.progress.print(f"WARNING: {failure}")
         self.loss, self.peak_memory = row["loss"], row["peak_memory_bytes"]
         if step == len(self.first) < config.run.compare:
             self.first.append((row["loss"], row["grad_norm"]))
 
     def _check_replicas(self, step: int) -> None:
-        every = self._config.run.check_replicas
+        every = self.config.run.check_replicas
         if every == 0 or (step + 1) % every:
             return
         try:
-            self._trainer.engine.check_replicas(self._trainer.optimizer)
+            self.trainer.engine.check_replicas(self.trainer.optimizer)
         except ReplicaError as error:
             raise ReplicaError(f"step {step + 1}: {error}") from None
 
     def _validates(self, step: int) -> bool:
-        every = self._config.train.validate_every
-        return step + 1 == self._config.train.steps or (every > 0 and (step + 1) % every == 0)
+        every = self.config.train.validate_every
+        return step + 1 == self.config.train.steps or (every > 0 and (step + 1) % every == 0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,33 +14,13 @@ from plait.errors import ConfigError, DataError
 Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may hold a signed one)
 
 
-class Tokenizer(Protocol):
-    """The interface of tokenizers."""
-
-    @property
-    def name(self) -> str:
-        """The name shown to the user."""
-        ...
-
-    @property
-    def vocab(self) -> int:
-        """The number of different tokens."""
-        ...
-
-    def encode(self, documents: Sequence[bytes]) -> Tokens:
-        """Return the tokens of all UTF-8 documents, concatenated."""
-        ...
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of tokens, with replacement characters for invalid text."""
-        ...
-
-
 class ByteTokenizer:
     """Each byte is a token."""
 
     name = "bytes"
+    """The name shown to the user."""
     vocab = 256
+    """The number of different tokens."""
 
     def encode(self, documents: Sequence[bytes]) -> Tokens:
         """Return the bytes of all documents, concatenated (uint8)."""
@@ -86,6 +66,9 @@ class FileTokenizer:
     def decode(self, tokens: Sequence[int]) -> str:
         """Return the text of tokens, without tokens outside of the vocabulary."""
         return str(self._reader.decode([token for token in tokens if token < self.vocab]))
+
+
+Tokenizer = ByteTokenizer | FileTokenizer
 
 
 def printable(text: str) -> str:

@@ -11,9 +11,9 @@ from plait.train.batches import (
     ShuffledBatches,
     TokenWindows,
     ValidationBatches,
+    permute,
     rank_rows,
 )
-from plait.train.permutation import permute
 
 
 def counting(windows: int, context: int) -> TokenWindows:
