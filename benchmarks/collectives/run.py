@@ -18,7 +18,7 @@ from torch import Tensor
 from plait.comm import Group, Mesh, barrier
 from plait.comm.rank_pool import RankPool
 from plait.comm.transport.reduction import fold
-from plait.comm.transport.shared_memory import algorithms
+from plait.comm.transport.shared_memory import transport
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport.torch_distributed import TorchTransport
 
@@ -51,8 +51,8 @@ def ways_to_all_reduce(tensor: Tensor, group: Group) -> Ways:
     return {
         "backend": lambda: dist.all_reduce(out.copy_(tensor), group=process_group),
         "exchange": partial(exchange, tensor.expand(group.size, -1), out, group),
-        "whole": lambda: algorithms.all_reduce_whole(tensor, out, "sum", staging).wait(),
-        "pieces": lambda: algorithms.all_reduce_in_pieces(tensor, out, "sum", staging).wait(),
+        "whole": lambda: transport.all_reduce_whole(tensor, out, "sum", staging).wait(),
+        "pieces": lambda: transport.all_reduce_in_pieces(tensor, out, "sum", staging).wait(),
     }
 
 
@@ -63,7 +63,7 @@ def ways_to_reduce_scatter(tensor: Tensor, group: Group) -> Ways:
     return {
         "backend": lambda: dist.reduce_scatter_single(out, tensor, group=process_group),
         "exchange": partial(exchange, tensor, out, group),
-        "whole": lambda: algorithms.reduce_scatter_staged(tensor, out, "sum", staging).wait(),
+        "whole": lambda: transport.reduce_scatter_staged(tensor, out, "sum", staging).wait(),
     }
 
 
@@ -72,7 +72,7 @@ def ways_to_all_gather(tensor: Tensor, group: Group) -> Ways:
     own, staging = tensor.tensor_split(group.size)[group.index], in_shared_memory(group).staging
     return {
         "backend": lambda: over_torch(group).all_gather(own, tensor).wait(),
-        "whole": lambda: algorithms.all_gather_staged(own, tensor, staging).wait(),
+        "whole": lambda: transport.all_gather_staged(own, tensor, staging).wait(),
     }
 
 
@@ -86,16 +86,16 @@ class Operation(NamedTuple):
 
 
 def choose_to_all_reduce(tensor: Tensor, group: Group) -> str:
-    return in_shared_memory(group).all_reduce_algorithm(tensor)
+    return in_shared_memory(group).algorithm("all_reduce", tensor)
 
 
 def choose_to_reduce_scatter(tensor: Tensor, group: Group) -> str:
-    return in_shared_memory(group).reduce_scatter_algorithm(tensor)
+    return in_shared_memory(group).algorithm("reduce_scatter", tensor)
 
 
 def choose_to_gather(tensor: Tensor, group: Group) -> str:
     """What plait takes: it decides by the piece."""
-    return in_shared_memory(group).all_gather_algorithm(tensor.tensor_split(group.size)[group.index])
+    return in_shared_memory(group).algorithm("all_gather", tensor.tensor_split(group.size)[group.index])
 
 
 OPERATIONS = {

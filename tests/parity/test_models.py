@@ -6,7 +6,7 @@ from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
 from parity.parity import check_parity
 from parity.woven import layer_count
-from plait.comm.shared_tensors import SMALLEST
+from plait.comm.collectives import SMALLEST_SHARED
 from plait.plan import Plan
 
 CASES = [pytest.param(case, id=case.name) for case in USER_CASES]
@@ -75,5 +75,5 @@ def test_single_precision(thread_ranks, pp, dp, schedule):
 def test_gradients_in_shared_memory(thread_ranks, pp, dp):
     """Wide enough for units, and for the tied one, to lie where all ranks reach them."""
     wide = gpt2(layers=1, hidden=128, vocab=300)
-    assert SMALLEST < 300 * 128 * 8
+    assert SMALLEST_SHARED < 300 * 128 * 8
     check_parity(thread_ranks, wide, Plan(pp=pp, dp=dp, microbatches=2, precision="fp64"))

@@ -99,7 +99,7 @@ def gradients_of_whole_blocks(recompute: Recompute, by_backend: bool) -> list[di
     found = []
     with ExitStack() as patches:
         if by_backend:
-            patches.enter_context(patch.object(SharedMemoryTransport, "all_reduce_algorithm", by_the_backend))
+            patches.enter_context(patch.object(SharedMemoryTransport, "algorithm", by_the_backend))
         engine = plait.parallelize(whole, plan, plait.Mesh(plan), plait.cross_entropy, rules=rules)
         for _ in range(2):
             for parameter in engine.parameters():

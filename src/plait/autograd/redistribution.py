@@ -37,8 +37,8 @@ from torch.autograd.function import once_differentiable
 
 from plait.autograd.paired_collectives import copy, reduce
 from plait.comm.collectives import all_gather, all_reduce, all_to_all, reduce_scatter
-from plait.comm.grid_mesh import GridMesh
 from plait.comm.group import Group
+from plait.comm.mesh import GridMesh
 from plait.errors import LayoutError
 from plait.layout import Coordinate, Layout, Move, Partial, Placement, Replicate, Shard, moves
 from plait.layout.boxes import intersection, slices_within

@@ -10,13 +10,12 @@ from plait.comm.collectives import (
     reduce,
     reduce_scatter,
     scatter,
+    shared_zeros,
 )
-from plait.comm.grid_mesh import GridMesh
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.mesh import Mesh
+from plait.comm.mesh import GridMesh, Mesh
 from plait.comm.point_to_point import receive, send
-from plait.comm.shared_tensors import shared_zeros
 from plait.comm.traffic import Count, Traffic
 
 __all__ = [

@@ -8,13 +8,12 @@ of a fixed size.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterable
+from functools import partial
 
 import torch
 
 from plait.comm.group import Group
 from plait.comm.handle import Handle
-from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 HEADER_BYTES = 256
@@ -48,11 +47,9 @@ def _all_gather_headers(text: str, group: Group, device: torch.device) -> list[b
     device = group.device_for_text(device)
     mine = torch.frombuffer(bytearray(_encode(text)), dtype=torch.uint8).to(device)
     everyone = torch.empty(group.size * HEADER_BYTES, dtype=torch.uint8, device=device)
-
-    def start() -> Pending:
-        return transport.all_gather(mine, everyone)
-
-    awaited = f"the consistency check of {text} over {group.name} with ranks {_numbers(group.ranks)}"
+    ranks = ", ".join(map(str, group.ranks))
+    awaited = f"the consistency check of {text} over {group.name} with ranks {ranks}"
+    start = partial(transport.all_gather, mine, everyone)
     headers = Handle(start, lambda: everyone.cpu().view(group.size, HEADER_BYTES), awaited, group).wait()
     return [bytes(header.tolist()) for header in headers]
 
@@ -69,14 +66,10 @@ def _difference(headers: list[bytes], group: Group) -> str:
     for rank, header in zip(group.ranks, headers, strict=True):
         ranks_of.setdefault(header, []).append(rank)
     calls = "; ".join(
-        f"{'rank' if len(ranks) == 1 else 'ranks'} {_numbers(ranks)}: "
+        f"{'rank' if len(ranks) == 1 else 'ranks'} {', '.join(map(str, ranks))}: "
         + header[_DIGEST_BYTES:].rstrip(b"\0").decode(errors="replace")
         for header, ranks in ranks_of.items()
     )
     return (
         f"the ranks of {group.name} do not agree ({calls}): make the same call with the same shapes on each."
     )
-
-
-def _numbers(ranks: Iterable[int]) -> str:
-    return ", ".join(map(str, ranks))

@@ -1,18 +1,241 @@
-"""The mesh of a plan: all ranks of a run along the axes `pp`, `replicate`, `shard`, `tp`."""
+"""Meshes: all ranks of a run as a grid of any axes, or of those of a plan, and the groups along the axes."""
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import os
+from collections.abc import Collection, Hashable, Sequence
+from functools import partial
+from itertools import product
+from math import prod
+from typing import Any
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import coordinates
-from plait.comm.grid_mesh import GridMesh
 from plait.comm.group import Group
+from plait.comm.handle import Handle
 from plait.comm.point_to_point import receive, send
+from plait.comm.traffic import Traffic
+from plait.comm.transport.interface import Ranks
+from plait.comm.transport.torch_distributed import TorchTransport
+from plait.comm.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.errors import MeshError
 from plait.plan import Plan
 from plait.schedules.messages import Channel
+
+
+class GridMesh:
+    """Ranks along axes of any names and number, outermost first: row-major, the last axis innermost.
+
+    `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. The axis `world` combines all axes. The world
+    is that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
+    grid of a plan's axes.
+    """
+
+    def __init__(
+        self,
+        *,
+        device: str | torch.device | None = None,
+        timeout: float = 600.0,
+        alone: bool = False,
+        guarded: bool = False,
+        **sizes: int,
+    ) -> None:
+        """Make a group along every axis. All ranks of the world call it, with the same sizes.
+
+        `timeout` is in seconds and holds for every wait. `device` is this rank's, by default
+        `cuda:LOCAL_RANK` where the backend is NCCL, else the CPU. `alone` makes a mesh of this rank only,
+        without the other ranks of its world. Raises `MeshError` for sizes whose product is not the number of
+        ranks in the world.
+
+        `guarded` checks every collective of every group for consistency before it starts, and the bits of
+        each tensor that enters a region of tensor parallelism: a difference is a `CommunicationError` on
+        every rank of the group. That costs 256 bytes a rank each time, counted as `guard`, and a wait for all
+        of them; results stay the same bits. Messages between stages are not checked: the programs that send
+        and receive them are proved to do so in one order, and each step checks their shapes.
+        """
+        coordinates.require_degrees(sizes)
+        if not sizes or "world" in sizes:
+            raise MeshError(
+                f"the mesh's axes are {', '.join(sizes) or 'none'}: give at least one, and none of the name "
+                "world, which combines all."
+            )
+        self.sizes = dict(sizes)
+        self._ranks = None if alone else current_ranks()
+        self.rank, self.world = (0, 1) if self._ranks is None else (self._ranks.rank, self._ranks.size)
+        self.shared_results: dict[Hashable, Any] = {} if self._ranks is None else self._ranks.shared_results
+        """Results that one rank of this process has computed for all of them, keyed by their inputs."""
+        self._check_world()
+        self.device = _device(device, self._ranks)
+        self.timeout = float(timeout)
+        self.guarded = guarded
+        self.traffic = Traffic()
+        self.coordinate = self.coordinate_of(self.rank)
+        self._discover()
+        # All ranks make all groups in this order, each with its own process group, also where two axes have
+        # the same ranks: so an operation of one axis never waits for one of another, and operations that a
+        # failed step has left pending on one axis are not matched on another.
+        self._groups = {
+            axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
+            for axis in (*self.sizes, *coordinates.combined_axes(self.sizes))
+        }
+
+    @property
+    def uses_nccl(self) -> bool:
+        """Whether this rank is on a GPU and its tensors are sent over NCCL."""
+        return self.device.type == "cuda" and self._ranks is not None and self._ranks.uses_nccl
+
+    def size(self, axis: str) -> int:
+        """Return the number of ranks along an axis or a combined axis."""
+        return coordinates.size_along(axis, self.sizes)
+
+    def index(self, axis: str) -> int:
+        """Return this rank's index along an axis; along a combined axis, its first axis is outermost."""
+        return coordinates.index_along(axis, self.coordinate, self.sizes)
+
+    def group(self, axis: str) -> Group:
+        """Return this rank's group along an axis. Raises `MeshError` for an unknown axis."""
+        self.axes_of(axis)
+        return self._groups[axis]
+
+    def coordinate_of(self, rank: int) -> dict[str, int]:
+        """Return the index of a global rank along each axis. Raises `MeshError` for an unknown rank."""
+        return coordinates.coordinate_of(rank, self.sizes)
+
+    def axes_of(self, axis: str) -> tuple[str, ...]:
+        """Return the axes that `axis` combines, or `axis` itself. Raises `MeshError` for an unknown axis."""
+        return coordinates.axes_of(axis, self.sizes)
+
+    def rank_at(self, **coordinate: int) -> int:
+        """Return the global rank at a coordinate; axes that are not given default to this rank's index.
+
+        On a plan's mesh `dp` may be given. Raises `MeshError` for an unknown axis or an index outside the
+        mesh.
+        """
+        given = coordinates.split_dp(coordinate, self.sizes)
+        return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
+
+    def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
+        """Make disjoint groups, whose traffic is counted as `name`; return this rank's, or None.
+
+        All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
+        are not in the mesh.
+        """
+        groups = [tuple(ranks) for ranks in ranks_per_group]
+        members = [rank for ranks in groups for rank in ranks]
+        if len(set(members)) != len(members) or not all(0 <= rank < self.world for rank in members):
+            raise MeshError(
+                f"groups of {name} are {groups}: give each rank from 0 to {self.world - 1} at most once."
+            )
+        return self._make_group(groups, name)
+
+    def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
+        """Return torch's `DeviceMesh` of the `axes` with more than one rank, at this rank's coordinate.
+
+        It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
+        than one rank, it holds this rank only, under the last name. Without communication; messages that
+        torch then sends are not counted as traffic. Raises `MeshError` without an initialised world, and for
+        unknown axes.
+        """
+        world = self._ranks if isinstance(self._ranks, Processes) else joined_processes()
+        if world is None:
+            raise MeshError(
+                "a DeviceMesh needs an initialised world of processes, even for one rank: use plait.launch "
+                "or torchrun, and no threads as ranks."
+            )
+        sizes = {axis: size for axis in axes if (size := self.size(axis)) > 1}
+        if not sizes:
+            own, alone = world.own_process_group, [world.rank]
+            return DeviceMesh.from_group([own], self.device.type, alone, mesh_dim_names=(axes[-1],))
+        transports = [self.group(axis).transport for axis in sizes]
+        groups = [one.process_group for one in transports if isinstance(one, TorchTransport)]
+        places = (dict(zip(sizes, place, strict=True)) for place in product(*map(range, sizes.values())))
+        ranks = torch.tensor([self.rank_at(**place) for place in places]).view(*sizes.values())
+        return DeviceMesh.from_group(groups, self.device.type, ranks, mesh_dim_names=tuple(sizes))
+
+    def neighbours(self, axis: str, size: int, name: str = "copies") -> Group:
+        """Make groups of `size` consecutive ranks along an axis, and return this rank's.
+
+        All ranks of the world call it with the same arguments; traffic is counted as `name`. Raises
+        `MeshError` unless `size` divides the ranks along the axis.
+        """
+        along = self.size(axis)
+        coordinates.require_degrees({f"number of neighbours along {axis}": size})
+        if along % size:
+            raise MeshError(
+                f"{along} ranks along {axis} do not divide into groups of {size}: give a divisor."
+            )
+        groups = coordinates.groups_along(axis, self.sizes)
+        parts = [ranks[first : first + size] for ranks in groups for first in range(0, along, size)]
+        return self._make_groups(parts, name)
+
+    def close(self) -> None:
+        """Close the connections of all groups; every rank calls it, with no communication pending.
+
+        Only a process that makes many meshes needs it. Groups of the mesh cannot be used afterwards.
+        """
+        if self._ranks is not None:
+            self._ranks.close()
+
+    def __deepcopy__(self, memo: object) -> GridMesh:
+        """Return this mesh itself, so that a copied module communicates with the same ranks."""
+        return self
+
+    def __repr__(self) -> str:
+        sizes = ", ".join(f"{axis}={size}" for axis, size in self.sizes.items())
+        place = " ".join(f"{axis}={self.coordinate[axis]}" for axis, size in self.sizes.items() if size > 1)
+        return f"{type(self).__name__}({sizes}; rank {self.rank}{' at ' + place if place else ''})"
+
+    def _described_sizes(self) -> dict[str, int]:
+        """Return the sizes of the axes under the names that the user gave."""
+        return self.sizes
+
+    def _check_world(self) -> None:
+        needed = prod(self.sizes.values())
+        if needed != self.world:
+            product = " × ".join(f"{axis} {size}" for axis, size in self._described_sizes().items())
+            raise MeshError(
+                f"the mesh needs {needed} ranks ({product}) but the world has {self.world}: "
+                f"start {needed} ranks, plait.launch(fn, ranks={needed}) or torchrun, or change the degrees."
+            )
+
+    def _discover(self) -> None:
+        """Run host discovery; on a timeout, its error names the missing ranks."""
+        if self._ranks is None:
+            return
+        everyone = tuple(range(self.world))
+        world = Group("world", everyone, self.rank, self._ranks.world(), self.traffic, self.timeout)
+        others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
+        awaited = f"host discovery over world with ranks {others}"
+        Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
+
+    def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
+        group = self._make_group(groups, name)
+        assert group is not None
+        return group
+
+    def _make_group(self, groups: Sequence[tuple[int, ...]], name: str) -> Group | None:
+        ranks = self._ranks
+        transport = None if ranks is None else ranks.connect(groups, name, self.timeout)
+        mine = next((group for group in groups if self.rank in group), None)
+        if mine is None:
+            return None
+        failure_log = None if ranks is None else ranks.failure_log
+        index = mine.index(self.rank)
+        return Group(name, mine, index, transport, self.traffic, self.timeout, failure_log, self.guarded)
+
+
+def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
+    """Return `device`, with this rank's GPU for `cuda`; None: that GPU if ranks use NCCL, else the CPU."""
+    if device is None:
+        uses_nccl = ranks is not None and ranks.uses_nccl
+        device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
+    chosen = torch.device(device)
+    if chosen.type == "cuda" and chosen.index is None:
+        own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
+        return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
+    return chosen
 
 
 class Mesh(GridMesh):

@@ -12,11 +12,11 @@ from typing import Any, TypeVar
 import torch
 
 from plait.comm.rank_failure import RankFailure, from_exception, root_cause
-from plait.comm.transport.local import CooperativeScheduler, LocalRank, RankThread, current_local_rank
+from plait.comm.transport.local.cooperative_scheduler import CooperativeScheduler
 from plait.comm.transport.local.operations import GroupOperations
 from plait.comm.transport.local.stream_rules import StreamRules
 from plait.comm.transport.local.stream_transport import StreamTransport
-from plait.comm.transport.local.transport import Key
+from plait.comm.transport.local.transport import Key, LocalRank, RankThread, current_local_rank
 from plait.errors import MeshError
 
 Result = TypeVar("Result")

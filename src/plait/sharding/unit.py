@@ -9,8 +9,8 @@ from functools import cached_property
 import torch
 from torch import Tensor, nn
 
+from plait.comm.collectives import shared_zeros
 from plait.comm.group import Group
-from plait.comm.shared_tensors import shared_zeros
 from plait.layout import Layout
 from plait.sharding.buffer_specs import BufferSpec, FlatSpec
 from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage

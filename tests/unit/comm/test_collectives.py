@@ -80,7 +80,7 @@ def test_all_reduce_in_place_and_elsewhere(rank_pool, way):
         for op in OPS:
             before = mesh.traffic.snapshot()
             tensor = value(mesh.rank, (elements,))
-            taken = group.transport.all_reduce_algorithm(tensor)
+            taken = group.transport.algorithm("all_reduce", tensor)
             other = all_reduce(tensor, group, op, out=torch.empty_like(tensor)).wait()
             assert torch.equal(tensor, value(mesh.rank, (elements,)))
             result = all_reduce(tensor, group, op).wait()

@@ -10,14 +10,13 @@ import weakref
 import pytest
 import torch
 
-from plait.comm.collectives import all_reduce
+from plait.comm.collectives import SMALLEST_SHARED, all_reduce, shared_zeros
 from plait.comm.mesh import Mesh
-from plait.comm.shared_tensors import SMALLEST, shared_zeros
 from plait.comm.transport.shared_memory import host_discovery
 from plait.errors import RankError
 
 CPU = torch.device("cpu")
-SIZE = SMALLEST  # elements, so enough bytes for every dtype
+SIZE = SMALLEST_SHARED  # elements, so enough bytes for every dtype
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.int64)
 
 

@@ -104,19 +104,23 @@ class Ranks(Protocol):
     @property
     def uses_nccl(self) -> bool:
         """Whether CUDA tensors are sent over NCCL."""
+        return False
 
     @property
     def failure_log(self) -> FailureLog | None:
         """The failure log of all ranks; None without a store."""
+        return None
 
     def world(self) -> Transport | None:
-        """Return the transport of all ranks, which exists before any group; None for one rank alone."""
+        """Return the transport of all ranks, which exists before any group; None where none is needed."""
+        return None
 
     def discover(self, timeout: float) -> None:
         """Find which ranks share a host, once for each mesh. Blocks until all ranks have called it.
 
         `timeout`, in seconds, is the mesh's; it bounds the search for the rank that failed first.
         """
+        return
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
         """Return the transport of this rank's group among `groups`; None if it is in none, or alone in one.
@@ -126,3 +130,4 @@ class Ranks(Protocol):
 
     def close(self) -> None:
         """Close all transports that `connect` made."""
+        return

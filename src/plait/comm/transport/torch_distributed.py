@@ -22,6 +22,8 @@ from plait.comm.transport.reduction import Op, divide_mean, fold
 EXCHANGE_LIMIT = 2**20
 """Bytes that a rank sends in an exchange, up to which it is preferred to Gloo's ring all-reduce."""
 
+Collective = Literal["all_reduce", "reduce_scatter", "all_gather"]
+"""A collective with several algorithms."""
 Algorithm = Literal["in place", "whole", "pieces", "exchange", "backend"]
 """The algorithm of a collective: in shared memory, in place; staged in shared memory, where each rank reduces
 all of it, or one piece for all ranks; an all-to-all exchange that each rank reduces; the backend's own."""
@@ -62,22 +64,17 @@ class TorchTransport:
         """Whether the group has Gloo."""
         return "cpu:gloo" in backends_of(self.process_group)
 
-    def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of an all-reduce; it depends on device, backend and size only."""
-        small = tensor.nbytes * self.size <= EXCHANGE_LIMIT
-        return "exchange" if small and self._over_gloo(tensor) else "backend"
-
-    def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of a reduce-scatter; never Gloo's, which all-reduces the whole tensor."""
-        return "exchange" if self._over_gloo(tensor) else "backend"
-
-    def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of an all-gather: the backend's, which moves the fewest bytes."""
-        return "backend"
+    def algorithm(self, collective: Collective, tensor: Tensor) -> Algorithm:
+        """Return the algorithm of a collective; it depends on device, backend and size only."""
+        over_gloo = tensor.device.type == "cpu" and self.carries_cpu_tensors
+        if collective == "all_gather" or not over_gloo:
+            return "backend"
+        large = tensor.nbytes * self.size > EXCHANGE_LIMIT
+        return "backend" if collective == "all_reduce" and large else "exchange"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce: by an exchange where that is faster, else in the backend's order of sums."""
-        if self.all_reduce_algorithm(tensor) == "exchange":
+        if self.algorithm("all_reduce", tensor) == "exchange":
             copies = tensor.detach().expand(self.size, *tensor.shape).contiguous()
             return self._exchange(copies, total, op)
         if total.data_ptr() != tensor.data_ptr() or not tensor.is_contiguous():
@@ -100,7 +97,7 @@ class TorchTransport:
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter: in rank order on the CPU, in the backend's order elsewhere."""
         mine = dense(tensor)
-        if self.reduce_scatter_algorithm(tensor) == "exchange":
+        if self.algorithm("reduce_scatter", tensor) == "exchange":
             return self._exchange(mine, piece, op)
         work = _single("reduce_scatter_single", dist.reduce_scatter_tensor)(
             piece, mine, op=_native(op), group=self.process_group, async_op=True
@@ -166,9 +163,6 @@ class TorchTransport:
 
     def abort(self, cause: Exception) -> None:
         """Do nothing: torch's timeouts end pending operations."""
-
-    def _over_gloo(self, tensor: Tensor) -> bool:
-        return tensor.device.type == "cpu" and self.carries_cpu_tensors
 
     def _swap(self, parts: Tensor, received: Tensor) -> dist.Work | None:
         work: dist.Work | None = dist.all_to_all_single(

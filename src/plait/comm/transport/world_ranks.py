@@ -11,7 +11,7 @@ import torch.distributed as dist
 
 from plait.comm.failure_log import FailureLog, failure_log_of_world
 from plait.comm.transport.interface import Ranks, Transport
-from plait.comm.transport.local import current_local_rank
+from plait.comm.transport.local.transport import current_local_rank
 from plait.comm.transport.shared_memory.host_discovery import HostRanks, discover_host
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
 from plait.comm.transport.torch_distributed import TorchTransport, backends_of
@@ -60,7 +60,11 @@ class Processes:
             made = self._new_group(ranks, name, timeout)
             if self.rank in ranks:
                 self._made.append(made)
-                mine = self._transport(made, ranks, timeout)
+                index, host = ranks.index(self.rank), self._host
+                if host is not None and host.includes(ranks):
+                    mine = SharedMemoryTransport(made, index, host, ranks, timeout)
+                else:
+                    mine = TorchTransport(made, index)
         return mine
 
     def _new_group(self, ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
@@ -93,14 +97,6 @@ class Processes:
         for process_group in self._made:
             dist.destroy_process_group(process_group)
         self._made.clear()
-
-    def _transport(
-        self, process_group: dist.ProcessGroup, ranks: tuple[int, ...], timeout: float
-    ) -> TorchTransport:
-        index = ranks.index(self.rank)
-        if self._host is None or not self._host.includes(ranks):
-            return TorchTransport(process_group, index)
-        return SharedMemoryTransport(process_group, index, self._host, ranks, timeout)
 
 
 def joined_processes() -> Processes | None:

@@ -9,9 +9,8 @@ import time
 
 import pytest
 
-from plait.comm.transport.shared_memory.channel import Channel, ChannelMessage
+from plait.comm.transport.shared_memory.channel import Channel, ChannelMessage, Listener
 from plait.comm.transport.shared_memory.group_channels import Channels
-from plait.comm.transport.shared_memory.listener import Listener
 
 OWN = ChannelMessage(-1)
 

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from plait.comm import Group, Handle, Mesh, all_gather, all_reduce, reduce_scatter
-from plait.comm.shared_tensors import SMALLEST, shared_zeros
-from plait.comm.transport.shared_memory import algorithms, shared_staging, transport
+from plait.comm.collectives import SMALLEST_SHARED, shared_zeros
+from plait.comm.transport.shared_memory import shared_staging, transport
 from plait.errors import CommunicationError, RankError
 
 RANKS = (2, 3, 4)
@@ -36,7 +36,7 @@ def test_whole_and_in_pieces_are_the_same_bits(rank_pool, ranks):
         totals = []
         for size in (0, 1, 2, 1000, 70_001):
             mine = numbers(group.index, size)
-            for reduction in (algorithms.all_reduce_whole, algorithms.all_reduce_in_pieces):
+            for reduction in (transport.all_reduce_whole, transport.all_reduce_in_pieces):
                 totals.append(torch.empty(size))
                 reduction(mine, totals[-1], "sum", group.transport.staging).wait()
         return totals
@@ -117,8 +117,7 @@ def test_too_large_pieces_are_sent(rank_pool):
         group = Mesh(dp=2).group("dp")
         limit, transport.STAGING_LIMIT = transport.STAGING_LIMIT, 2**10
         try:
-            choose = group.transport.all_gather_algorithm
-            ways = [choose(torch.zeros(size)) for size in (256, 257)]
+            ways = [group.transport.algorithm("all_gather", torch.zeros(size)) for size in (256, 257)]
             piece = torch.full((257,), float(group.index))
             return ways, all_gather(piece, group, checked=False).wait().unique_consecutive().tolist()
         finally:
@@ -149,7 +148,7 @@ def scattered(size: int, dtype: torch.dtype, op: str, place: str) -> tuple[torch
 @pytest.mark.parametrize("op", ["sum", "mean", "max"])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
 def test_tensors_in_shared_memory_are_scattered_where_they_lie(rank_pool, dtype, op, place):
-    size = SMALLEST + 3  # elements of a piece: of several blocks, and not all of one size
+    size = SMALLEST_SHARED + 3  # elements of a piece: of several blocks, and not all of one size
     results = rank_pool.run(scattered, size, dtype, op, place, ranks=3)
     wide = [
         (numbers(rank, 3 * size) * 8).to(dtype).to(torch.promote_types(dtype, torch.float32))
@@ -166,7 +165,7 @@ def test_nobody_sees_a_sum_before_all_have_taken_their_pieces(rank_pool):
 
     def body():
         group = Mesh(dp=4).group("dp")
-        size, sums = SMALLEST, set()
+        size, sums = SMALLEST_SHARED, set()
         tensor = shared_zeros(group.size * size, torch.float32, CPU, group)
         own = tensor[group.index * size :][:size]
         for number in range(5):
@@ -185,13 +184,15 @@ def test_what_is_abandoned_is_neither_read_nor_written(rank_pool):
         group = Mesh(dp=2, timeout=10).group("dp")
         capacity, shared_staging.CAPACITY = shared_staging.CAPACITY, 2**16
         try:
-            own = shared_zeros(2 * SMALLEST, torch.float32, CPU, group).fill_(7)
+            own = shared_zeros(2 * SMALLEST_SHARED, torch.float32, CPU, group).fill_(7)
             whole, done = torch.zeros(2048), []
             for _ in range(20):  # more than there is room for, if places were not given back
                 whole.fill_(5)
                 handles = [
                     all_gather(whole[1024 * group.index :][:1024], group, out=whole, checked=False),
-                    reduce_scatter(own, group, out=own[SMALLEST * group.index :][:SMALLEST], checked=False),
+                    reduce_scatter(
+                        own, group, out=own[SMALLEST_SHARED * group.index :][:SMALLEST_SHARED], checked=False
+                    ),
                     all_reduce(torch.ones(8), group, checked=False),
                 ]
                 done += [handle.abandon() for handle in handles]

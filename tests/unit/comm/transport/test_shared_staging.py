@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from plait.comm.transport.shared_memory import shared_staging as module
+from plait.comm.transport.shared_memory.channel import Listener
 from plait.comm.transport.shared_memory.group_channels import Channels
-from plait.comm.transport.shared_memory.listener import Listener
 from plait.comm.transport.shared_memory.shared_staging import PendingRead, SharedStagingBuffers
 
 MIB = 2**20

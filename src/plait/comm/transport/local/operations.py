@@ -6,7 +6,7 @@ thread, then sees everything that is written for that rank.
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -16,6 +16,8 @@ from torch import Tensor
 from plait.comm.contiguous_buffers import dense, describe
 from plait.comm.transport.reduction import Op, fold
 
+MessageKey = tuple[int, int, int]
+"""Source, destination and tag."""
 Inputs = Mapping[int, Tensor | None]
 """The input of each rank, in order of the index."""
 ComputeOutputs = Callable[[Inputs], Mapping[int, Tensor]]
@@ -100,8 +102,9 @@ class GroupOperations:
     def __init__(self, ranks: tuple[int, ...]) -> None:
         self.ranks = ranks
         self._calls: dict[int, CollectiveCall] = {}
-        self._unsent: dict[tuple[int, int, int], deque[Transfer]] = {}
-        self._unreceived: dict[tuple[int, int, int], deque[Transfer]] = {}
+        self._sends: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
+        self._receives: dict[MessageKey, deque[Transfer]] = defaultdict(deque)
+        """Messages without a counterpart, the oldest first."""
 
     def call(self, number: int, kind: str) -> CollectiveCall:
         """Return the collective with this sequence number; every rank counts its collectives from 0."""
@@ -110,31 +113,19 @@ class GroupOperations:
             del self._calls[number]  # this rank is the last to take part
         return call
 
-    def send(self, source: int, destination: int, tag: int, tensor: Tensor) -> Transfer:
-        """Post a send, matched with the oldest unmatched receive of its pair and tag."""
-        message = self._match((source, destination, tag), self._unsent, self._unreceived)
-        message.sent = tensor
-        message.copy_if_matched()
-        return message
-
-    def receive(self, source: int, destination: int, tag: int, buffer: Tensor) -> Transfer:
-        """Post a receive, matched with the oldest unmatched send of its pair and tag."""
-        message = self._match((source, destination, tag), self._unreceived, self._unsent)
-        message.buffer = buffer
-        message.copy_if_matched()
-        return message
-
-    @staticmethod
-    def _match(
-        key: tuple[int, int, int],
-        waiting: dict[tuple[int, int, int], deque[Transfer]],
-        other: dict[tuple[int, int, int], deque[Transfer]],
+    def transfer(
+        self, key: MessageKey, *, sent: Tensor | None = None, buffer: Tensor | None = None
     ) -> Transfer:
-        """Return the oldest message in `waiting`; else a new one, added to `other` for the peer to match."""
-        if waiting.get(key):
-            return waiting[key].popleft()
-        message = Transfer()
-        other.setdefault(key, deque()).append(message)
+        """Post a send or, with a `buffer`, a receive: matched with the oldest one of the other kind."""
+        mine, others = (self._sends, self._receives) if buffer is None else (self._receives, self._sends)
+        if others[key]:
+            message = others[key].popleft()
+        else:
+            message = Transfer()
+            mine[key].append(message)
+        message.sent = message.sent if sent is None else sent
+        message.buffer = message.buffer if buffer is None else buffer
+        message.copy_if_matched()
         return message
 
 

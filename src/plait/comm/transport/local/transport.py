@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from threading import Thread, current_thread
 from typing import Any, TypeAlias
@@ -11,8 +12,7 @@ import torch
 from torch import Tensor
 
 from plait.comm.contiguous_buffers import describe
-from plait.comm.failure_log import FailureLog
-from plait.comm.transport.interface import Pending
+from plait.comm.transport.interface import Pending, Ranks
 from plait.comm.transport.local import operations
 from plait.comm.transport.local.cooperative_scheduler import CooperativeScheduler, WaitCondition
 from plait.comm.transport.local.operations import CollectiveCall, ComputeOutputs, GroupOperations, Transfer
@@ -22,31 +22,27 @@ Key = tuple[tuple[int, ...], int]
 """The ranks of a group, and its number among the groups of the same ranks."""
 
 
+@dataclass(eq=False)
 class LocalPending:
     """A collective or message that this thread has started, whose output goes to `written`."""
 
-    def __init__(
-        self,
-        transport: LocalTransport,
-        operation: CollectiveCall | Transfer,
-        written: Tensor | None,
-        missing: Callable[[], Sequence[int]],
-    ) -> None:
-        self._transport, self._operation, self._written = transport, operation, written
-        self._missing = missing
+    transport: LocalTransport
+    operation: CollectiveCall | Transfer
+    written: Tensor | None
+    missing: Callable[[], Sequence[int]]
 
     def wait(self, awaited: str = "") -> None:
         """Run other ranks until the operation ends, then write its output. Raises the scheduler's errors."""
-        self._transport.wait(WaitCondition(awaited, lambda: self._operation.over, self._missing))
-        if self._operation.error is not None:
-            raise RuntimeError(self._operation.error)
-        output = self._operation.output(self._transport.index)
-        if output is not None and self._written is not None:
-            self._written.view(-1).copy_(output)
+        self.transport.wait(WaitCondition(awaited, lambda: self.operation.over, self.missing))
+        if self.operation.error is not None:
+            raise RuntimeError(self.operation.error)
+        output = self.operation.output(self.transport.index)
+        if output is not None and self.written is not None:
+            self.written.view(-1).copy_(output)
 
     def abandon(self) -> bool:
         """Discard the result; return whether other ranks can complete without this rank's tensors."""
-        return self._operation.release(self._transport.index)
+        return self.operation.release(self.transport.index)
 
 
 class LocalTransport:
@@ -119,12 +115,12 @@ class LocalTransport:
 
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Start a send, complete when the receive is posted."""
-        message = self._posted.send(self.index, destination, tag, tensor.detach())
+        message = self._posted.transfer((self.index, destination, tag), sent=tensor.detach())
         return LocalPending(self, message, None, lambda: (self.ranks[destination],))
 
     def receive(self, buffer: Tensor, source: int, tag: int, label: str = "") -> Pending:
         """Post a receive."""
-        message = self._posted.receive(source, self.index, tag, buffer)
+        message = self._posted.transfer((source, self.index, tag), buffer=buffer)
         return LocalPending(self, message, buffer, lambda: (self.ranks[source],))
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
@@ -154,11 +150,8 @@ class LocalTransport:
 MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int, float, str], LocalTransport]
 
 
-class LocalRank:
-    """The `Ranks` of one process, seen from one of its threads."""
-
-    uses_nccl = False
-    failure_log: FailureLog | None = None
+class LocalRank(Ranks):
+    """The `Ranks` of one process, seen from one of its threads: without a host to discover or connections."""
 
     def __init__(
         self,
@@ -178,13 +171,6 @@ class LocalRank:
         self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
 
-    def world(self) -> LocalTransport | None:
-        """Return None: no transport is needed before groups are made."""
-        return None
-
-    def discover(self, timeout: float) -> None:
-        """Do nothing: all ranks are threads of this process."""
-
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:
         """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
@@ -197,9 +183,6 @@ class LocalRank:
     def pause(self, seconds: float) -> None:
         """Sleep for `seconds`, after running the other ranks."""
         self._scheduler.pause(self.rank, seconds)
-
-    def close(self) -> None:
-        """Do nothing: there are no connections."""
 
 
 class RankThread(Thread):

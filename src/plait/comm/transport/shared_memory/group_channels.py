@@ -12,8 +12,7 @@ import select
 import time
 from collections.abc import Callable, Sequence
 
-from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, ChannelMessage
-from plait.comm.transport.shared_memory.listener import Listener
+from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, ChannelMessage, Listener
 
 
 class Channels:

@@ -11,8 +11,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from plait.comm.transport.shared_memory.channel import Listener, is_supported
 from plait.comm.transport.shared_memory.group_channels import Channels
-from plait.comm.transport.shared_memory.listener import Listener, is_supported
 from plait.comm.transport.torch_distributed import TorchTransport
 
 HostInfo = Mapping[str, str]

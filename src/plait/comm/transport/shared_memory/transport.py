@@ -1,11 +1,13 @@
 """Transport between processes of one host: tensors in shared memory, short messages over Unix sockets.
 
 Large tensors and point-to-point messages, which shared memory does not speed up, go over torch.distributed.
+Reductions are in rank order, the same bits on every rank.
 """
 
 from __future__ import annotations
 
-from collections.abc import MutableMapping
+from collections.abc import Callable, MutableMapping, Sequence
+from contextlib import suppress
 from functools import cached_property
 
 import torch
@@ -14,17 +16,132 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from plait.comm.transport.interface import Pending
-from plait.comm.transport.reduction import Op
-from plait.comm.transport.shared_memory import algorithms
+from plait.comm.transport.reduction import Op, blocks, fold
+from plait.comm.transport.shared_memory.channel import ChannelMessage
 from plait.comm.transport.shared_memory.group_channels import Channels
 from plait.comm.transport.shared_memory.host_discovery import HostRanks
-from plait.comm.transport.shared_memory.shared_staging import SharedSegments, SharedStagingBuffers
-from plait.comm.transport.torch_distributed import Algorithm, TorchTransport
+from plait.comm.transport.shared_memory.shared_staging import (
+    PendingRead,
+    SharedSegments,
+    SharedStagingBuffers,
+)
+from plait.comm.transport.torch_distributed import Algorithm, Collective, TorchTransport
 
 WHOLE_LIMIT = 2**21
 """Bytes staged by all ranks together up to which each reduces all of them; beyond, each reduces a piece."""
 STAGING_LIMIT = 2**25
 """Bytes up to which a tensor is staged: each rank's staging buffer grows to once or twice as much."""
+
+
+class BarrieredStep:
+    """A pending step that each rank runs between two barriers. Its constructor enters the first barrier."""
+
+    def __init__(self, channels: Channels, step: Callable[[], None]) -> None:
+        self._channels = channels
+        self._first, self._second = channels.next_sequence(), channels.next_sequence()
+        self._step = step
+        channels.send(self._first)
+
+    def wait(self, awaited: str = "") -> None:
+        """Pass the first barrier, run this rank's step, pass the second. Raises as `Channels.receive`."""
+        self._channels.receive(self._first, ChannelMessage(0))
+        self._step()
+        self._channels.send(self._second)
+        self._channels.receive(self._second, ChannelMessage(0))
+        self._channels.acknowledge(self._first, self._second)
+
+    def abandon(self) -> bool:
+        """Skip the step and return True; ranks that wait for this one time out."""
+        with suppress(OSError):  # after an error the channels are closed
+            self._channels.acknowledge(self._first, self._second)
+        return True
+
+
+def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
+    """Start an all-reduce of `tensor` into `total`, contiguous, where each rank reduces all of it.
+
+    Each rank reads each byte once and sends one message to each peer.
+    """
+    flat = total.view(-1)
+    return staging.stage(tensor, lambda staged: fold(staged, op, flat))
+
+
+def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
+    """Start an all-reduce where each rank reduces one piece and copies the others: fewer sums, 2 messages."""
+    channels = staging.channels
+    own, totals = channels.index, total.view(-1).tensor_split(channels.size)
+    reduced = channels.next_sequence()
+
+    def read(staged: Sequence[Tensor]) -> None:
+        pieces = [tensor.tensor_split(channels.size) for tensor in staged]
+        fold([piece[own] for piece in pieces], op, totals[own])
+        pieces[own][own].copy_(totals[own])
+        channels.send(reduced)
+        channels.receive(reduced, ChannelMessage(0))
+        for index, piece in enumerate(pieces):
+            if index != own:
+                totals[index].copy_(piece[index])
+
+    return staging.stage(tensor, read, reduced)
+
+
+def reduce_scatter_staged(
+    tensor: Tensor, piece: Tensor, op: Op, staging: SharedStagingBuffers
+) -> PendingRead:
+    """Start a reduce-scatter of `tensor` into this rank's `piece`, contiguous."""
+    own, size, flat = staging.channels.index, staging.channels.size, piece.view(-1)
+
+    def read(staged: Sequence[Tensor]) -> None:
+        fold([tensor.tensor_split(size)[own] for tensor in staged], op, flat)
+
+    return staging.stage(tensor, read)
+
+
+def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffers) -> PendingRead:
+    """Start an all-gather of `tensor`, which may be this rank's piece of `whole`, into contiguous `whole`."""
+    own, pieces = staging.channels.index, whole.view(-1).tensor_split(staging.channels.size)
+
+    def read(staged: Sequence[Tensor]) -> None:
+        for index, (piece, source) in enumerate(zip(pieces, staged, strict=True)):
+            if index != own:
+                piece.copy_(source)
+        if pieces[own].data_ptr() != tensor.data_ptr():
+            pieces[own].copy_(staged[own])
+
+    return staging.stage(tensor, read)
+
+
+def reduce_scatter_in_place(
+    tensors: Sequence[Tensor], piece: Tensor, op: Op, channels: Channels
+) -> BarrieredStep:
+    """Start a reduce-scatter of flat tensors in shared memory, all ranks' in order, into this rank's `piece`.
+
+    `piece`, contiguous, may be this rank's piece of its own tensor, which no other rank reads.
+    """
+    flat = piece.view(-1)
+
+    def reduce_piece() -> None:
+        pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
+        for *block, total in blocks((*pieces, flat)):
+            summed = torch.empty_like(total)
+            fold(block, op, summed)
+            total.copy_(summed)
+
+    return BarrieredStep(channels, reduce_piece)
+
+
+def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
+    """Start an all-reduce of flat tensors in shared memory: each rank reduces one piece, for all ranks."""
+
+    def reduce_piece() -> None:
+        pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
+        for block in blocks(pieces):
+            total = torch.empty_like(block[0])
+            fold(block, op, total)
+            for piece in block:
+                piece.copy_(total)
+
+    return BarrieredStep(channels, reduce_piece)
 
 
 class SharedMemoryTransport(TorchTransport):
@@ -60,50 +177,39 @@ class SharedMemoryTransport(TorchTransport):
         """Return a transport of the group that uses torch instead of shared memory."""
         return TorchTransport(self.process_group, self.index)
 
-    def all_reduce_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of an all-reduce; depends on device, size and `shares(tensor)` only."""
-        if self.shares(tensor):
+    def algorithm(self, collective: Collective, tensor: Tensor) -> Algorithm:
+        """Return the algorithm of a collective; it depends on device, size and `shares(tensor)` only."""
+        if collective != "all_gather" and self.shares(tensor):
             return "in place"
-        if not _fits(tensor):
-            return super().all_reduce_algorithm(tensor)
-        return "whole" if tensor.nbytes * self.size <= WHOLE_LIMIT else "pieces"
-
-    def reduce_scatter_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of a reduce-scatter; depends on device, size and `shares(tensor)` only."""
-        if self.shares(tensor):
-            return "in place"
-        return "whole" if _fits(tensor) else super().reduce_scatter_algorithm(tensor)
-
-    def all_gather_algorithm(self, tensor: Tensor) -> Algorithm:
-        """Return the algorithm of an all-gather; it depends on device and size only."""
-        return "whole" if _fits(tensor) else super().all_gather_algorithm(tensor)
+        if tensor.device.type != "cpu" or tensor.nbytes > STAGING_LIMIT:
+            return super().algorithm(collective, tensor)
+        large = tensor.nbytes * self.size > WHOLE_LIMIT
+        return "pieces" if collective == "all_reduce" and large else "whole"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
         """Start an all-reduce: in rank order in shared memory, for large tensors by the backend."""
-        algorithm = self.all_reduce_algorithm(tensor)
+        algorithm = self.algorithm("all_reduce", tensor)
         if algorithm == "in place" and total.data_ptr() == tensor.data_ptr():
-            return algorithms.all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
+            return all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
         if algorithm in ("exchange", "backend"):
             return super().all_reduce(tensor, total, op)
-        reduction = algorithms.all_reduce_whole if algorithm == "whole" else algorithms.all_reduce_in_pieces
+        reduction = all_reduce_whole if algorithm == "whole" else all_reduce_in_pieces
         return reduction(tensor, total, op, self.staging)
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Start a reduce-scatter in rank order: in shared memory, for large tensors by an exchange."""
-        algorithm = self.reduce_scatter_algorithm(tensor)
+        algorithm = self.algorithm("reduce_scatter", tensor)
         if algorithm == "in place":
-            return algorithms.reduce_scatter_in_place(
-                self._tensors_of_all_ranks(tensor), piece, op, self.channels
-            )
+            return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), piece, op, self.channels)
         if algorithm != "whole":
             return super().reduce_scatter(tensor, piece, op)
-        return algorithms.reduce_scatter_staged(tensor, piece, op, self.staging)
+        return reduce_scatter_staged(tensor, piece, op, self.staging)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
         """Start an all-gather: in shared memory, for large tensors by the backend."""
-        if self.all_gather_algorithm(tensor) != "whole":
+        if self.algorithm("all_gather", tensor) != "whole":
             return super().all_gather(tensor, whole)
-        return algorithms.all_gather_staged(tensor, whole, self.staging)
+        return all_gather_staged(tensor, whole, self.staging)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
         """Make a shared-memory segment on each rank and map all of them; Linux only."""
@@ -125,7 +231,3 @@ class SharedMemoryTransport(TorchTransport):
     def _tensors_of_all_ranks(self, tensor: Tensor) -> tuple[Tensor, ...]:
         others, index = self._others[tensor], self.index
         return (*others[:index], tensor, *others[index:])
-
-
-def _fits(tensor: Tensor) -> bool:
-    return tensor.device.type == "cpu" and tensor.nbytes <= STAGING_LIMIT
