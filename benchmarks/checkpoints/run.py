@@ -95,7 +95,7 @@ def measure(plan: Plan, folder: str, turns: int, layers: int) -> tuple[dict[str,
     written = sum(
         one.piece.nbytes for one in written_by(rank_contents(bench.engine, bench.optimizer), bench.mesh.rank)
     )
-    copies = bench.series.staged_bytes
+    copies = bench.series.staging.bytes
     return {name: statistics.median(values) for name, values in times.items()}, written / 1e6, copies / 1e6
 
 

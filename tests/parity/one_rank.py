@@ -13,8 +13,8 @@ import torch
 from torch import Tensor, nn
 
 import plait
+from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.full_tensor_files import FullTensors
 from plait.checkpoint.manifest import FILE, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.layout import Flat, Layout

@@ -76,7 +76,7 @@ def bytes_of(plan: Plan, folder: str) -> tuple[int, int, int, int]:
             series.finish()
         written = sum(one.piece.nbytes for one in written_by(held, run.engine.mesh.rank))
         numbers = sum(math.prod(layout.shape) for layout in run.engine.layouts.values())
-        return written, series.staged_bytes, live.most - before, numbers * 4 * 3
+        return written, series.staging.bytes, live.most - before, numbers * 4 * 3
 
 
 @pytest.mark.parametrize("name", PLANS)

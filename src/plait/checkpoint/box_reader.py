@@ -1,18 +1,21 @@
-"""Opens a checkpoint, checks it for damage, and reads any boxes of its tensors, however they were sharded."""
+"""Opens a checkpoint, checks it for damage, and reads boxes of its tensors, however they were sharded."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from functools import partial
+from math import prod
 from pathlib import Path
 
+import torch
 from torch import Tensor
 
-from plait.checkpoint.folders import previous_checkpoint
-from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Manifest, StoredBox, read_manifest
-from plait.checkpoint.tensor_file import Portion, TensorFileReader, find_damage
+from plait.checkpoint.folders import previous_checkpoint, resolve
+from plait.checkpoint.manifest import FILE, TAKE_ANOTHER, Manifest, read_manifest
+from plait.checkpoint.tensor_file import BoxToWrite, Portion, TensorFileReader, find_damage, portions
 from plait.errors import CheckpointError
 from plait.layout import Box, Layout
-from plait.layout.boxes import intersection, piece_boxes, slices_within
+from plait.layout.boxes import full_box, intersection, piece_boxes, slices_within
 
 
 def open_manifest(folder: Path) -> Manifest:
@@ -47,10 +50,7 @@ class BoxReader:
         self._reader = TensorFileReader(folder)
         self._folder = folder
         self._tensors = manifest.tensors
-        self._stored: dict[str, list[tuple[str, StoredBox]]] = {}
-        for file in manifest.files:
-            for box in file.boxes:
-                self._stored.setdefault(box.tensor, []).append((file.name, box))
+        self._stored = manifest.boxes_by_tensor()
 
     def fill(self, piece: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
         """Read the piece of tensor `name` of the rank at coordinate `where` into the contiguous `piece`.
@@ -76,3 +76,39 @@ class BoxReader:
                 f"the checkpoint {self._folder} has {found:,} of the {view.numel():,} elements of {name} "
                 "that are needed here: take another checkpoint."
             )
+
+
+class FullTensors:
+    """The global tensors of a checkpoint, read by name."""
+
+    def __init__(self, path: Path) -> None:
+        """Open a checkpoint and check all files; `path` as for `load`. Raises CheckpointError if damaged."""
+        self.folder = resolve(path)
+        self.manifest = open_manifest(self.folder)
+        require_undamaged(self.folder, portions(self.manifest.files))
+        self._boxes = BoxReader(self.folder, self.manifest)
+
+    def dtype(self, name: str) -> torch.dtype:
+        """Return the dtype in which a tensor was saved."""
+        return self.manifest.tensors[name].torch_dtype
+
+    def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a tensor on the CPU; `dtype` None: as saved. Raises CheckpointError where a part is missing.
+
+        Memory: that tensor; the boxes of the files are memory-mapped.
+        """
+        return self.read_box(name, full_box(self.manifest.tensors[name].shape), dtype)
+
+    def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
+        """Return a box of a tensor. Other arguments and errors as for `read`."""
+        found = torch.empty(box.sizes, dtype=dtype or self.dtype(name))
+        self._boxes.fill_box(found, name, box)
+        return found
+
+    def items(self) -> list[BoxToWrite]:
+        """Return all tensors, to be written unchanged; tensors without elements have no boxes."""
+        return [
+            BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
+            for name, one in self.manifest.tensors.items()
+            if prod(one.shape)
+        ]

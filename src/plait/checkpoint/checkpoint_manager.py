@@ -13,8 +13,7 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import checkpoint_name, clean_up, prune, rename_later
 from plait.checkpoint.rank_contents import Checkpointable
 from plait.checkpoint.save_task import PendingSave
-from plait.checkpoint.saving import start_save
-from plait.checkpoint.staging import StagingBuffer
+from plait.checkpoint.saving import StagingBuffer, start_save
 
 
 class CheckpointManager:
@@ -39,11 +38,12 @@ class CheckpointManager:
         one of this run is complete. None: no checkpoint is renamed.
         """
         self._folder = folder
-        self._start_step = start_step
+        self.start_step = start_step
         self._is_clean = False
         self._keep = {"keep_last": keep_last, "keep_every": keep_every}
         self._disk = disk or Disk()
-        self._staging = StagingBuffer()
+        self.staging = StagingBuffer()
+        """The CPU copies for writing in the background."""
         self._pending: PendingSave | None = None
         self.complete = True
         """Whether the last finished save is complete, even if older checkpoints could not be removed."""
@@ -52,11 +52,6 @@ class CheckpointManager:
     def error(self) -> str:
         """The error of the pending save, on rank 0 as soon as it is known; else empty."""
         return "" if self._pending is None else self._pending.error
-
-    @property
-    def staged_bytes(self) -> int:
-        """Size of the CPU copies for writing in the background."""
-        return self._staging.bytes
 
     def save(
         self,
@@ -76,7 +71,7 @@ class CheckpointManager:
             optimizer,
             self._folder / checkpoint_name(step),
             state,
-            self._staging,
+            self.staging,
             disk=self._disk,
             on_start=self._clean_up,
             before_commit=self._rename_later,
@@ -98,6 +93,6 @@ class CheckpointManager:
         self._is_clean = True
 
     def _rename_later(self) -> None:
-        if self._start_step is not None:
-            rename_later(self._folder, self._start_step, self._disk)
-        self._start_step = None
+        if self.start_step is not None:
+            rename_later(self._folder, self.start_step, self._disk)
+        self.start_step = None

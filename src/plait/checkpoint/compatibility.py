@@ -29,7 +29,7 @@ def require_compatible(
     manifest: Manifest, engine: Checkpointable, optimizer: torch.optim.Optimizer | None
 ) -> None:
     """Raise CheckpointError unless model and optimizer match those that the checkpoint was saved from."""
-    require_model(manifest, engine.layouts, engine.buffer_shapes, engine.aliases)
+    require_model(manifest, engine.shard_plan.shapes, engine.shard_plan.aliases)
     if optimizer is not None and manifest.optimizer is None:
         raise CheckpointError(
             "the checkpoint holds no optimizer: give None for it, and it starts anew, or another checkpoint."
@@ -42,18 +42,12 @@ def require_compatible(
             for name, keys in state_keys(manifest.tensors).items()
         }
         _require_same_parameters(optimizer, pieces, manifest.optimizer, shapes)
-        _require_states_shardable(pieces, engine.layouts, shapes)
+        _require_states_shardable(pieces, engine.shard_plan.layouts, shapes)
 
 
-def require_model(
-    manifest: Manifest,
-    layouts: Mapping[str, Layout],
-    buffer_shapes: Mapping[str, tuple[int, ...]],
-    aliases: Iterable[str],
-) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly these parameters and buffers."""
-    wanted = {parameter_key(name): layout.shape for name, layout in layouts.items()}
-    wanted |= {parameter_key(name): shape for name, shape in buffer_shapes.items()}
+def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
+    """Raise CheckpointError unless the checkpoint has exactly parameters and buffers of these `shapes`."""
+    wanted = {parameter_key(name): shape for name, shape in shapes.items()}
     saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
     # An imported checkpoint has tied parameters under all names, as torch saves them; one of plait does not.
     ignored = set() if manifest.run else set(map(parameter_key, aliases))
@@ -69,8 +63,8 @@ def require_model(
     errors = "; ".join(f"{kind}: {listed(names)}" for kind, names in kinds.items() if names)
     if errors:
         raise CheckpointError(
-            f"the checkpoint is of another model ({errors.replace('model.', '')}): build the model that was "
-            "saved, or give another checkpoint."
+            f"the checkpoint is of another model ({errors.replace('model.', '')}): give the model that was "
+            "saved, or another checkpoint."
         )
 
 

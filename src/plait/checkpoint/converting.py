@@ -2,26 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, replace
 from functools import partial
 from math import prod
 from pathlib import Path
 
+from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.compatibility import applicable_run_state, require_model
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.full_tensor_files import FullTensors, write_checkpoint
-from plait.checkpoint.manifest import FILE, TensorEntry, manifest_text
+from plait.checkpoint.manifest import FILE, Manifest, TensorEntry, manifest_text
 from plait.checkpoint.optimizer_state import is_number
-from plait.checkpoint.rank_contents import (
-    WriterAssignment,
-    parameter_key,
-    state_key,
-    state_keys,
-)
+from plait.checkpoint.rank_contents import WriterAssignment, parameter_key, state_key, state_keys
 from plait.checkpoint.save_task import file_name
-from plait.checkpoint.tensor_file import BoxToWrite, write_file
+from plait.checkpoint.tensor_file import BoxToWrite, write_file, write_files
 from plait.comm.coordinates import replica_ranks, sizes_of
 from plait.layout import Layout
 from plait.layout.boxes import piece_boxes
@@ -43,6 +38,15 @@ def convert(
     )
 
 
+def write_checkpoint(
+    target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
+) -> None:
+    """Write a checkpoint from one process. `head`: its manifest without files. Raises CheckpointError."""
+    with atomic_folder(target, disk) as folder:
+        files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
+        write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
+
+
 def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -> None:
     """Write `source` to the new folder `target` with the boxes and files that the ranks of a plan would save.
 
@@ -52,7 +56,7 @@ def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -
     """
     tensors, disk = FullTensors(Path(source)), Disk()
     manifest, plan = tensors.manifest, shard_plan.plan
-    require_model(manifest, shard_plan.layouts, shard_plan.buffer_shapes, shard_plan.aliases)
+    require_model(manifest, shard_plan.shapes, shard_plan.aliases)
     head = replace(manifest, plan=asdict(plan), run=applicable_run_state(plan, manifest))
     with atomic_folder(Path(target), disk) as folder:
         files = (

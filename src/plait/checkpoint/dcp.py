@@ -23,17 +23,17 @@ import torch
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.state_dict_saver import save
 
+from plait.checkpoint.box_reader import FullTensors
+from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.dcp_keys import DcpKeys, optimizer_of, parse_keys
 from plait.checkpoint.dcp_planner import OWN, OWN_PARTS, ExportPlanner, ExportWriter
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.full_tensor_files import FullTensors, write_checkpoint
 from plait.checkpoint.manifest import Manifest, TensorEntry, require_form
-from plait.checkpoint.renaming import inverse, renamed
+from plait.checkpoint.renaming import inverse, renamed_manifest
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.errors import CheckpointError
-from plait.layout import Box
 from plait.layout.boxes import is_tiling
 
 
@@ -68,37 +68,26 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
     """
     reader = DcpReader(source)
     keys, own = parse_keys(reader), _plait_parts(reader)
-    table = None
-    if names is not None:
-        table = inverse(names)
-        keys.rename(table)
-        own = {**own, "aliases": _renamed_aliases(own.get("aliases", {}), table)}
     keys.model = {key: name for key, name in keys.model.items() if name not in own.get("aliases", {})}
     manifest = Manifest(
         tensors=_tensors(reader, keys),
         files=(),
-        optimizer=optimizer_of(reader, keys, own.get("class", ""), table),
+        optimizer=optimizer_of(reader, keys, own.get("class", "")),
         **{name: own.get(name, {}) for name in OWN_PARTS},
         versions={"plait": version("plait"), "torch": torch.__version__},
     )
+    before = {name: name for name in manifest.tensors}  # the names in the source
+    if names is not None:
+        manifest, before = renamed_manifest(manifest, inverse(names))
     require_form(manifest, source)
-    write_checkpoint(target, manifest, _items(reader, keys), max_bytes=None, disk=Disk())
+    write_checkpoint(target, manifest, _items(reader, keys, inverse(before)), max_bytes=None, disk=Disk())
     return tuple(key for key in keys.left_out if key != OWN)
-
-
-def _renamed_aliases(aliases: Mapping[str, str], table: Mapping[str, str]) -> dict[str, str]:
-    names = renamed([*aliases, *aliases.values()], table)
-    return {names[alias]: names[name] for alias, name in aliases.items()}
 
 
 def _require_complete(folder: Path, manifest: Manifest) -> None:
     """Raise CheckpointError unless all elements are stored: torch would read uninitialised memory instead."""
-    boxes: dict[str, list[Box]] = {name: [] for name in manifest.tensors}
-    for file in manifest.files:
-        for box in file.boxes:
-            boxes[box.tensor].append(box.box)
-    for name, one in manifest.tensors.items():
-        if not is_tiling(one.shape, boxes[name]):
+    for name, boxes in manifest.boxes_by_tensor().items():
+        if not is_tiling(manifest.tensors[name].shape, [box.box for _, box in boxes]):
             raise CheckpointError(
                 f"the checkpoint {folder} does not have all of {name}: take another checkpoint."
             )
@@ -117,9 +106,10 @@ def _tensors(reader: DcpReader, keys: DcpKeys) -> dict[str, TensorEntry]:
     return found
 
 
-def _items(reader: DcpReader, keys: DcpKeys) -> list[BoxToWrite]:
+def _items(reader: DcpReader, keys: DcpKeys, names: Mapping[str, str]) -> list[BoxToWrite]:
+    """Return the boxes of all tensors; `names`: the name to write of each tensor."""
     return [
-        BoxToWrite(name, box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
+        BoxToWrite(names[name], box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
         for key, name in keys.tensors(reader).items()
         for box in reader.boxes(key)
         if box.numel

@@ -18,7 +18,6 @@ from typing import Any
 
 from plait.checkpoint.dcp_reader import DcpReader
 from plait.checkpoint.rank_contents import parameter_key, state_key
-from plait.checkpoint.renaming import renamed
 from plait.errors import CheckpointError, listed
 
 _OPTIMIZERS = ("optim", "optimizer")
@@ -44,12 +43,6 @@ class DcpKeys:
         """Return the plait key of each tensor of model and optimizer, by its key in the DCP checkpoint."""
         states = {key: state_key(*pair) for key, pair in self.states.items() if key in source.tensors}
         return {key: parameter_key(name) for key, name in self.model.items()} | states
-
-    def rename(self, table: Mapping[str, str]) -> None:
-        """Rename parameters by `table`. Raises CheckpointError for names that are not in the table."""
-        names = renamed(self.model.values(), table)
-        self.model = {key: names[name] for key, name in self.model.items()}
-        self.states = {key: (names[name], part) for key, (name, part) in self.states.items()}
 
 
 def parse_keys(source: DcpReader) -> DcpKeys:
@@ -91,14 +84,11 @@ def parse_keys(source: DcpReader) -> DcpKeys:
     return found
 
 
-def optimizer_of(
-    source: DcpReader, found: DcpKeys, kind: str, table: Mapping[str, str] | None = None
-) -> dict[str, Any] | None:
+def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any] | None:
     """Return the optimizer entry of a manifest, for an optimizer of class `kind`; None if none was saved.
 
     Options that JSON cannot hold are left out. Groups without names of parameters are left out too: then the
-    loading optimizer keeps its options. `table`: new names of the parameters in groups; None: unchanged.
-    Raises CheckpointError for state that JSON cannot hold.
+    loading optimizer keeps its options. Raises CheckpointError for state that JSON cannot hold.
     """
     if not (found.states or found.options):
         return None
@@ -113,9 +103,6 @@ def optimizer_of(
                 )
             plain.setdefault(name, {})[part] = value
     groups, group_of = _groups(_options(source, found))
-    if table is not None:
-        names = renamed(group_of, table)
-        group_of = {names[name]: group for name, group in group_of.items()}
     _require_known(group_of, found, source)
     return {"class": kind, "groups": groups, "group_of": group_of, "plain": plain}
 

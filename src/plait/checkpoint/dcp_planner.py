@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from io import BytesIO
 from math import prod
 from pathlib import Path
@@ -28,10 +28,10 @@ from torch.distributed.checkpoint.planner import (
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
-from plait.checkpoint.manifest import Manifest, StoredBox, TensorEntry
+from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
 from plait.checkpoint.renaming import renamed_manifest
-from plait.checkpoint.tensor_file import TensorFileReader
+from plait.checkpoint.tensor_file import TensorFileReader, grouped
 from plait.layout import Box
 from plait.layout.boxes import full_box
 
@@ -53,17 +53,17 @@ class ExportPlanner(DefaultSavePlanner):
         super().__init__()
         self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors
-        self._boxes: dict[str, dict[tuple[int, ...], tuple[str, StoredBox]]] = {}
-        for file in manifest.files:
-            for box in file.boxes:
-                self._boxes.setdefault(box.tensor, {})[box.offsets] = file.name, box
+        self._boxes = {
+            name: {box.offsets: (file, box) for file, box in boxes}
+            for name, boxes in manifest.boxes_by_tensor().items()
+        }
         self._names = {name: name for name in manifest.tensors}  # by exported key
         if names is not None:
             manifest, self._names = renamed_manifest(manifest, names)
         self._names |= {
             parameter_key(alias): self._names[parameter_key(name)] for alias, name in manifest.aliases.items()
         }
-        values = {key_of(path): (path, value) for path, value in _values(manifest).items()}
+        values = {".".join(map(str, path)): (path, value) for path, value in _values(manifest).items()}
         self._values = {key: value for key, (_, value) in values.items()}
         self._paths: dict[str, KeyPath] = {name: _path(name) for name in self._names}
         self._paths |= {key: path for key, (path, _) in values.items()}
@@ -73,7 +73,7 @@ class ExportPlanner(DefaultSavePlanner):
         items: list[WriteItem] = []
         for key, name in self._names.items():
             one = self._tensors[name]
-            boxes = [box.box for _, box in self._boxes.get(name, {}).values()]
+            boxes = [box.box for _, box in self._boxes[name].values()]
             items += (_item(key, box, one) for box in boxes or [full_box(one.shape)])  # no elements: no boxes
         items += [WriteItem(MetadataIndex(key), WriteItemType.BYTE_IO) for key in self._values]
         return SavePlan(items, planner_data=self._paths)
@@ -86,7 +86,7 @@ class ExportPlanner(DefaultSavePlanner):
             torch.save(self._values[index.fqn], data)
             return data
         name = self._names[index.fqn]
-        if name not in self._boxes:
+        if not self._boxes[name]:
             one = self._tensors[name]
             return torch.empty(one.shape, dtype=one.torch_dtype)
         file, stored = self._boxes[name][tuple(index.offset or ())]
@@ -102,7 +102,8 @@ class ExportWriter(FileSystemWriter):
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
         """Write files of at most `FILE_BYTES`, one after the other."""
         results: list[WriteResult] = []
-        for part in self.prepare_global_plan([SavePlan(items) for items in _files(plan.items)]):
+        files = grouped(plan.items, _bytes, FILE_BYTES)
+        for part in self.prepare_global_plan([SavePlan(items) for items in files]):
             results += super().write_data(part, planner).wait()
         done: Future[list[WriteResult]] = Future()
         done.set_result(results)
@@ -111,11 +112,6 @@ class ExportWriter(FileSystemWriter):
     def storage_meta(self) -> StorageMeta:
         """Return the metadata without the folder, which is renamed when it is complete."""
         return StorageMeta(save_id=self.save_id)
-
-
-def key_of(path: KeyPath) -> str:
-    """Return the key under which torch stores the entry at a path."""
-    return ".".join(map(str, path))
 
 
 def _path(name: str) -> KeyPath:
@@ -147,21 +143,6 @@ def _item(name: str, box: Box, one: TensorEntry) -> WriteItem:
     chunk = ChunkStorageMetadata(offsets, torch.Size(box.sizes))
     data = TensorWriteData(chunk, TensorProperties(one.torch_dtype), torch.Size(one.shape))
     return WriteItem(MetadataIndex(name, offsets), WriteItemType.SHARD, tensor_data=data)
-
-
-def _files(items: Sequence[WriteItem]) -> Iterator[list[WriteItem]]:
-    """Divide the items, in their order, into files."""
-    file: list[WriteItem] = []
-    size = 0
-    for item in items:
-        more = _bytes(item)
-        if file and size + more > FILE_BYTES:
-            yield file
-            file, size = [], 0
-        file.append(item)
-        size += more
-    if file:
-        yield file
 
 
 def _bytes(item: WriteItem) -> int:

@@ -126,30 +126,25 @@ class _Reader(FileSystemReader):
     """Torch's reader, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata. Raises CheckpointError."""
-        return _read_metadata(Path(self.path))
+        """Return the metadata of a checkpoint in which all tensors are complete.
 
-
-def _read_metadata(folder: Path) -> Metadata:
-    """Return the metadata of a checkpoint in which all tensors are complete.
-
-    `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
-    damaged, or name classes that torch does not write.
-    """
-    path = folder / _METADATA
-    try:
-        with path.open("rb") as file:
-            pickled = _Unpickler(file, path).load()
-        return _metadata(pickled, folder)
-    except FileNotFoundError:
-        raise CheckpointError(
-            f"{folder} is no checkpoint of torch.distributed.checkpoint, or was never finished: "
-            f"it has no {_METADATA}."
-        ) from None
-    except CheckpointError:
-        raise
-    except Exception as error:  # a damaged pickle can raise any error
-        raise _damaged(folder, f"{_METADATA}: {_brief(error)}") from None
+        `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
+        damaged, or name classes that torch does not write.
+        """
+        folder = Path(self.path)
+        try:
+            with (folder / _METADATA).open("rb") as file:
+                pickled = _Unpickler(file, folder / _METADATA).load()
+            return _metadata(pickled, folder)
+        except FileNotFoundError:
+            raise CheckpointError(
+                f"{folder} is no checkpoint of torch.distributed.checkpoint, or was never finished: "
+                f"it has no {_METADATA}."
+            ) from None
+        except CheckpointError:
+            raise
+        except Exception as error:  # a damaged pickle can raise any error
+            raise _damaged(folder, f"{_METADATA}: {_brief(error)}") from None
 
 
 def _brief(error: Exception) -> str:

@@ -19,7 +19,7 @@ from torch.distributed import tensor as distributed
 from torch.distributed.tensor import DTensor
 
 from plait.autograd.redistribution import full_tensor, redistribute
-from plait.comm.grid_mesh import GridMesh
+from plait.comm.mesh import GridMesh
 from plait.errors import LayoutError
 from plait.layout import Box, Coordinate, Flat, Layout, Partial, Placement, Replicate, Shard, divide
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
@@ -10,8 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from plait.checkpoint.folders import resolve
-from plait.checkpoint.manifest import FILE, FileEntry, Manifest, read_manifest
-from plait.checkpoint.tensor_file import find_damage, portions
+from plait.checkpoint.manifest import FILE, read_manifest
+from plait.checkpoint.tensor_file import Portion, find_damage, portions
 
 
 @dataclass(frozen=True)
@@ -60,22 +59,22 @@ class Summary:
 def summary(path: Path, *, check: bool = False) -> Summary:
     """Return the contents of the checkpoint `path`, or of the newest one in that folder.
 
-    Checks the sizes of files; with `check` also the checksums of all bytes. CheckpointError where there is no
-    checkpoint.
+    Checks the sizes and headers of files; with `check` also the checksums of all bytes. CheckpointError where
+    there is no checkpoint.
     """
     folder = path if (path / FILE).is_file() else resolve(path)
     manifest = read_manifest(folder)
-    stored = [box for file in manifest.files for box in file.boxes]
-    boxes = Counter(box.tensor for box in stored)
-    elements = Counter[str]()
-    for box in stored:
-        elements[box.tensor] += box.box.numel
+    boxes = manifest.boxes_by_tensor()
+    elements = {name: sum(box.box.numel for _, box in stored) for name, stored in boxes.items()}
     sizes = {name: prod(one.shape) for name, one in manifest.tensors.items()}
     missing = [
         f"{name} has {elements[name]:,} of its {size:,} elements"
         for name, size in sizes.items()
         if elements[name] != size
     ]
+    parts = portions(manifest.files) if check else [Portion(file, ()) for file in manifest.files]
+    damages = ((part.file.name, find_damage(folder, part)) for part in parts)
+    damaged = (f"{name} {damage}" for name, damage in damages if damage is not None)
     return Summary(
         path=str(folder),
         state=manifest.state,
@@ -84,28 +83,14 @@ def summary(path: Path, *, check: bool = False) -> Summary:
         versions=manifest.versions,
         optimizer=None if manifest.optimizer is None else manifest.optimizer["class"],
         elements=sum(size for name, size in sizes.items() if name.startswith("model.")),
-        bytes=manifest.bytes,
+        bytes=sum(file.bytes for file in manifest.files),
         files=tuple(FileSummary(file.name, file.bytes, len(file.boxes)) for file in manifest.files),
         tensors=tuple(
-            TensorSummary(name, one.shape, one.dtype, boxes[name], sizes[name] * one.torch_dtype.itemsize)
+            TensorSummary(
+                name, one.shape, one.dtype, len(boxes[name]), sizes[name] * one.torch_dtype.itemsize
+            )
             for name, one in manifest.tensors.items()
         ),
         checked=check,
-        flaws=(*_damaged_files(folder, manifest, check=check), *missing),
+        flaws=(*dict.fromkeys(damaged), *missing),
     )
-
-
-def _damaged_files(folder: Path, manifest: Manifest, *, check: bool) -> list[str]:
-    if check:
-        results = ((one.file, find_damage(folder, one)) for one in portions(manifest.files))
-    else:
-        results = ((file, _wrong_size(folder, file)) for file in manifest.files)
-    return list(dict.fromkeys(f"{file.name} {damage}" for file, damage in results if damage is not None))
-
-
-def _wrong_size(folder: Path, file: FileEntry) -> str | None:
-    try:
-        size = (folder / file.name).stat().st_size
-    except OSError:
-        return "is missing"
-    return None if size == file.bytes else f"has {size:,} bytes and not {file.bytes:,}"

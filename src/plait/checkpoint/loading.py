@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,7 @@ from plait.checkpoint.compatibility import (
 from plait.checkpoint.folders import resolve
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.optimizer_state import is_number, number_device, restore_options
-from plait.checkpoint.rank_contents import (
-    Checkpointable,
-    parameter_key,
-    state_key,
-    state_keys,
-)
+from plait.checkpoint.rank_contents import Checkpointable, parameter_key, state_key, state_keys
 from plait.checkpoint.tensor_file import BETWEEN_SYNCS, portions
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
@@ -53,21 +49,19 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
     if optimizer is not None:
         engine.check_optimizer(optimizer)
     mesh = engine.mesh
-    folder = Path(_broadcast_path(Path(path), mesh))
-    manifest, error = None, None
-    try:
+    found = broadcast_result(
+        lambda: str(resolve(Path(path))), CheckpointError, mesh.group("world"), mesh.device
+    )
+    folder = Path(found)
+    with _raising_on_all_ranks(mesh):
         manifest = open_manifest(folder)
         require_compatible(manifest, engine, optimizer)
-    except CheckpointError as raised:
-        error = raised
-    _raise_on_all_ranks(error, mesh)
-    assert manifest is not None
     if optimizer is not None:
         _compare_groups(engine, optimizer, manifest)
     _check_files(folder, manifest, mesh)
     _read_in_rounds(_read(engine, optimizer, manifest, folder), mesh)
     if manifest.run:  # empty in checkpoints that were imported
-        engine.run_state = applicable_run_state(engine.plan, manifest)
+        engine.run_state = applicable_run_state(engine.shard_plan.plan, manifest)
     return dict(manifest.state)
 
 
@@ -84,22 +78,18 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
     """Check all files for damage: in each round each rank checks one portion, then all synchronise."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
-        error = None
-        try:
+        with _raising_on_all_ranks(mesh):
             require_undamaged(folder, everything[first : first + mesh.world][mesh.rank : mesh.rank + 1])
-        except CheckpointError as raised:
-            error = raised
-        _raise_on_all_ranks(error, mesh)
 
 
-def _broadcast_path(path: Path, mesh: Mesh) -> str:
-    """Return on all ranks the checkpoint that rank 0 finds. Raises CheckpointError on all if none."""
-    return broadcast_result(lambda: str(resolve(path)), CheckpointError, mesh.group("world"), mesh.device)
-
-
-def _raise_on_all_ranks(error: CheckpointError | None, mesh: Mesh) -> None:
-    """Raise on all ranks the error of the first rank that has one."""
-    own = "" if error is None else json.dumps([str(error), error.damaged])
+@contextmanager
+def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
+    """Raise on all ranks the CheckpointError of the first rank on which the block raises one."""
+    own = ""
+    try:
+        yield
+    except CheckpointError as error:
+        own = json.dumps([f"{error}{remark}", error.damaged])
     if first := first_nonempty_text(own, mesh.group("world"), mesh.device):
         message, damaged = json.loads(first)
         raise CheckpointError(message, damaged=damaged)
@@ -112,14 +102,11 @@ def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
     """
     all_done, world = False, mesh.group("world")
     while not all_done:
-        error, read, done = None, 0, False
-        try:
+        read, done = 0, False
+        with _raising_on_all_ranks(mesh, remark=" The model is partly overwritten: do not use it."):
             while read < BETWEEN_SYNCS and not done:
                 size = next(sizes, None)
                 read, done = read + (size or 0), size is None
-        except CheckpointError as raised:
-            error = CheckpointError(f"{raised} The model is partly overwritten: do not use it.")
-        _raise_on_all_ranks(error, mesh)
         left = torch.tensor(int(not done), device=mesh.device)
         reduced = all_reduce(left, world, "max", checked=False).about("whether all ranks have read").wait()
         all_done = not reduced.item()
@@ -136,7 +123,7 @@ def _read(
     groups = [] if optimizer is None else optimizer.param_groups
     group_of = {id(piece): group for group in groups for piece in group["params"]}
     for name, piece in engine.named_parameters():
-        layout = engine.layouts[name]
+        layout = engine.shard_plan.layouts[name]
         boxes.fill(piece.detach(), parameter_key(name), layout, where)
         yield piece.nbytes
         if optimizer is not None and id(piece) in group_of:

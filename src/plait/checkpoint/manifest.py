@@ -13,14 +13,15 @@ from __future__ import annotations
 import json
 import zlib
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from math import prod
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import torch
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, StrictStr, ValidationError
 
-from plait.checkpoint.manifest_schema import schema_error
 from plait.errors import CheckpointError
 from plait.layout import Box
 
@@ -28,15 +29,25 @@ FILE = "manifest.json"
 FORMAT = 1
 TAKE_ANOTHER = ": take another checkpoint."
 """The end of error messages about a damaged manifest."""
+Size = Annotated[StrictInt, Field(ge=0, lt=2**63)]
+Dtype = Literal[
+    "float64", "float32", "float16", "bfloat16", "int64", "int32", "int16", "int8", "uint8", "bool",
+    "float8_e4m3fn", "float8_e5m2",
+]  # fmt: skip
+"""Names of the dtypes that a file can hold, those of `tensor_file.DTYPES`."""
+Plain = dict[StrictStr, Any]
+_MOST_ELEMENTS = 2**62
+_MOST_LEVELS = 200
+"""Most nested dictionaries and lists: functions that walk them are recursive."""
 
 
 class StoredBox(NamedTuple):
     """A box of a global tensor in a file."""
 
     tensor: str
-    offsets: tuple[int, ...]
-    sizes: tuple[int, ...]
-    start: int
+    offsets: tuple[Size, ...]
+    sizes: tuple[Size, ...]
+    start: Size
     """Position of the first byte in the file."""
     checksum: str
 
@@ -56,7 +67,7 @@ class FileEntry:
     """A safetensors file of a checkpoint, in its manifest."""
 
     name: str
-    bytes: int
+    bytes: Size
     header: str
     """The checksum of the bytes before the first box."""
     boxes: tuple[StoredBox, ...]
@@ -66,14 +77,13 @@ class FileEntry:
 class TensorEntry:
     """A global tensor of a checkpoint, in its manifest."""
 
-    shape: tuple[int, ...]
-    dtype: str
-    """Name of the `torch.dtype`, such as `float32`."""
+    shape: tuple[Size, ...]
+    dtype: Dtype
 
     @classmethod
     def of(cls, shape: Sequence[int], dtype: torch.dtype) -> TensorEntry:
         """Return the entry of a tensor of this shape and dtype."""
-        return cls(tuple(shape), str(dtype).removeprefix("torch."))
+        return cls(tuple(shape), cast(Dtype, str(dtype).removeprefix("torch.")))
 
     @property
     def torch_dtype(self) -> torch.dtype:
@@ -101,10 +111,13 @@ class Manifest:
     aliases: Mapping[str, str] = field(default_factory=dict)
     """For each further name of a shared parameter, the name under which it is saved, without `model.`."""
 
-    @property
-    def bytes(self) -> int:
-        """Total size of all files."""
-        return sum(file.bytes for file in self.files)
+    def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
+        """Return the stored boxes of each tensor, each with the name of its file; empty where it has none."""
+        boxes: dict[str, list[tuple[str, StoredBox]]] = {name: [] for name in self.tensors}
+        for file in self.files:
+            for box in file.boxes:
+                boxes[box.tensor].append((file.name, box))
+        return boxes
 
 
 def key_of(tensor: str, box: Box) -> str:
@@ -123,7 +136,7 @@ def section(state: Mapping[str, Any], *names: str) -> Mapping[str, Any]:
 
 def manifest_text(manifest: Manifest) -> str:
     """Return the text of a manifest file, which `read_manifest` reads."""
-    content = json.dumps(_plain(manifest), separators=(",", ":"))
+    content = json.dumps(manifest, default=vars, separators=(",", ":"))
     return f'{{"plait_checkpoint":{FORMAT},"checksum":"{checksum(content.encode())}","content":{content}}}\n'
 
 
@@ -152,28 +165,29 @@ def read_manifest(folder: Path) -> Manifest:
             f"{path} has format {version}, and this plait reads {FORMAT}: read it with the plait that wrote "
             "it."
         )
-    problem = schema_error(whole["content"]) or next(
-        filter(None, (_path_error(folder, file["name"]) for file in whole["content"]["files"])), None
-    )
-    if problem is not None:
-        raise CheckpointError(f"{path} is ill formed ({problem}){TAKE_ANOTHER}", damaged=True)
-    return _manifest(whole["content"])
+    try:
+        manifest = _parse(whole["content"])
+        for file in manifest.files:
+            _require_inside(folder, file.name)
+    except ValueError as error:
+        raise CheckpointError(f"{path} is ill formed ({error}){TAKE_ANOTHER}", damaged=True) from None
+    return manifest
 
 
-def _path_error(folder: Path, name: str) -> str | None:
-    """Return the error for a file name that is, or links to, a path outside of the folder; else None."""
+def _require_inside(folder: Path, name: str) -> None:
+    """Raise ValueError for a file name that is, or links to, a path outside of the folder."""
     if not name or Path(name).name != name or "\0" in name:
-        return f"files: it names {name!r}, outside of its folder"
+        raise ValueError(f"files: it names {name!r}, outside of its folder")
     if (folder / name).is_symlink() and (folder / name).resolve().parent != folder.resolve():
-        return f"files: {name} is a link that leads out of its folder"
-    return None
+        raise ValueError(f"files: {name} is a link that leads out of its folder")
 
 
 def require_form(manifest: Manifest, where: Path) -> None:
     """Raise CheckpointError where a manifest, imported from `where`, breaks the schema."""
-    problem = schema_error(json.loads(json.dumps(_plain(manifest))))
-    if problem is not None:
-        raise CheckpointError(f"{where} cannot be taken over ({problem}){TAKE_ANOTHER}")
+    try:
+        _parse(json.loads(json.dumps(manifest, default=vars)))
+    except ValueError as error:
+        raise CheckpointError(f"{where} cannot be taken over ({error}){TAKE_ANOTHER}") from None
 
 
 def is_complete(folder: Path) -> bool:
@@ -190,87 +204,110 @@ def checksum(data: bytes) -> str:
     return f"{zlib.crc32(data):08x}"
 
 
-@dataclass(frozen=True)
-class ManifestPart:
-    """The part of a manifest that one rank contributes."""
-
-    tensors: Mapping[str, TensorEntry]
-    """All tensors of which the rank holds a piece."""
-    optimizer: Mapping[str, Any] | None = None
-    file: FileEntry | None = None
-    """The rank's file; None until it is written."""
-
-    def to_json(self) -> str:
-        """Return the part as text, for `from_json`."""
-        assert self.file is not None
-        tensors = {name: vars(one) for name, one in self.tensors.items()}
-        plain = {"tensors": tensors, "optimizer": self.optimizer, "file": vars(self.file)}
-        return json.dumps(plain, separators=(",", ":"))
-
-    @classmethod
-    def from_json(cls, text: str) -> ManifestPart:
-        """Return the part that `to_json` wrote."""
-        plain = json.loads(text)
-        return cls(_tensors(plain["tensors"]), plain["optimizer"], _file(plain["file"]))
-
-
-def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
-    """Return `head` with the tensors, files and optimizer of the parts of all ranks."""
-    tensors: dict[str, TensorEntry] = {}
-    for part in parts:
-        tensors |= part.tensors
-    optimizers = [part.optimizer for part in parts if part.optimizer is not None]
-    optimizer = _merge_optimizers(optimizers) if optimizers else None
-    files = tuple(part.file for part in parts if part.file is not None)
-    return replace(head, tensors=tensors, files=files, optimizer=optimizer)
-
-
-def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the ranks' optimizers, whose groups are numbered differently on each rank.
-
-    Groups of two ranks are the same if their options are. Where one rank has several groups with the same
-    options, the first of them is the first of every rank, and so on.
-    """
-    groups: list[Any] = []
-    numbers_of: dict[str, list[int]] = {}
-    group_of: dict[str, int] = {}
-    plain: dict[str, Any] = {}
-    for optimizer in optimizers:
-        numbers, seen = [], Counter[str]()
-        for group in optimizer["groups"]:
-            options = json.dumps(group, sort_keys=True)
-            same = numbers_of.setdefault(options, [])
-            if seen[options] == len(same):
-                same.append(len(groups))
-                groups.append(group)
-            numbers.append(same[seen[options]])
-            seen[options] += 1
-        group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
-        plain |= optimizer["plain"]
-    return {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
-
-
 _OTHERS = ("optimizer", "run", "state", "plan", "versions", "aliases")
 
 
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    plain = {name: getattr(manifest, name) for name in _OTHERS}
-    tensors = {name: vars(one) for name, one in manifest.tensors.items()}
-    return plain | {"tensors": tensors, "files": [vars(file) for file in manifest.files]}
+class _Form(BaseModel):
+    model_config = ConfigDict(extra="ignore")  # for keys that a later version adds
 
 
-def _manifest(plain: Mapping[str, Any]) -> Manifest:
-    others = {name: plain[name] for name in _OTHERS if name in plain}
-    return Manifest(_tensors(plain["tensors"]), tuple(map(_file, plain["files"])), **others)
+class _Optimizer(_Form):
+    kind: StrictStr = Field(alias="class")
+    groups: list[Plain]
+    group_of: dict[StrictStr, Size]
+    plain: dict[StrictStr, Plain]
 
 
-def _tensors(plain: Mapping[str, Any]) -> dict[str, TensorEntry]:
-    return {name: TensorEntry(tuple(one["shape"]), one["dtype"]) for name, one in plain.items()}
+class _LossScale(_Form):
+    value: Annotated[float, Field(gt=0, allow_inf_nan=False)]
+    good_steps: Size
 
 
-def _file(plain: Mapping[str, Any]) -> FileEntry:
-    boxes = (
-        StoredBox(tensor, tuple(offsets), tuple(sizes), start, crc)
-        for tensor, offsets, sizes, start, crc in plain["boxes"]
-    )
-    return FileEntry(plain["name"], plain["bytes"], plain["header"], tuple(boxes))
+class _Order(_Form):
+    microbatches: Size
+    rank_of: list[Size]
+    order: StrictStr
+
+
+class _Run(_Form):
+    passes: Size
+    loss_scale: _LossScale | None
+    order: _Order | None = None
+
+
+class _Content(_Form):
+    tensors: dict[StrictStr, TensorEntry]
+    files: list[FileEntry]
+    optimizer: _Optimizer | None = None
+    run: _Run | Annotated[dict[StrictStr, Any], Field(max_length=0)] = Field(default_factory=dict)
+    state: Plain = Field(default_factory=dict)
+    plan: Plain = Field(default_factory=dict)
+    versions: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+    aliases: dict[StrictStr, StrictStr] = Field(default_factory=dict)
+
+
+def _parse(content: object) -> Manifest:
+    """Return the manifest with this content. Raises ValueError, with the first error as "KEY: …".
+
+    A valid checksum does not make a manifest well formed; all code that reads checkpoints relies on these
+    checks.
+    """
+    if _is_deep(content):
+        raise ValueError(f"content: it is nested more than {_MOST_LEVELS} times")
+    try:
+        found = _Content.model_validate(content)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        place = ".".join(map(str, first["loc"])) or "content"
+        raise ValueError(f"{place}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
+    for problem in _inconsistencies(found):
+        raise ValueError(problem)
+    assert isinstance(content, dict)
+    others = {name: content[name] for name in _OTHERS if name in content}  # with keys of a later plait
+    return Manifest(found.tensors, tuple(found.files), **others)
+
+
+def _is_deep(content: object) -> bool:
+    level = [content]
+    for _ in range(_MOST_LEVELS):
+        inner = (
+            one.values() if isinstance(one, dict) else one for one in level if isinstance(one, dict | list)
+        )
+        level = [one for values in inner for one in values]
+        if not level:
+            return False
+    return True
+
+
+def _inconsistencies(found: _Content) -> Iterator[str]:
+    """Yield errors between parts that have the right types."""
+    for name, one in found.tensors.items():
+        if prod(one.shape) >= _MOST_ELEMENTS:
+            yield f"tensors.{name}: {list(one.shape)} is larger than any memory"
+    for name, count in Counter(file.name for file in found.files).items():
+        if count > 1:
+            yield f"files: {name!r} is listed several times"
+    for file in found.files:
+        yield from _box_errors(file, found.tensors)
+    if found.optimizer is not None:
+        for name, group in found.optimizer.group_of.items():
+            if group >= len(found.optimizer.groups):
+                yield f"optimizer.group_of.{name}: there is no group {group}"
+    for alias, name in found.aliases.items():
+        if f"model.{name}" not in found.tensors:
+            yield f"aliases.{alias}: there is no tensor {name}"
+
+
+def _box_errors(file: FileEntry, tensors: Mapping[str, TensorEntry]) -> Iterator[str]:
+    end = 0
+    for tensor, offsets, sizes, start, _ in file.boxes:
+        known = tensors.get(tensor)
+        if known is None:
+            yield f"files.{file.name}: it has a box of {tensor}, which is no tensor of the checkpoint"
+        elif not len(known.shape) == len(offsets) == len(sizes) or any(
+            offset + size > most for offset, size, most in zip(offsets, sizes, known.shape, strict=True)
+        ):
+            yield f"files.{file.name}: it has a box of {tensor} at {list(offsets)} that is outside of it"
+        if not end <= start <= file.bytes:
+            yield f"files.{file.name}: its box of {tensor} begins at byte {start}, out of order"
+        end = start

@@ -13,47 +13,27 @@ from plait.checkpoint.optimizer_state import state_of
 from plait.comm.coordinates import replica_ranks
 from plait.comm.mesh import Mesh
 from plait.layout import Layout
-from plait.plan import Plan
+from plait.layout.shard_plan import ShardPlan
 
 
 class Checkpointable(Protocol):
     """The interface of an engine that `save` and `load` use."""
 
-    plan: Plan
     mesh: Mesh
     run_state: Mapping[str, Any]
 
     @property
-    def layouts(self) -> Mapping[str, Layout]:
-        """The layout of every parameter of the model."""
-        ...
-
-    @property
-    def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """The shape of every saved buffer of the model."""
-        ...
-
-    @property
-    def aliases(self) -> Mapping[str, str]:
-        """For each further name of a shared parameter, its first name."""
-        ...
-
-    @property
-    def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """The ranks of `pp` that hold each parameter shared by several of them."""
-        ...
+    def shard_plan(self) -> ShardPlan:
+        """Which piece of each parameter, and which buffers, each rank holds; further names of shared ones."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise PlanError where an update would depend on parameters of another rank."""
-        ...
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's pieces of parameters by name."""
-        ...
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
         """Yield this rank's saved buffers, which are not sharded, by name."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -90,15 +70,13 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
     """Yield all pieces of this rank, in an order that is the same on all ranks that hold a piece."""
-    mesh, tied = engine.mesh, engine.tied
+    mesh, shard_plan = engine.mesh, engine.shard_plan
 
     def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:
         return RankPiece(name, layout, piece, replica_ranks(layout, mesh.coordinate, stages, mesh.sizes))
 
-    own_stage = (mesh.index("pp"),)
     for name, piece in engine.named_parameters():
-        layout = engine.layouts[name]
-        stages = tied.get(name, own_stage)
+        layout, stages = shard_plan.layouts[name], shard_plan.owners[name]
         yield held(parameter_key(name), layout, piece.detach(), stages)
         if optimizer is not None:
             for key, (shape, tensor) in state_of(optimizer, name, piece, layout).items():
@@ -106,7 +84,7 @@ def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | Non
                 yield held(state_key(name, key), state_layout, tensor.detach(), stages)
     for name, buffer in engine.named_buffers():
         layout = Layout(tuple(buffer.shape), {axis: mesh.size(axis) for axis in ("replicate", "shard", "tp")})
-        yield held(parameter_key(name), layout, buffer.detach().contiguous(), own_stage)
+        yield held(parameter_key(name), layout, buffer.detach().contiguous(), shard_plan.owners[name])
 
 
 class WriterAssignment:

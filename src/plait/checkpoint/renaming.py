@@ -45,7 +45,7 @@ def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Mani
     """
     prefix = parameter_key("")
     own = [name.removeprefix(prefix) for name in manifest.tensors if name.startswith(prefix)]
-    names = renamed({*own, *manifest.aliases}, table)
+    names = renamed([*own, *manifest.aliases, *manifest.aliases.values()], table)
     before = {parameter_key(names[name]): parameter_key(name) for name in own}
     for name, keys in state_keys(manifest.tensors).items():
         before |= {state_key(names[name], key): state_key(name, key) for key in keys}

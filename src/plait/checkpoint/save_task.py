@@ -11,16 +11,22 @@ folder, which ends the work of the other ranks. So all ranks finish at about the
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 from threading import Thread
+from typing import Any
+
+from pydantic import TypeAdapter
 
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import discard, move_into_place, remove_replaced, unfinished_path
-from plait.checkpoint.manifest import FILE, Manifest, ManifestPart, manifest_text, merge_parts
+from plait.checkpoint.manifest import FILE, FileEntry, Manifest, TensorEntry, manifest_text
 from plait.checkpoint.tensor_file import BoxToWrite, write_file
 from plait.comm.mesh import Mesh
 from plait.comm.rank_threads import join_thread, sleep
@@ -37,32 +43,86 @@ class _AbandonedError(Exception):
 
 
 @dataclass(frozen=True)
+class ManifestPart:
+    """The part of a manifest that one rank contributes."""
+
+    tensors: Mapping[str, TensorEntry]
+    """All tensors of which the rank holds a piece."""
+    optimizer: Mapping[str, Any] | None = None
+    file: FileEntry | None = None
+    """The rank's file; None until it is written."""
+
+
+@cache
+def _part_reader() -> TypeAdapter[ManifestPart]:
+    """Return the reader of parts from JSON."""
+    return TypeAdapter(ManifestPart)
+
+
+def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
+    """Return `head` with the tensors, files and optimizer of the parts of all ranks."""
+    tensors: dict[str, TensorEntry] = {}
+    for part in parts:
+        tensors |= part.tensors
+    optimizers = [part.optimizer for part in parts if part.optimizer is not None]
+    optimizer = _merge_optimizers(optimizers) if optimizers else None
+    files = tuple(part.file for part in parts if part.file is not None)
+    return replace(head, tensors=tensors, files=files, optimizer=optimizer)
+
+
+def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the union of the ranks' optimizers, whose groups are numbered differently on each rank.
+
+    Groups of two ranks are the same if their options are. Where one rank has several groups with the same
+    options, the first of them is the first of every rank, and so on.
+    """
+    groups: list[Any] = []
+    numbers_of: dict[str, list[int]] = {}
+    group_of: dict[str, int] = {}
+    plain: dict[str, Any] = {}
+    for optimizer in optimizers:
+        numbers, seen = [], Counter[str]()
+        for group in optimizer["groups"]:
+            options = json.dumps(group, sort_keys=True)
+            same = numbers_of.setdefault(options, [])
+            if seen[options] == len(same):
+                same.append(len(groups))
+                groups.append(group)
+            numbers.append(same[seen[options]])
+            seen[options] += 1
+        group_of |= {name: numbers[number] for name, number in optimizer["group_of"].items()}
+        plain |= optimizer["plain"]
+    return {"class": optimizers[0]["class"], "groups": groups, "group_of": group_of, "plain": plain}
+
+
+@dataclass(frozen=True)
 class SaveTask:
     """What one rank writes for a checkpoint: its boxes, its part of the manifest, and where to."""
 
     path: Path
-    rank: int
-    ranks: int
+    mesh: Mesh
     items: Sequence[BoxToWrite]
     part: ManifestPart
     """This rank's part of the manifest, without its file."""
     head: Manifest
     """The manifest without tensors and files."""
     disk: Disk
-    timeout: float
-    """Most seconds without a change in the folder."""
     before_commit: Callable[[], None] = lambda: None
     """Called by rank 0 when the checkpoint is complete, before it gets its name."""
     after_commit: Callable[[], None] = lambda: None
     """Called by rank 0 when it has its name."""
 
+    @property
+    def timeout(self) -> float:
+        """Most seconds without a change in the folder: all ranks give up before collectives time out."""
+        return self.mesh.timeout / 2
+
 
 class PendingSave:
     """A checkpoint that is being written."""
 
-    def __init__(self, task: SaveTask, mesh: Mesh, *, background: bool) -> None:
+    def __init__(self, task: SaveTask, *, background: bool) -> None:
         self._task = task
-        self._mesh = mesh
         self._error = ""
         self._severity = _NONE
         self.complete = False
@@ -88,7 +148,8 @@ class PendingSave:
         if self._thread is not None:
             join_thread(self._thread)
         own = f"{self._severity}{self._error}" if self._error else ""
-        errors = filter(None, all_gather_text(own, self._mesh.group("world"), self._mesh.device))
+        mesh = self._task.mesh
+        errors = filter(None, all_gather_text(own, mesh.group("world"), mesh.device))
         worst = max(errors, key=lambda error: error[0], default=_NONE)
         self.complete = worst[0] in (_NONE, _NOT_REMOVED)
         if worst[1:]:
@@ -98,12 +159,12 @@ class PendingSave:
         task = self._task
         try:
             write_rank_file(task)
-            if task.rank == 0:
+            if task.mesh.rank == 0:
                 commit(task)
             elif not _wait_until(lambda: not unfinished_path(task.path).exists(), task):
                 raise _stalled("0", task)
         except Exception as raised:  # any error: the other ranks wait for the folder to change
-            message = _message(raised, task.rank)
+            message = _message(raised, task.mesh.rank)
             _abandon(task, message)
             self._severity = _ABANDONED if isinstance(raised, _AbandonedError) else _FAILED
             self._error = (
@@ -111,7 +172,7 @@ class PendingSave:
                 "folder; older checkpoints are as they were."
             )
             return
-        if task.rank == 0:
+        if task.mesh.rank == 0:
             self._remove_old()
 
     def _remove_old(self) -> None:
@@ -123,7 +184,7 @@ class PendingSave:
             self._severity = _NOT_REMOVED
             self._error = (
                 f"the checkpoint {self._task.path} is complete, but older ones cannot be removed "
-                f"({_message(error, self._task.rank)}): remove them by hand, or choose another folder."
+                f"({_message(error, self._task.mesh.rank)}): remove them by hand, or choose another folder."
             )
 
 
@@ -141,19 +202,19 @@ def write_rank_file(task: SaveTask) -> None:
     """Write this rank's file and manifest part. Raises OSError; _AbandonedError if the folder is gone."""
     folder = unfinished_path(task.path)
     try:
-        file = write_file(folder / file_name(task.rank), task.items, task.disk)
+        file = write_file(folder / file_name(task.mesh.rank), task.items, task.disk)
         part = replace(task.part, file=file)
-        write_text(task.disk, folder / f"{_stem(task.rank)}.json", part.to_json())
+        write_text(task.disk, folder / f"{_stem(task.mesh.rank)}.json", json.dumps(part, default=vars))
     except FileNotFoundError:
         if folder.is_dir():
             raise
-        raise _AbandonedError(f"rank {task.rank} stopped, since {folder} was removed") from None
+        raise _AbandonedError(f"rank {task.mesh.rank} stopped, since {folder} was removed") from None
 
 
 def commit(task: SaveTask) -> None:
     """Complete a checkpoint from all ranks' files. Raises OSError; _AbandonedError if another rank failed."""
     folder = unfinished_path(task.path)
-    parts = [folder / f"{_stem(rank)}.json" for rank in range(task.ranks)]
+    parts = [folder / f"{_stem(rank)}.json" for rank in range(task.mesh.world)]
 
     def failure() -> str:
         return next((path.read_text() for path in sorted(folder.glob("*.failed"))), "")
@@ -163,7 +224,7 @@ def commit(task: SaveTask) -> None:
         raise _stalled(", ".join(missing), task)
     if failure():
         raise _AbandonedError(failure())
-    manifest = merge_parts(task.head, [ManifestPart.from_json(path.read_text()) for path in parts])
+    manifest = merge_parts(task.head, [_part_reader().validate_json(path.read_text()) for path in parts])
     for path in parts:
         task.disk.remove(path)
     write_text(task.disk, folder / FILE, manifest_text(manifest))
@@ -204,12 +265,12 @@ def _abandon(task: SaveTask, message: str) -> None:
     """Rank 0: remove the folder. Others: report the error to rank 0 and wait for the removal."""
     folder = unfinished_path(task.path)
     with suppress(OSError):  # the first error is reported
-        if task.rank == 0:
+        if task.mesh.rank == 0:
             discard(folder, task.path, task.disk)
         elif folder.is_dir():
-            (folder / file_name(task.rank)).unlink(missing_ok=True)  # makes room for the message
-            write_text(task.disk, folder / f"{_stem(task.rank)}.failed", message)
-    if task.rank != 0:
+            (folder / file_name(task.mesh.rank)).unlink(missing_ok=True)  # makes room for the message
+            write_text(task.disk, folder / f"{_stem(task.mesh.rank)}.failed", message)
+    if task.mesh.rank != 0:
         _wait_until(lambda: not folder.exists(), task)
 
 

@@ -1,29 +1,36 @@
-"""`save`: plan on all ranks which tensors each of them writes, and start to write them (see `save_task`)."""
+"""`save`: plan on all ranks which tensors each of them writes, and start to write them (see `save_task`).
+
+Boxes are written directly, or from copies on the CPU so that training can continue.
+"""
 
 from __future__ import annotations
 
 import json
 import platform
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, replace
+from functools import partial
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from plait.checkpoint.disk import Disk
 from plait.checkpoint.folders import restore_name, unfinished_path
-from plait.checkpoint.manifest import FILE, Manifest, ManifestPart, TensorEntry
+from plait.checkpoint.manifest import FILE, Manifest, TensorEntry
 from plait.checkpoint.optimizer_state import describe
 from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_contents, written_by
-from plait.checkpoint.save_task import PendingSave, SaveTask, wait_for_folder
-from plait.checkpoint.staging import StagingBuffer, local_boxes, unstaged
-from plait.checkpoint.tensor_file import BoxToWrite
+from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
+from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.comm.text_collectives import first_nonempty_text
 from plait.errors import CheckpointError
+from plait.layout.boxes import piece_boxes
 
+LocalBox = tuple[BoxToWrite, Tensor]
+"""A box of a global tensor, to be written without staging, and its view in this rank's memory."""
 _FOLDER_TIMEOUT = 30.0
 """Most seconds until a folder that another host has made is visible."""
 
@@ -74,14 +81,16 @@ def start_save(
     error, items, made = "", list[BoxToWrite](), False
     try:
         pieces = list(rank_contents(engine, optimizer))
-        part = _manifest_part(engine, optimizer, pieces)
+        tensors = {one.name: TensorEntry.of(one.layout.shape, one.piece.dtype) for one in pieces}
+        names = {id(piece): name for name, piece in engine.named_parameters()}
+        part = ManifestPart(tensors, None if optimizer is None else describe(optimizer, names))
         boxes = local_boxes(written_by(pieces, mesh.rank), mesh.coordinate)
         head = _manifest_head(engine, state)
         if mesh.rank == 0:
             on_start()
             _make_folder(path, disk)
             made = True
-        items = unstaged(boxes) if staging is None else staging.stage(boxes)
+        items = [item for item, _ in boxes] if staging is None else staging.stage(boxes)
     except Exception as raised:  # any error: the other ranks wait for the all-gather below
         error = (
             f"rank {mesh.rank}: {raised if isinstance(raised, OSError | CheckpointError) else repr(raised)}"
@@ -98,17 +107,15 @@ def start_save(
         raise CheckpointError(f"the checkpoint {path} was not written ({error}): nothing was changed.")
     task = SaveTask(
         path=path,
-        rank=mesh.rank,
-        ranks=mesh.world,
+        mesh=mesh,
         items=items,
         part=part,
         head=head,
         disk=disk,
-        timeout=mesh.timeout / 2,  # every rank gives up before the others' collectives time out
         before_commit=before_commit,
         after_commit=after_commit,
     )
-    return PendingSave(task, mesh, background=staging is not None)
+    return PendingSave(task, background=staging is not None)
 
 
 def _make_folder(path: Path, disk: Disk) -> None:
@@ -119,16 +126,6 @@ def _make_folder(path: Path, disk: Disk) -> None:
     if unfinished_path(path).exists():
         disk.remove(unfinished_path(path))
     disk.make_folder(unfinished_path(path))
-
-
-def _manifest_part(
-    engine: Checkpointable, optimizer: torch.optim.Optimizer | None, pieces: list[RankPiece]
-) -> ManifestPart:
-    tensors = {one.name: TensorEntry.of(one.layout.shape, one.piece.dtype) for one in pieces}
-    if optimizer is None:
-        return ManifestPart(tensors)
-    names = {id(piece): name for name, piece in engine.named_parameters()}
-    return ManifestPart(tensors, describe(optimizer, names))
 
 
 def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest:
@@ -142,8 +139,8 @@ def _manifest_head(engine: Checkpointable, state: Mapping[str, Any]) -> Manifest
         files=(),
         run=engine.run_state,
         state=state,
-        aliases=engine.aliases,
-        plan=asdict(engine.plan),
+        aliases=engine.shard_plan.aliases,
+        plan=asdict(engine.shard_plan.plan),
         versions={"plait": version("plait"), "torch": torch.__version__, "python": platform.python_version()},
     )
 
@@ -159,3 +156,63 @@ def _require_text_keys(state: object) -> None:
     inner = state.values() if isinstance(state, Mapping) else state if isinstance(state, list | tuple) else ()
     for value in inner:
         _require_text_keys(value)
+
+
+def local_boxes(pieces: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
+    """Return the boxes of pieces, with views. Raises CheckpointError for a dtype that files cannot store."""
+    found = []
+    for piece in pieces:
+        if piece.piece.dtype not in DTYPES:
+            raise CheckpointError(f"{piece.name} is {piece.piece.dtype}, which no safetensors file can hold.")
+        for part in piece_boxes(piece.layout, coordinate):
+            view = part.view_of(piece.piece)
+            found.append((BoxToWrite(piece.name, part.box, view.dtype, view.cpu), view))
+    return found
+
+
+class StagingBuffer:
+    """CPU memory for copies of a checkpoint's boxes, reused by the next checkpoint to save time.
+
+    For CUDA tensors it is pinned, and the copies are asynchronous on the current stream.
+    """
+
+    def __init__(self) -> None:
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    @property
+    def bytes(self) -> int:
+        """Size of the buffer."""
+        return self._memory.nbytes
+
+    def stage(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
+        """Copy the boxes and return the copies; they are valid until the next call."""
+        on_device = any(view.is_cuda for _, view in boxes)
+        self._allocate(sum(_aligned_bytes(view) for _, view in boxes), pinned=on_device)
+        items, start = [], 0
+        copied = torch.Event("cuda") if on_device else None
+        for item, view in boxes:
+            copy = self._memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
+            copy.copy_(view, non_blocking=True)
+            items.append(replace(item, read=partial(_after, copied, copy)))
+            start += _aligned_bytes(view)
+        if copied is not None:
+            copied.record()
+        return items
+
+    def _allocate(self, size: int, *, pinned: bool) -> None:
+        if self._memory.nbytes < size or self._memory.is_pinned() != pinned:
+            self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
+            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def _aligned_bytes(view: Tensor) -> int:
+    """Return the size of a box, rounded up to the alignment of the largest dtype."""
+    return -(-view.nbytes // 16) * 16
+
+
+def _after(event: torch.Event | None, copy: Tensor) -> Tensor:
+    """Block until `event`, if any, has completed, and return `copy`."""
+    if event is not None:
+        with torch.cuda.device(event.device):  # a new thread starts on device 0
+            event.synchronize()
+    return copy

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from plait.checkpoint.disk import Disk
 from plait.checkpoint.manifest import FileEntry, StoredBox, checksum, key_of
 from plait.errors import CheckpointError
 from plait.layout import Box
+
+T = TypeVar("T")
 
 DTYPES: Mapping[torch.dtype, str] = {
     torch.float64: "F64",
@@ -41,6 +43,9 @@ CHUNK = 1 << 22
 """Bytes per write or read call."""
 BETWEEN_SYNCS = 1 << 28
 """Bytes between two syncs: waiting ranks see the file grow steadily, and the last sync is short."""
+
+_FILE_ROOM, _ENTRY_ROOM, _DIM_ROOM = 128, 100, 21
+"""Most bytes of a header: its frame, a tensor's entry without the name, and each dim of the tensor."""
 
 
 @dataclass(frozen=True)
@@ -95,25 +100,59 @@ def write_file(
     return FileEntry(path.name, position, checksum(header), tuple(boxes))
 
 
+def write_files(
+    folder: Path, stem: str, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
+) -> list[FileEntry]:
+    """Write `STEM.safetensors`, or `STEM-00001-of-00003.safetensors` …, each of at most `max_bytes`.
+
+    A larger tensor has a file of its own. Raises OSError.
+    """
+    if max_bytes is not None and max_bytes < 1:
+        raise CheckpointError(f"files of at most {max_bytes} bytes hold nothing: give a larger size.")
+    groups = [items] if max_bytes is None else grouped(items, _bytes_in_file, max_bytes - _FILE_ROOM)
+    files = []
+    for number, group in enumerate(groups, start=1):
+        part = f"-{number:05d}-of-{len(groups):05d}" if len(groups) > 1 else ""
+        about = {"format": "pt"}  # transformers requires it
+        files.append(write_file(folder / f"{stem}{part}.safetensors", group, disk, about))
+    return files
+
+
+def _bytes_in_file(item: BoxToWrite) -> int:
+    """Return the most bytes that a box takes, with its entry in the header."""
+    return item.bytes + len(json.dumps(item.key)) + _ENTRY_ROOM + _DIM_ROOM * len(item.box.sizes)
+
+
 @dataclass(frozen=True)
 class Portion:
     """Some of the boxes of a file, to be checked at once."""
 
     file: FileEntry
-    boxes: range
+    boxes: Sequence[int]
+    """Their numbers."""
 
 
 def portions(files: Sequence[FileEntry]) -> list[Portion]:
     """Return all boxes of the files in portions of at most `BETWEEN_SYNCS` bytes, or of one larger box."""
-    found = []
+    found: list[Portion] = []
     for file in files:
-        stops, first = list(_stops(file)), 0
-        for number in range(len(stops)):
-            if number > first and stops[number] - file.boxes[first].start > BETWEEN_SYNCS:
-                found.append(Portion(file, range(first, number)))
-                first = number
-        found.append(Portion(file, range(first, len(stops))))
+        sizes = [stop - box.start for box, stop in zip(file.boxes, _stops(file), strict=True)]
+        numbers = range(len(sizes))
+        found += (Portion(file, part) for part in grouped(numbers, sizes.__getitem__, BETWEEN_SYNCS))
     return found
+
+
+def grouped(items: Sequence[T], size_of: Callable[[T], int], most: int) -> list[list[T]]:
+    """Divide items, in their order, into groups of a total size of at most `most`, or of one larger item."""
+    groups: list[list[T]] = [[]]
+    room = most
+    for item in items:
+        if groups[-1] and size_of(item) > room:
+            groups.append([])
+            room = most
+        groups[-1].append(item)
+        room -= size_of(item)
+    return groups
 
 
 def find_damage(folder: Path, portion: Portion) -> str | None:

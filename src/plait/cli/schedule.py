@@ -31,6 +31,14 @@ _ABOUT = """\
 Shows the actions of each rank in one training step, the idle part of the time
 (bubble), and how many activations each rank holds. Needs no model and no torch."""
 _PER_RANK = "per rank and micro-batch, or one value per stage: 1,1,1,2"
+_COSTS = (
+    ("F", "TIME", "a forward"),
+    ("I", "TIME", "an input gradient"),
+    ("W", "TIME", "a weight gradient"),
+    ("until_I", "UNITS", "memory from F to I"),
+    ("until_W", "UNITS", "memory from I to W"),
+)
+"""Fields of `Costs` as options: name, unit, description."""
 
 
 def parser() -> ArgumentParser:
@@ -41,30 +49,14 @@ def parser() -> ArgumentParser:
     add("--ranks", metavar="P", type=count, help="ranks of the pipeline")
     add("--microbatches", metavar="M", type=count, help="micro-batches of one step")
     add("--chunks", metavar="V", type=count, help="stages on each rank (default: the policy's own)")
-    add(
-        "--limit",
-        metavar="UNITS",
-        type=number_or_inf,
-        help="most that a rank may hold, in micro-batches, or inf",
-    )
+    about = "most that a rank may hold, in micro-batches, or inf"
+    add("--limit", metavar="UNITS", type=number_or_inf, help=about)
     add("--measure", choices=get_args(Measure), default="makespan", help="what auto minimises")
     add("--compare", metavar="P1,P2,…", type=_names, default=(), help="policies or files, as a table")
-    add("--cost.F", dest="F", metavar="TIME", type=_cost, default=1, help=f"a forward, {_PER_RANK}")
-    add("--cost.I", dest="I", metavar="TIME", type=_cost, default=1, help=f"an input gradient, {_PER_RANK}")
-    add("--cost.W", dest="W", metavar="TIME", type=_cost, default=1, help=f"a weight gradient, {_PER_RANK}")
-    add(
-        "--cost.comm", dest="comm", metavar="TIME", type=number, default=0, help="a message between two ranks"
-    )
-    about = f"memory from F to I, {_PER_RANK}"
-    add("--cost.until_I", dest="until_I", metavar="UNITS", type=_cost, default=1, help=about)
-    add(
-        "--cost.until_W",
-        dest="until_W",
-        metavar="UNITS",
-        type=_cost,
-        default=1,
-        help=f"memory from I to W, {_PER_RANK}",
-    )
+    for name, unit, about in _COSTS:
+        add(f"--cost.{name}", dest=name, metavar=unit, type=_cost, default=1, help=f"{about}, {_PER_RANK}")
+    about = "a message between two ranks"
+    add("--cost.comm", dest="comm", metavar="TIME", type=number, default=0, help=about)
     add("--json", action="store_true", help="print the figures and the order as JSON")
     add("--svg", metavar="FILE", type=Path, help="write the picture")
     add("--html", metavar="FILE", type=Path, help="write an interactive page, with memory over time")
@@ -243,10 +235,4 @@ def _table_row(timeline: Timeline, measure: str, best: float) -> tuple[str, ...]
 def _aligned(rows: Sequence[Sequence[str]]) -> list[str]:
     """Return lines with the first column aligned to the left and the numeric columns to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return [
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
-        )
-        for row in rows
-    ]
+    return ["  ".join((first.ljust(widths[0]), *map(str.rjust, rest, widths[1:]))) for first, *rest in rows]

@@ -26,9 +26,9 @@ from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import NonFiniteError
 from plait.layers.evaluation_mode import evaluating
 from plait.layers.fingerprint import fingerprint_of_order
-from plait.layers.layer_sequence import aliases_of, saved_buffers
 from plait.layers.nested import Microbatches, Value, with_tensors
 from plait.layout import Layout
+from plait.layout.shard_plan import ShardPlan
 from plait.schedules.schedule import Schedule
 from plait.schedules.simulation.costs import Costs
 from plait.sharding.gradient_norm import scale_to, start_norm
@@ -317,14 +317,19 @@ class Engine:
         return self.schedule
 
     @property
+    def shard_plan(self) -> ShardPlan:
+        """Which piece of each parameter, and which buffers, each rank holds; further names of shared ones."""
+        return self._runtime.blueprint.shard_plan
+
+    @property
     def buffer_shapes(self) -> Mapping[str, tuple[int, ...]]:
         """The shapes of all buffers in the model's `state_dict`, by name."""
-        return {name: tuple(one.shape) for name, one in saved_buffers(self._runtime.meta_layers.layers)}
+        return self.shard_plan.buffer_shapes
 
     @property
     def aliases(self) -> Mapping[str, str]:
         """The name in the engine of each shared parameter, by each other name in the model's `state_dict`."""
-        return aliases_of(self._runtime.meta_layers.layers)
+        return self.shard_plan.aliases
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:

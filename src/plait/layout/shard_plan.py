@@ -22,3 +22,8 @@ class ShardPlan:
     """For each further name of a shared parameter, its first name."""
     owners: Mapping[str, tuple[int, ...]]
     """The ranks along `pp` that hold each parameter and buffer."""
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The global shape of each parameter and buffer."""
+        return {name: layout.shape for name, layout in self.layouts.items()} | dict(self.buffer_shapes)

@@ -14,8 +14,8 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_
 from torch.distributed.checkpoint.stateful import Stateful
 
 import plait
+from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.dcp import export_dcp, import_dcp
-from plait.checkpoint.full_tensor_files import FullTensors
 from plait.checkpoint.manifest import read_manifest
 from plait.checkpoint.renaming import LLAMA_NAMES
 from plait.cli.main import main

@@ -27,7 +27,7 @@ from parity.one_rank import (
     saved,
     tensors_in,
 )
-from plait.checkpoint.full_tensor_files import FullTensors
+from plait.checkpoint.box_reader import FullTensors
 from plait.checkpoint.huggingface.exporting import export_adapted, export_own
 from plait.checkpoint.huggingface.importing import import_folder
 from plait.checkpoint.huggingface.model_sizes import ModelSizes, sizes_from_manifest
@@ -245,7 +245,7 @@ def test_sizes_that_a_run_left(tmp_path: Path) -> None:
 def test_a_checkpoint_of_another_model_is_not_exported(tmp_path: Path) -> None:
     path = saved(lively(MODELS["gpt2"]()), tmp_path / "ours")
     wrong = ModelSizes("gpt2", 1, 24, 6, 6, 96, VOCAB, CONTEXT, tied=False)
-    with pytest.raises(CheckpointError, match=r"blocks.1.attention.key.bias is \[24\] and not missing"):
+    with pytest.raises(CheckpointError, match=r"unexpected: .*blocks.1.attention.key.bias"):
         export_own(FullTensors(path), tmp_path / "target", wrong)
     assert sorted(entry.name for entry in tmp_path.iterdir()) == ["ours"]
 

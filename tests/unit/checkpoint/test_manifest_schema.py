@@ -13,8 +13,7 @@ import pytest
 from parity.one_rank import MODELS, lively, saved
 from plait.checkpoint.converting import convert
 from plait.checkpoint.dcp import export_dcp
-from plait.checkpoint.manifest import FILE, checksum, read_manifest
-from plait.checkpoint.manifest_schema import Dtype
+from plait.checkpoint.manifest import FILE, Dtype, checksum, read_manifest
 from plait.checkpoint.tensor_file import DTYPES
 from plait.cli.main import main
 from plait.errors import CheckpointError

@@ -12,15 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.checkpoint.box_reader import FullTensors
+from plait.checkpoint.compatibility import require_model
 from plait.checkpoint.disk import Disk, write_text
 from plait.checkpoint.folders import atomic_folder
-from plait.checkpoint.full_tensor_files import FullTensors, write_files
-from plait.checkpoint.huggingface import configs
-from plait.checkpoint.huggingface.model_sizes import ModelSizes
+from plait.checkpoint.huggingface.model_sizes import CONFIG, ModelSizes, config_json, read_config
 from plait.checkpoint.huggingface.tensor_names import TensorPair, tensor_pairs
 from plait.checkpoint.rank_contents import parameter_key
-from plait.checkpoint.tensor_file import BoxToWrite
-from plait.errors import CheckpointError, listed
+from plait.checkpoint.tensor_file import BoxToWrite, write_files
 from plait.huggingface_files import INDEX
 from plait.layout.boxes import full_box
 
@@ -53,7 +52,7 @@ def export_own(
     index. `dtype`: of the parameters; None: as saved. Memory: one tensor of transformers and one of plait.
     Raises CheckpointError where the checkpoint has other sizes, or the target exists.
     """
-    config = configs.config_json(sizes, _dtype_name(tensors, dtype))
+    config = config_json(sizes, _dtype_name(tensors, dtype))
     _export(tensors, target, tensor_pairs(sizes), config, (), dtype, max_bytes, disk or Disk())
 
 
@@ -72,7 +71,7 @@ def export_adapted(
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
     pairs = [TensorPair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
-    config = configs.read_config(folder)
+    config = read_config(folder)
     config.pop("torch_dtype", None)  # the former name of dtype
     copied = [folder / name for name in COPIED if (folder / name).is_file()]
     config["dtype"] = _dtype_name(tensors, dtype)
@@ -89,7 +88,7 @@ def _export(
     max_bytes: int | None,
     disk: Disk,
 ) -> None:
-    _require_fit(tensors, pairs)
+    require_model(tensors.manifest, {name: pair.shape for pair in pairs for name in pair.ours}, aliases=())
     items = [_item(tensors, pair, dtype) for pair in pairs]
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "model", items, max_bytes=max_bytes, disk=disk)
@@ -97,29 +96,9 @@ def _export(
             weight_map = {box.tensor: file.name for file in files for box in file.boxes}
             total = sum(item.bytes for item in items)
             _write_json(disk, folder / INDEX, {"metadata": {"total_size": total}, "weight_map": weight_map})
-        _write_json(disk, folder / configs.FILE, config)
+        _write_json(disk, folder / CONFIG, config)
         for path in copied:
             shutil.copyfile(path, folder / path.name)
-
-
-def _require_fit(tensors: FullTensors, pairs: Sequence[TensorPair]) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly these parameters."""
-    wanted = {parameter_key(name): pair.shape for pair in pairs for name in pair.ours}
-    saved = {name: one.shape for name, one in tensors.manifest.tensors.items() if name.startswith("model.")}
-
-    def text(shape: tuple[int, ...] | None) -> str:
-        return "missing" if shape is None else str(list(shape))
-
-    errors = [
-        f"{name.removeprefix('model.')} is {text(saved.get(name))} and not {text(wanted.get(name))}"
-        for name in sorted(wanted.keys() | saved.keys())
-        if wanted.get(name) != saved.get(name)
-    ]
-    if errors:
-        raise CheckpointError(
-            f"the checkpoint {tensors.folder} is of another model ({listed(errors, between='; ')}): "
-            "give the sizes, or the folder, of the model that was saved."
-        )
 
 
 def _item(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> BoxToWrite:

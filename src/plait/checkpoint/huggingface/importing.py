@@ -11,10 +11,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from plait.checkpoint.converting import write_checkpoint
 from plait.checkpoint.disk import Disk
-from plait.checkpoint.full_tensor_files import write_checkpoint
-from plait.checkpoint.huggingface.configs import read_config, sizes_from_config
-from plait.checkpoint.huggingface.model_sizes import ModelSizes
+from plait.checkpoint.huggingface.model_sizes import ModelSizes, read_config, sizes_from_config
 from plait.checkpoint.huggingface.tensor_names import HEAD, TensorPair, tensor_pairs
 from plait.checkpoint.manifest import Manifest, TensorEntry
 from plait.checkpoint.rank_contents import parameter_key
