@@ -32,8 +32,16 @@ class Ending(NamedTuple):
     """After the first rank was started."""
 
 
+class Run(NamedTuple):
+    """`function(*arguments)` on some ranks; it gives a string."""
+
+    function: Callable[..., str]
+    arguments: tuple[Any, ...]
+    ranks: int
+
+
 class MortalRanks:
-    """`run(function, *arguments, ranks=2)`; `function` gives a string. Warm once `warm` has been run."""
+    """`run(function, *arguments, ranks=2)`, or several runs at once. Warm once `warm` has been run."""
 
     def __init__(self, warm: Callable[[], None]) -> None:
         context = multiprocessing.get_context("forkserver")
@@ -46,9 +54,14 @@ class MortalRanks:
 
     def run(self, function: Callable[..., str], *arguments: Any, ranks: int, limit: float) -> list[Ending]:
         """How each rank ended; those that have not after `limit` seconds are killed."""
-        self._pipe.send_bytes(cloudpickle.dumps((function, arguments, ranks, limit)))
+        (endings,) = self.run_at_once([Run(function, arguments, ranks)], limit)
+        return endings
+
+    def run_at_once(self, runs: list[Run], limit: float) -> list[list[Ending]]:
+        """How each rank of each run ended. Runs know nothing of each other."""
+        self._pipe.send_bytes(cloudpickle.dumps((runs, limit)))
         assert self._pipe.poll(limit + 30), "the process that ranks are forked from does not answer"
-        endings: list[Ending] = pickle.loads(self._pipe.recv_bytes())
+        endings: list[list[Ending]] = pickle.loads(self._pipe.recv_bytes())
         return endings
 
     def close(self) -> None:
@@ -65,36 +78,36 @@ def _serve(pipe: Connection, warm: bytes) -> None:
     pickle.loads(warm)()
     with suppress(EOFError):
         while True:
-            function, arguments, ranks, limit = pickle.loads(pipe.recv_bytes())
+            runs, limit = pickle.loads(pipe.recv_bytes())
             with tempfile.TemporaryDirectory(prefix="plait-mortal-") as folder:
-                pipe.send_bytes(pickle.dumps(_run(Path(folder), function, arguments, ranks, limit)))
+                pipe.send_bytes(pickle.dumps(_run(Path(folder), runs, limit)))
 
 
-def _run(
-    folder: Path, function: Callable[..., str], arguments: Any, ranks: int, limit: float
-) -> list[Ending]:
+def _run(folder: Path, runs: list[Run], limit: float) -> list[list[Ending]]:
     start = time.monotonic()
     running = {}
-    for rank in range(ranks):
-        process = os.fork()
-        if process == 0:
-            _be(rank, ranks, folder, function, arguments)
-        running[process] = rank
-    seconds = dict.fromkeys(range(ranks), limit)
+    files = [[folder / f"{number}-{rank}" for rank in range(run.ranks)] for number, run in enumerate(runs)]
+    for number, run in enumerate(runs):
+        for rank in range(run.ranks):
+            process = os.fork()
+            if process == 0:
+                _be(rank, run, folder / f"{number}-store", files[number][rank])
+            running[process] = files[number][rank]
+    seconds = {file: limit for of_run in files for file in of_run}
     while running and time.monotonic() < start + limit:
         process, _ = os.waitpid(-1, os.WNOHANG)
         if process in running:
             seconds[running.pop(process)] = time.monotonic() - start
-        elif len(running) == 1 and _is_stopped(next(iter(running))):
-            break  # it will never end by itself
+        elif len(running) <= len(runs) and all(map(_is_stopped, running)):
+            break  # they will never end by themselves
         else:
             time.sleep(0.005)
     for process in running:
         os.kill(process, signal.SIGKILL)
         os.waitpid(process, 0)
     return [
-        Ending(file.read_text() if (file := folder / str(rank)).exists() else None, seconds[rank])
-        for rank in range(ranks)
+        [Ending(file.read_text() if file.exists() else None, seconds[file]) for file in of_run]
+        for of_run in files
     ]
 
 
@@ -102,13 +115,13 @@ def _is_stopped(process: int) -> bool:
     return Path("/proc", str(process), "stat").read_text().rpartition(")")[2].split()[0] == "T"
 
 
-def _be(rank: int, ranks: int, folder: Path, function: Callable[..., str], arguments: Any) -> None:
+def _be(rank: int, run: Run, store: Path, result: Path) -> None:
     """The life of a rank. It ends as a process does that is through with it all, and hangs up."""
     try:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        join_world(World(rank, ranks, rank, ranks, "plait", f"file://{folder}/store"), 30.0, "cpu")
-        text = function(*arguments)
+        join_world(World(rank, run.ranks, rank, run.ranks, "plait", f"file://{store}"), 30.0, "cpu")
+        text = run.function(*run.arguments)
     except BaseException as error:
         text = f"{type(error).__name__}: {error}"
-    (folder / str(rank)).write_text(text)
+    result.write_text(text)
     os._exit(0)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 import plait
-from parity.mortal import Ending, MortalRanks
+from parity.mortal import Ending, MortalRanks, Run
 from plait.autograd import deferred_weight_gradients
 from plait.blueprint import build_blueprint
 from plait.engine import Engine
@@ -237,10 +237,14 @@ def some_cases() -> list[Case]:
 
 
 SOME = some_cases()
-CASES = [
-    pytest.param(case, id="-".join(map(str, case)), marks=[] if case in SOME else [pytest.mark.full])
+PAIRS = list(zip(SOME[::2], SOME[1::2], strict=True))
+"""Two at once: most of a run is the half second in which nothing is heard of the rank that was killed."""
+CASES = [pytest.param(pair, id=" and ".join("-".join(map(str, case)) for case in pair)) for pair in PAIRS] + [
+    pytest.param((case,), id="-".join(map(str, case)), marks=pytest.mark.full)
     for case in every_case()
+    if case not in SOME
 ]
+STOPPED = (Case("zb-h1-pp4", 2, "Send", "after"), Case("full", 0, "AwaitParameters", "before"))
 
 # ── the tests ──
 
@@ -252,30 +256,33 @@ def mortal_ranks() -> Iterator[MortalRanks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("case", CASES)
-def test_the_others_name_a_rank_that_was_killed(mortal_ranks: MortalRanks, case: Case) -> None:
+def fall_at_once(ranks: MortalRanks, cases: tuple[Case, ...], fates: list[Fate], timeout: float) -> Any:
+    plans = [PLANS[case.plan] for case in cases]
+    runs = [Run(fall, (plan, fate, timeout), plan.world) for plan, fate in zip(plans, fates, strict=True)]
+    return ranks.run_at_once(runs, LIMIT)
+
+
+@pytest.mark.parametrize("cases", CASES)
+def test_the_others_name_a_rank_that_was_killed(mortal_ranks: MortalRanks, cases: tuple[Case, ...]) -> None:
     """At once: nobody waits for the timeout of the mesh."""
-    plan, fate = PLANS[case.plan], fate_of(case)
-    check(mortal_ranks.run(fall, plan, fate, 4 * LIMIT, ranks=plan.world, limit=LIMIT), fate)
+    fates = [fate_of(case) for case in cases]
+    for endings, fate in zip(fall_at_once(mortal_ranks, cases, fates, 4 * LIMIT), fates, strict=True):
+        check(endings, fate)
 
 
 @pytest.mark.parametrize(
-    "case",
-    [
-        Case("zb-h1-pp4", 2, "Send", "after"),
-        Case("full", 0, "AwaitParameters", "before"),
-        pytest.param(Case("tp", 1, "RunLayer B", "inside"), marks=pytest.mark.full),
-    ],
-    ids="-".join(("{0.plan}", "{0.kind}")).format,
+    "cases",
+    [STOPPED, pytest.param((Case("tp", 1, "RunLayer B", "inside"),), marks=pytest.mark.full)],
+    ids=lambda cases: " and ".join(f"{case.plan}-{case.kind}" for case in cases),
 )
-def test_the_others_name_a_rank_that_was_stopped(mortal_ranks: MortalRanks, case: Case) -> None:
+def test_the_others_name_a_rank_that_was_stopped(mortal_ranks: MortalRanks, cases: tuple[Case, ...]) -> None:
     """No connection is closed: only the timeout tells."""
-    plan, timeout = PLANS[case.plan], 3.0
-    fate = fate_of(case)._replace(signal=signal.SIGSTOP)
-    endings = mortal_ranks.run(fall, plan, fate, timeout, ranks=plan.world, limit=LIMIT)
-    check(endings, fate)
-    told = [ending.text for ending in endings if ending.text is not None]
-    assert any(f"no answer within {timeout:g} s" in text for text in told), told
+    timeout = 3.0
+    fates = [fate_of(case)._replace(signal=signal.SIGSTOP) for case in cases]
+    for endings, fate in zip(fall_at_once(mortal_ranks, cases, fates, timeout), fates, strict=True):
+        check(endings, fate)
+        told = [ending.text for ending in endings if ending.text is not None]
+        assert any(f"no answer within {timeout:g} s" in text for text in told), told
 
 
 def fate_of(case: Case) -> Fate:
