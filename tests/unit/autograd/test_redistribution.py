@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -35,15 +36,16 @@ class Case:
     own: tuple[str, ...]
 
 
+@cache
+def along_an_axis(dims: int, degree: int) -> st.SearchStrategy[Placement]:
+    copies = st.sampled_from([n for n in range(1, degree + 1) if degree % n == 0])
+    shards = st.builds(Shard, st.integers(0, dims - 1), copies)
+    return st.one_of(st.just(Replicate()), st.just(Partial()), shards, shards)
+
+
 @st.composite
 def placements(draw: st.DrawFn, shape: tuple[int, ...], axes: Mapping[str, int]) -> dict[str, Placement]:
-    dims = st.integers(0, len(shape) - 1)
-    found: dict[str, Placement] = {}
-    for axis, degree in axes.items():
-        copies = st.sampled_from([n for n in range(1, degree + 1) if degree % n == 0])
-        found[axis] = draw(
-            st.one_of(st.just(Replicate()), st.just(Partial()), *[st.builds(Shard, dims, copies)] * 2)
-        )
+    found = {axis: draw(along_an_axis(len(shape), degree)) for axis, degree in axes.items()}
     flat = draw(st.sampled_from([None, None, *axes]))
     if flat is not None:
         left = Layout(shape, axes, found | {flat: Replicate()})
@@ -115,7 +117,7 @@ def close(actual: Tensor, wanted: Tensor) -> None:
 
 @pytest.mark.parametrize("axes", AXES, ids=lambda axes: "-".join(f"{a}{n}" for a, n in axes.items()))
 def test_any_layout_to_any_other(thread_ranks: Any, axes: Mapping[str, int]) -> None:
-    # Starting four ranks takes longer than many cases: so few examples, of many cases each.
+    # Making a mesh takes longer than many cases: so few examples, of many cases each.
     @settings(max_examples=settings().max_examples // 25, phases=[Phase.generate])
     @given(st.lists(cases(axes), min_size=40, max_size=40))
     def check(drawn_cases: list[Case]) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from plait.blueprint import build_blueprint
+from plait.blueprint import Blueprint, build_blueprint
 from plait.comm import Mesh, all_reduce
 from plait.layout import Flat, Layout, Shard
 from plait.models.gpt2 import gpt2
@@ -146,16 +146,26 @@ def test_pieces_are_summed_over_who_holds_the_same(thread_ranks):
         assert counted == mine
 
 
-def counted_of_models(plan: Plan) -> tuple[int, dict[tuple[str, bool], int]]:
+Model = tuple[str, bool]
+"""A family, and whether its table is tied."""
+MODELS = tuple(product(FAMILIES, (True, False)))
+
+
+def counted_of_models(plan: Plan, blueprints: dict[Model, Blueprint]) -> tuple[int, dict[Model, int]]:
     """This rank's place along `dp`, and how many elements of each model count as its."""
     mesh, elements = Mesh(plan), {}
-    for family, tied in product(FAMILIES, (True, False)):
-        blueprint = build_blueprint(FAMILIES[family](tied=tied), plan)
+    for model, blueprint in blueprints.items():
         counted = counted_parameters(blueprint.owners, blueprint.layouts, mesh)
-        elements[family, tied] = sum(
-            prod(blueprint.layouts[name].local_shape(mesh.coordinate)) for name in counted
-        )
+        elements[model] = sum(prod(blueprint.layouts[name].local_shape(mesh.coordinate)) for name in counted)
     return mesh.index("dp"), elements
+
+
+def counted_by_ranks(thread_ranks: Any, plan: Plan) -> list[tuple[int, dict[Model, int]]]:
+    """The same of all ranks, for which there is one blueprint of each model."""
+    blueprints = {
+        (family, tied): build_blueprint(FAMILIES[family](tied=tied), plan) for family, tied in MODELS
+    }
+    return thread_ranks.run(counted_of_models, plan, blueprints, ranks=plan.world)
 
 
 def elements_of(family: str, tied: bool) -> int:
@@ -164,8 +174,8 @@ def elements_of(family: str, tied: bool) -> int:
 
 @pytest.mark.parametrize("degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"pp": 2, "tp": 4}, {"dp": 2, "tp": 4}])
 def test_each_element_of_a_model_counts_once_over_pp_and_tp(thread_ranks, degrees):
-    found = thread_ranks.run(counted_of_models, Plan(**degrees), ranks=8)
-    for family, tied in product(FAMILIES, (True, False)):
+    found = counted_by_ranks(thread_ranks, Plan(**degrees))
+    for family, tied in MODELS:
         for dp in range(degrees.get("dp", 1)):
             counted = sum(counts[family, tied] for place, counts in found if place == dp)
             assert counted == elements_of(family, tied)
@@ -175,6 +185,6 @@ def test_each_element_of_a_model_counts_once_over_pp_and_tp(thread_ranks, degree
     "degrees", [{"pp": 2, "dp": 2, "tp": 2}, {"dp": 4, "tp": 2, "replicate": 2}, {"dp": 8}], ids=str
 )
 def test_each_element_of_what_is_cut_over_shard_counts_once_over_the_world(thread_ranks, degrees):
-    found = thread_ranks.run(counted_of_models, Plan(**degrees, strategy="optimizer"), ranks=8)
-    for family, tied in product(FAMILIES, (True, False)):
+    found = counted_by_ranks(thread_ranks, Plan(**degrees, strategy="optimizer"))
+    for family, tied in MODELS:
         assert sum(counts[family, tied] for _, counts in found) == elements_of(family, tied)
