@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
+from functools import cache, wraps
 from typing import Any
 
 import torch
@@ -23,6 +23,7 @@ ONE_STAGE = ("gpipe", "1f1b", "zb-h1", "zb-h2")
 Build = Callable[[], nn.Module]
 
 
+@cache
 def gpt2(
     *, layers: int = 2, tied: bool = True, hidden: int = 16, heads: int = 2, vocab: int = GPT2_VOCAB
 ) -> Case:
@@ -36,6 +37,7 @@ def gpt2(
     return Case("gpt2", build, draw_contexts(vocab))
 
 
+@cache
 def llama(
     *, layers: int = 2, tied: bool = True, heads: int = 4, kv_heads: int = 2, vocab: int = GPT2_VOCAB
 ) -> Case:
@@ -58,6 +60,7 @@ def draw_contexts(vocab: int) -> DrawBatch:
     return draw
 
 
+@cache
 def single_module() -> Case:
     """A model that is no sequence."""
     return Case("single_module", with_values(lambda: layers.Idle()), data.draw_vectors)

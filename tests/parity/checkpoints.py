@@ -98,13 +98,16 @@ def run_of(
     yield Run(engine, make(groups))
 
 
-def link(name: str, source: str | None, target: str, steps: tuple[int, int]) -> list[float]:
-    """Load, train on, save; the losses. What was loaded is saved beside it, to be compared."""
+def link(
+    name: str, source: str | None, target: str, steps: tuple[int, int], saves_loaded: bool
+) -> list[float]:
+    """Load, train on, save; the losses. `saves_loaded`: what was loaded beside it, to be compared."""
     with run_of(plan_of(name), seed=3 if source is None else 4) as run:
         if source is not None:
             state = plait.load(run.engine, run.optimizer, source)
             assert state == {"step": steps[0]}
-            plait.save(run.engine, run.optimizer, f"{target}-loaded", state)
+            if saves_loaded:
+                plait.save(run.engine, run.optimizer, f"{target}-loaded", state)
         run.train(range(*steps))
         plait.save(run.engine, run.optimizer, target, {"step": steps[1]})
         run.engine.check_replicas(run.optimizer)

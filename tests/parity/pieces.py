@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 
 import torch
 from torch import Tensor, nn
@@ -18,6 +19,7 @@ HIDDEN, HEADS = 24, 12
 """Both divide by 2, 3 and 4."""
 
 
+@cache
 def of_length(case: Case, length: int) -> Case:
     """The case on sequences of tokens of another length."""
 
@@ -182,12 +184,14 @@ def draw_numbers(length: int) -> Callable[[int, torch.Generator], Batch]:
     return draw
 
 
+@cache
 def numbers(length: int) -> Case:
     """`floats_to_pieces` with its data."""
     draw = draw_numbers(length)
     return Case("floats", with_values(floats_to_pieces), draw, loss=data.Squares(), mean=functional.mse_loss)
 
 
+@cache
 def tokens(build: Callable[[], nn.Module], length: int) -> Case:
     """One of the other models with its data."""
     return of_length(Case(build.__name__, with_values(build), data.draw_tokens), length)

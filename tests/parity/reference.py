@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Mapping
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -41,8 +42,9 @@ def _layers(module: nn.Module, path: str) -> Iterator[tuple[str, nn.Module]]:
         yield from _layers(child, f"{path}.{name}" if path else name)
 
 
+@lru_cache(maxsize=256)
 def train(case: Case, rows: int, recipe: Recipe, dtype: torch.dtype) -> Outcome:
-    """Carry out `recipe` on global batches of `rows` rows."""
+    """Carry out `recipe` on global batches of `rows` rows; once for all layouts that are given the same."""
     model = materialise(case.build(), dtype)
     return train_model(case, model, model, rows, recipe, dtype)
 

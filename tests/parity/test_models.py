@@ -4,7 +4,7 @@ import pytest
 
 from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
 from parity.pairs import covering_rows
-from parity.parity import check_parity
+from parity.parity import THREE_STEPS, check_parity
 from parity.woven import layer_count
 from plait.comm.collectives import SMALLEST_SHARED
 from plait.plan import Plan
@@ -45,14 +45,14 @@ def identify(row):
 def test_users_models_on_all_degrees(thread_ranks, row):
     pp, dp = row["degrees"]
     plan = Plan(pp=pp, dp=dp, schedule=row["schedule"], microbatches=row["microbatches"], precision="fp64")
-    check_parity(thread_ranks, BY_NAME[row["name"]], plan)
+    check_parity(thread_ranks, BY_NAME[row["name"]], plan, THREE_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("case", "cut"), CUTS)
 def test_users_models_cut_anywhere(thread_ranks, case, cut):
     plan = Plan(pp=2, layers_per_stage=cut, microbatches=3, precision="fp64")
-    check_parity(thread_ranks, case, plan)
+    check_parity(thread_ranks, case, plan, THREE_STEPS)
 
 
 def test_a_module_that_is_no_sequence_is_one_layer(thread_ranks):

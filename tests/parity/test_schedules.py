@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 
+from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
 from parity.pairs import covering_rows, every_row
-from parity.parity import check_parity
+from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
 from plait.plan import Plan
@@ -55,21 +56,21 @@ PRODUCT = [
 """Of all but the number of micro-batches."""
 
 
-def check(thread_ranks: Any, row: dict[str, Any]) -> None:
+def check(thread_ranks: Any, row: dict[str, Any], recipe: Recipe) -> None:
     plan = plan_of({name: value for name, value in row.items() if name != "tied"})
     family = llama if plan.tp > 1 else gpt2
-    check_parity(thread_ranks, family(layers=3, tied=row["tied"]), plan)
+    check_parity(thread_ranks, family(layers=3, tied=row["tied"]), plan, recipe)
 
 
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
-    check(thread_ranks, row)
+    check(thread_ranks, row, TWO_STEPS)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", PRODUCT, ids=name_of)
 def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
-    check(thread_ranks, row)
+    check(thread_ranks, row, THREE_STEPS)
 
 
 @pytest.mark.parametrize(

@@ -29,22 +29,22 @@ def allowed(row: dict[str, Any]) -> bool:
     return row.get("strategy") != "none" or row.get("offload", "none") == "none"
 
 
-def check(thread_ranks: Any, row: dict[str, Any]) -> None:
+def check(thread_ranks: Any, row: dict[str, Any], steps: int) -> None:
     of_plan = {name: value for name, value in row.items() if name != "optimizer"}
     plan = plan_of(of_plan, schedule=SCHEDULES[row["reduce"]], microbatches=3)
     case = llama() if plan.tp > 1 else gpt2()
-    check_parity(thread_ranks, case, plan, Recipe(optimizer=row["optimizer"]))
+    check_parity(thread_ranks, case, plan, Recipe(steps, optimizer=row["optimizer"]))
 
 
 @pytest.mark.parametrize("row", covering_rows(FACTORS, allowed), ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
-    check(thread_ranks, row)
+    check(thread_ranks, row, steps=2)
 
 
 @pytest.mark.full
 @pytest.mark.parametrize("row", every_row(FACTORS, allowed), ids=name_of)
 def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
-    check(thread_ranks, row)
+    check(thread_ranks, row, steps=3)
 
 
 @pytest.mark.parametrize("reduce", ["last", "each"])
