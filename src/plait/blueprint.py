@@ -24,9 +24,8 @@ from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, sharding_of
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
-from plait.sharding.buffer_specs import BufferSpecs, build_buffer_specs, piece_layouts
+from plait.sharding.buffer_specs import BufferSpecs, StoragePolicy, build_buffer_specs, piece_layouts
 from plait.sharding.owners import Owners, pp_owners
-from plait.sharding.storage_policy import StoragePolicy
 from plait.tensor.apply_rules import layouts_of, match_modules
 from plait.tensor.meta_device_runs import MetaLayers
 from plait.tensor.sequence_dims import SequenceDims, sequence_dims, summed_over_tp

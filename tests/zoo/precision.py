@@ -16,8 +16,8 @@ from plait.engine import Engine
 from plait.pipeline.stage import Stage
 from plait.plan import Plan
 from plait.sharding import gatherer, reducer
+from plait.sharding.buffer_specs import StoragePolicy
 from plait.sharding.flat_buffer import FlatBuffer
-from plait.sharding.storage_policy import StoragePolicy
 from plait.sharding.unit import UnitFactory
 from plait.verification.location import StepPhase
 from plait.verification.options import VerifyOptions

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,35 +32,14 @@ _KINDS = tuple(Kind)
 _NEVER = -1
 
 
-class SegmentTimes(NamedTuple):
-    """A program segment that was run, and the clock's stamps before and after it."""
-
-    segment: Segment
-    start: Any
-    end: Any
-
-
-@dataclass(frozen=True, eq=False)
-class RecordedStep:
-    """A training step that was recorded on this rank."""
-
-    clock: Clock
-    notes: Sequence[SegmentTimes]
-
-    def row(self) -> tuple[MeasuredAction, ...]:
-        """Return the actions in the order in which they ran. Waits for the device on a GPU."""
-        segments, starts, ends = zip(*self.notes, strict=True)
-        return joined(segments, self.clock.read(starts), self.clock.read(ends))
-
-
 class Recorder:
     """Records the clock before and after each segment of the training steps that an executor runs."""
 
     def __init__(self, start_clock: Callable[[], Clock]) -> None:
         """`start_clock` is called at the start of each step."""
         self._start_clock = start_clock
-        self.step: RecordedStep | None = None
-        """The last training step that ended."""
+        self.step: Callable[[], tuple[MeasuredAction, ...]] | None = None
+        """Returns the actions of the last training step that ended; waits for the device on a GPU."""
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
@@ -69,16 +47,16 @@ class Recorder:
 
         A step that fails is not recorded.
         """
-        clock, notes = self._start_clock(), list[SegmentTimes]()
+        clock, notes = self._start_clock(), list[tuple[Segment, Any, Any]]()
 
         @contextmanager
         def recorded(segment: Segment) -> Iterator[None]:
             start = clock.stamp()
             yield
-            notes.append(SegmentTimes(segment, start, clock.stamp()))
+            notes.append((segment, start, clock.stamp()))
 
         yield lambda segment: recorded(segment) if segment.computes or segment.awaits else nullcontext()
-        self.step = RecordedStep(clock, notes)
+        self.step = partial(_row, clock, notes)
 
 
 class Recording:
@@ -126,8 +104,14 @@ class Recording:
                 "nothing was recorded: call forward_backward inside of `with engine.recording() as …`."
             )
         if self._collected is None or self._collected[0] is not step:
-            self._collected = step, _gathered(step.row(), self._mesh)
+            self._collected = step, _gathered(step(), self._mesh)
         return self._collected[1]
+
+
+def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[MeasuredAction, ...]:
+    """Return the actions in the order in which they ran, from the clock's stamps around each segment."""
+    segments, starts, ends = zip(*notes, strict=True)
+    return joined(segments, clock.read(starts), clock.read(ends))
 
 
 def joined(

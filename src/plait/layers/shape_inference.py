@@ -7,7 +7,7 @@ does it for the whole model, so sender and receiver agree without asking each ot
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from math import prod
 from typing import Any
@@ -98,17 +98,14 @@ class MetaRun:
     """A layer's run on the meta device."""
 
     info: LayerInfo
-    output: Value
-    """On the meta device, without its graph."""
-    length: int
-    repeats: bool
-    """Of the output, as in `LayerInput`."""
+    output: LayerInput
+    """The layer's output as an input, on the meta device, without its graph."""
 
     def next_input(self) -> LayerInput:
         """Return the input of the next layer: tensors like the output's, detached from its graph."""
         infos = iter(self.info.tensors)
-        value = map_tensors(lambda tensor: leaf_of(tensor, next(infos).requires_grad), self.output)
-        return LayerInput(value, self.length, self.repeats)
+        leaf = map_tensors(lambda tensor: leaf_of(tensor, next(infos).requires_grad), self.output.value)
+        return replace(self.output, value=leaf)
 
 
 def infer(layers: Sequence[NamedLayer], batch: Value, *, input_gradients: bool) -> list[LayerInfo]:
@@ -135,7 +132,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
     info = LayerInfo(writes_input, map_tensors(_info_of, output), given.length)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
-    return MetaRun(info, without_graph, length, repeats=len(set(ids)) < len(ids)), output
+    return MetaRun(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
 
 
 def _info_of(tensor: Tensor) -> TensorInfo:

@@ -104,27 +104,40 @@ def build_block(
 ) -> BuildingBlock | None:
     """Return the building block with these delays, or None where the period is too short for it."""
     stages, ranks = len(rank_of), max(rank_of) + 1
-    cells = _PeriodCells(period, [0] * ranks)
+    taken, full = [0] * ranks, False  # per rank, the occupied cells of the period as bits of an integer
     turns = iter(delays.turns)
+
+    def place(rank: int, ready: int, length: int) -> int:
+        """Occupy the first `length` consecutive free cells at or after `ready`, and return their start."""
+        nonlocal full
+        for start in range(ready, ready + period):
+            cells = ((1 << length) - 1) << start % period
+            cells = (cells | cells >> period) & ((1 << period) - 1)
+            if not taken[rank] & cells:
+                taken[rank] |= cells
+                return start
+        full = True
+        return ready
+
     forwards, inputs, weights = [0] * stages, [0] * stages, [0] * stages
     ready = 0
     for stage, rank in enumerate(rank_of):
         if stage:
             ready += delays.forward[stage // ranks] if stage % ranks else next(turns)
-        forwards[stage] = cells.place(rank, ready, lengths.F[stage])
+        forwards[stage] = place(rank, ready, lengths.F[stage])
         ready = forwards[stage] + lengths.F[stage]
     ready += next(turns)
     for stage in range(stages)[::-1]:
         rank = rank_of[stage]
         if stage + 1 < stages:
             ready += delays.backward[stage // ranks] if (stage + 1) % ranks else next(turns)
-        inputs[stage] = cells.place(rank, ready, lengths.I[stage])
+        inputs[stage] = place(rank, ready, lengths.I[stage])
         ready = inputs[stage] + lengths.I[stage]
     for stage in range(stages)[::-1]:
         after = inputs[stage] + lengths.I[stage]
-        weights[stage] = cells.place(rank_of[stage], after, lengths.W[stage])
+        weights[stage] = place(rank_of[stage], after, lengths.W[stage])
     starts = Lengths(forwards, inputs, weights)
-    return None if cells.full else BuildingBlock(tuple(rank_of), lengths, period, starts)
+    return None if full else BuildingBlock(tuple(rank_of), lengths, period, starts)
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
@@ -140,24 +153,3 @@ def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
         for turn in turns
     )
     return min(filter(None, found), key=lambda block: (block.peak(ones, ones), block.latency))
-
-
-class _PeriodCells:
-    """The time slots of one period that operations occupy: per rank, an integer with one bit per slot."""
-
-    def __init__(self, period: int, taken: list[int]) -> None:
-        self.period = period
-        self.taken = taken
-        self.full = False
-
-    def place(self, rank: int, ready: int, length: int) -> int:
-        """Occupy the first `length` consecutive free slots at or after `ready`, and return their start."""
-        period, everything = self.period, (1 << self.period) - 1
-        for start in range(ready, ready + period):
-            cells = ((1 << length) - 1) << start % period
-            cells = (cells | cells >> period) & everything
-            if not self.taken[rank] & cells:
-                self.taken[rank] |= cells
-                return start
-        self.full = True
-        return ready

@@ -17,7 +17,6 @@ from torch import nn
 
 from plait.layout import Flat, Layout
 from plait.sharding.offsets import Offsets, compute_offsets
-from plait.sharding.storage_policy import StoragePolicy
 
 
 @dataclass(frozen=True)
@@ -37,6 +36,60 @@ class BufferKind:
     """Whether the optimizer updates a piece, or an offloaded copy, of the layers' parameters."""
     summands: int
     """How many neighbours along `tp` hold the same parameter, and each a summand of its gradient."""
+
+
+@dataclass(frozen=True)
+class StoragePolicy:
+    """Precision, sharding and offload of parameters and gradients. None is the parameter's own dtype."""
+
+    compute: torch.dtype | None = None
+    master: torch.dtype | None = None
+    gradient: torch.dtype | None = None
+    reduce: torch.dtype | None = None
+    shards: bool = False
+    """Whether the optimizer updates pieces, or offloaded copies, of the parameters that layers use."""
+    keeps_parameters: bool = True
+    """Whether whole parameters stay allocated between the layers that use them."""
+    keeps_gradients: bool = True
+    """Whether whole gradients stay allocated between the layers that add to them."""
+    offloads_parameters: bool = False
+    """Whether pieces are on the CPU during a step. Between steps they are where their gradients are."""
+    offloads_gradients: bool = False
+    """Whether reduced gradients are on the CPU, and so the optimizer's state and the pieces between steps."""
+
+    def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype that layers compute with."""
+        return self._or(self.compute, parameter.dtype, parameter)
+
+    def master_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype of the optimizer's copy; for a frozen parameter, the dtype of the layers."""
+        dtype = self.dtype_of(parameter)
+        return self._or(self.master, dtype, parameter) if parameter.requires_grad else dtype
+
+    def gradient_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype that gradients are accumulated in."""
+        return self._or(self.gradient, self.master_of(parameter), parameter)
+
+    def reduce_of(self, parameter: nn.Parameter) -> torch.dtype:
+        """Return the dtype that gradients are reduced in."""
+        return self._or(self.reduce, self.gradient_of(parameter), parameter)
+
+    def kind_of(self, parameter: nn.Parameter, summands: int) -> BufferKind:
+        """Return the kind of buffer that holds `parameter`, whose gradient has that many summands."""
+        return BufferKind(
+            dtype=self.dtype_of(parameter),
+            master=self.master_of(parameter),
+            gradient=self.gradient_of(parameter),
+            reduce=self.reduce_of(parameter),
+            trains=parameter.requires_grad,
+            # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
+            sharded=self.shards and (parameter.requires_grad or not self.keeps_parameters),
+            summands=summands,
+        )
+
+    @staticmethod
+    def _or(asked: torch.dtype | None, default: torch.dtype, parameter: nn.Parameter) -> torch.dtype:
+        return default if asked is None or not parameter.is_floating_point() else asked
 
 
 @dataclass(frozen=True)
@@ -149,7 +202,7 @@ def build_buffer_specs(
     for unit, names in units.items():
         shapes: dict[BufferKind, dict[str, torch.Size]] = {}
         for name in names:
-            kind = _kind_of(parameters[name], summed[name], policy)
+            kind = policy.kind_of(parameters[name], summed[name])
             largest = layouts[name].local_shape([0] * len(layouts[name].axes))
             shapes.setdefault(kind, {})[name] = torch.Size(largest)
         specs[unit] = tuple(
@@ -169,16 +222,3 @@ def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str
             flat = {"shard": Flat(spec.offsets.bounds(slot))}
             pieces[slot.name] = Layout(layout.shape, layout.axis_degrees, placements | flat)
     return pieces
-
-
-def _kind_of(parameter: nn.Parameter, summands: int, policy: StoragePolicy) -> BufferKind:
-    return BufferKind(
-        dtype=policy.dtype_of(parameter),
-        master=policy.master_of(parameter),
-        gradient=policy.gradient_of(parameter),
-        reduce=policy.reduce_of(parameter),
-        trains=parameter.requires_grad,
-        # A frozen parameter has neither gradient nor state: it is sharded only where parameters are.
-        sharded=policy.shards and (parameter.requires_grad or not policy.keeps_parameters),
-        summands=summands,
-    )

@@ -64,7 +64,7 @@ def recorded(*programs: Program, fails: bool = False) -> Recorder:
 
 def row(recorder: Recorder) -> list[tuple[str, int, int, int | None]]:
     assert recorder.step is not None
-    return [(str(action), start, end, asked) for action, start, end, asked in recorder.step.row()]
+    return [(str(action), start, end, asked) for action, start, end, asked in recorder.step()]
 
 
 def test_computing_is_timed_and_waiting_for_it_is_not() -> None:

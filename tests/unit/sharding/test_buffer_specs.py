@@ -11,8 +11,7 @@ from torch import nn
 
 from plait.layout import Flat, Layout, Replicate, Shard
 from plait.plan import Plan
-from plait.sharding.buffer_specs import BufferKind, BufferSpecs, build_buffer_specs
-from plait.sharding.storage_policy import StoragePolicy
+from plait.sharding.buffer_specs import BufferKind, BufferSpecs, StoragePolicy, build_buffer_specs
 
 
 class Mixed(nn.Module):

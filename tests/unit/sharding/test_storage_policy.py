@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from plait.sharding.storage_policy import StoragePolicy
+from plait.sharding.buffer_specs import StoragePolicy
 
 WIDE, SINGLE, HALF = torch.float64, torch.float32, torch.bfloat16
 
