@@ -36,11 +36,11 @@ def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None
         if "weight" not in dict(module.named_parameters(recurse=False)) or "forward" in vars(module):
             continue  # some parametrisations replace the weight by a computed tensor
         if type(module) is nn.Linear:
-            _bind(module, partial(_run_linear, module, queue))
+            _bind(module, partial(_run_linear, module, queue, False))
         elif type(module) is nn.Embedding and _is_plain(module):
             _bind(module, partial(_run_embedding, module, queue))
         elif is_transposed_linear(module):
-            _bind(module, partial(_run_transposed, module, queue))
+            _bind(module, partial(_run_linear, module, queue, True))
 
 
 TRANSPOSED_LINEAR = ("transformers.pytorch_utils", "Conv1D")
@@ -65,12 +65,8 @@ def _is_plain(embedding: nn.Embedding) -> bool:
     return embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
 
 
-def _run_linear(module: nn.Linear, queue: WeightGradientQueue, input: Tensor) -> Tensor:
-    return linear(input, module.weight, module.bias, queue)
-
-
-def _run_transposed(module: Any, queue: WeightGradientQueue, x: Tensor) -> Tensor:
-    return linear(x, module.weight, module.bias, queue, transposed=True)
+def _run_linear(module: Any, queue: WeightGradientQueue, transposed: bool, input: Tensor) -> Tensor:
+    return linear(input, module.weight, module.bias, queue, transposed=transposed)
 
 
 def _run_embedding(module: nn.Embedding, queue: WeightGradientQueue, input: Tensor) -> Tensor:

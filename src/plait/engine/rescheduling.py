@@ -12,6 +12,7 @@ from plait.comm.text_collectives import broadcast_result
 from plait.errors import ScheduleError
 from plait.schedules.action import Action
 from plait.schedules.check import check
+from plait.schedules.memory import is_within
 from plait.schedules.schedule import Schedule
 from plait.schedules.search.api import AUTO, schedule
 from plait.schedules.simulation.costs import Costs
@@ -27,18 +28,10 @@ def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Sched
     found = schedule(
         AUTO, ranks=now.ranks, microbatches=now.microbatches, costs=costs, limit=limit, rank_of=now.rank_of
     )
-    fits = limit is None or _is_within(now, limit, costs)
+    fits = limit is None or is_within(now, limit, costs.memory(now.ranks, now.stages))
     # As the executor runs them: a `B` whose gradient is sent is an `I` and then a `W`.
     before, after = (simulate(one.split_backward(), costs).makespan for one in (now, found))
     return now if fits and before <= after else found
-
-
-def _is_within(order: Schedule, limit: float, costs: Costs) -> bool:
-    try:
-        check(order, limit, costs.memory(order.ranks, order.stages))
-    except ScheduleError:
-        return False
-    return True
 
 
 def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh: Mesh) -> Schedule:

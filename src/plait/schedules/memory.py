@@ -63,6 +63,11 @@ def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[F
     )
 
 
+def is_within(schedule: Schedule, limit: float, costs: MemoryCosts) -> bool:
+    """Return whether no rank of `schedule` holds more than `limit`, see `plait.schedule`."""
+    return max(peak_memory(schedule, costs)) <= limit_in_units(limit, costs.unit) * costs.unit
+
+
 def limit_in_units(limit: float, unit: Fraction) -> int:
     """Return the number of whole units in `limit`. Raises ScheduleError if it is negative or NaN."""
     number = isinstance(limit, Real) and not isinstance(limit, bool)

@@ -67,7 +67,8 @@ def next_token(
         if top_k is not None:
             values = _likeliest(values, top_k, vocabulary, logits.device)
         total = len(classes) if vocabulary is None else vocabulary.classes
-        values = values + _gumbel(values.shape[0], total, generator)[:, classes.start : classes.stop]
+        uniform = torch.rand(values.shape[0], total, dtype=torch.float64, generator=generator)
+        values = values - (-uniform.log()).log()[:, classes.start : classes.stop]
     # One more column of -inf, because a piece may be empty; argmax finds the first of equals.
     best = functional.pad(values, (0, 1), value=-torch.inf).max(dim=-1)
     own = torch.stack([best.values, (best.indices + classes.start).double()])
@@ -89,11 +90,6 @@ def _likeliest(values: Tensor, top_k: int, vocabulary: Vocabulary | None, device
     gathered = torch.cat(list(_all_gathered(own, vocabulary, device)), dim=-1)
     smallest = gathered.topk(top_k, dim=-1).values[:, -1:]
     return values.masked_fill(values < smallest, -torch.inf)
-
-
-def _gumbel(rows: int, classes: int, generator: torch.Generator) -> Tensor:
-    """Return standard Gumbel noise `[rows, classes]`, float64."""
-    return -(-torch.rand(rows, classes, dtype=torch.float64, generator=generator).log()).log()
 
 
 def _all_gathered(own: Tensor, vocabulary: Vocabulary | None, device: torch.device) -> Tensor:

@@ -65,9 +65,10 @@ class InstructionChecker:
             case TakeBatch(action):
                 self._compare_value(StepPhase.INPUT, action, -1)
             case AwaitReceive(action) | LocalTransfer(action) if action.kind is Kind.F:
-                self._compare_value(StepPhase.MESSAGE, action, self._first_layer(action.stage) - 1)
+                source = self.blueprint.stage_layers[action.stage - 1][-1]
+                self._compare_value(StepPhase.MESSAGE, action, source)
             case AwaitReceive(action) | LocalTransfer(action):
-                source = self._first_layer(action.stage + 1) - 1
+                source = self.blueprint.stage_layers[action.stage][-1]
                 self._compare_gradient(StepPhase.GRADIENT_MESSAGE, action, source, source)
             case AwaitParameters(unit):
                 self._compare_parameters(unit)
@@ -79,7 +80,7 @@ class InstructionChecker:
                 total = self.runtime.pipeline.loss_stage.total(action.microbatch)
                 self._compare(StepPhase.LOSS, action, None, RecordKey("total"), total)
             case SeedGradient(action):
-                last = sum(self.blueprint.layers_per_stage) - 1
+                last = self.blueprint.stage_layers[-1][-1]
                 self._compare_gradient(StepPhase.LOSS_GRADIENT, action, last, last)
             case ScatterGradient(unit):
                 self.weights.before_scatter(self.runtime.units[unit].parameters)
@@ -93,7 +94,7 @@ class InstructionChecker:
     def _compare_parameters(self, unit: str) -> None:
         """Compare gathered parameters with the recorded values after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
-        layer = min(self._first_layer(user.stage) + user.layer for user in users)
+        layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
         for name, parameter in self.runtime.units[unit].parameters.items():
             self._compare_parameter(name, parameter, layer)
 
@@ -125,7 +126,7 @@ class InstructionChecker:
             parameter.data.copy_(expected)
 
     def _compare_layer(self, action: Action, number: int) -> None:
-        layer = self._first_layer(action.stage) + number
+        layer = self.blueprint.stage_layers[action.stage][number]
         if action.kind is Kind.F:
             self._compare_value(StepPhase.FORWARD, action, layer)
             return
@@ -209,13 +210,13 @@ class InstructionChecker:
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
         """Yield the loss for other targets; nothing where the output has more than one tensor."""
-        last = sum(self.blueprint.layers_per_stage) - 1
+        last = self.blueprint.stage_layers[-1][-1]
         output = self.recording.find(scope, RecordKey("output", last, "0"))
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
             yield from with_another_loss(self.runtime.loss, output, self.targets, microbatch, total)
 
     def _inner_difference(self, action: Action, layer: int, scope: RecordScope) -> InnerDifference | None:
-        sketches = self.sketches.get((action.stage, layer - self._first_layer(action.stage)))
+        sketches = self.sketches.get((action.stage, layer - self.blueprint.stage_layers[action.stage].start))
         if sketches is None:
             return None
         keys = [key for key in self.recording.values[scope] if key[:2] == ("inside", layer)]
@@ -240,14 +241,11 @@ class InstructionChecker:
         """Return the dim along which a recorded tensor is partitioned over `tp`: classes or sequence."""
         if key.kind == "total":
             return None
-        if self.runtime.vocabulary is not None and key.layer == sum(self.blueprint.layers_per_stage) - 1:
+        if self.runtime.vocabulary is not None and key.layer == self.blueprint.stage_layers[-1][-1]:
             return -1
         if key.layer < 0 or key.name != "0":
             return None
         return self.blueprint.sequence_dims[key.layer].next
-
-    def _first_layer(self, stage: int) -> int:
-        return sum(self.blueprint.layers_per_stage[:stage])
 
     def _global_microbatch(self, action: Action) -> int:
         """Return the index of a micro-batch in the global batch."""

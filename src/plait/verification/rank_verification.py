@@ -169,7 +169,7 @@ def record(
             else:
                 recording.widen(scope, values, reference.epsilon)
             tick()
-        clip = reference.clip
+        clip = reference.update.clip
         del reference  # frees its memory before the next run is made
     if runs == 1:
         recording.require_exact()

@@ -83,7 +83,6 @@ class ReferenceRun:
                 for parameter in self.parameters.values():
                     parameter.copy_(perturbation.perturb(parameter))
         self.model_parameters = sequence.parameters
-        self.trainable = {name: p for name, p in self.parameters.items() if p.requires_grad}
         self.update = ReferenceUpdate(
             self.parameters, options, perturbation, clip, baseline, scale=self._scale(scale)
         )
@@ -92,11 +91,6 @@ class ReferenceRun:
         self.epsilon_of_loss = 0.0
         self.records_sketches = options.mode != "exact"
 
-    @property
-    def clip(self) -> float | None:
-        """The maximum gradient norm, known after the first step."""
-        return self.update.clip
-
     def epsilon(self, key: RecordKey) -> float:
         """Return the machine epsilon of the narrower dtype from which a tensor was computed, or 0."""
         if key.kind in LOSS_KINDS:
@@ -104,7 +98,7 @@ class ReferenceRun:
         if key.kind == "final":
             return self.formats.epsilon_of_gradient(self.model_parameters[key.name])
         if key.kind in ("norm", "largest"):  # squares are added up in float32, or in float64
-            kinds = {parameter.dtype for parameter in self.trainable.values()} - {torch.float64}
+            kinds = {parameter.dtype for parameter in self.update.trainable.values()} - {torch.float64}
             return epsilon_of(torch.float32) if kinds else 0.0
         return 0.0
 
@@ -150,7 +144,7 @@ class ReferenceRun:
             [torch.as_tensor(self.loss.weight(part)).double() for part in target_parts]
         ).sum()
         weight = divisor(self.loss, weight)
-        for name, parameter in self.trainable.items():
+        for name, parameter in self.update.trainable.items():
             kind = self.formats.gradient_of(self.model_parameters[name])
             self.sums[name] = torch.zeros_like(parameter, dtype=kind, requires_grad=False)
         totals = []
@@ -159,7 +153,7 @@ class ReferenceRun:
             totals.append(records[RecordKey("total")].double())
             yield RecordScope(step, number), records
         records = {RecordKey("mean"): torch.stack(totals).sum() / weight, RecordKey("whole"): whole}
-        for name, parameter in self.trainable.items():
+        for name, parameter in self.update.trainable.items():
             parameter.grad = self._reduced(name).to(parameter.dtype)
         yield RecordScope(step), records | self.update.apply(step)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from plait.plan import Plan
 from plait.verification.diagnosis import Symptoms, likely_cause
-from plait.verification.findings import Evidence, Tally
+from plait.verification.findings import Tally
 from plait.verification.location import Location, StepPhase
 from plait.verification.options import VerifyOptions
 from plait.verification.rank_verification import RankOutcome
@@ -57,7 +57,9 @@ def _first_difference(
     difference = outcomes[chosen].findings.differences[0]
     location = difference.location
     same = {rank: own for rank, own in evidence.items() if own.location == location}
-    ranks = tuple(rank for rank, own in evidence.items() if _is_alike(own, location))
+    # Those whose first difference is at the location, possibly in another parameter.
+    alike = {rank: replace(own.location, name=location.name) == location for rank, own in evidence.items()}
+    ranks = tuple(rank for rank in evidence if alike[rank])
     inside = [outcomes[rank].findings.differences[0].inside for rank in same]
     earliest = min((one for one in inside if one is not None), key=lambda one: one.order, default=None)
     symptoms = Symptoms(
@@ -81,11 +83,6 @@ def _first_difference(
         layer=paths[layer] if layer is not None and 0 <= layer < len(paths) else "",
         cause=likely_cause(symptoms),
     )
-
-
-def _is_alike(evidence: Evidence, location: Location) -> bool:
-    """Return whether a rank's first difference is at `location`, possibly in another parameter."""
-    return replace(evidence.location, name=location.name) == location
 
 
 def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool:

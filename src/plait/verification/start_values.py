@@ -43,18 +43,15 @@ def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: V
     """
     memo: dict[int, object] = {}
     for layer in sequence_of(model).layers:
-        for local, parameter in layer.module.named_parameters():
-            if id(parameter) not in memo:
+        named = ((layer.module.named_parameters(), parameters), (layer.module.named_buffers(), buffers))
+        for local, tensor, change in ((*one, change) for tensors, change in named for one in tensors):
+            if id(tensor) not in memo:
                 value = initial_value(layer.module, layer.path, local, seed)
                 if value.is_floating_point():
-                    value = parameters(join(layer.path, local), value)
-                memo[id(parameter)] = nn.Parameter(value.clone(), parameter.requires_grad)
-        for local, buffer in layer.module.named_buffers():
-            if id(buffer) not in memo:
-                value = initial_value(layer.module, layer.path, local, seed)
-                if value.is_floating_point():
-                    value = buffers(join(layer.path, local), value)
-                memo[id(buffer)] = value.clone()
+                    value = change(join(layer.path, local), value)
+                is_parameter = isinstance(tensor, nn.Parameter)
+                value = value.clone()
+                memo[id(tensor)] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
     return copy.deepcopy(model, memo)
 
 

@@ -40,9 +40,7 @@ class WeightGradientChecker:
             for number, layer in enumerate(stage.layers):
                 used = (names[id(p)] for p in layer.module.parameters() if id(p) in names)
                 if any(is_sharded(self.blueprint.whole_layouts[name]) for name in used):
-                    comparison.findings.partitioned.add(
-                        sum(self.blueprint.layers_per_stage[: stage.number]) + number
-                    )
+                    comparison.findings.partitioned.add(self.blueprint.stage_layers[stage.number][number])
                 trained = (names[id(p)] for p in layer.module.parameters() if p.requires_grad)
                 self.gradients_of[stage.number, number] = [
                     keys[name] for name in trained if self._is_complete(name)

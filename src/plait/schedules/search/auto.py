@@ -9,7 +9,7 @@ from typing import Literal
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
-from plait.schedules.memory import limit_in_units, peak_memory
+from plait.schedules.memory import is_within, limit_in_units
 from plait.schedules.named_schedules import POLICIES, BlockPolicy, policies_for, policy_schedule
 from plait.schedules.schedule import Placement, Schedule
 from plait.schedules.search.bound import lower_bound
@@ -157,8 +157,7 @@ def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -
             made = policy_schedule(name, problem.ranks, problem.microbatches, problem.chunks)
             if isinstance(policy, BlockPolicy):
                 made = fit_block_policy(made, policy, costs)
-            holds = costs.memory(made.ranks, made.stages)
-            if max(peak_memory(made, holds)) <= limit_in_units(limit, holds.unit) * holds.unit:
+            if is_within(made, limit, costs.memory(made.ranks, made.stages)):
                 yield replace(made, policy=f"auto ({name})")
 
 

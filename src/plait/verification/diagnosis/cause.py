@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 
 from plait.verification.diagnosis.across_ranks import later_pieces, norm, piece_of_another, summands
 from plait.verification.diagnosis.misplaced_values import (
@@ -74,10 +74,8 @@ def unexplained(symptoms: Symptoms) -> str:
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """
-    phase = symptoms.phase
-    if phase in UNEXPLAINED_BY_PLAN:
-        return UNEXPLAINED_BY_PLAN[phase](symptoms)
-    return UNEXPLAINED[phase]
+    found = UNEXPLAINED[symptoms.phase]
+    return found if isinstance(found, str) else found(symptoms)
 
 
 def _forward(symptoms: Symptoms) -> str:
@@ -138,15 +136,13 @@ def _optimizer(symptoms: Symptoms) -> str:
     )
 
 
-UNEXPLAINED_BY_PLAN = {
+UNEXPLAINED: Mapping[StepPhase, str | Callable[[Symptoms], str]] = {
     StepPhase.FORWARD: _forward,
     StepPhase.LOSS: _loss,
     StepPhase.INPUT_GRADIENT: _input_gradient,
     StepPhase.REDUCTION: _reduction,
     StepPhase.INITIAL: _initial,
     StepPhase.OPTIMIZER: _optimizer,
-}
-UNEXPLAINED = {
     StepPhase.BATCH: (
         "on one rank, too, the loss of the batch is not that of its micro-batches: the model or the loss "
         "depends on how the batch is cut, as statistics over rows do, or a loss whose total is no sum over "
