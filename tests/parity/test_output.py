@@ -78,7 +78,7 @@ def outputs_in_a_rank(cases: list[Case], plan: Plan) -> list[dict[str, Any]]:
         now = [p.grad for p in engine.parameters() if p.grad is not None]
         assert all(torch.equal(a, b) for a, b in zip(gradients, now, strict=True))
         assert not any(t.requires_grad for value in answers.values() for t in tensors_of(value))
-        is_last = engine.mesh.index("pp") == engine._runner.steps.last_rank
+        is_last = engine.mesh.index("pp") == engine._runner.steps.schedule.rank_of[-1]
         found.append(
             {**answers, "dp": engine.mesh.index("dp"), "tp": engine.mesh.index("tp"), "last": is_last}
         )

@@ -16,7 +16,7 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.engine import engine
 from plait.pipeline.stage import Stage
-from plait.schedules import reduce_pass
+from plait.schedules import unit_passes
 from plait.sharding import reducer
 from plait.sharding.flat_buffer import FlatBuffer
 from plait.sharding.reducer import Reducer
@@ -142,7 +142,7 @@ def one_unit_scattered_for_one_microbatch() -> Iterator[None]:
 
 def scattered_before_the_last_microbatch() -> Any:
     """The program takes the MLP's first micro-batch for its last."""
-    original = reduce_pass._ends
+    original = unit_passes._ends
 
     def ends(program: Any, units: Any, *, each: bool) -> Any:
         every, found = original(program, units, each=True), original(program, units, each=each)
@@ -153,7 +153,7 @@ def scattered_before_the_last_microbatch() -> Any:
             found[at].append((cases.MLP, True))
         return found
 
-    return patch.object(reduce_pass, "_ends", ends)
+    return patch.object(unit_passes, "_ends", ends)
 
 
 @contextmanager

@@ -61,7 +61,7 @@ def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
 
 def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
     """Yield the last stage's `outputs` on every rank of `pp`; the other ranks pass no outputs."""
-    group, source = runner.mesh.group("pp"), runner.steps.last_rank
+    group, source = runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1]
     given = iter(outputs)
     for info in runner.pipeline.output_infos:
         value = (
@@ -112,6 +112,6 @@ def generated(
                     generator=generator,
                     vocabulary=runner.runtime.vocabulary,
                 )
-            broadcast(token, runner.mesh.group("pp"), runner.steps.last_rank, checked=False).wait()
+            broadcast(token, runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1], checked=False).wait()
             sequence = torch.cat([sequence, token[:, None]], dim=1)
     return sequence

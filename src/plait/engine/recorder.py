@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,7 +14,6 @@ from torch import Tensor
 from plait.comm.clock_offset import clock_offset
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
-from plait.engine.clock import Clock, clock_on
 from plait.errors import DataError
 from plait.pipeline.executor import AroundSegment
 from plait.schedules.action import Action, Kind
@@ -30,6 +30,53 @@ from plait.schedules.simulation.timeline import Timeline
 
 _KINDS = tuple(Kind)
 _NEVER = -1
+
+
+class HostClock:
+    """The clock of the CPU, whose computations end before the call that started them returns."""
+
+    def stamp(self) -> int:
+        """Return the time in nanoseconds of `time.perf_counter_ns`."""
+        return time.perf_counter_ns()
+
+    def read(self, stamps: Sequence[Any]) -> list[int]:
+        """Return the stamps unchanged."""
+        return list(stamps)
+
+
+class DeviceClock:
+    """The clock of the current stream of a GPU.
+
+    Making one synchronises with the device, and so does `read`; `stamp` does not.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        torch.cuda.synchronize(device)
+        before = time.perf_counter_ns()
+        self._base = self.stamp()
+        self._base.synchronize()
+        self._origin = (before + time.perf_counter_ns()) // 2
+        """When the base event was recorded, on the host's clock, to a few microseconds."""
+
+    def stamp(self) -> torch.cuda.Event:
+        """Return an event recorded after all work submitted to the stream so far."""
+        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+        event.record(torch.cuda.current_stream(self._device))
+        return event
+
+    def read(self, stamps: Sequence[Any]) -> list[int]:
+        """Return the stamps as nanoseconds of the host's clock, with a resolution of half a microsecond."""
+        torch.cuda.synchronize(self._device)
+        return [self._origin + round(self._base.elapsed_time(event) * 1_000_000) for event in stamps]
+
+
+Clock: TypeAlias = HostClock | DeviceClock
+
+
+def clock_on(device: torch.device) -> Clock:
+    """Start a clock for computations on `device`."""
+    return DeviceClock(device) if device.type == "cuda" else HostClock()
 
 
 class Recorder:

@@ -75,7 +75,7 @@ class Runner:
     @property
     def is_last(self) -> bool:
         """Whether the last stage is on this rank."""
-        return self.mesh.index("pp") == self.steps.last_rank
+        return self.mesh.index("pp") == self.steps.schedule.rank_of[-1]
 
     @property
     def modules(self) -> list[nn.Module]:
@@ -138,7 +138,7 @@ class Runner:
         losses = torch.zeros_like(self._weights)
         if self.is_last:
             losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._weights)
-        return broadcast(losses, self.mesh.group("pp"), self.steps.last_rank, checked=False).wait()
+        return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
 
     def require_same_call(self, call: str, axis: str) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.
@@ -152,7 +152,7 @@ class Runner:
     def as_input(self, tensor: Tensor) -> Tensor:
         """Convert a floating-point input to the plan's precision; move inputs of the first stage."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
-        first = self.mesh.index("pp") == self.steps.first_rank
+        first = self.mesh.index("pp") == self.steps.schedule.rank_of[0]
         return tensor.to(self.mesh.device if first else tensor.device, dtype)
 
     def _as_target(self, tensor: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ What is added, and where:
   backward whose result is sent runs all of its `I` first, then sends, then runs its `W`; one whose result no
   rank waits for runs both layer by layer, so that `W` can hide the communication of `I`;
 - the receives of messages are posted ahead, in the order of sending (see `messages`);
-- gathers of parameters (see `gather_pass`) and reductions of gradients (see `reduce_pass`).
+- gathers of parameters and reductions of gradients (see `unit_passes`).
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Literal
 
 from plait.schedules.action import Action, Kind
-from plait.schedules.gather_pass import insert_gathers
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.messages import AT_START, Inbox, StageMessage, inboxes
 from plait.schedules.program import (
@@ -34,8 +33,8 @@ from plait.schedules.program import (
     Send,
     TakeBatch,
 )
-from plait.schedules.reduce_pass import insert_reductions
 from plait.schedules.schedule import Schedule
+from plait.schedules.unit_passes import insert_gathers, insert_reductions
 
 Ending = Literal["loss", "output"]
 

@@ -46,16 +46,6 @@ class StepPrograms:
         """The program that computes the model's output for a single micro-batch."""
         return self._lower_forward(1, "output")
 
-    @property
-    def last_rank(self) -> int:
-        """The rank of the `pp` axis with the last stage."""
-        return self.schedule.rank_of[-1]
-
-    @property
-    def first_rank(self) -> int:
-        """The rank of the `pp` axis with the first stage."""
-        return self.schedule.rank_of[0]
-
     def _lower_forward(self, microbatches: int, ending: Ending) -> Program:
         made = forward_only(self.schedule.rank_of, ranks=self.schedule.ranks, microbatches=microbatches)
         return self._lower(made, ending)

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from plait.engine.clock import DeviceClock, HostClock, clock_on
+from plait.engine.recorder import DeviceClock, HostClock, clock_on
 
 CUDA = torch.device("cuda", 0)
 

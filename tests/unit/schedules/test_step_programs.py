@@ -33,13 +33,6 @@ def test_programs_are_made_once() -> None:
     assert STEPS.evaluate is STEPS.evaluate
 
 
-def test_ranks_of_the_ends() -> None:
-    folded = written(["0F0 3F0 3B0 0B0", "1F0 2F0 2B0 1B0"], rank_of=(0, 1, 1, 0), microbatches=1)
-    steps = StepPrograms(folded, LoweringSpec((1,) * 4, {}), rank=0)
-    assert (steps.first_rank, steps.last_rank) == (0, 0)
-    assert (STEPS.first_rank, STEPS.last_rank) == (0, 1)
-
-
 def test_an_illegal_schedule_is_refused_before_it_is_lowered() -> None:
     steps = StepPrograms(written(["0B0 0F0"], rank_of=(0,), microbatches=1), LoweringSpec((1,), {}), rank=0)
     with pytest.raises(ScheduleError, match="forward, input, weights"):

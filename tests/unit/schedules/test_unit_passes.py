@@ -17,12 +17,12 @@ from sharded_cases import (
 )
 
 from plait.schedules.check_programs import check_programs
-from plait.schedules.gather_pass import insert_gathers
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import forward_only, policy_schedule
 from plait.schedules.program import Program, ReleaseParameters
 from plait.schedules.schedule import Schedule
+from plait.schedules.unit_passes import insert_gathers
 
 AB = {"a": (LayerIndex(0, 0),), "b": (LayerIndex(0, 1),)}
 EACH_USE = st.just(GATHERS)
