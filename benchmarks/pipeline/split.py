@@ -70,15 +70,15 @@ def by_plait(model: nn.Sequential, between: Between) -> None:
     defer_weight_gradients(model, queue)
     stage = Stage(0, sequence_of(model).layers, queue, [infos])
     layers = range(len(stage.layers))
-    stage.feed(0, received[0])
+    stage.values[0] = received[0]
     for layer in layers:
         stage.forward(0, layer)
-    stage.take_output(0)
-    stage.seed(0, [received[1]])
+    stage.values.pop(0)
+    stage.gradients[0] = [received[1]]
     for layer in reversed(layers):
         stage.backward_input(0, layer)
     between()
-    stage.take_gradients(0)
+    stage.gradients.pop(0)
     for layer in reversed(layers):
         stage.backward_weight(0, layer)
 

@@ -130,10 +130,10 @@ def _run(
 ) -> tuple[Value, tuple[float, float, float]]:
     """Return the layer's output, and the seconds of its forward, input gradient and weight gradient."""
     with torch.enable_grad():
-        stage.feed(0, map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given))
+        stage.values[0] = map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given)
         start = clock()
         stage.forward(0, 0)
-        output = stage.take_output(0)
+        output = stage.values.pop(0)
         if loss_of_last is not None:
             end = LossStage(loss_of_last)
             end.begin([targets], torch.ones((), dtype=torch.float64, device=next(tensors_of(output)).device))
@@ -143,7 +143,7 @@ def _run(
             torch.ones_like(tensor) if tensor.requires_grad else None for tensor in tensors_of(output)
         ]
         begun = clock()
-        stage.seed(0, seeds if loss_of_last is None else end.seed(0))
+        stage.gradients[0] = seeds if loss_of_last is None else end.seed(0)
         stage.backward_input(0, 0)
         inputs = clock()
         stage.backward_weight(0, 0)

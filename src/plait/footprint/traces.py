@@ -69,12 +69,12 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
     with tracker.tracking():
         value = map_tensors(_meta_leaf, given)
         inputs = _numbers(tracker, tensors_of(value))
-        stage.feed(0, value)
+        stage.values[0] = value
         del value
         forward = _PhaseRecorder(tracker)
         stage.forward(0, 0)
         output_is_read = stage.output_is_read(0)
-        output = stage.take_output(0)
+        output = stage.values.pop(0)
         forward.end(tensors_of(output))
         following = map_tensors(_meta_leaf, output)
         seeds: Gradients = [_meta_leaf(t) if t.requires_grad else None for t in tensors_of(output)]
@@ -82,7 +82,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
         next_inputs, numbers = _numbers(tracker, tensors_of(following)), _numbers(tracker, seeds)
         forward.saved = tracker.live() - {*next_inputs, *numbers}
         tracker.track_backward(stage.runs[0, 0].outputs)
-        stage.seed(0, seeds)
+        stage.gradients[0] = seeds
         del seeds
         backward = _trace_backward(tracker, stage, next_inputs)
         weights = _PhaseRecorder(tracker)
@@ -113,7 +113,7 @@ def _trace_backward(
         stage.backward_input(0, 0)
     except Exception:
         return None
-    gradients = stage.take_gradients(0)
+    gradients = stage.gradients.pop(0)
     backward.end(gradients)
     del gradients
     backward.saved = tracker.live() - {*next_inputs}

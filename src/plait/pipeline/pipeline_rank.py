@@ -109,7 +109,7 @@ class PipelineRank:
             lambda tensor: leaf_of(tensor, stage.input_gradients and tensor.is_floating_point()),
             self.batch[action.microbatch],
         )
-        stage.feed(action.microbatch, value)
+        stage.values[action.microbatch] = value
 
     def _await_receive(self, instruction: AwaitReceive) -> None:
         action = instruction.action
@@ -118,50 +118,50 @@ class PipelineRank:
             value = self._stage_outputs[action.stage - 1][action.microbatch].rebuild(
                 lambda info: leaf_of(next(received), info.requires_grad)
             )
-            stage.feed(action.microbatch, value)
+            stage.values[action.microbatch] = value
         else:
             infos = self._stage_outputs[action.stage][action.microbatch].tensors
             gradients = [next(received) if info.requires_grad else None for info in infos]
-            stage.seed(action.microbatch, gradients)
+            stage.gradients[action.microbatch] = gradients
 
     def _transfer(self, instruction: LocalTransfer) -> None:
         number, kind, microbatch = instruction.action
         if kind is Kind.F:
-            self.stages[number].feed(microbatch, self.stages[number - 1].take_output(microbatch))
+            self.stages[number].values[microbatch] = self.stages[number - 1].values.pop(microbatch)
         else:
-            self.stages[number].seed(microbatch, self.stages[number + 1].take_gradients(microbatch))
+            self.stages[number].gradients[microbatch] = self.stages[number + 1].gradients.pop(microbatch)
 
     def _send(self, instruction: Send) -> None:
         action, stage = instruction.action, self.stages[instruction.action.stage]
         if action.kind is Kind.F:
-            tensors = list(tensors_of(stage.take_output(action.microbatch)))
+            tensors = list(tensors_of(stage.values.pop(action.microbatch)))
             self.exchange.send(action, [tensor.detach() for tensor in tensors], instruction.peer)
         else:
-            gradients = stage.take_gradients(action.microbatch)
+            gradients = stage.gradients.pop(action.microbatch)
             self.exchange.send_gradients(action, gradients, instruction.peer)
 
     def _compute_loss(self, instruction: ComputeLoss) -> None:
         stage, microbatch = self.stages[instruction.action.stage], instruction.action.microbatch
-        output = stage.take_output(microbatch)
+        output = stage.values.pop(microbatch)
         if self.loss_stage.writes_output and stage.output_is_read(microbatch):
             output = map_tensors(lambda leaf: leaf_of(leaf.clone(), leaf.requires_grad), output)
         self.loss_stage.compute(microbatch, output)
 
     def _keep_output(self, instruction: KeepOutput) -> None:
         action = instruction.action
-        output = self.stages[action.stage].take_output(action.microbatch)
+        output = self.stages[action.stage].values.pop(action.microbatch)
         # A last layer may return what it received, in a buffer that receives the next micro-batch.
         kept = map_tensors(lambda tensor: self.exchange.safe_to_keep(tensor.detach()), output)
         self.loss_stage.keep(action.microbatch, kept)
 
     def _seed_gradient(self, instruction: SeedGradient) -> None:
         action = instruction.action
-        self.stages[action.stage].seed(action.microbatch, self.loss_stage.seed(action.microbatch))
+        self.stages[action.stage].gradients[action.microbatch] = self.loss_stage.seed(action.microbatch)
 
     def _release(self, instruction: ReleaseBuffers) -> None:
         action: Action = instruction.action
         if action.stage == 0 and action.kind is not Kind.F:
-            gradients = self.stages[0].take_gradients(action.microbatch)
+            gradients = self.stages[0].gradients.pop(action.microbatch)
             if self.stages[0].input_gradients:
                 self.input_gradients[action.microbatch] = [
                     None if gradient is None else self.exchange.safe_to_keep(gradient)

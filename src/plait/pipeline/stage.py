@@ -62,7 +62,7 @@ class Stage:
     """Whether the first stage of the model collects the gradient of its floating-point input."""
 
     values: dict[int, Value] = field(default_factory=dict)
-    """Per micro-batch: the current activation, input of the next layer to run."""
+    """Per micro-batch: the current activation, input of the next layer to run, whose tensors are leaves."""
     gradients: dict[int, Gradients] = field(default_factory=dict)
     """Per micro-batch: the gradients of the activation that the backward has reached."""
     runs: dict[tuple[int, int], LayerRun] = field(default_factory=dict)
@@ -73,14 +73,6 @@ class Stage:
         self._training_runs = [recomputing(mode, self._run) for mode in modes]
         self._parameters = [list(layer.module.parameters()) for layer in self.layers]
         self._dropouts = [names_of(layer.module) for layer in self.layers]
-
-    def feed(self, microbatch: int, value: Value) -> None:
-        """Set the first layer's input, whose tensors are leaves (see `leaf_of`)."""
-        self.values[microbatch] = value
-
-    def seed(self, microbatch: int, gradients: Gradients) -> None:
-        """Set the gradients of the last layer's output."""
-        self.gradients[microbatch] = gradients
 
     def forward(self, microbatch: int, layer: int) -> None:
         """Run one layer on the micro-batch's current activation; store its detached output."""
@@ -126,18 +118,10 @@ class Stage:
             self.backward_input(microbatch, layer)
         self.backward_weight(microbatch, layer)
 
-    def take_output(self, microbatch: int) -> Value:
-        """Remove and return the last layer's output, whose tensors are leaves."""
-        return self.values.pop(microbatch)
-
     def output_is_read(self, microbatch: int) -> bool:
         """Return whether the last layer's backward may read its output, which must then not be written to."""
         run = self.runs.get((microbatch, len(self.layers) - 1))
         return run is not None and not all(made_by_linear(output) for output in run.outputs)
-
-    def take_gradients(self, microbatch: int) -> Gradients:
-        """Remove and return the gradients of the first layer's input."""
-        return self.gradients.pop(microbatch)
 
     def clear(self) -> None:
         """Discard every unfinished micro-batch, after an exception within a step."""

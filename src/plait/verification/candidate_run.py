@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
 
 import torch
+from torch import Tensor, nn
 
 from plait.engine import Runtime
 from plait.layers.nested import Value, split
 from plait.layers.precision import convert
 from plait.models.initial import initial_value
 from plait.schedules.program import Instruction
-from plait.verification.candidate_update import CandidateUpdate
 from plait.verification.expected_dtypes import GROWTH_INTERVAL, INITIAL_LOSS_SCALE
+from plait.verification.findings import one_alternative
 from plait.verification.instruction_checker import InstructionChecker
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
+from plait.verification.reference_update import CLIP_EPSILON
 from plait.verification.start_values import ValueChange
 from plait.verification.step_comparison import StepComparison
 
@@ -92,3 +96,130 @@ class CandidateRun:
     def _rows_of_rank(self, value: Value) -> Value:
         mesh = self.engine.mesh
         return split(value, mesh.size("dp"), "batch")[mesh.index("dp")]
+
+
+class CandidateUpdate:
+    """The optimizer of the candidate run; `run` performs one update and compares it with the recording."""
+
+    def __init__(self, comparison: StepComparison) -> None:
+        options = comparison.options
+        self.comparison = comparison
+        self.engine = comparison.engine
+        self.recording = comparison.recording
+        self.parameters = comparison.parameters
+        self.optimizer = options.optimizer(self.engine.parameter_groups(options.weight_decay))
+        self.norm_type = options.norm_type
+        self.norm_kind = "norm" if self.norm_type == 2 else "largest"
+        """Kind of the recorded norm that gradients are clipped by."""
+        self.norm_differs = False
+        """Whether a norm has differed in this step."""
+
+    def run(self, step: int) -> None:
+        """Clip the gradients and step: by `Engine.step` in even steps, else with `optimizer.step()`.
+
+        Calls each before with a bound above the norm, which must change nothing; not under a dynamic loss
+        scale, which counts the checks of gradients.
+        """
+        self.norm_differs = False
+        before = {name: parameter.detach().clone() for name, parameter in self.parameters.items()}
+        bound, by_engine = self.recording.number(step, "clip"), step % 2 == 0
+        if not self.engine.adapts_loss_scale:
+            loose = 3 * (self.recording.number(step, "norm") + CLIP_EPSILON)
+            self._clip_above_norm(step, lambda: self.engine.clip_grad_norm_(loose))
+            if by_engine:
+                self._clip_above_norm(step, lambda: self._step_of_another_optimizer(step, loose))
+        if by_engine:
+            self._engine_step(step, bound)
+        else:
+            self._compare_norm(step, self.engine.clip_grad_norm_(bound, self.norm_type), self.norm_kind)
+            self._compare_clipped(step)
+            self.optimizer.step()
+        self.comparison.compare_update(step, before, self.optimizer)
+
+    def overflow(self, step: int) -> None:
+        """Set a gradient of one stage to infinity and step; check that no rank changes anything.
+
+        Compares parameters and optimizer state with their values before, and the loss scale with half of its
+        value if it is dynamic. `step` is the number after the last training step.
+        """
+        trained = [name for name, p in self.comparison.sequence.parameters.items() if p.requires_grad]
+        dynamic, constant = self.comparison.is_dynamic, self.comparison.formats.loss_scale
+        if not trained or not (dynamic or constant not in (None, 1.0)):
+            return
+        scale = self.engine.loss_scale
+        before = {name: tensor.detach().clone() for name, tensor in self._updated_tensors()}
+        poisoned = self.parameters.get(trained[-1])
+        if poisoned is not None:
+            poisoned.grad = torch.full_like(poisoned, torch.inf)
+        self.engine.step(self.optimizer, 1.0)
+        mistake = "it was updated, though the gradients of the step were not finite"
+        for name, tensor in self._updated_tensors():
+            piece = None if "/" in name else self.comparison.piece(name)
+            location = Location(step, StepPhase.OPTIMIZER, name=name)
+            self.comparison.compare_unchanged(location, tensor, before[name], piece, mistake)
+        expected = scale / 2 if dynamic else scale
+        self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
+
+    def _clip_above_norm(self, step: int, clip: Callable[[], Tensor]) -> None:
+        """Call `clip` with a bound above the norm; compare the returned norm and the unchanged gradients."""
+        trained = [name for name, p in self.parameters.items() if p.requires_grad]
+        before = {name: self.comparison.gradient(name).clone() for name in trained}
+        self._compare_norm(step, clip(), "norm")
+        mistake = "it was scaled, though the norm is below the bound"
+        for name in trained:
+            gradient, location = self.comparison.gradient(name), Location(step, StepPhase.CLIP, name=name)
+            piece = self.comparison.piece(name)
+            self.comparison.compare_unchanged(location, gradient, before[name], piece, mistake)
+            self.parameters[name].grad = gradient.copy_(before[name])
+
+    def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
+        """Call `Engine.step` with an optimizer without any of the engine's parameters; return the norm."""
+        other = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
+        other.grad = torch.ones_like(other)
+        norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
+        location = Location(step, StepPhase.OPTIMIZER, name="an optimizer of one step")
+        mistake = partial(one_alternative, "it was not updated", torch.zeros_like(other))
+        expected = torch.full_like(other, -1.0)
+        self.comparison.findings.compare(location, other, expected, NO_TOLERANCE, alternatives=mistake)
+        return norm
+
+    def _engine_step(self, step: int, bound: float) -> None:
+        """Call `Engine.step`, and compare the gradients that it passes to the optimizer."""
+        compared = []
+
+        def compare(*_: Any) -> None:
+            compared.append(True)
+            self._compare_clipped(step)
+
+        handle = self.optimizer.register_step_pre_hook(compare)
+        try:
+            norm = self.engine.step(self.optimizer, bound, self.norm_type)
+        finally:
+            handle.remove()
+        self._compare_norm(step, norm, self.norm_kind)
+        if not compared:
+            self._compare_clipped(step)
+
+    def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
+        """Compare a returned norm, unless another norm of this step already differed."""
+        if not self.norm_differs:
+            equal = self.comparison.compare(step, StepPhase.NORM, RecordKey(kind), norm)
+            self.norm_differs = not equal
+
+    def _compare_clipped(self, step: int) -> None:
+        """Compare the clipped gradients that the optimizer receives."""
+        if self.norm_differs and self.comparison.options.isolate:  # they were scaled by the wrong norm
+            self.comparison.set_gradients(step, "clipped")
+            return
+        norm, bound = (self.recording.number(step, kind) for kind in (self.norm_kind, "clip"))
+        factor = min(1.0, bound / (norm + CLIP_EPSILON))
+        mistakes = [("it was not scaled", 1.0), ("it was scaled twice", factor**2)] if factor < 1 else []
+        self.comparison.compare_gradients(step, StepPhase.CLIP, "clipped", mistakes=mistakes)
+
+    def _updated_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield parameters by name, and the tensors of their optimizer state as `parameter/entry`."""
+        for name, parameter in self.parameters.items():
+            yield name, parameter
+            for entry, state in self.optimizer.state.get(parameter, {}).items():
+                if isinstance(state, Tensor):
+                    yield f"{name}/{entry}", state

@@ -48,10 +48,10 @@ def test_weight_work_adds_all_gradients_or_those_that_were_deferred(adds_late: b
     stage, parameters = late_stage(adds_late=adds_late)
     buffers = {name: one.grad for name, one in parameters.items()}
     forward(stage, torch.randn(2, 3))
-    stage.seed(0, [torch.ones(2, 3)])
+    stage.gradients[0] = [torch.ones(2, 3)]
     for layer in reversed(range(4)):
         stage.backward_input(0, layer)
-    stage.take_gradients(0)
+    stage.gradients.pop(0)
     assert added(parameters) == (set() if adds_late else ADDED_BY_AUTOGRAD)
     assert all(one.grad is buffers[name] for name, one in parameters.items())
     for layer in reversed(range(4)):
@@ -70,7 +70,7 @@ def test_gradients_that_are_added_late_are_the_same_bits(at_once: bool) -> None:
         for number in range(2):
             batch = torch.randn(2, 3, generator=torch.Generator().manual_seed(number))
             forward(stage, batch, number)
-            stage.seed(number, [batch + 1])
+            stage.gradients[number] = [batch + 1]
             for layer in reversed(range(4)):
                 (stage.backward if at_once else stage.backward_input)(number, layer)
         for number, layer in list(stage.runs):
@@ -111,7 +111,7 @@ def test_work_done_while_a_backward_waits_adds_to_what_was_set_aside() -> None:
     stage = stage_of(Before(Waits.apply, linear), batch=torch.ones(1, 2))
     stage.adds_late, buffer = True, linear.weight.grad
     forward(stage, torch.ones(1, 2))
-    stage.seed(0, [torch.ones(1, 2)])
+    stage.gradients[0] = [torch.ones(1, 2)]
     stage.backward(0, 0)
     assert seen == [True]
     assert linear.weight.grad is buffer

@@ -87,19 +87,19 @@ def stage_of(*layers: nn.Module, batch: Value, number: int = 0, recompute: Recom
 
 
 def forward(stage: Stage, batch: Tensor, microbatch: int = 0) -> Value:
-    stage.feed(microbatch, leaf_of(batch, batch.is_floating_point()))
+    stage.values[microbatch] = leaf_of(batch, batch.is_floating_point())
     for layer in range(len(stage.layers)):
         stage.forward(microbatch, layer)
-    return stage.take_output(microbatch)
+    return stage.values.pop(microbatch)
 
 
 def backward(stage: Stage, gradient: Tensor, microbatch: int = 0) -> Tensor | None:
-    stage.seed(microbatch, [gradient])
+    stage.gradients[microbatch] = [gradient]
     for layer in reversed(range(len(stage.layers))):
         stage.backward_input(microbatch, layer)
     for layer in reversed(range(len(stage.layers))):
         stage.backward_weight(microbatch, layer)
-    (result,) = stage.take_gradients(microbatch)
+    (result,) = stage.gradients.pop(microbatch)
     return result
 
 
@@ -144,7 +144,7 @@ def test_input_work_frees_all_but_what_weight_work_needs() -> None:
     first, last = layers = [Watched(2), Watched(2)]
     stage = stage_of(*layers, batch=torch.randn(3, 2))
     forward(stage, torch.randn(3, 2))
-    stage.seed(0, [torch.ones(3, 2)])
+    stage.gradients[0] = [torch.ones(3, 2)]
     assert (first.alive(), last.alive()) == ((True, True), (True, True))
     stage.backward_input(0, 1)
     assert (first.alive(), last.alive()) == ((True, True), (True, False))
@@ -179,14 +179,14 @@ def test_a_stage_hands_over_to_another() -> None:
         stage_of(nn.Linear(2, 2), batch=torch.ones(1, 2)),
         stage_of(nn.Tanh(), batch=torch.ones(1, 2)),
     )
-    first.feed(0, leaf_of(torch.ones(1, 2), True))
+    first.values[0] = leaf_of(torch.ones(1, 2), True)
     first.forward(0, 0)
-    last.feed(0, first.take_output(0))
+    last.values[0] = first.values.pop(0)
     last.forward(0, 0)
-    last.take_output(0)
-    last.seed(0, [torch.ones(1, 2)])
+    last.values.pop(0)
+    last.gradients[0] = [torch.ones(1, 2)]
     last.backward_input(0, 0)
-    first.seed(0, last.take_gradients(0))
+    first.gradients[0] = last.gradients.pop(0)
     first.backward_input(0, 0)
     first.backward_weight(0, 0)
     leaf = torch.ones(1, 2, requires_grad=True)
@@ -269,7 +269,7 @@ def test_clear_forgets_what_is_in_flight() -> None:
     stage = stage_of(nn.Linear(2, 2), batch=torch.ones(1, 2))
     forward(stage, torch.ones(1, 2), 0)
     forward(stage, torch.ones(1, 2), 1)
-    stage.seed(0, [torch.ones(1, 2)])
+    stage.gradients[0] = [torch.ones(1, 2)]
     stage.backward_input(0, 0)
     stage.clear()
     assert is_empty(stage)
