@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +22,7 @@ from plait.layers.precision import DTYPES
 from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
-from plait.schedules.program import Instruction, Program
+from plait.schedules.program import INSTRUCTION_TYPES, Program
 from plait.schedules.step_programs import StepPrograms
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
@@ -69,7 +69,7 @@ class Runner:
         """Call `observer` after each instruction of later steps; None removes it."""
         handlers = [self.pipeline.handlers(), self.gatherer.handlers(), self.reducer.handlers()]
         if observer is not None:
-            handlers.append(dict.fromkeys(get_args(Instruction), lambda one: observer(one, self.runtime)))
+            handlers.append(dict.fromkeys(INSTRUCTION_TYPES, lambda one: observer(one, self.runtime)))
         self._executor = Executor(*handlers, bind_layer=self.pipeline.bind_layer)
 
     @property

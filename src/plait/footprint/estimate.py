@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from typing import Any, get_args
+from typing import Any
 
 import torch
 from torch import nn
@@ -26,7 +26,7 @@ from plait.pipeline.executor import Executor
 from plait.plan import Plan
 from plait.rules import Rules
 from plait.schedules.lower import lower
-from plait.schedules.program import Instruction, Program, RunLayer
+from plait.schedules.program import INSTRUCTION_TYPES, Instruction, Program, RunLayer
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
 from plait.tensor.losses import Loss, cross_entropy
@@ -169,7 +169,7 @@ def simulate_step(
     layers = [layer for stage in spans.values() for layer in stage]
     units = ParameterAccount(ledger, rank_buffers(blueprint, spans, device), moments)
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
-    handlers = [dict.fromkeys(get_args(Instruction), lambda _: None), units.handlers()]
+    handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     if traces is not None:
         handlers.append(_activations(ledger, blueprint, spans, traces, device).handlers())
     Executor(*handlers).run(program)
@@ -181,7 +181,7 @@ def simulate_step(
         if observer is not None:
             observer(rank, ledger.snapshot(instruction))
 
-    Executor(*handlers, dict.fromkeys(get_args(Instruction), observe)).run(program)
+    Executor(*handlers, dict.fromkeys(INSTRUCTION_TYPES, observe)).run(program)
     assert ledger.peak is not None
     for batch in ("inputs", "targets"):
         ledger.drop(batch)

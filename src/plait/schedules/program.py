@@ -12,171 +12,141 @@ from typing import ClassVar, TypeAlias
 from plait.schedules.action import Action
 
 
-@dataclass(frozen=True, slots=True)
-class TakeBatch:
+@dataclass(frozen=True)
+class ActionInstruction:
+    """An instruction for an action."""
+
+    verb: ClassVar[str] = ""
+    action: Action
+
+
+@dataclass(frozen=True)
+class UnitInstruction:
+    """An instruction for the parameters or the gradient of a unit."""
+
+    verb: ClassVar[str] = ""
+    unit: str
+
+
+class TakeBatch(ActionInstruction):
     """Feed micro-batch `action.microbatch` of this rank's batch to the first stage."""
 
-    verb: ClassVar = "take"
-    action: Action
+    verb = "take"
 
 
-@dataclass(frozen=True, slots=True)
-class PostReceive:
+@dataclass(frozen=True)
+class PostReceive(ActionInstruction):
     """Start receiving the input of `action` from `peer`, a rank of the `pp` axis."""
 
-    verb: ClassVar = "receive"
-    action: Action
+    verb = "receive"
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitReceive:
+@dataclass(frozen=True)
+class AwaitReceive(ActionInstruction):
     """Wait for the input of `action` from `peer` and pass it to the stage."""
 
-    verb: ClassVar = "await"
-    action: Action
+    verb = "await"
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class LocalTransfer:
+class LocalTransfer(ActionInstruction):
     """Pass the result of the previous (`F`) or next (`I`) stage on this rank on to this stage, not copied."""
 
-    verb: ClassVar = "transfer"
-    action: Action
+    verb = "transfer"
 
 
-@dataclass(frozen=True, slots=True)
-class Send:
+@dataclass(frozen=True)
+class Send(ActionInstruction):
     """Start sending the result of `action` to `peer`, a rank of the `pp` axis."""
 
-    verb: ClassVar = "send"
-    action: Action
+    verb = "send"
     peer: int
 
 
-@dataclass(frozen=True, slots=True)
-class RunLayer:
+@dataclass(frozen=True)
+class RunLayer(ActionInstruction):
     """Run `F`, `I`, `W` or `B` of one layer, by its index within the stage."""
 
-    verb: ClassVar = ""
-    action: Action
     layer: int
 
 
-@dataclass(frozen=True, slots=True)
-class ComputeLoss:
+class ComputeLoss(ActionInstruction):
     """Compute the loss of the micro-batch, at the end of the last stage's forward."""
 
-    verb: ClassVar = ""
-    action: Action
 
-
-@dataclass(frozen=True, slots=True)
-class KeepOutput:
+class KeepOutput(ActionInstruction):
     """Keep the last stage's output for the caller, at the end of a forward without targets."""
 
-    verb: ClassVar = "keep"
-    action: Action
+    verb = "keep"
 
 
-@dataclass(frozen=True, slots=True)
-class SeedGradient:
+class SeedGradient(ActionInstruction):
     """Start the last stage's backward with the gradient of the global mean loss."""
 
-    verb: ClassVar = "seed"
-    action: Action
+    verb = "seed"
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseBuffers:
+class ReleaseBuffers(ActionInstruction):
     """Free the buffers of `action.microbatch` on `action.stage`: no later action needs them."""
 
-    verb: ClassVar = "release"
-    action: Action
+    verb = "release"
 
 
-@dataclass(frozen=True, slots=True)
-class GatherParameters:
+class GatherParameters(UnitInstruction):
     """Start the all-gather of a unit's parameters over `shard`."""
 
-    verb: ClassVar = "gather"
-    unit: str
+    verb = "gather"
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitParameters:
+class AwaitParameters(UnitInstruction):
     """Wait for the all-gather of a unit's parameters."""
 
-    verb: ClassVar = "await"
-    unit: str
+    verb = "await"
 
 
-@dataclass(frozen=True, slots=True)
-class ReleaseParameters:
+class ReleaseParameters(UnitInstruction):
     """Free the whole parameters of a unit; this rank's shard stays."""
 
-    verb: ClassVar = "release"
-    unit: str
+    verb = "release"
 
 
-@dataclass(frozen=True, slots=True)
-class AllocateGradient:
+class AllocateGradient(UnitInstruction):
     """Allocate the whole gradient of a unit, filled with zeros."""
 
-    verb: ClassVar = "allocate"
-    unit: str
+    verb = "allocate"
 
 
-@dataclass(frozen=True, slots=True)
-class ScatterGradient:
+class ScatterGradient(UnitInstruction):
     """Start the reduce-scatter of a unit's whole gradient over `shard`."""
 
-    verb: ClassVar = "scatter"
-    unit: str
+    verb = "scatter"
 
 
-@dataclass(frozen=True, slots=True)
-class AwaitScatter:
+class AwaitScatter(UnitInstruction):
     """Wait for this rank's shard of a unit's gradient, and free the whole gradient."""
 
-    verb: ClassVar = "collect"
-    unit: str
+    verb = "collect"
 
 
-@dataclass(frozen=True, slots=True)
-class ReduceGradient:
+class ReduceGradient(UnitInstruction):
     """Start the all-reduce of a unit's final gradient over the ranks with the same parameters or shard."""
 
-    verb: ClassVar = "reduce"
-    unit: str
+    verb = "reduce"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class Finish:
     """Wait for every send and reduction in flight."""
 
     verb: ClassVar = "finish"
 
 
-Instruction: TypeAlias = (
-    TakeBatch
-    | PostReceive
-    | AwaitReceive
-    | LocalTransfer
-    | Send
-    | RunLayer
-    | ComputeLoss
-    | KeepOutput
-    | SeedGradient
-    | ReleaseBuffers
-    | GatherParameters
-    | AwaitParameters
-    | ReleaseParameters
-    | AllocateGradient
-    | ScatterGradient
-    | AwaitScatter
-    | ReduceGradient
-    | Finish
-)
+Instruction: TypeAlias = ActionInstruction | UnitInstruction | Finish
 Program: TypeAlias = tuple[Instruction, ...]
+INSTRUCTION_TYPES: tuple[type[Instruction], ...] = (
+    *ActionInstruction.__subclasses__(),
+    *UnitInstruction.__subclasses__(),
+    Finish,
+)
+"""The class of each instruction."""

@@ -20,6 +20,7 @@ from plait.schedules.program import (
     Program,
     RunLayer,
     SeedGradient,
+    UnitInstruction,
 )
 
 
@@ -52,9 +53,9 @@ def segments_of(program: Program) -> tuple[Segment, ...]:
 def _name(instruction: Instruction) -> str:
     if isinstance(instruction, Finish):
         return instruction.verb
-    unit = getattr(instruction, "unit", None)
-    subject = str(instruction.action) if unit is None else unit or "the model"  # type: ignore[union-attr]
-    return f"{instruction.verb} {subject}".lstrip()
+    if isinstance(instruction, UnitInstruction):
+        return f"{instruction.verb} {instruction.unit or 'the model'}"
+    return f"{instruction.verb} {instruction.action}".lstrip()
 
 
 def _segment(name: str, instructions: Program) -> Segment:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import fields
 from itertools import pairwise
-from typing import get_args
 
 import pytest
 from hypothesis import given
@@ -15,7 +14,7 @@ from plait.schedules.action import Action, Kind
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, Sharding
 from plait.schedules.named_schedules import policy_schedule
-from plait.schedules.program import AwaitReceive, Instruction, ReduceGradient, RunLayer
+from plait.schedules.program import INSTRUCTION_TYPES, AwaitReceive, ReduceGradient, RunLayer
 from plait.schedules.program_segments import segments_of
 
 
@@ -99,7 +98,7 @@ def test_nothing_is_lost_and_neighbours_differ(data: st.DataObject) -> None:
             assert (part.awaits is not None) == isinstance(part.instructions[0], AwaitReceive)
 
 
-@pytest.mark.parametrize("kind", get_args(Instruction), ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("kind", INSTRUCTION_TYPES, ids=lambda kind: kind.__name__)
 def test_every_instruction_has_a_name(kind: type) -> None:
     values = {"action": Action(1, Kind.F, 3), "unit": "head", "peer": 0, "layer": 0}
     (part,) = segments_of((kind(**{field.name: values[field.name] for field in fields(kind)}),))
