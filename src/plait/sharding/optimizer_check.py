@@ -24,17 +24,9 @@ from plait.sharding.optimizer_probe import Reach, probe
 
 ELEMENTWISE = frozenset(
     {
-        torch.optim.SGD,
-        torch.optim.Adam,
-        torch.optim.AdamW,
-        torch.optim.Adamax,
-        torch.optim.NAdam,
-        torch.optim.RAdam,
-        torch.optim.Adagrad,
+        *(torch.optim.SGD, torch.optim.ASGD, torch.optim.RMSprop, torch.optim.Rprop, torch.optim.Adagrad),
+        *(torch.optim.Adam, torch.optim.AdamW, torch.optim.Adamax, torch.optim.NAdam, torch.optim.RAdam),
         torch.optim.Adadelta,
-        torch.optim.RMSprop,
-        torch.optim.Rprop,
-        torch.optim.ASGD,
     }
 )
 """Optimizer classes that update elementwise; does not include their subclasses."""

@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from types import MappingProxyType
 from typing import Any, Literal, TypeAlias
 
 import torch
@@ -31,29 +30,25 @@ GivenLoss: TypeAlias = Loss | Callable[..., Tensor]
 Over = Literal["rows", "targets"]
 
 # Each function with the module that calls it, and the options of both: attributes, and keyword arguments.
-_CLASSES: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
-    {
-        functional.cross_entropy: (nn.CrossEntropyLoss, ("weight", "ignore_index", "label_smoothing")),
-        functional.nll_loss: (nn.NLLLoss, ("weight", "ignore_index")),
-    }
-)
+_CLASSES: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = {
+    functional.cross_entropy: (nn.CrossEntropyLoss, ("weight", "ignore_index", "label_smoothing")),
+    functional.nll_loss: (nn.NLLLoss, ("weight", "ignore_index")),
+}
 """Losses of a class, or of class probabilities, for each row of the output."""
-_ELEMENTS: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = MappingProxyType(
-    {
-        functional.mse_loss: (nn.MSELoss, ()),
-        functional.l1_loss: (nn.L1Loss, ()),
-        functional.smooth_l1_loss: (nn.SmoothL1Loss, ("beta",)),
-        functional.huber_loss: (nn.HuberLoss, ("delta",)),
-        functional.soft_margin_loss: (nn.SoftMarginLoss, ()),
-        functional.binary_cross_entropy: (nn.BCELoss, ("weight",)),
-        functional.binary_cross_entropy_with_logits: (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
-        functional.kl_div: (nn.KLDivLoss, ("log_target",)),
-        functional.poisson_nll_loss: (nn.PoissonNLLLoss, ("log_input", "full", "eps")),
-    }
-)
+_ELEMENTS: Mapping[Callable[..., Tensor], tuple[type[nn.Module], tuple[str, ...]]] = {
+    functional.mse_loss: (nn.MSELoss, ()),
+    functional.l1_loss: (nn.L1Loss, ()),
+    functional.smooth_l1_loss: (nn.SmoothL1Loss, ("beta",)),
+    functional.huber_loss: (nn.HuberLoss, ("delta",)),
+    functional.soft_margin_loss: (nn.SoftMarginLoss, ()),
+    functional.binary_cross_entropy: (nn.BCELoss, ("weight",)),
+    functional.binary_cross_entropy_with_logits: (nn.BCEWithLogitsLoss, ("weight", "pos_weight")),
+    functional.kl_div: (nn.KLDivLoss, ("log_target",)),
+    functional.poisson_nll_loss: (nn.PoissonNLLLoss, ("log_input", "full", "eps")),
+}
 """Losses of each element of the output and the same element of the targets."""
-_KNOWN = MappingProxyType({**_CLASSES, **_ELEMENTS})
-_FUNCTION_OF = MappingProxyType({module: function for function, (module, _) in _KNOWN.items()})
+_KNOWN = {**_CLASSES, **_ELEMENTS}
+_FUNCTION_OF = {module: function for function, (module, _) in _KNOWN.items()}
 
 
 def as_loss(given: object) -> Loss:
