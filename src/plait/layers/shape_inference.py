@@ -129,14 +129,11 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
             f"layer {layer.path!r} writes to its input, in which one tensor stands twice: "
             "what one sees of the other's change would depend on the cut, so clone one of them."
         )
-    info = LayerInfo(writes_input, map_tensors(_info_of, output), given.length)
+    infos = map_tensors(lambda one: TensorInfo(tuple(one.shape), one.dtype, one.requires_grad), output)
+    info = LayerInfo(writes_input, infos, given.length)
     ids = [id(tensor) for tensor in tensors_of(output)]
     without_graph = map_tensors(Tensor.detach, output)
     return MetaRun(info, LayerInput(without_graph, length, len(set(ids)) < len(ids))), output
-
-
-def _info_of(tensor: Tensor) -> TensorInfo:
-    return TensorInfo(tuple(tensor.shape), tensor.dtype, tensor.requires_grad)
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:

@@ -31,15 +31,9 @@ from plait.plan import Recompute
 
 _CACHED = frozenset(
     {
-        "addmm",
-        "baddbmm",
-        "bmm",
-        "convolution",
-        "mm",
-        "_scaled_dot_product_cudnn_attention",
-        "_scaled_dot_product_efficient_attention",
-        "_scaled_dot_product_flash_attention",
-        "_scaled_dot_product_flash_attention_for_cpu",
+        *("addmm", "baddbmm", "bmm", "convolution", "mm"),
+        *("_scaled_dot_product_cudnn_attention", "_scaled_dot_product_efficient_attention"),
+        *("_scaled_dot_product_flash_attention", "_scaled_dot_product_flash_attention_for_cpu"),
         "_scaled_dot_product_fused_attention_overrideable",
     }
 )

@@ -88,8 +88,6 @@ class InstructionChecker:
                 self.weights.compare_open()
                 while self.sketches:
                     self.sketches.popitem()[1].close()
-            case _:
-                pass
 
     def _compare_parameters(self, unit: str) -> None:
         """Compare gathered parameters with the recorded values after the previous step."""
