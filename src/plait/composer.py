@@ -71,7 +71,8 @@ def parallelize(
     CommunicationError where they have different models or plans.
     """
     mesh.check_plan(plan)
-    loss = accepted_loss(loss)
+    refuse_compiled_loss(loss)
+    loss = as_loss(loss)
     blueprint = build_blueprint(model, plan, rules)
     source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
     local = blueprint.schedule.stages_of(mesh.index("pp"))
@@ -95,12 +96,6 @@ def parallelize(
         context=getattr(model, "context", None),
     )
     return Engine(runtime)
-
-
-def accepted_loss(given: GivenLoss) -> Loss:
-    """Return `as_loss(given)`. Raises PlanError for a loss compiled by `torch.compile`."""
-    refuse_compiled_loss(given)
-    return as_loss(given)
 
 
 def agreed_source(

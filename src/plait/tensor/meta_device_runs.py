@@ -14,6 +14,7 @@ from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
 from plait.layers.structure_key import structure_of
 from plait.layout import Layout
+from plait.rules import join
 from plait.tensor.feature_partition import is_sharded
 from plait.tensor.gradient_proof import Claims, prove_layer
 from plait.tensor.tensor_parallelism import TensorParallelism
@@ -124,7 +125,7 @@ class MetaLayers:
         return [
             (
                 structure_of(layer.module),
-                tuple((name, rules.rule_of(layer, name)) for name, _ in layer.module.named_modules()),
+                tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
                 (self._sharded[number], self._summed[number], self._frozen[number]),

@@ -12,7 +12,7 @@ from plait.autograd.weight_gradient_queue import WeightGradientQueue
 from plait.comm.group import Group
 from plait.layers.layer_sequence import NamedLayer, RunOnPieces
 from plait.layers.nested import Value, tensors_of, with_tensors
-from plait.rules import Rule, join
+from plait.rules import Rule
 from plait.tensor.apply_rules import apply_rules, partitioned_classes
 from plait.tensor.region_boundary import RegionBoundary
 from plait.tensor.sequence_dims import SequenceDims
@@ -67,10 +67,6 @@ class TensorParallelism:
             return _redistributed(module(value), self.group, dims.output, dims.next, length)
 
         return run
-
-    def rule_of(self, layer: NamedLayer, name: str) -> Rule | None:
-        """Return the rule of the module `name` in a layer, or None."""
-        return self.cuts.get(join(layer.path, name))
 
     def vocabulary_of(self, last: NamedLayer) -> Vocabulary | None:
         """Return the partitioning of the model's logits, or None where they are whole."""
