@@ -5,6 +5,7 @@ torch, plait and hypothesis are imported late: the process that only starts the 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable, Iterator
 from importlib.util import find_spec
 from time import monotonic
@@ -59,6 +60,15 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     seed = config.getoption("--twentieth")
     if seed is not None:
         items[:] = [item for item in items if crc32(f"{seed} {item.nodeid}".encode()) % 20 == 0]
+
+
+def pytest_collection_finish() -> None:
+    """Leave what was imported out of garbage collections, and collect less often: a sixth of the time.
+
+    Tests that need a collection call `gc.collect`.
+    """
+    gc.freeze()
+    gc.set_threshold(50_000)
 
 
 @pytest.fixture(autouse=True)

@@ -5,7 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
+from operator import call
 from typing import Any
 from weakref import ref
 
@@ -24,37 +26,38 @@ class LiveBytes(TorchDispatchMode):
 
     def __init__(self) -> None:
         super().__init__()
-        self.most = 0
-        """The most bytes that were alive after an operation, since it was set."""
+        self.most: int | None = None
+        """The most bytes that were alive after an operation that took some, since it was set to a number."""
         self._storages: dict[int, ref[torch.UntypedStorage]] = {}
 
     def __torch_dispatch__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_of((args, kwargs or {}, result)):
-            self._see(tensor)
-        self.most = max(self.most, self.count())
+        seen = [self._see(tensor) for tensor in tensors_of((args, kwargs or {}, result))]
+        if self.most is not None and any(seen):  # what gives a view takes no bytes
+            self.most = max(self.most, self.count())
         return result
 
     def own(self, tensor: Tensor) -> None:
         """Count this rank's part of shared memory."""
-        storage = tensor.untyped_storage()
-        self._storages[id(storage)] = ref(storage)
+        self._add(tensor.untyped_storage())
 
     def count(self) -> int:
-        """The bytes that are alive now."""
-        return sum(storage.nbytes() for storage in self._alive())
+        """The bytes that are alive now. Asked for after many operations, hence without a loop in Python."""
+        # Sizes are asked for anew, since storages are freed and resized; one without bytes is false.
+        alive = filter(None, map(call, list(self._storages.values())))
+        return sum(map(torch.UntypedStorage.nbytes, alive))
 
-    def _alive(self) -> Iterator[torch.UntypedStorage]:
-        for key, found in list(self._storages.items()):
-            storage = found()
-            if storage is None:
-                del self._storages[key]
-            else:
-                yield storage
-
-    def _see(self, tensor: Tensor) -> None:
+    def _see(self, tensor: Tensor) -> bool:
         storage = tensor.untyped_storage()
-        if not tensor.is_meta and storage.filename is None:  # shared memory is mapped from a file
-            self._storages[id(storage)] = ref(storage)
+        # Shared memory is mapped from a file.
+        return not tensor.is_meta and storage.filename is None and self._add(storage)
+
+    def _add(self, storage: torch.UntypedStorage) -> bool:
+        """Whether it was not known."""
+        key = id(storage)
+        if key in self._storages:
+            return False
+        self._storages[key] = ref(storage, partial(self._storages.pop, key))
+        return True

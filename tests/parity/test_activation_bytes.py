@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from functools import partial
+from collections.abc import Callable
+from functools import cache, partial
 from typing import Any
 
 import pytest
@@ -61,46 +62,55 @@ def kept_in_a_rank(case: Case, plan: Plan) -> tuple[int, int]:
     return counts[Kind.F, LAYERS] - counts[Kind.F, 0], counts[Kind.W, LAYERS + 1] - counts[Kind.W, 1]
 
 
-def kept(rank_pool: Any, family: str, tp: int, **choices: Any) -> tuple[int, int]:
-    """The most of any rank."""
-    plan = Plan(tp=tp, schedule="zb-h1", precision="fp32", **choices)
-    ranks = rank_pool.run(kept_in_a_rank, FAMILIES[family], plan, ranks=tp)
-    return max(forward for forward, _ in ranks), max(waiting for _, waiting in ranks)
+Kept = Callable[..., tuple[int, int]]
+
+
+@pytest.fixture(scope="module")
+def kept(rank_pool: Any) -> Kept:
+    """The most of any rank; what one rank keeps is measured once."""
+
+    @cache
+    def most(family: str, tp: int, **choices: Any) -> tuple[int, int]:
+        plan = Plan(tp=tp, schedule="zb-h1", precision="fp32", **choices)
+        ranks = rank_pool.run(kept_in_a_rank, FAMILIES[family], plan, ranks=tp)
+        return max(forward for forward, _ in ranks), max(waiting for _, waiting in ranks)
+
+    return most
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_blocks_keep_their_share(rank_pool: Any, family: str, tp: int) -> None:
+def test_blocks_keep_their_share(kept: Kept, family: str, tp: int) -> None:
     """Of Llama besides what is the same on every rank: sines and cosines of the positions."""
-    forward, waiting = kept(rank_pool, family, 1)
-    forward_piece, waiting_piece = kept(rank_pool, family, tp, sequence_parallel="regather")
+    forward, waiting = kept(family, 1)
+    forward_piece, waiting_piece = kept(family, tp, sequence_parallel="regather")
     assert forward_piece <= (forward - REPLICATED[family]) / tp + REPLICATED[family]
     assert waiting_piece <= waiting / tp
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_keep_holds_what_was_gathered(rank_pool: Any, tp: int) -> None:
+def test_keep_holds_what_was_gathered(kept: Kept, tp: int) -> None:
     """Of each layer what enters its region, and between `I` and `W` the gradient of what leaves it, too."""
-    forward, waiting = kept(rank_pool, "gpt2", 1)
+    forward, waiting = kept("gpt2", 1)
     rest = WHOLE - WHOLE // tp
     expected = forward // tp + LAYERS * rest, waiting // tp + 2 * LAYERS * rest
-    assert kept(rank_pool, "gpt2", tp, sequence_parallel="keep") == expected
+    assert kept("gpt2", tp, sequence_parallel="keep") == expected
 
 
 @pytest.mark.parametrize("tp", [2, pytest.param(4, marks=pytest.mark.full)])
-def test_without_it_more_is_kept(rank_pool: Any, tp: int) -> None:
+def test_without_it_more_is_kept(kept: Kept, tp: int) -> None:
     """Norms and residual connections: else the bound would say nothing."""
-    forward, waiting = kept(rank_pool, "gpt2", 1)
-    forward_none, waiting_none = kept(rank_pool, "gpt2", tp)
+    forward, waiting = kept("gpt2", 1)
+    forward_none, waiting_none = kept("gpt2", tp)
     assert forward_none > forward / tp + LAYERS * (WHOLE - WHOLE // tp)
     assert waiting_none > waiting / tp
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize(("pp", "tp"), [(1, 2), (2, 2), pytest.param(1, 4, marks=pytest.mark.full)])
-def test_what_is_gathered_again_is_right(rank_pool: Any, family: str, pp: int, tp: int) -> None:
+def test_what_is_gathered_again_is_right(thread_ranks: Any, family: str, pp: int, tp: int) -> None:
     """Also where weight work waits, and where rows of a micro-batch are few or its positions uneven."""
     plan = Plan(
         pp=pp, tp=tp, schedule="zb-h1", microbatches=2, precision="fp64", sequence_parallel="regather"
     )
-    check_parity(rank_pool, BUILT[family](heads=4), plan)
+    check_parity(thread_ranks, BUILT[family](heads=4), plan)

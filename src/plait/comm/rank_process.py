@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import gc
 import multiprocessing
 import os
 import pickle
@@ -68,6 +69,7 @@ def stack_file(folder: str, rank: int) -> Path:
 
 def serve(connection: Connection) -> None:
     """Run jobs from `connection`, one after another, until the pool closes it."""
+    gc.freeze()  # no collection visits what the fork server imported, nor copies its pages to this process
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches all processes; the parent ends the ranks
     signal.signal(signal.SIGTERM, lambda *_: None)  # as above; data loaders would inherit SIG_IGN
     signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
