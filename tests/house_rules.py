@@ -31,6 +31,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules.simulation",),
     ("schedules",),
     ("layout",),
+    ("device",),
     ("plan", "rules", "default_sizes", "huggingface_files"),
     ("errors",),
 )
@@ -47,7 +48,7 @@ WITHOUT_TORCH = {
     "huggingface_files",
     "errors",
 }
-WITH_DISTRIBUTED = {"comm", "checkpoint", "tensor/torch_parallelize_plan.py"}
+WITH_DISTRIBUTED = {"comm", "checkpoint", "device", "tensor/torch_parallelize_plan.py"}
 """Rooms and files that import torch.distributed."""
 PRIVATE_USES = {
     ("autograd/regather.py", "_version", "_version"): "whether a layer wrote to what entered: likewise",
@@ -235,6 +236,19 @@ def torch_stays_in_its_rooms(source: Source, house: House) -> Iterator[str]:
                 yield source.breach(node.lineno, f"{source.room} uses torch.distributed: use plait.comm")
 
 
+def devices_in_one_room(source: Source, house: House) -> Iterator[str]:
+    if source.room == "device":
+        return
+    for node in ast.walk(source.tree):
+        used = ast.unparse(node) if isinstance(node, ast.Attribute) else None
+        if isinstance(node, ast.keyword) and node.arg in ("non_blocking", "pin_memory"):
+            used = node.arg
+        if used is not None and (
+            used in ("torch.cuda", "torch.Event", "non_blocking", "pin_memory") or used.endswith(".is_cuda")
+        ):
+            yield source.breach(node.lineno, f"{source.room} uses {used}: use plait.device")
+
+
 def small(source: Source, house: House) -> Iterator[str]:
     count = len(source.text.splitlines())
     if count > MOST_LINES:
@@ -390,6 +404,7 @@ RULES: tuple[Rule, ...] = (
     imports_go_down,
     no_cycles,
     torch_stays_in_its_rooms,
+    devices_in_one_room,
     small,
     shallow,
     no_state,

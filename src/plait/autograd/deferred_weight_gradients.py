@@ -19,6 +19,7 @@ from torch.nn import functional
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.device import is_accelerator
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
@@ -223,7 +224,7 @@ class _Embedding(torch.autograd.Function):
                 rows = rows.masked_fill((tokens == padding).unsqueeze(-1), 0)
             total = queue.buffer_of(weight)
             rows = rows.to(total.dtype)
-            if total.is_cuda:  # index_add_ adds atomically there, in varying order
+            if is_accelerator(total):  # index_add_ adds atomically there, in varying order
                 total.index_put_((tokens,), rows, accumulate=True)
             else:
                 total.index_add_(0, tokens, rows)

@@ -26,6 +26,7 @@ from plait.checkpoint.rank_contents import Checkpointable, RankPiece, rank_conte
 from plait.checkpoint.save_task import ManifestPart, PendingSave, SaveTask, wait_for_folder
 from plait.checkpoint.tensor_file import DTYPES, BoxToWrite
 from plait.comm.text_collectives import first_nonempty_text
+from plait.device import StreamEvent, copy_later, host_bytes, is_accelerator
 from plait.errors import CheckpointError
 from plait.layout.boxes import piece_boxes
 
@@ -186,23 +187,23 @@ class StagingBuffer:
 
     def stage(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
         """Copy the boxes and return the copies; they are valid until the next call."""
-        on_device = any(view.is_cuda for _, view in boxes)
-        self._allocate(sum(_aligned_bytes(view) for _, view in boxes), pinned=on_device)
-        items, start = [], 0
-        copied = torch.Event("cuda") if on_device else None
-        for item, view in boxes:
-            copy = self._memory[start : start + view.nbytes].view(view.dtype).view(view.shape)
-            copy.copy_(view, non_blocking=True)
-            items.append(replace(item, read=partial(_after, copied, copy)))
+        devices = {view.device for _, view in boxes if is_accelerator(view)}
+        self._allocate(sum(_aligned_bytes(view) for _, view in boxes), pinned=bool(devices))
+        copies, start = [], 0
+        for _, view in boxes:
+            copies.append(self._memory[start : start + view.nbytes].view(view.dtype).view(view.shape))
+            copy_later(copies[-1], view)
             start += _aligned_bytes(view)
-        if copied is not None:
-            copied.record()
-        return items
+        copied = [StreamEvent(device) for device in devices]
+        return [
+            replace(item, read=partial(_after, copied, copy))
+            for (item, _), copy in zip(boxes, copies, strict=True)
+        ]
 
     def _allocate(self, size: int, *, pinned: bool) -> None:
         if self._memory.nbytes < size or self._memory.is_pinned() != pinned:
             self._memory = torch.empty(0, dtype=torch.uint8)  # free the old memory first
-            self._memory = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._memory = host_bytes(size, pinned=pinned)
 
 
 def _aligned_bytes(view: Tensor) -> int:
@@ -210,9 +211,8 @@ def _aligned_bytes(view: Tensor) -> int:
     return -(-view.nbytes // 16) * 16
 
 
-def _after(event: torch.Event | None, copy: Tensor) -> Tensor:
-    """Block until `event`, if any, has completed, and return `copy`."""
-    if event is not None:
-        with torch.cuda.device(event.device):  # a new thread starts on device 0
-            event.synchronize()
+def _after(events: Sequence[StreamEvent], copy: Tensor) -> Tensor:
+    """Block until `events` are over, and return `copy`."""
+    for event in events:
+        event.wait()
     return copy

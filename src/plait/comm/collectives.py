@@ -24,6 +24,7 @@ from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.transport.interface import Pending
 from plait.comm.transport.reduction import Op, reduction_error
+from plait.device import default_device
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
@@ -238,7 +239,7 @@ def _check_and_count(
         parts = (kind, detail, tensor is not None and f"of {describe(tensor)}", error and f"but {error}")
         call = " ".join(part for part in parts if part)
         if checked and not alone:
-            require_same_text(call, group, torch.device("cuda") if tensor is None else tensor.device)
+            require_same_text(call, group, default_device() if tensor is None else tensor.device)
         if error:
             sentence = f"rank {group.rank} cannot call {call} over {group.name}: correct the arguments."
             raise CommunicationError(sentence)

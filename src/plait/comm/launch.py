@@ -19,6 +19,7 @@ from plait.comm.rank_threads import run_threads
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import World, find_world, join_world, leave_world
+from plait.device import visible_accelerators
 from plait.errors import MeshError
 
 Result = TypeVar("Result")
@@ -68,7 +69,7 @@ def launch(
     if world is not None:
         return _run_joined(world, function, arguments, threads, timeout, device)
     if ranks is None:
-        ranks = max(1, torch.cuda.device_count()) if device != "cpu" and ranks_as == "processes" else 1
+        ranks = max(1, visible_accelerators()) if device != "cpu" and ranks_as == "processes" else 1
     if threads is None:
         threads = max(1, torch.get_num_threads() // max(1, ranks))
     if ranks_as == "threads":

@@ -20,6 +20,14 @@ from plait.comm.traffic import Traffic
 from plait.comm.transport.interface import Ranks
 from plait.comm.transport.torch_distributed import TorchTransport
 from plait.comm.transport.world_ranks import Processes, current_ranks, joined_processes
+from plait.device import (
+    CPU,
+    accelerator_of_rank,
+    current_accelerator,
+    default_device,
+    is_accelerator,
+    make_current,
+)
 from plait.errors import MeshError
 from plait.plan import Plan
 from plait.schedules.messages import Channel
@@ -68,6 +76,7 @@ class GridMesh:
         """Results that one rank of this process has computed for all of them, keyed by their inputs."""
         self._check_world()
         self.device = _device(device, self._ranks)
+        make_current(self.device)
         self.timeout = float(timeout)
         self.guarded = guarded
         self.traffic = Traffic()
@@ -84,7 +93,7 @@ class GridMesh:
     @property
     def uses_nccl(self) -> bool:
         """Whether this rank is on a GPU and its tensors are sent over NCCL."""
-        return self.device.type == "cuda" and self._ranks is not None and self._ranks.uses_nccl
+        return is_accelerator(self.device) and self._ranks is not None and self._ranks.uses_nccl
 
     def size(self, axis: str) -> int:
         """Return the number of ranks along an axis or a combined axis."""
@@ -229,12 +238,11 @@ class GridMesh:
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
     """Return `device`, with this rank's GPU for `cuda`; None: that GPU if ranks use NCCL, else the CPU."""
     if device is None:
-        uses_nccl = ranks is not None and ranks.uses_nccl
-        device = "cuda" if uses_nccl and torch.cuda.is_available() else "cpu"
+        device = default_device() if ranks is not None and ranks.uses_nccl else CPU
     chosen = torch.device(device)
-    if chosen.type == "cuda" and chosen.index is None:
+    if is_accelerator(chosen) and chosen.index is None:
         own = os.environ.get("LOCAL_RANK")  # set by torchrun; else `join_world` has set the current device
-        return torch.device("cuda", torch.cuda.current_device() if own is None else int(own))
+        return current_accelerator() if own is None else accelerator_of_rank(int(own))
     return chosen
 
 

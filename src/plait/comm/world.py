@@ -28,6 +28,7 @@ from dataclasses import dataclass
 import torch
 import torch.distributed as dist
 
+from plait.device import accelerator_of_rank, make_current, visible_accelerators
 from plait.errors import CommunicationError, MeshError
 
 _LOOPBACK = "127.0.0.1"
@@ -189,16 +190,17 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
     Args:
         world: this process's rank and rendezvous.
         timeout: seconds that a rank waits for its peers, here and in every operation of the group.
-        device: `cpu`, `cuda`, or `auto`: CUDA where every rank on this host has a GPU of its own.
+        device: `cpu`, `cuda`, or `auto`: CUDA where this host has a GPU for every rank, or the launcher shows
+            each rank a single one by `CUDA_VISIBLE_DEVICES`.
 
     Raises:
         MeshError: the device is not available.
         CommunicationError: the rendezvous failed.
     """
     backend = "gloo"
-    index = _gpu(world, device)
-    if index is not None:
-        torch.cuda.set_device(index)
+    accelerator = _accelerator(world, device)
+    if accelerator is not None:
+        make_current(accelerator)
         backend = "cpu:gloo,cuda:nccl"
     try:
         dist.init_process_group(
@@ -216,20 +218,23 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
         ) from error
 
 
-def _gpu(world: World, device: str) -> int | None:
+def _accelerator(
+    world: World, device: str, environment: Mapping[str, str] = os.environ
+) -> torch.device | None:
+    """Return the GPU of this rank, or None for the CPU. Raises `MeshError` where there is none for `cuda`."""
     if device not in ("auto", "cpu", "cuda"):
         raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
-    count = torch.cuda.device_count() if device != "cpu" and dist.is_nccl_available() else 0
-    if count >= world.local_size:
-        return world.local_rank
+    count = 0 if device == "cpu" else visible_accelerators()
+    shown = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    has_its_own = count == 1 and world.launcher != "plait" and len(shown) == 1 and shown != [""]
+    if count and (count >= world.local_size or has_its_own):
+        return accelerator_of_rank(world.local_rank)
     if device != "cuda":
         return None
-    if count == 0 or world.launcher == "plait":
-        raise MeshError(
-            f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
-            "use as many ranks as GPUs, or device cpu."
-        )
-    return world.local_rank % count  # the launcher may show each rank its own GPU only
+    raise MeshError(
+        f"device cuda was asked for and {world.local_size} ranks on this host see {count} usable GPUs: "
+        "use as many ranks as GPUs, show each rank its own by CUDA_VISIBLE_DEVICES, or use device cpu."
+    )
 
 
 def leave_world(patience: float = 10.0) -> bool:

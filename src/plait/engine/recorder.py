@@ -14,6 +14,7 @@ from torch import Tensor
 from plait.comm.clock_offset import clock_offset
 from plait.comm.collectives import all_gather
 from plait.comm.mesh import Mesh
+from plait.device import StreamEvent, is_accelerator, synchronize
 from plait.errors import DataError
 from plait.pipeline.executor import AroundSegment
 from plait.schedules.action import Action, Kind
@@ -52,23 +53,21 @@ class DeviceClock:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        torch.cuda.synchronize(device)
+        synchronize(device)
         before = time.perf_counter_ns()
         self._base = self.stamp()
-        self._base.synchronize()
+        self._base.wait()
         self._origin = (before + time.perf_counter_ns()) // 2
         """When the base event was recorded, on the host's clock, to a few microseconds."""
 
-    def stamp(self) -> torch.cuda.Event:
-        """Return an event recorded after all work submitted to the stream so far."""
-        event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
-        event.record(torch.cuda.current_stream(self._device))
-        return event
+    def stamp(self) -> StreamEvent:
+        """Return an event after all work submitted to the stream so far."""
+        return StreamEvent(self._device, timed=True)
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
         """Return the stamps as nanoseconds of the host's clock, with a resolution of half a microsecond."""
-        torch.cuda.synchronize(self._device)
-        return [self._origin + round(self._base.elapsed_time(event) * 1_000_000) for event in stamps]
+        synchronize(self._device)
+        return [self._origin + round(event.milliseconds_since(self._base) * 1_000_000) for event in stamps]
 
 
 Clock: TypeAlias = HostClock | DeviceClock
@@ -76,7 +75,7 @@ Clock: TypeAlias = HostClock | DeviceClock
 
 def clock_on(device: torch.device) -> Clock:
     """Start a clock for computations on `device`."""
-    return DeviceClock(device) if device.type == "cuda" else HostClock()
+    return DeviceClock(device) if is_accelerator(device) else HostClock()
 
 
 class Recorder:

@@ -14,6 +14,7 @@ import torch
 from torch import nn
 
 from plait.blueprint import Blueprint, build_blueprint
+from plait.device import default_device
 from plait.errors import PlanError
 from plait.footprint.activations import ActivationAccount, ReceiveBufferAccount
 from plait.footprint.memory_ledger import Category, MemoryBlock, MemoryLedger, MemorySnapshot
@@ -117,7 +118,7 @@ class MemoryEstimator:
     def where(self) -> torch.device:
         """The device that the layers would run on."""
         if self.device is None:
-            return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+            return default_device()
         return torch.device(self.device)
 
     def _batch(self, plan: Plan) -> Value:

@@ -17,6 +17,7 @@ from plait.blueprint import Blueprint, build_blueprint
 from plait.comm.consistency_check import require_same_text
 from plait.comm.mesh import Mesh
 from plait.comm.text_collectives import broadcast_text
+from plait.device import synchronize
 from plait.layers.layer_sequence import NamedLayer, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, signature, split_both, tensors_of
 from plait.layers.precision import DTYPES, convert
@@ -160,8 +161,7 @@ def _clock(device: torch.device) -> Callable[[], float]:
     """Return a clock in seconds that waits for the device before each reading."""
 
     def read() -> float:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
+        synchronize(device)
         return perf_counter()
 
     return read

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from plait.comm.group import Group
+from plait.device import copy_later, is_accelerator, moved_later
 from plait.errors import PlanError
 from plait.sharding.buffer_specs import BufferSpec
 from plait.sharding.offsets import Slot
@@ -88,8 +89,8 @@ class FlatBuffer:
     def is_read_by_device(self) -> bool:
         """Whether the optimizer updates this rank's piece on the CPU, and a GPU copies it from there."""
         spec = self.spec
-        offloaded = spec.has_pieces and spec.device_copy is None and not self.piece.is_cuda
-        return offloaded and self.whole.is_cuda
+        offloaded = spec.has_pieces and spec.device_copy is None and not is_accelerator(self.piece)
+        return offloaded and is_accelerator(self.whole)
 
     def add_up_stages(self) -> None:
         """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
@@ -99,13 +100,13 @@ class FlatBuffer:
     def copy_to_device(self) -> None:
         """After a step, set the optimizer's parameters to a copy on the device of their gradients."""
         if self.spec.device_copy is not None and self.device_copy is None:
-            self.device_copy = self.piece.to(self.whole.device, copy=True, non_blocking=True)
+            self.device_copy = moved_later(self.piece, self.whole.device, copy=True)
             self._point_to(self.device_copy)
 
     def copy_back(self) -> None:
         """Before a step, copy the parameters updated on the device to `piece`, and free the device copy."""
         if self.device_copy is not None:
-            self.piece.copy_(self.device_copy, non_blocking=True)
+            copy_later(self.piece, self.device_copy)
             self._point_to(self.piece)
             self.device_copy = None
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_gather
 from plait.comm.handle import Handle
+from plait.device import copy_later, synchronize_stream
 from plait.schedules.program import AwaitParameters, Finish, GatherParameters, ReleaseParameters
 from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
@@ -41,7 +42,7 @@ class Gatherer:
         self._pending: dict[str, list[tuple[Handle[Tensor], FlatBuffer]]] = {}
         self._stale: list[tuple[Handle[Tensor], FlatBuffer]] = []
         """All-gathers of a failed step, to whose output a backend may still write."""
-        self._read_by_device = any(buffer.is_read_by_device for buffer in self._buffers)
+        self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
         """Return by instruction type the function that carries out gathers and releases of parameters."""
@@ -68,8 +69,8 @@ class Gatherer:
         """End a step: move the optimizer's parameters to the device of their gradients; wait for copies."""
         for buffer in self._buffers:
             buffer.copy_to_device()
-        if self._read_by_device:  # the optimizer's step, on the CPU, does not wait for copies to the device
-            torch.cuda.current_stream().synchronize()
+        for device in self._read_by_device[:1]:  # the optimizer's step, on the CPU, does not wait for copies
+            synchronize_stream(device)
 
     def gather(self, name: str) -> None:
         """Start the all-gathers of a unit's parameters, unless they are gathered already."""
@@ -120,7 +121,7 @@ def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
     """Copy this rank's piece to its position in `whole`, and start the in-place all-gather."""
     allocate_storage(buffer.whole)
     if buffer.spec.piece is not None:
-        buffer.own.copy_(buffer.piece, non_blocking=True)
+        copy_later(buffer.own, buffer.piece)
     if buffer.shard_group is None:
         return None
     return all_gather(buffer.own, buffer.shard_group, out=buffer.whole, checked=False)

@@ -18,6 +18,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim.optimizer import Optimizer
 
+from plait.device import keep_random_state
+
 ROWS, COLUMNS = 96, 64
 """Of the matrix: some optimizers treat tensors of less than 4096 elements differently."""
 ROW_CUT, ELEMENT_CUT = 40, 1616
@@ -56,7 +58,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
     settings = list(_settings_of(optimizer))
     make = partial(_copy_of, optimizer, settings)
     failures = []
-    with warnings.catch_warnings(), torch.random.fork_rng([device] if device.type == "cuda" else []):
+    with warnings.catch_warnings(), keep_random_state(device):
         warnings.simplefilter("ignore")
         for dtype, tolerance in TOLERANCES.items():
             try:

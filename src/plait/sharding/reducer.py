@@ -114,9 +114,8 @@ class Reducer:
             assert buffer.piece_gradient is not None
             summed = handle.wait()
             if buffer.spec.piece_gradient is not None:
-                home = buffer.piece_gradient.device
-                # The CPU would add what is still on its way to it.
-                buffer.piece_gradient.add_(summed.to(home, non_blocking=home.type != "cpu"))
+                # Blocks where the gradient is offloaded: the CPU would add what is still on its way to it.
+                buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device))
             elif summed is not buffer.piece_gradient:
                 buffer.piece_gradient.copy_(summed)
             _release(buffer)

@@ -26,6 +26,7 @@ from plait.comm.group import Group
 from plait.comm.mesh import Mesh
 from plait.comm.tensor_hash import as_hex, tensor_hash
 from plait.comm.text_collectives import all_gather_text
+from plait.device import moved_later
 from plait.errors import ReplicaError
 from plait.layout import Layout
 from plait.sharding.owners import Owners
@@ -116,9 +117,9 @@ def _numbers(prints: Mapping[str, list[Fingerprint]], names: list[str], device: 
     rows = [(index, one) for index, name in enumerate(names) for one in prints.get(name, ())]
     if not rows:
         return numbers
-    hashes = torch.stack([one.hash.to(device, non_blocking=True) for _, one in rows])
+    hashes = torch.stack([moved_later(one.hash, device) for _, one in rows])
     known = [(index, *_salt(f"{one.what} {one.kind}")) for index, one in rows]
-    indices, salts, factors = torch.tensor(known).T.contiguous().to(device, non_blocking=True)
+    indices, salts, factors = moved_later(torch.tensor(known).T.contiguous(), device)
     # Sums of whole numbers are the same in any order.
     return numbers.index_add_(0, indices, (hashes ^ salts) * factors)
 

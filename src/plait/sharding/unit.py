@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import shared_zeros
 from plait.comm.group import Group
+from plait.device import host_zeros
 from plait.layout import Layout
 from plait.sharding.buffer_specs import BufferSpec, FlatSpec
 from plait.sharding.flat_buffer import FlatBuffer, StageView, free_storage
@@ -136,9 +137,9 @@ class UnitFactory:
 
     def _allocate(self, flat: FlatSpec) -> Tensor:
         """Return zeros; in pinned memory if offloaded, so that copies do not block."""
-        device = CPU if flat.offloaded else self.device
-        pinned = device.type == "cpu" and self.device.type == "cuda"
-        return torch.zeros(flat.elements, dtype=flat.dtype, device=device, pin_memory=pinned)
+        if flat.offloaded:
+            return host_zeros(flat.elements, flat.dtype, beside=self.device)
+        return torch.zeros(flat.elements, dtype=flat.dtype, device=self.device)
 
     def _piece_slots(self, spec: BufferSpec) -> dict[str, Slot]:
         """Return the slot of each parameter in this rank's flat piece."""

@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from plait.autograd.paired_collectives import gather
 from plait.comm.collectives import all_reduce
+from plait.device import is_accelerator
 from plait.errors import DataError, ModelError
 from plait.tensor.vocabulary_partition import Vocabulary
 
@@ -177,7 +178,7 @@ def _local_targets(
     flat, own = targets.reshape(-1).long(), vocabulary.own
     counted = flat != ignore_index
     known = ((flat >= 0) & (flat < vocabulary.classes)) | ~counted
-    if not flat.is_cuda and not known.all():
+    if not is_accelerator(flat) and not known.all():
         raise DataError(
             f"the target {int(flat[~known][0])} is no class: give numbers from 0 to "
             f"{vocabulary.classes - 1}, or {ignore_index} for targets to ignore."

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.paired_collectives import gather
+from plait.device import is_accelerator
 from plait.errors import ModelError, PlanError
 from plait.tensor.losses import CrossEntropy, Loss
 from plait.tensor.vocabulary_partition import Vocabulary
@@ -239,7 +240,7 @@ class MeanLoss:
                 f"{_name_of(self.function)} returned {shape}: a function in mean_loss returns its mean, a "
                 "0-d tensor."
             )
-        if not weight.is_cuda and not weight:
+        if not is_accelerator(weight) and not weight:
             return torch.zeros_like(mean).detach()
         return mean * weight.to(mean)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import nn
 
+from plait.device import is_accelerator
 from plait.errors import ConfigError
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.fit_plan import changed_fields, fit_plan
@@ -55,7 +56,7 @@ def peak_line(memory: Memory, measured: float, device: torch.device) -> str:
     are a part.
     """
     peak, predicted = f"{measured / 1e6:,.1f} MB", f"{memory.most / 1e6:,.1f} MB were predicted"
-    if device.type == "cuda":
+    if is_accelerator(device):
         return f"Memory: up to {peak} of tensors allocated on a rank; {predicted}."
     return (
         f"Memory: up to {peak} resident in a rank's process, with Python and torch; of tensors {predicted}."

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
+from plait.device import is_accelerator, name_of, peak_allocated
 from plait.train.build import build_model
 from plait.train.config import Config
 
@@ -46,7 +47,7 @@ class Meter:
         self._flops = flops_per_token(
             build_model(model, vocab), layers=model.layers, hidden=model.hidden, context=model.context
         )
-        name = torch.cuda.get_device_name(mesh.device) if mesh.device.type == "cuda" else ""
+        name = name_of(mesh.device) if is_accelerator(mesh.device) else ""
         each = peak_flops(name, config.train.precision)
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._mesh = mesh
@@ -82,8 +83,8 @@ class Meter:
 
 def peak_memory_bytes(device: torch.device) -> int:
     """Return the peak memory so far in bytes: the allocator's on a GPU, the resident set size on a CPU."""
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
+    if is_accelerator(device):
+        return peak_allocated(device)
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from contextlib import nullcontext
 from unittest.mock import patch
 
 import pytest
@@ -52,6 +53,7 @@ def device(monkeypatch: pytest.MonkeyPatch) -> Device:
     monkeypatch.setattr(torch.cuda, "Event", fake.event)
     monkeypatch.setattr(torch.cuda, "synchronize", fake.synchronize)
     monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "the current stream")
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
     return fake
 
 

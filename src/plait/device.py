@@ -1,0 +1,135 @@
+"""The device of a rank, copies to and from it, streams and events. No other module asks torch for them.
+
+An *accelerator* is a device that computes by itself (CUDA): calls return before their work is done, streams
+and events order it, and copies from pinned memory overlap with it. The CPU is none: its calls return when
+their work is done, so that waits return at once.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from plait.errors import MeshError
+
+CPU = torch.device("cpu")
+
+
+def is_accelerator(where: torch.device | Tensor) -> bool:
+    """Return whether a device, or the device of a tensor, computes by itself."""
+    device = where.device if isinstance(where, Tensor) else where
+    return device.type == "cuda"
+
+
+def visible_accelerators() -> int:
+    """Return the number of GPUs that this process sees and NCCL can connect."""
+    return torch.cuda.device_count() if dist.is_nccl_available() else 0
+
+
+def default_device() -> torch.device:
+    """Return CUDA where a GPU is visible, else the CPU."""
+    return torch.device("cuda") if torch.cuda.is_available() else CPU
+
+
+def accelerator_of_rank(local_rank: int) -> torch.device:
+    """Return the GPU of the rank with this number on its host.
+
+    The GPU of that number; where the launcher shows each rank a single one, that. Raises `MeshError` for more
+    ranks on a host than the GPUs that they see.
+    """
+    count = visible_accelerators()
+    if count > 1 and local_rank >= count:
+        raise MeshError(
+            f"local rank {local_rank} sees {count} GPUs: start as many ranks on a host as it has GPUs, "
+            "or show each rank its own by CUDA_VISIBLE_DEVICES."
+        )
+    return torch.device("cuda", local_rank if local_rank < count else 0)
+
+
+def make_current(device: torch.device) -> None:
+    """Make a GPU the one that streams, events and memory of this thread belong to by default."""
+    if is_accelerator(device):
+        torch.cuda.set_device(device)
+
+
+def current_accelerator() -> torch.device:
+    """Return the current GPU of this thread."""
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def synchronize(device: torch.device) -> None:
+    """Block the host until the device has done all work."""
+    if is_accelerator(device):
+        torch.cuda.synchronize(device)
+
+
+def synchronize_stream(device: torch.device) -> None:
+    """Block the host until the device's current stream has done all work."""
+    if is_accelerator(device):
+        torch.cuda.current_stream(device).synchronize()
+
+
+class StreamEvent:
+    """A point in the work of a device's current stream that the host can wait for; nothing on a CPU."""
+
+    def __init__(self, device: torch.device, *, timed: bool = False) -> None:
+        """Mark the end of all work submitted so far. `timed`: `milliseconds_since` can be asked."""
+        self._device = device
+        self.event: torch.cuda.Event | None = None
+        """torch's event; None on a CPU."""
+        if is_accelerator(device):
+            self.event = torch.cuda.Event(enable_timing=timed)  # type: ignore[no-untyped-call]
+            self.event.record(torch.cuda.current_stream(device))
+
+    def wait(self) -> None:
+        """Block the host until the work is done; any thread may call it."""
+        if self.event is not None:
+            with torch.cuda.device(self._device):  # a new thread starts on device 0
+                self.event.synchronize()
+
+    def milliseconds_since(self, earlier: StreamEvent) -> float:
+        """Return the time between two events of a GPU, both done."""
+        assert self.event is not None
+        assert earlier.event is not None
+        return float(earlier.event.elapsed_time(self.event))
+
+
+def copy_later(target: Tensor, source: Tensor) -> None:
+    """Copy in the order of the current stream; the host does not wait where the CPU's memory is pinned.
+
+    `source` must keep its value, and `target` not be read on the CPU, before a `StreamEvent` afterwards.
+    """
+    target.copy_(source, non_blocking=True)
+
+
+def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
+    """Return `tensor` on `device`, copied as by `copy_later`; itself if it is there, unless `copy`."""
+    return tensor.to(device, copy=copy, non_blocking=True)
+
+
+def host_zeros(size: int, dtype: torch.dtype, beside: torch.device) -> Tensor:
+    """Return zeros in CPU memory, pinned where `beside` is a GPU, so that copies do not block."""
+    return torch.zeros(size, dtype=dtype, pin_memory=is_accelerator(beside))
+
+
+def host_bytes(size: int, *, pinned: bool) -> Tensor:
+    """Return uninitialised CPU memory of `size` bytes."""
+    return torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+
+
+def peak_allocated(device: torch.device) -> int:
+    """Return the most bytes of tensors allocated on a GPU so far."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def name_of(device: torch.device) -> str:
+    """Return the product name of a GPU."""
+    return torch.cuda.get_device_name(device)
+
+
+def keep_random_state(device: torch.device) -> AbstractContextManager[None]:
+    """Restore torch's random state, also that of a GPU, at the end of the context."""
+    return torch.random.fork_rng([device] if is_accelerator(device) else [])

@@ -1,0 +1,93 @@
+"""The room of devices: what the CPU does, and what a GPU would be asked (with a stand-in for torch.cuda)."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from plait import device
+from plait.comm import world as worlds
+from plait.comm.mesh import GridMesh
+from plait.comm.world import World
+from plait.device import CPU, StreamEvent, accelerator_of_rank
+from plait.errors import MeshError
+
+CUDA = torch.device("cuda", 0)
+
+
+def test_the_cpu_is_never_behind() -> None:
+    tensor = torch.arange(3.0)
+    device.copy_later(target := torch.zeros(3), tensor)
+    assert torch.equal(target, tensor)
+    assert device.moved_later(tensor, CPU) is tensor
+    assert device.moved_later(tensor, CPU, copy=True) is not tensor
+    for wait in (device.synchronize, device.synchronize_stream, device.make_current):
+        wait(CPU)
+    StreamEvent(CPU).wait()
+    assert not device.host_zeros(4, torch.float64, beside=CPU).is_pinned()
+    assert not device.is_accelerator(CPU)
+    assert not device.is_accelerator(tensor)
+
+
+@pytest.mark.parametrize(("visible", "local", "index"), [(8, 3, 3), (4, 0, 0), (1, 0, 0), (1, 3, 0)])
+def test_a_rank_has_the_gpu_of_its_number_or_the_only_one(
+    monkeypatch: pytest.MonkeyPatch, visible: int, local: int, index: int
+) -> None:
+    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
+    assert accelerator_of_rank(local) == torch.device("cuda", index)
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "visible_accelerators", lambda: 2)
+    with pytest.raises(MeshError, match="local rank 3 sees 2 GPUs: start as many"):
+        accelerator_of_rank(3)
+
+
+ONE, FOUR = {"CUDA_VISIBLE_DEVICES": "2"}, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"}
+
+
+@pytest.mark.parametrize(
+    ("launcher", "visible", "asked", "environment", "chosen"),
+    [
+        ("slurm", 1, "auto", ONE, 0),  # --gpus-per-task=1 shows each task one
+        ("slurm", 1, "cuda", ONE, 0),
+        ("torchrun", 4, "auto", FOUR, 3),
+        ("torchrun", 4, "auto", {}, 3),
+        ("slurm", 1, "auto", {}, None),  # four tasks that see the same one
+        ("plait", 1, "auto", ONE, None),
+        ("torchrun", 2, "auto", {"CUDA_VISIBLE_DEVICES": "0,1"}, None),
+        ("torchrun", 4, "cpu", FOUR, None),
+        ("torchrun", 0, "auto", {"CUDA_VISIBLE_DEVICES": ""}, None),
+    ],
+)
+def test_the_device_of_a_rank_by_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+    launcher: str,
+    visible: int,
+    asked: str,
+    environment: dict[str, str],
+    chosen: int | None,
+) -> None:
+    monkeypatch.setattr(worlds, "visible_accelerators", lambda: visible)
+    monkeypatch.setattr(device, "visible_accelerators", lambda: visible)
+    world = World(3, 4, 3, 4, launcher, "env://")
+    expected = None if chosen is None else torch.device("cuda", chosen)
+    assert worlds._accelerator(world, asked, environment) == expected
+
+
+@pytest.mark.parametrize("visible", [0, 1, 2])
+def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, visible: int) -> None:
+    monkeypatch.setattr(worlds, "visible_accelerators", lambda: visible)
+    with pytest.raises(MeshError, match=f"4 ranks on this host see {visible} usable GPUs"):
+        worlds._accelerator(World(3, 4, 3, 4, "torchrun", "env://"), "cuda", {})
+
+
+def test_a_mesh_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else events and streams of helpers would belong to another."""
+    made: list[Any] = []
+    monkeypatch.setattr(torch.cuda, "set_device", made.append)
+    assert GridMesh(rows=1, device="cuda:2").device == torch.device("cuda", 2)
+    GridMesh(rows=1, device="cpu")
+    assert made == [torch.device("cuda", 2)]
