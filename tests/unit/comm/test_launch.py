@@ -19,17 +19,21 @@ from plait.errors import MeshError
 def total(offset):
     value = torch.tensor(float(dist.get_rank() + offset))
     dist.all_reduce(value)
-    if "fail" in sys.argv and dist.get_rank() == 1:
-        pending = dist.all_reduce(value, async_op=True)
-        raise ValueError("the culprit")
     return dist.get_rank(), value.item()
 
-results = launch(total, 1, device="cpu", timeout=20)  # a failed rank is given a twentieth of it to end
+def fail():
+    if dist.get_rank() == 1:
+        pending = dist.all_reduce(torch.ones(1), async_op=True)
+        raise ValueError("the culprit")
+
+results = launch(total, 1, device="cpu")
 assert not dist.is_initialized()
 try:
     launch(total, 1, ranks=5)
 except MeshError as error:
     sys.stdout.write(f"{results} {error}\\n")  # one write: two ranks share the pipe
+if "fail" in sys.argv:
+    launch(fail, device="cpu", timeout=20)  # a rank that has failed is given a twentieth of it to end
 """
 EXPECTED = "[(0, 3.0), (1, 3.0)] launch was asked for 5 ranks and {} started 2: "
 
@@ -47,12 +51,12 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def start_two(script, *arguments):
+def start_two(script):
     """Two processes with what MPICH's mpirun tells its ranks."""
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, script, *arguments],
+            [sys.executable, script, "fail"],
             env=os.environ | {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -114,16 +118,11 @@ def test_under_torchrun(script):
     assert run.stdout.count(EXPECTED.format("torchrun")) == 2
 
 
-def test_under_mpi(script):
-    for process in start_two(script):
-        output, errors = process.communicate(timeout=60)
-        assert process.returncode == 0, errors
-        assert output.startswith(EXPECTED.format("pmi"))
-
-
-def test_in_a_joined_world_a_failure_ends_every_rank(script):
-    ranks = start_two(script, "fail")
-    errors = [process.communicate(timeout=30)[1] for process in ranks]
+def test_under_mpi_and_a_failure_ends_every_rank(script):
+    """The ranks join twice: what they compute is returned, then one of them fails."""
+    ranks = start_two(script)
+    outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)
+    assert all(output.startswith(EXPECTED.format("pmi")) for output in outputs), errors
     assert all(process.returncode != 0 for process in ranks)
     assert "ValueError: the culprit" in errors[1]
     assert "by peer" in errors[0]

@@ -1,7 +1,6 @@
-import time
-
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as some
 
@@ -171,11 +170,13 @@ def test_new_groups_are_disjoint_and_keep_their_order(rank_pool):
 def test_a_rank_that_does_not_come_is_named(rank_pool):
     def body():
         mesh = Mesh(dp=2, timeout=0.5)
+        store = dist.distributed_c10d._get_default_store()
         if mesh.rank == 1:
-            time.sleep(1.0)
+            store.wait(["given up"])
             return ""
         with pytest.raises(CommunicationError) as caught:
             mesh.new_group([[0, 1]], "some")
+        store.set("given up", "yes")
         return str(caught.value)
 
     told = rank_pool.run(body, ranks=2)[0]
