@@ -95,7 +95,8 @@ def compiled_functions(owner: object) -> Iterator[str]:
     """Yield the names of the compiled methods and attributes of an object."""
     found: dict[str, object] = {}
     for base in reversed(type(owner).__mro__):  # overridden methods do not run
-        found |= vars(base)
+        if base not in (nn.Module, object):
+            found |= vars(base)
     for name, value in (found | getattr(owner, "__dict__", {})).items():
         if _is_compiled_function(value):
             yield name

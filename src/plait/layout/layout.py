@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 from itertools import pairwise, product
 from math import prod
 
@@ -226,6 +227,8 @@ class Layout:
                 if placement.blocks > 1:
                     blocks, stride = placement.blocks, size
         offsets, sizes = tuple(piece.start for piece in pieces), tuple(len(piece) for piece in pieces)
+        if blocks == 1:
+            return (Box(offsets, sizes),)
         return tuple(
             Box(
                 tuple(
@@ -236,7 +239,7 @@ class Layout:
             for block in range(blocks)
         )
 
-    @property
+    @cached_property
     def blocked_dim(self) -> int | None:
         """The dim that is sharded block by block, or None."""
         blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.blocks > 1)
@@ -244,9 +247,11 @@ class Layout:
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of this coordinate's piece after all `Shard`s, before any `Flat` placement."""
-        boxes = self.boxes(where)
-        many = len(boxes)
-        return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(boxes[0].sizes))
+        first, *others = self.boxes(where)
+        if not others:
+            return first.sizes
+        many = 1 + len(others)
+        return tuple(n * many if dim == self.blocked_dim else n for dim, n in enumerate(first.sizes))
 
     def local_shape(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
         """Return the shape of the piece at this coordinate."""
