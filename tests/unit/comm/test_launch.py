@@ -51,12 +51,12 @@ def free_port():
         return str(listener.getsockname()[1])
 
 
-def start_two(script):
+def start_two(script, *arguments):
     """Two processes with what MPICH's mpirun tells its ranks."""
     port = free_port()
     return [
         subprocess.Popen(
-            [sys.executable, script, "fail"],
+            [sys.executable, script, *arguments],
             env=os.environ | {"PMI_RANK": str(rank), "PMI_SIZE": "2", "MASTER_PORT": port},
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -118,9 +118,16 @@ def test_under_torchrun(script):
     assert run.stdout.count(EXPECTED.format("torchrun")) == 2
 
 
-def test_under_mpi_and_a_failure_ends_every_rank(script):
-    """The ranks join twice: what they compute is returned, then one of them fails."""
+def test_under_mpi(script):
     ranks = start_two(script)
+    outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)
+    assert [process.returncode for process in ranks] == [0, 0], errors
+    assert all(output.startswith(EXPECTED.format("pmi")) for output in outputs)
+
+
+def test_under_mpi_a_failure_ends_every_rank(script):
+    """The ranks join twice: what they compute is returned, then one of them fails."""
+    ranks = start_two(script, "fail")
     outputs, errors = zip(*(process.communicate(timeout=60) for process in ranks), strict=True)
     assert all(output.startswith(EXPECTED.format("pmi")) for output in outputs), errors
     assert all(process.returncode != 0 for process in ranks)
