@@ -18,6 +18,9 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 demo: install  ## train a small GPT on four local ranks; one or two minutes on two CPU cores
 	$(BIN)/plait train --config examples/demo.toml
 
+# Tests start many processes, which would compile every module anew without __pycache__.
+unexport PYTHONDONTWRITEBYTECODE
+
 # Two workers, each with ranks of its own.
 test: install  ## run the tests, with few examples of each property; print the ten slowest
 	$(BIN)/pytest -n 2 --dist loadgroup --durations 10 --durations-min 1

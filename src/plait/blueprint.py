@@ -3,18 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import accumulate, pairwise
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 
 from plait.comm.group import Group
 from plait.errors import PlanError
-from plait.layers.layer_sequence import LayerSequence, aliases_of, layer_costs, saved_buffers, sequence_of
+from plait.layers.layer_sequence import (
+    LayerSequence,
+    aliases_of,
+    layer_costs,
+    saved_buffers,
+    sequence_of,
+    without_values,
+)
 from plait.layers.precision import DTYPES
+from plait.layers.structure_key import structure_of
 from plait.layers.validation import refuse_compiled_modules, refuse_layout_dependence
 from plait.layout import Layout
 from plait.layout.shard_plan import ShardPlan
@@ -24,6 +32,7 @@ from plait.schedules.lowering_spec import LayerIndex, LoweringSpec, sharding_of
 from plait.schedules.schedule import Schedule
 from plait.schedules.stage_cuts.layer_costs import LayerCosts
 from plait.schedules.stage_cuts.schedule_and_cut import StageCut, schedule_and_cut
+from plait.schedules.step_programs import StepPrograms
 from plait.sharding.buffer_specs import BufferSpecs, StoragePolicy, build_buffer_specs, piece_layouts
 from plait.sharding.owners import Owners, pp_owners
 from plait.tensor.apply_rules import layouts_of, match_modules
@@ -69,6 +78,16 @@ class Blueprint:
         """The layers, units and sharding that are needed to lower a schedule to programs."""
         users = unit_users(self.sequence, self.layers_per_stage)
         return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
+
+    @cached_property
+    def programs(self) -> StepPrograms:
+        """The programs of all ranks of `pp`, in the order of `schedule`."""
+        return StepPrograms(self.schedule, self.lowering_spec)
+
+    @cached_property
+    def structures(self) -> tuple[Hashable, ...]:
+        """The structure of each layer, see `structure_of`."""
+        return tuple(structure_of(layer.module) for layer in self.sequence.layers)
 
     @cached_property
     def owners(self) -> Owners:
@@ -120,6 +139,7 @@ class Blueprint:
         dtype = DTYPES[self.plan.precision]
         return MetaLayers(
             self.sequence,
+            self.structures,
             self.whole_layouts,
             self.summed,
             rules,
@@ -127,6 +147,27 @@ class Blueprint:
             dtype=dtype,
             results=results,
         )
+
+
+def shared_blueprint(
+    model: nn.Module, plan: Plan, rules: Rules | None, results: dict[Hashable, Any]
+) -> Blueprint:
+    """Return the blueprint without the model's values, which the engine must not keep alive.
+
+    Ranks that are threads of one process share `results`, where the latest blueprint stays: the first rank
+    builds it for all that call with an equal model.
+    """
+    sequence = sequence_of(model)
+    chosen = chosen_rules(model, rules)
+    paths = tuple(layer.path for layer in sequence.layers)
+    whole = structure_of(*(layer.module for layer in sequence.layers))
+    key = plan, paths, whole, tuple(chosen.items()) if isinstance(chosen, Mapping) else chosen
+    known, blueprint = results.get(Blueprint, (None, None))
+    if known != key:
+        built = build_blueprint(model, plan, rules)
+        blueprint = replace(built, sequence=without_values(sequence))
+        results[Blueprint] = key, blueprint
+    return cast(Blueprint, blueprint)
 
 
 def build_blueprint(
@@ -207,7 +248,7 @@ def rules_of_partitioned_modules(
         if rules is not None:
             match_modules(rules, named(sequence.layers))  # raises for rules that are wrong
         return {}
-    chosen = getattr(model, "rules", None) if rules is None else rules
+    chosen = chosen_rules(model, rules)
     if chosen is None:
         raise PlanError(
             f"plan.tp is {plan.tp}, but the model has no rules for tensor parallelism: give parallelize "
@@ -222,6 +263,11 @@ def rules_of_partitioned_modules(
             "it to layers that work on each position by itself outside of their regions, or choose 'none'."
         )
     return matched
+
+
+def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
+    """Return `rules`, or the model's own where there are none."""
+    return getattr(model, "rules", None) if rules is None else rules
 
 
 def parameter_layouts(

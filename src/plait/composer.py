@@ -9,7 +9,6 @@ mesh  ─ groups ─────────────────────
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import replace
 from itertools import chain
 
 from torch import Tensor, nn
@@ -17,13 +16,13 @@ from torch import Tensor, nn
 from plait.autograd.deferred_weight_gradients import defer_weight_gradients
 from plait.autograd.dropout import DropoutGenerator
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.blueprint import Blueprint, build_blueprint
+from plait.blueprint import Blueprint, shared_blueprint
 from plait.comm.consistency_check import ranks_unlike_first, require_same_text
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Runtime
 from plait.errors import ModelError, listed
 from plait.layers.fingerprint import fingerprint, fingerprint_of_values
-from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, without_values
+from plait.layers.layer_sequence import LayerSequence, NamedLayer, private_copy, sequence_of
 from plait.layers.precision import DTYPES, convert
 from plait.layers.validation import refuse_compiled_loss
 from plait.layout import shard
@@ -73,18 +72,18 @@ def parallelize(
     mesh.check_plan(plan)
     refuse_compiled_loss(loss)
     loss = as_loss(loss)
-    blueprint = build_blueprint(model, plan, rules)
-    source = agreed_source(blueprint, mesh, seed, values, broadcast=broadcast)
+    blueprint, sequence = shared_blueprint(model, plan, rules, mesh.shared_results), sequence_of(model)
+    source = agreed_source(blueprint, sequence, mesh, seed, values, broadcast=broadcast)
     local = blueprint.schedule.stages_of(mesh.index("pp"))
     spans = {stage: blueprint.stage_layers[stage] for stage in local}
     units, dropout = build_units(blueprint, spans, mesh, source), DropoutGenerator(seed)
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
-    stages = build_stages(blueprint, spans, units, tensor_parallel, mesh, source, dropout)
+    stages = build_stages(blueprint, sequence, spans, units, tensor_parallel, mesh, source, dropout)
     vocabulary = tensor_parallel.vocabulary_of(blueprint.sequence.layers[-1])
     channels = mesh.channel_groups(channels_of(blueprint.schedule))
     exchange = Exchange(mesh.index("pp"), channels, mesh.device)
     runtime = Runtime(
-        blueprint=replace(blueprint, sequence=without_values(blueprint.sequence)),
+        blueprint=blueprint,
         mesh=mesh,
         loss=loss,
         pipeline=PipelineRank(stages, exchange, loss_stage(loss, vocabulary), blueprint.layers_per_stage),
@@ -99,13 +98,19 @@ def parallelize(
 
 
 def agreed_source(
-    blueprint: Blueprint, mesh: Mesh, seed: int, given: Mapping[str, Tensor] | None, *, broadcast: bool
+    blueprint: Blueprint,
+    sequence: LayerSequence,
+    mesh: Mesh,
+    seed: int,
+    given: Mapping[str, Tensor] | None,
+    *,
+    broadcast: bool,
 ) -> TensorSource:
     """Compare model and plan on all ranks, and return the source of initial parameter and buffer values.
 
     Raises ModelError where the values of a rank differ from rank 0's.
     """
-    world, sequence = mesh.group("world"), blueprint.sequence
+    world = mesh.group("world")
     own = LocalSource(locate_tensors(named(sequence.layers)), seed, given)
     print_of_model = fingerprint(
         sequence, blueprint.plan, blueprint.layers_per_stage, blueprint.module_rules, seed
@@ -162,6 +167,7 @@ def build_units(
 
 def build_stages(
     blueprint: Blueprint,
+    sequence: LayerSequence,
     spans: Mapping[int, range],
     units: Mapping[str, Unit],
     tensor_parallel: TensorParallelism,
@@ -170,7 +176,7 @@ def build_stages(
     dropout: DropoutGenerator,
 ) -> dict[int, Stage]:
     """Return this rank's stages: copies of their layers with the units' parameters and real buffers."""
-    sequence, plan = blueprint.sequence, blueprint.plan
+    plan = blueprint.plan
     mine = {number: [sequence.layers[layer] for layer in layers] for number, layers in spans.items()}
     buffers = read_buffers(sequence, chain.from_iterable(mine.values()), source, plan, mesh)
     queue, adds_late = WeightGradientQueue(), sharding_of(plan).scatters == "each"

@@ -98,11 +98,11 @@ def generated(
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
     runner.require_same_call(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")
     generator = torch.Generator().manual_seed(seed)
-    sequence, program = prompt.to(runner.mesh.device), runner.steps.output_of_one
+    sequence, programs = prompt.to(runner.mesh.device), runner.steps.output_of_one
     with torch.no_grad(), evaluating(runner.modules):
         for number in range(tokens):
             seen, length = padded(sequence, runner.runtime.context)
-            runner.run(program, [seen], parameters_changed=number == 0)
+            runner.run(programs, [seen], parameters_changed=number == 0)
             token = torch.zeros(sequence.shape[0], dtype=torch.int64, device=runner.mesh.device)
             for logits in runner.pipeline.loss_stage.take_outputs():  # one, on the last stage's ranks
                 token = next_token(

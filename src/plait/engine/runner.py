@@ -23,7 +23,6 @@ from plait.layers.shape_inference import LayerInfo
 from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
 from plait.schedules.program import INSTRUCTION_TYPES, Program
-from plait.schedules.step_programs import StepPrograms
 from plait.sharding.gatherer import Gatherer
 from plait.sharding.reducer import Reducer
 from plait.tensor.torch_losses import divisor
@@ -51,7 +50,7 @@ class Runner:
         blueprint = runtime.blueprint
         self.runtime = runtime
         self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
-        self.steps = StepPrograms(blueprint.schedule, blueprint.lowering_spec, self.mesh.index("pp"))
+        self.steps = blueprint.programs
         """The programs; those of another order of the same actions may take their place."""
         self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
@@ -59,7 +58,7 @@ class Runner:
         """Records the training steps, if set."""
         self.inputs_are_cut = False
         """Whether the inputs of the latest step were `Microbatches`."""
-        self._has_dropout = any(names_of(layer.module) for layer in runtime.meta_layers.layers)
+        self._has_dropout = any(names_of(layer.module) for layer in blueprint.sequence.layers)
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
@@ -161,7 +160,7 @@ class Runner:
 
     def run(
         self,
-        program: Program,
+        programs: Sequence[Program],
         batch: Sequence[Value],
         targets: Sequence[Value] = (),
         scale: Tensor | None = None,
@@ -169,9 +168,9 @@ class Runner:
         input_gradients: bool = False,
         parameters_changed: bool = True,
     ) -> None:
-        """Carry out a program. `scale`: the factor of the summed loss for the backward.
+        """Carry out this rank's program of `programs`, one per rank of `pp`.
 
-        `parameters_changed`: an optimizer may have stepped since the last program.
+        `scale`: the factor of the summed loss for the backward. `parameters_changed`: an optimizer may have stepped since the last program.
         """
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")
@@ -179,7 +178,7 @@ class Runner:
             raise PlanError("torch.inference_mode is active around a step: leave it, or use torch.no_grad.")
         self.pipeline.begin(batch, self._layer_infos(batch, input_gradients))
         self.pipeline.loss_stage.begin(targets, scale)
-        trains = torch.is_grad_enabled()
+        trains, program = torch.is_grad_enabled(), programs[self.mesh.index("pp")]
         try:
             if trains:
                 self.reducer.begin(self.scale.value)

@@ -24,7 +24,7 @@ class Runtime:
     """A blueprint, and this rank's layers, parameters and groups of ranks."""
 
     blueprint: Blueprint
-    """Without the values of the model, which would otherwise stay alive."""
+    """Without the values of the model; see `shared_blueprint`."""
     mesh: Mesh
     loss: Loss
     pipeline: PipelineRank

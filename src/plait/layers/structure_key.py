@@ -15,16 +15,18 @@ _PLAIN = (
     *(FunctionType, BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format),
 )
 """Types whose values never change and compare by value, or, as functions do, by identity."""
+_COMMON = frozenset({int, float, bool, str, type(None)})
+"""The most frequent of them, found without a look at base classes."""
 
 
-def structure_of(module: nn.Module) -> Hashable:
-    """Return a description of `module`: types, attributes, shapes and dtypes, and repeated objects.
+def structure_of(*modules: nn.Module) -> Hashable:
+    """Return a description of modules: types, attributes, shapes and dtypes, and what stands in them twice.
 
     Modules with equal descriptions give outputs of equal shapes and dtypes for such inputs, and equal
     autograd graphs: parameters and buffers count by shape and dtype only. Attributes other than numbers,
     strings, functions, tensors, modules and containers of these compare by identity.
     """
-    return _described(module, {})
+    return _described(modules, {})
 
 
 class _Same:
@@ -42,25 +44,26 @@ class _Same:
 
 def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
     """Describe `thing`; `numbers` has the mutable objects seen so far, which are described by number."""
-    if isinstance(thing, _PLAIN):
-        return type(thing), thing
+    kind = type(thing)
+    if kind in _COMMON or isinstance(thing, _PLAIN):
+        return kind, thing
     if id(thing) in numbers:
         return "again", numbers[id(thing)]
     if isinstance(thing, nn.Module):
         numbers[id(thing)] = len(numbers)
-        return type(thing), _items(vars(thing), numbers)
+        return kind, _items(vars(thing), numbers)
     if isinstance(thing, Tensor):
         numbers[id(thing)] = len(numbers)
-        return type(thing), tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad
+        return kind, tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad
     if isinstance(thing, tuple):
         numbers[id(thing)] = len(numbers)
-        return type(thing), tuple(_described(item, numbers) for item in thing)
+        return kind, tuple(_described(item, numbers) for item in thing)
     if isinstance(thing, set | frozenset):
-        return type(thing), frozenset(_described(item, numbers) for item in thing)
+        return kind, frozenset(_described(item, numbers) for item in thing)
     if isinstance(thing, list | dict):
         numbers[id(thing)] = len(numbers)
         items = thing if isinstance(thing, dict) else dict(enumerate(thing))
-        return type(thing), _items(items, numbers)
+        return kind, _items(items, numbers)
     return _Same(thing)
 
 

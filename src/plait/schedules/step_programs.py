@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -16,15 +17,14 @@ from plait.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """Programs of one rank of the `pp` axis, for a schedule and a model."""
+    """The programs of each rank of the `pp` axis, for a schedule and a model."""
 
     schedule: Schedule
     spec: LoweringSpec
-    rank: int
 
     @cached_property
-    def train(self) -> Program:
-        """The training program: forward and backward of all micro-batches.
+    def train(self) -> Sequence[Program]:
+        """The training programs: forward and backward of all micro-batches.
 
         Raises ScheduleError for an illegal schedule.
         """
@@ -32,25 +32,25 @@ class StepPrograms:
         return self._lower(self.schedule, "loss")
 
     @cached_property
-    def evaluate(self) -> Program:
-        """The program that computes the loss of every micro-batch, without a backward."""
+    def evaluate(self) -> Sequence[Program]:
+        """The programs that compute the loss of every micro-batch, without a backward."""
         return self._lower_forward(self.schedule.microbatches, "loss")
 
     @cached_property
-    def output(self) -> Program:
-        """The program that computes the model's output for every micro-batch."""
+    def output(self) -> Sequence[Program]:
+        """The programs that compute the model's output for every micro-batch."""
         return self._lower_forward(self.schedule.microbatches, "output")
 
     @cached_property
-    def output_of_one(self) -> Program:
-        """The program that computes the model's output for a single micro-batch."""
+    def output_of_one(self) -> Sequence[Program]:
+        """The programs that compute the model's output for a single micro-batch."""
         return self._lower_forward(1, "output")
 
-    def _lower_forward(self, microbatches: int, ending: Ending) -> Program:
+    def _lower_forward(self, microbatches: int, ending: Ending) -> Sequence[Program]:
         made = forward_only(self.schedule.rank_of, ranks=self.schedule.ranks, microbatches=microbatches)
         return self._lower(made, ending)
 
-    def _lower(self, schedule: Schedule, ending: Ending) -> Program:
+    def _lower(self, schedule: Schedule, ending: Ending) -> Sequence[Program]:
         programs = lower(schedule, self.spec, ending)
         check_programs(programs)
-        return programs[self.rank]
+        return programs

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,6 @@ from plait.autograd.dropout import names_of
 from plait.layers.layer_sequence import LayerSequence, NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, map_tensors, tensors_of
 from plait.layers.shape_inference import LayerInfo, LayerInput, MetaRun, run_on_meta
-from plait.layers.structure_key import structure_of
 from plait.layout import Layout
 from plait.rules import join
 from plait.tensor.feature_partition import is_sharded
@@ -29,6 +28,7 @@ class MetaLayers:
     def __init__(
         self,
         sequence: LayerSequence,
+        structures: Sequence[Hashable],
         layouts: Mapping[str, Layout],
         summed: Mapping[str, int],
         tensor_parallel: TensorParallelism,
@@ -39,17 +39,23 @@ class MetaLayers:
     ) -> None:
         """`results`: a cache of runs, which the ranks of a process may share.
 
-        `layouts` and `summed` are those of the parameters, see `Blueprint`; `dtype` is the compute dtype.
+        `structures`: of each layer. `layouts` and `summed` are those of the parameters, see `Blueprint`;
+        `dtype` is the compute dtype.
         """
-        shapes = {name: layout.local_shape(coordinate) for name, layout in layouts.items()}
-        self.layers = private_copy(sequence.layers, on_meta(sequence, dtype, shapes))
-        """With this rank's shards of parameters, but no rule applied."""
+        self._sequence, self._given_structures, self._dtype = sequence, structures, dtype
+        self._shapes = {name: tuple(layout.local_shape(coordinate)) for name, layout in layouts.items()}
         self._rules, self._results = tensor_parallel, results
         self._output_inside = tensor_parallel.vocabulary_of(sequence.layers[-1]) is not None
         sharded = {name for name, layout in layouts.items() if is_sharded(layout)}
         frozen = {name for name, parameter in sequence.parameters.items() if not parameter.requires_grad}
         self._sharded, self._frozen = _names(sequence, sharded), _names(sequence, frozen)
         self._summed = _names(sequence, {name for name, ranks in summed.items() if ranks > 1})
+
+    @cached_property
+    def layers(self) -> list[NamedLayer]:
+        """The layers with this rank's shards of parameters, but no rule applied."""
+        empty = on_meta(self._sequence, self._dtype, self._shapes)
+        return private_copy(self._sequence.layers, empty)
 
     @property
     def are_proved(self) -> bool:
@@ -77,7 +83,7 @@ class MetaLayers:
     def _runs(self, microbatch: Value, *, input_gradients: bool, proves: bool) -> Iterator[MetaRun]:
         given = LayerInput.of_batch(microbatch, input_gradients=input_gradients)
         modes = proves, torch.is_grad_enabled(), torch.get_default_dtype()
-        for number in range(len(self.layers)):
+        for number in range(len(self._structures)):
             key = self._structures[number], modes, given.length, given.repeats, _described(given.value)
             if key not in self._results:
                 self._results[key] = self._run(number, given, proves=proves)
@@ -114,24 +120,27 @@ class MetaLayers:
             input_in_pieces=dims.previous is not None,
             output_in_pieces=dims.next is not None,
             dropouts=names_of(layer.module),
-            output_inside=self._output_inside and number == len(self.layers) - 1,
+            output_inside=self._output_inside and number == len(self._sequence.layers) - 1,
         )
 
     @cached_property
     def _structures(self) -> list[Hashable]:
         """Everything except inputs that the runs of each layer depend on."""
         rules, group = self._rules, self._rules.group
-        last = len(self.layers) - 1
+        last = len(self._sequence.layers) - 1
+        names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}
         return [
             (
-                structure_of(layer.module),
+                self._given_structures[number],
+                self._dtype,
+                tuple(self._shapes[names[id(one)]] for one in layer.module.parameters()),
                 tuple(rules.cuts.get(join(layer.path, name)) for name, _ in layer.module.named_modules()),
                 rules.sequence_dims[layer.path],
                 (group.size, group.index),
                 (self._sharded[number], self._summed[number], self._frozen[number]),
                 self._output_inside and number == last,
             )
-            for number, layer in enumerate(self.layers)
+            for number, layer in enumerate(self._sequence.layers)
         ]
 
 
