@@ -46,7 +46,7 @@ WITHOUT_LAYOUT = ("entrance", "piece", "sequence")
 
 
 def match_modules(rules: Rules, layers: Layers) -> dict[str, Rule]:
-    """Return the rules by module path. Raises PlanError as `match`, and for an inapplicable rule."""
+    """Return each matched module's rule, by path. Raises PlanError for a rule without a fitting module."""
     modules = {path: module for path, module, _ in _modules(layers)}
     matched = match(rules, modules)
     for path, rule in matched.items():
@@ -94,7 +94,7 @@ def apply_rules(
     boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
-    """Return the layers, whose parameters are this rank's shards, with matched modules made parallel.
+    """Return the layers, whose parameters are shards already, with matched modules made parallel.
 
     `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. The layers are
     altered, and a layer that is itself matched is replaced.
@@ -123,7 +123,7 @@ def apply_rules(
 
 
 def partitioned_classes(layer: tuple[str, nn.Module], matched: Mapping[str, Rule]) -> int | None:
-    """Return the number of classes of logits partitioned by the last layer; None for whole logits."""
+    """Return the number of classes if the last layer's logits are partitioned by class, else None."""
     path, module = layer
     for name, full in _names(path, module):
         linear, rule = module.get_submodule(name), matched.get(full, entrance)

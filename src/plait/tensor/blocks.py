@@ -139,7 +139,7 @@ class TensorParallelAttention(nn.Module):
         return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
-        """Return the output of a linear shard that all ranks of `copies` hold; its gradient is summed."""
+        """Return the output of a linear whose shard is replicated over `copies`; sum its gradient there."""
         if self.copies is None:
             result: Tensor = column(entered)
             return result
@@ -149,7 +149,7 @@ class TensorParallelAttention(nn.Module):
 
 
 def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:
-    """Return `copies`, or None if this rank alone holds its heads. Raises PlanError for the wrong ranks."""
+    """Return `copies`, or None if no other rank has the same kv heads. Raises PlanError for wrong ranks."""
     each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
     first = group.index // each * each
     alike = group.ranks[first : first + each]

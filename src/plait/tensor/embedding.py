@@ -60,7 +60,10 @@ class VocabParallelEmbedding(nn.Module):
         return made
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the embeddings of `tokens`, summed over the group. Raises DataError for bad tokens (CPU)."""
+        """Return the embeddings of `tokens`, summed over the group.
+
+        Raises DataError for tokens outside of the vocabulary, on the CPU only.
+        """
         if tokens.device.type == "cpu" and tokens.numel():
             self._require_known(tokens)
         first, count = self._own.start, len(self._own)

@@ -78,7 +78,7 @@ def local_shard(parameter: Tensor, layout: Layout, group: Group) -> nn.Parameter
 
 
 def _copies(features: int, shape: tuple[int, int], partition: Partition, ranks: int, path: str) -> int:
-    """Return the number of ranks with the same piece. Raises PlanError unless `partition` fits."""
+    """Return how many ranks hold each piece of the features. Raises PlanError unless `partition` fits."""
     if partition.uneven and features >= ranks:
         return 1
     refused = f"{path} with a weight of shape {list(shape)} cannot be partitioned over tp = {ranks}:"

@@ -64,7 +64,10 @@ ONLY_NEUTRAL = frozenset({ValueState.NEUTRAL})
 
 @dataclass(frozen=True)
 class Claims:
-    """The statements of rules and layouts about a layer. Names are as in the model or as in the layer."""
+    """What rules and layouts claim about a layer: which parameters and inputs are whole, sharded or summed.
+
+    Names are as in the model or as in the layer.
+    """
 
     sharded: Collection[str] = ()
     """Parameters that are sharded over `tp`."""
@@ -89,7 +92,7 @@ def prove_layer(
     parameters: Mapping[str, Tensor],
     claims: Claims,
 ) -> None:
-    """Raise ModelError for the first operation of a layer with a wrong gradient.
+    """Raise ModelError for the first operation of a layer whose gradient would be wrong.
 
     `inputs` are the leaves that the layer at `path` received, `outputs` the tensors that it returned, with
     gradients enabled; on the meta device nothing is computed or sent. Follows the graph from `outputs` back
@@ -133,7 +136,7 @@ def _leaf(node: Node) -> Tensor | None:
 
 
 def _operation(node: Node) -> str:
-    """Return the name of a paired collective, or the operation's in autograd: `Add` for `AddBackward0`."""
+    """Return the name of a node's collective, or of its autograd operation: `Add` for `AddBackward0`."""
     return collective_of(node) or re.sub(r"Backward\d*$", "", node.name().rpartition("::")[2])
 
 
@@ -152,7 +155,7 @@ def _inputs_first(results: Iterable[Node]) -> Iterator[Node]:
 
 
 class _Proof:
-    """The states of the visited nodes, and the errors for nodes without a valid state."""
+    """Computes the `ValueState` of each node of a layer's autograd graph, and raises where none is valid."""
 
     def __init__(
         self,
@@ -166,7 +169,7 @@ class _Proof:
         self.states: dict[Node, ValueState] = {}
 
     def visit(self, node: Node) -> None:
-        """Compute the state of `node`, whose inputs have been visited."""
+        """Compute the `ValueState` of `node`, whose inputs have been visited."""
         leaf = _leaf(node)
         if leaf is not None:
             self.states[node] = self.leaves.get(id(leaf), ValueState.NEUTRAL)
@@ -203,7 +206,7 @@ class _Proof:
     def _after_collective(
         self, node: Node, read: set[ValueState], collective: PairedCollective
     ) -> ValueState:
-        """Return the state of a collective's result."""
+        """Return the `ValueState` of a collective's output, given the states `read` of its inputs."""
         if collective in ("reduce", "gather", "scatter_out"):
             if read != ONLY_INSIDE:
                 raise self._reads_whole(node, collective)
@@ -217,7 +220,7 @@ class _Proof:
         return results.get(collective, ValueState.INSIDE)
 
     def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
-        """Return the state of the result of an operation that is not a collective."""
+        """Return the `ValueState` of another operation's output, given the states `read` of its inputs."""
         if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PIECE}:
             raise self._meets_whole(node)
         if read & {ValueState.INSIDE, ValueState.PIECE} and ValueState.NEUTRAL in read:
@@ -325,7 +328,7 @@ class _Proof:
         return f"computed from {self._nearest(nodes, ANY)}"
 
     def _nearest(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> str | None:
-        """Return the name of the leaf nearest to `nodes`, through nodes with states `within`, or None."""
+        """Return the name of the leaf nearest to `nodes` over nodes of the states `within`, or None."""
         levels = (
             [leaf for leaf in map(_leaf, level) if leaf is not None] for level in self._levels(nodes, within)
         )

@@ -26,7 +26,7 @@ from plait.tensor.region_boundary import RegionBoundary
 
 
 class _ParallelLinear(nn.Module):
-    """Base of both linears: a shard of a full linear's weight and bias, under `layouts`."""
+    """Base of column- and row-parallel linears: this rank's shards of a full linear's weight and bias."""
 
     weight: nn.Parameter
     bias: nn.Parameter | None

@@ -40,7 +40,7 @@ class PiecewiseLoss(Loss, Protocol):
     """A loss that also accepts logits partitioned by class, without gathering them."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the whole logits, from the `[..., len(own)]` of each rank of `vocabulary.group`.
+        """Return `total` of the full logits, given this rank's classes of them, `[..., len(vocabulary.own)]`.
 
         `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
         this is not called: the logits are gathered.
@@ -61,7 +61,7 @@ class CrossEntropy:
     z_loss: float = 0.0
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the sum over all counted targets, 0-d, in at least float32."""
+        """Return the cross-entropy summed over all targets not ignored, 0-d, in at least float32."""
         rows = output.reshape(-1, output.shape[-1])
         logits = rows if rows.dtype == torch.float64 else rows.float()
         numbers = targets.reshape(-1)
@@ -78,7 +78,7 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the whole logits, from the ranks' `[..., len(own)]`: 0-d, equal on every rank.
+        """Return `total` of the full logits, 0-d, equal on every rank, from each rank's `[..., len(own)]`.
 
         `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
         float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,
@@ -97,7 +97,7 @@ class CrossEntropy:
         return total
 
     def weight(self, targets: Tensor) -> Tensor:
-        """Return the number of counted targets, 0-d."""
+        """Return the number of targets that are not `ignore_index`, 0-d."""
         return (targets != self.ignore_index).sum()
 
 
@@ -115,7 +115,7 @@ def loss_of_pieces(loss: Loss, vocabulary: Vocabulary) -> Loss:
 
 
 def _takes_pieces(loss: Loss) -> bool:
-    """Return whether `total_of_pieces` matches `total`: a subclass may override only `total`."""
+    """Return whether `loss` has a valid `total_of_pieces`: not where a subclass overrides only `total`."""
     if not isinstance(loss, PiecewiseLoss):
         return False
     classes = (vars(kind) for kind in type(loss).__mro__)
@@ -142,7 +142,7 @@ class _LossOfPieces:
 
 @dataclass(frozen=True)
 class _LocalTargets:
-    """The targets of `n` rows that are among this rank's classes."""
+    """For each of `n` rows, whether its target is one of this rank's classes, and in which column."""
 
     counted: Tensor
     """bool `[n]`: not `ignore_index`."""
@@ -155,11 +155,14 @@ class _LocalTargets:
     empty piece."""
 
     def pick(self, piece: Tensor) -> Tensor:
-        """Return the targets' elements of `piece` `[n, len(own)]`: `[n]`, 0 for targets on other ranks."""
+        """Return each row's element of `piece` at its target's column, `[n]`.
+
+        0 where the target belongs to another rank or is ignored. `piece` is `[n, len(own)]`.
+        """
         return piece.gather(1, self.columns).masked_fill(~self.here[:, None], 0).sum(1)
 
     def subtract(self, piece: Tensor, amounts: Tensor) -> None:
-        """Subtract `amounts` `[n]` from the targets' elements of `piece`, in place."""
+        """Subtract each row's amount from its element of `piece` at its target's column, in place."""
         # Not scatter_add_, which is not deterministic on CUDA; each row has at most one element here.
         amounts = amounts.where(self.here, 0)[:, None]
         piece.scatter_(1, self.columns, piece.gather(1, self.columns) - amounts)
@@ -168,7 +171,10 @@ class _LocalTargets:
 def _local_targets(
     targets: Tensor, logits: Tensor, vocabulary: Vocabulary, ignore_index: int
 ) -> _LocalTargets:
-    """Find the targets among own classes. Raises DataError for wrong shapes or (not on CUDA) classes."""
+    """Return which targets are among this rank's classes, and their columns in the rank's logits.
+
+    Raises DataError for targets of a wrong shape, and (not on an accelerator) for numbers that are no class.
+    """
     if targets.numel() != logits.shape[:-1].numel() or targets.is_floating_point():
         dtype = str(targets.dtype).removeprefix("torch.")
         raise DataError(

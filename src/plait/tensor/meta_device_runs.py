@@ -94,7 +94,7 @@ class MetaLayers:
             del self._results[next(iter(self._results))]
 
     def _run(self, number: int, given: LayerInput, *, proves: bool) -> MetaRun:
-        """Run a layer with its rules applied; `proves`: with gradients of all parameters and a proof."""
+        """Run a layer on the meta device with its rules applied; `proves`: also prove its gradients."""
         (layer,) = self._rules.apply(private_copy(self.layers[number : number + 1], {}))
         if not torch.is_grad_enabled():
             layer.module.eval()
@@ -111,7 +111,7 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return what rules and layouts claim about a layer, for the proof of `layer`, its copy."""
+        """Return what rules and layouts claim about layer `number`; `layer` is its copy to be proved."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],
@@ -125,7 +125,7 @@ class MetaLayers:
 
     @cached_property
     def _structures(self) -> list[Hashable]:
-        """Everything except inputs that the runs of each layer depend on."""
+        """Per layer, a cache key of all that its runs on the meta device depend on, except the inputs."""
         rules, group = self._rules, self._rules.group
         last = len(self._sequence.layers) - 1
         names = {id(parameter): name for name, parameter in self._sequence.parameters.items()}

@@ -23,7 +23,7 @@ from plait.layout import divide
 
 @dataclass
 class RegionBoundary:
-    """The collectives between a region and the rest of its layer.
+    """The collectives between a tensor-parallel region and the rest of its layer.
 
     Communication where values outside are whole: one all-reduce in `leave` and one in `enter`'s backward.
     Where they are pieces: one all-gather in `enter`, one reduce-scatter in `leave`; in the backward one of
@@ -51,7 +51,7 @@ class RegionBoundary:
         return whole
 
     def leave(self, tensor: Tensor) -> Tensor:
-        """Return the sum of the ranks' tensors, whole or this rank's piece. May write to `tensor`."""
+        """Return the sum of the ranks' tensors, or this rank's piece of the sum. May write to `tensor`."""
         if self.dim is None:
             return reduce(tensor, self.group)
         return scatter_out(tensor, self.group, self.dim, self.registry)

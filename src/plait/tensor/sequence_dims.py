@@ -59,7 +59,7 @@ def sequence_dims(layers: Layers, matched: Mapping[str, Rule]) -> tuple[Sequence
 def summed_over_tp(
     layers: Layers, matched: Mapping[str, Rule], layouts: Mapping[int, Layout]
 ) -> dict[int, int]:
-    """Return, by the `id` of each parameter, how many ranks along `tp` have a summand of its gradient.
+    """Return, by the `id` of each parameter, over how many ranks of `tp` its gradient has to be summed.
 
     Those with the same shard of the parameter; for a whole parameter all ranks, if its layer runs on pieces
     of the sequence, else 1. Raises PlanError for a parameter that is whole in layers of both kinds.

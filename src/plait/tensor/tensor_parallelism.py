@@ -38,9 +38,10 @@ class TensorParallelism:
     def apply(
         self, layers: Sequence[NamedLayer], queue: WeightGradientQueue | None = None
     ) -> list[NamedLayer]:
-        """Return private copies of the layers with this rank's shards, with matched modules made parallel.
+        """Return the layers with matched modules made parallel.
 
-        `queue` may run while the gradient of a region's input is reduced.
+        `layers` are private copies with this rank's shards; their modules are altered. `queue` may
+        run while the gradient of a region's input is reduced.
         """
         if self.group.size == 1:
             return list(layers)
@@ -57,7 +58,7 @@ class TensorParallelism:
         ]
 
     def _run_on_pieces(self, dims: SequenceDims, boundary: RegionBoundary) -> RunOnPieces | None:
-        """Return the function that runs a layer between pieces of the sequence; None for other layers."""
+        """Return a function that runs a layer on a partitioned sequence; None where the sequence is whole."""
         if dims == SequenceDims():
             return None
 

@@ -142,7 +142,7 @@ class TorchLoss:
         return self.function(wide, wanted, **tensors, reduction="sum")
 
     def weight(self, targets: Tensor) -> Tensor:
-        """Return the number of counted elements of the targets, 0-d."""
+        """Return the number of elements of the targets (for `batchmean`: of rows), 0-d."""
         counts = len(targets) if self.reduction == "batchmean" else targets.numel()
         return torch.tensor(counts, device=targets.device)
 
@@ -181,7 +181,7 @@ class ElementLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class ClassLoss(TorchLoss):
-    """A loss of the logits or log-probabilities of classes, dim 1 of the output as PyTorch has it."""
+    """A loss of class logits or log-probabilities, with classes as dim 1 of the output, as in PyTorch."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
         """Return the summed loss. Raises ModelError where the classes are the last of more than two dims."""
@@ -195,7 +195,10 @@ class ClassLoss(TorchLoss):
         return super().total(output, targets)
 
     def weight(self, targets: Tensor) -> Tensor:
-        """Return the number of counted targets, the sum of their class weights, or the number of rows."""
+        """Return the number of targets not ignored, or the sum of their class weights if given; 0-d.
+
+        For targets that are class probabilities: the number of distributions.
+        """
         if targets.is_floating_point():
             classes = targets.shape[1] if targets.dim() > 1 else targets.shape[0]
             return torch.tensor(targets.numel() // max(classes, 1), device=targets.device)
@@ -207,7 +210,7 @@ class ClassLoss(TorchLoss):
         return known.double().where(counted, 0).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the whole logits, from the ranks' `[rows, len(own)]`.
+        """Return `total` of the full logits, given this rank's classes of them, `[rows, len(own)]`.
 
         Uses `CrossEntropy`, with its communication, for class numbers without class weights; else one
         all-gather of the logits.
@@ -226,7 +229,7 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A function that returns a mean, and the number of elements averaged."""
+    """A loss made of a function that returns a mean, and of what that mean is over."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"
@@ -260,7 +263,7 @@ class MeanLoss:
 def mean_loss(
     function: Callable[[Any, Any], Tensor], over: Over | Callable[[Any], Tensor | float] = "rows"
 ) -> Loss:
-    """Return `function(output, targets)`, which returns a mean as a 0-d tensor, as a `Loss`.
+    """Return a `Loss` made of `function(output, targets)`, which returns a mean as a 0-d tensor.
 
     `over` is what that mean is over: "rows", dim 0 of the targets; "targets", all of their elements; or a
     function that returns the number of the targets, additive over micro-batches, such as
@@ -275,5 +278,5 @@ def mean_loss(
 
 
 def divisor(loss: Loss, weight: Tensor) -> Tensor:
-    """Return the divisor of a sum with this weight: the weight, or 1 where the loss is a sum."""
+    """Return the number by which a summed loss is divided: `weight`, or 1 if its reduction is 'sum'."""
     return torch.ones_like(weight) if getattr(loss, "sums", False) else weight

@@ -138,7 +138,7 @@ def _prepare(path: str, module: nn.Module, style: Any, is_head: bool) -> None:
 def _require_replicated(
     path: str, style: ParallelStyle, option: str, pairs: Iterable[tuple[Any, Any]]
 ) -> None:
-    """Raise PlanError unless input and output layouts are replicated."""
+    """Raise PlanError unless the given and desired layouts of `option` are all replicated."""
     for given, wanted in pairs:
         if not {given, wanted} <= {None, Replicate()}:
             raise _refused(

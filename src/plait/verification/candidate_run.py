@@ -25,7 +25,7 @@ from plait.verification.step_comparison import StepComparison
 
 
 class CandidateRun:
-    """Trains with the engine as one rank, and compares every result through `comparison`."""
+    """Runs the parallel training on one rank, and compares each result with the recorded reference run."""
 
     def __init__(self, comparison: StepComparison) -> None:
         self.comparison = comparison
@@ -35,7 +35,7 @@ class CandidateRun:
         self.checker: InstructionChecker | None = None
 
     def start(self, change: ValueChange) -> None:
-        """Compare the initial parameters and loss scale, then set parameters to the results of `change`."""
+        """Check the initial parameters and loss scale, then replace each parameter by `change` of it."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
@@ -68,7 +68,7 @@ class CandidateRun:
         self.engine.observe(None)
 
         def inherited(name: str) -> float:
-            """Return the tolerance of a gradient that stems from the tolerances of its contributions."""
+            """Return the part of a gradient's tolerance that comes from its summands' tolerances."""
             if not self.comparison.options.resynchronizes:
                 return 0.0
             assert self.checker is not None
@@ -137,7 +137,7 @@ class CandidateUpdate:
         self.comparison.compare_update(step, before, self.optimizer)
 
     def overflow(self, step: int) -> None:
-        """Set a gradient of one stage to infinity and step; check that no rank changes anything.
+        """Set a gradient of one stage to infinity and step; check that every rank skips the update.
 
         Compares parameters and optimizer state with their values before, and the loss scale with half of its
         value if it is dynamic. `step` is the number after the last training step.
@@ -161,7 +161,7 @@ class CandidateUpdate:
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
     def _clip_above_norm(self, step: int, clip: Callable[[], Tensor]) -> None:
-        """Call `clip` with a bound above the norm; compare the returned norm and the unchanged gradients."""
+        """Call `clip`, whose bound is above the norm; check the norm, and that gradients are unchanged."""
         trained = [name for name, p in self.parameters.items() if p.requires_grad]
         before = {name: self.comparison.gradient(name).clone() for name in trained}
         self._compare_norm(step, clip(), "norm")
@@ -201,7 +201,7 @@ class CandidateUpdate:
             self._compare_clipped(step)
 
     def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
-        """Compare a returned norm, unless another norm of this step already differed."""
+        """Compare a returned gradient norm with the recorded one, unless one of this step has differed."""
         if not self.norm_differs:
             equal = self.comparison.compare(step, StepPhase.NORM, RecordKey(kind), norm)
             self.norm_differs = not equal

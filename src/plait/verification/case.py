@@ -50,13 +50,16 @@ class Case:
             return self.model()
 
     def rules_of(self, model: nn.Module) -> Rules | None:
-        """Return the given rules, or else the rules of the built model."""
+        """Return the tensor-parallel rules given in the case, or else those in `model.rules`, if any."""
         return getattr(model, "rules", None) if self.rules is None else self.rules
 
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Case]:
-    """Yield the case with its model built and the changes of its mode, within which both runs take place."""
+    """Yield the case with its model built, and with the values, loss and options of its mode.
+
+    Both runs take place within this context, because mode exact replaces operations of torch.
+    """
     model, options = case.build(), case.options
     seed = options.seed
     for inputs, targets in case.batches:

@@ -43,7 +43,7 @@ class NumberFormats:
         return _or(self.compute, parameter.dtype, parameter)
 
     def master_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of the optimizer's copy; for a frozen parameter, the dtype of the layers."""
+        """Return the dtype of the optimizer's copy of `parameter`; if frozen, that in which layers use it."""
         own = self.compute_of(parameter)
         return _or(self.master, own, parameter) if parameter.requires_grad else own
 

@@ -40,7 +40,7 @@ class Piece:
 
 
 def piece_of(layout: Layout, coordinate: Mapping[str, int]) -> Piece:
-    """Return the piece at a coordinate of a layout."""
+    """Return the piece that the rank at `coordinate` holds of a tensor with `layout`."""
     return Piece(layout.shape, lambda whole: shard(whole, layout, coordinate))
 
 
@@ -79,7 +79,7 @@ class Difference:
 
 @dataclass
 class Tally:
-    """Counts of compared tensors of a phase, and the largest differences among the equal ones."""
+    """Counts of the compared tensors of a phase, and the largest differences within tolerance."""
 
     compared: int = 0
     different: int = 0
@@ -93,7 +93,7 @@ class Tally:
 
 @dataclass(frozen=True)
 class Evidence:
-    """The tensors of a rank's first difference, flat, truncated to `EVIDENCE_ELEMENTS`."""
+    """Actual and expected values of a rank's first differing tensor, flat, at most `EVIDENCE_ELEMENTS`."""
 
     location: Location
     actual: Tensor
@@ -181,7 +181,7 @@ def _named(dtype: torch.dtype) -> str:
 
 
 def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
-    """Return the dtype to which `actual` was rounded, if less precise than `rounding` explains; or None.
+    """Return the dtype to which `actual` was rounded, if its machine epsilon exceeds `rounding`; or None.
 
     Looks at the elements of which `expected` is not representable in the dtype.
     """
@@ -196,12 +196,12 @@ def _narrower(actual: Tensor, expected: Tensor, rounding: float) -> str | None:
 
 
 def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
-    """Return `[(text, value)]`, the alternatives where there is only one."""
+    """Return `[(text, value)]`, as the `alternatives` of `compare` where only one mistake is considered."""
     return [(text, value)]
 
 
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
-    """Return the sentence of the alternative that `actual` equals, or of its wrong shape or dtype, or ""."""
+    """Return a sentence on a wrong shape or dtype, or on the alternative that `actual` equals; else ""."""
     if misfit := _misfit(actual, expected):
         return misfit
     fitting = (

@@ -75,7 +75,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Return the tracked gradient if `I` added `contribution` to it; else None, as `W` may still add it.
+        """Return the gradient if the input backward `I` added `contribution`; None if `W` may still do so.
 
         `until_weight`: leave the comparison to `W`.
         """
@@ -91,7 +91,11 @@ class GradientTracker:
         return None
 
     def after_weight(self, gradient: GradientKey, use: ParameterUse) -> TrackedGradient | None:
-        """Return the tracked gradient after `W`; None if `I` added all, or if other additions are partial."""
+        """Return the gradient to compare after the weight backward `W`; None if there is nothing to compare.
+
+        None where `I` had added the whole contribution, and `W` rightly nothing; and where the contribution
+        of another use is only partly added.
+        """
         own = self.open.get(gradient, {})
         if use not in own:
             if any(other.partial for other in own.values()):
@@ -108,7 +112,10 @@ class GradientTracker:
     def open_gradients(
         self, keys: Iterable[GradientKey]
     ) -> Iterator[tuple[GradientKey, ParameterUse, TrackedGradient]]:
-        """Yield each gradient with contributions not yet confirmed as added, and the first use with one."""
+        """Yield each gradient with contributions not yet confirmed as added; forget these contributions.
+
+        The tuple is the gradient's key, the first use with such a contribution, and the tracked gradient.
+        """
         for gradient in keys:
             if self.open.get(gradient):
                 tracked = self._tracked(gradient, self.open[gradient])
@@ -120,7 +127,7 @@ class GradientTracker:
             self.settled.pop(gradient, None)
 
     def accept(self, gradient: GradientKey, *, exactly: bool = False) -> None:
-        """Accept the actual gradient as expected after a reported difference; `exactly`: no tolerance."""
+        """Take the actual gradient as the expected one from now on; `exactly`: without a tolerance."""
         tracked = self._tracked(gradient, [])
         tolerance = Tolerance(tracked.tolerance.size, 0.0) if exactly else tracked.tolerance
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance

@@ -34,7 +34,7 @@ from plait.verification.weight_gradient_checker import WeightGradientChecker
 
 
 class InstructionChecker:
-    """Compares the results of one rank's instructions with the recording, through `comparison`."""
+    """Compares the result of each instruction of one rank with the recording of the reference run."""
 
     def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
         self.runtime, self.blueprint = runtime, runtime.blueprint
@@ -90,7 +90,7 @@ class InstructionChecker:
                     self.sketches.popitem()[1].close()
 
     def _compare_parameters(self, unit: str) -> None:
-        """Compare gathered parameters with the recorded values after the previous step."""
+        """Compare a sharding unit's gathered parameters with those recorded after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
         layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
         for name, parameter in self.runtime.units[unit].parameters.items():
@@ -134,13 +134,13 @@ class InstructionChecker:
         self.weights.after_backward(action.kind, action.stage, number, use)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
-        """Compare the current output of `layer` in the stage of an action."""
+        """Compare the output of `layer` for an action's micro-batch with the recorded one."""
         value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
             self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
-        """Compare the gradient of the output of layer `source`, which is the input of `layer`."""
+        """Compare the gradient of the output of layer `source`; `layer` is where a difference is reported."""
         scope = RecordScope(self.step, self._global_microbatch(action))
         for number, tensor in enumerate(
             self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
@@ -200,14 +200,14 @@ class InstructionChecker:
             yield from self._other_losses(action.microbatch, scope, recorded)
 
     def _parameters_of(self, layer: int, scope: RecordScope) -> dict[str, Tensor]:
-        """Return the whole parameters of a layer by name, if they are recorded on this rank."""
+        """Return the unsharded parameters of a layer by name, as far as recorded on this rank."""
         values = self.recording.values.get(RecordScope(self.step - 1), {})
         names = [k.name for k in self.recording.values[scope] if k[:2] == ("contribution", layer)]
         keys = {name: RecordKey("value", name=name) for name in names}
         return {name: values[key] for name, key in keys.items() if key in values}
 
     def _other_losses(self, microbatch: int, scope: RecordScope, total: Tensor) -> NamedTensors:
-        """Yield the loss for other targets; nothing where the output has more than one tensor."""
+        """Yield a micro-batch's loss after common mistakes; nothing for an output of several tensors."""
         last = self.blueprint.stage_layers[-1][-1]
         output = self.recording.find(scope, RecordKey("output", last, "0"))
         if output is not None and self.recording.find(scope, RecordKey("output", last, "1")) is None:
@@ -225,7 +225,7 @@ class InstructionChecker:
     def _expected(
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
     ) -> tuple[Tensor, Piece | None]:
-        """Return this rank's piece of a recorded tensor; zeros if there is no recording."""
+        """Return the expected values: this rank's piece of `recorded`, or zeros if nothing is recorded."""
         dim = self._partition_dim(key)
         if recorded is None or dim is None:
             return torch.zeros_like(actual) if recorded is None else recorded, None

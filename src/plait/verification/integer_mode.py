@@ -165,7 +165,7 @@ class IntegerMode(TorchFunctionMode):
 
 
 def integer_parameter(seed: int) -> Callable[[str, Tensor], Tensor]:
-    """Return a function that maps values to -1, 0, 1 by name, seed and index; vectors get no zeros."""
+    """Return a function that replaces a parameter by random -1, 0 and 1, a vector by random -1 and 1."""
 
     def change(name: str, value: Tensor) -> Tensor:
         numbers = normal_values(f"{name}/whole", seed, 0, value.numel(), 1.0).view(value.shape)
@@ -197,7 +197,7 @@ class WeightedSum:
     """The loss of mode exact: a sum of the output with integer weights per row and last index."""
 
     def total(self, output: Value, targets: Tensor) -> Tensor:
-        """Return the sum over all floating-point tensors of the output; 0-d."""
+        """Return the weighted sum over all floating-point tensors of the output; 0-d."""
         parts = [
             _weighted(tensor, targets, range(tensor.shape[-1]))
             for tensor in tensors_of(output)
@@ -206,7 +206,7 @@ class WeightedSum:
         return torch.stack(parts).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return the sum for logits sharded by class. Communication: one all-reduce over the group."""
+        """Return the weighted sum over all ranks' classes. Communication: one all-reduce over the group."""
         return reduce(_weighted(logits, targets, vocabulary.own), vocabulary.group)
 
     def weight(self, targets: Tensor) -> Tensor:

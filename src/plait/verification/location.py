@@ -102,7 +102,7 @@ WHOLE_STEP = -1
 
 
 class RecordScope(NamedTuple):
-    """A micro-batch (of the global batch) in a step, or the whole step."""
+    """What a recorded tensor belongs to: a micro-batch (of the global batch) in a step, or the whole step."""
 
     step: int
     microbatch: int = WHOLE_STEP

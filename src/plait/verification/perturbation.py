@@ -15,7 +15,7 @@ from torch import Tensor
 
 @dataclass
 class Perturbation:
-    """A generator of rounding errors, seeded with its number; number 0 adds none."""
+    """Adds random rounding errors to tensors, seeded with `number`; number 0 adds none."""
 
     number: int
     generator: torch.Generator = field(init=False)
@@ -40,7 +40,7 @@ class Perturbation:
         return tensor + (size * epsilon * self._signed(tensor)).to(tensor.dtype)
 
     def perturb_elementwise(self, tensor: Tensor, epsilon: float | None = None) -> Tensor:
-        """Return `tensor` with a random error per element of relative size `epsilon`."""
+        """Return `tensor` with a random error of relative size up to `epsilon` in each element."""
         if not self.number or not tensor.is_floating_point() or not tensor.numel():
             return tensor
         epsilon = torch.finfo(tensor.dtype).eps if epsilon is None else epsilon

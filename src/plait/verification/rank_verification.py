@@ -49,7 +49,7 @@ class RankOutcome:
 
 
 def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None) -> RankOutcome:
-    """Verify `plan` as one of its ranks. Communication: the training's, and the recording from rank 0.
+    """Verify `plan` on this rank. Communication: that of the training, and rank 0's recording to all.
 
     `recordings` are kept on rank 0, for further plans with the same micro-batches.
     """
@@ -96,7 +96,7 @@ def _recorded(
     batches: Sequence[Batch],
     recordings: RecordingCache,
 ) -> ReferenceRecording:
-    """Return rank 0's recording; on other ranks, the part with this rank's own tensors.
+    """Return the recording of the reference run on rank 0; other ranks get the part with their own tensors.
 
     Communication: a barrier over the world for each scope of each run, so that no rank waits longer than for
     one; then that of `distribute_recording`.
@@ -123,7 +123,7 @@ def _recorded(
 
 @contextmanager
 def _barrier_per_scope(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
-    """Yield a function that rank 0 calls `count` times during its work, as barriers with all other ranks.
+    """Yield a barrier function that rank 0 calls while it works; the other ranks enter all `count` at exit.
 
     Raises an error of rank 0 on every rank. Communication: a barrier over the world for each call.
     """

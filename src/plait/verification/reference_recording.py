@@ -36,7 +36,7 @@ LOSS_KINDS = ("total", "mean", "whole", "evaluation")
 
 
 class Tolerance(NamedTuple):
-    """The magnitude of a tensor (its largest, see `SIZE_FLOOR`), and the largest allowed difference."""
+    """A tensor's largest magnitude (or a floor, see `SIZE_FLOOR`), and the largest allowed difference."""
 
     size: float
     allowed: float
@@ -74,7 +74,7 @@ class ReferenceRecording:
         values: Mapping[RecordKey, Tensor],
         epsilon_of: Callable[[RecordKey], float] = lambda key: 0.0,
     ) -> None:
-        """Increase tolerances to the deviations of a perturbed run, and to at least a few machine epsilons.
+        """Increase tolerances to cover the deviations of a perturbed run, and at least a few epsilons.
 
         `epsilon_of` returns the machine epsilon of a narrower dtype that a tensor was computed from, else 0.
         """
@@ -89,7 +89,7 @@ class ReferenceRecording:
                 tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:
-        """Raise ModelError unless all tensors are integers; add a tolerance to the norm, a square root."""
+        """Raise ModelError unless all tensors are integers; give the norm, a square root, a tolerance."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "norm":
@@ -106,7 +106,7 @@ class ReferenceRecording:
         return self.values.get(scope, {}).get(key)
 
     def number(self, step: int, kind: str) -> float:
-        """Return a recorded scalar of a whole step: a norm, a scale, a mean."""
+        """Return a recorded scalar of a whole step: gradient norm, loss scale, mean loss, …."""
         return float(self.values[RecordScope(step)][RecordKey(kind)])
 
     def microbatches(self, step: int) -> int:

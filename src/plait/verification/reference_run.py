@@ -92,7 +92,7 @@ class ReferenceRun:
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon of the narrower dtype from which a tensor was computed, or 0."""
+        """Return the machine epsilon of a narrower dtype that a recorded tensor was computed in, else 0."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":
@@ -158,7 +158,7 @@ class ReferenceRun:
         yield RecordScope(step), records | self.update.apply(step)
 
     def _reduced(self, name: str) -> Tensor:
-        """Return the sum of a gradient, with a rounding error of the dtype used for its reduction."""
+        """Return a parameter's summed gradient; a perturbed run adds the rounding error of its reduction."""
         total, sent = self.sums[name], self.formats.reduce_of(self.model_parameters[name])
         if self.baseline is None or epsilon_of(sent) <= epsilon_of(total.dtype):
             return total
@@ -243,7 +243,7 @@ class ReferenceRun:
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Convert an error to a ModelError with its first line: `what` already fails on a single device."""
+    """Convert an error to a ModelError, which says that `what` fails on a single device already."""
     try:
         yield
     except PlaitError:
@@ -282,9 +282,10 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Build a run's layers: return parameters, their copies, the layers, and each layer's aliases, by name.
+    """Return a run's parameters, their copies in another dtype, the layers, and each layer's aliases.
 
-    Layers use the parameters' own memory where that has their compute dtype, unless `always_copy`.
+    Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
+    the parameters' own memory where that has their compute dtype, unless `always_copy`.
     """
     names = {id(parameter): name for name, parameter in sequence.parameters.items()}
     parameters: dict[str, nn.Parameter] = {}

@@ -121,7 +121,7 @@ class ReferenceUpdate:
         }
 
     def _reset_gradients(self, step: int, kind: str) -> None:
-        """Replace the gradients by those of the baseline, each with a rounding error."""
+        """Replace gradients by those of the unperturbed `baseline`, if any, with rounding errors added."""
         if self.baseline is not None:
             recorded = self.baseline.values[RecordScope(step)]
             for name, parameter in self.trainable.items():
@@ -130,7 +130,7 @@ class ReferenceUpdate:
                 )
 
     def _reset_parameters(self, step: int) -> None:
-        """Replace parameters and optimizer state by those of the baseline."""
+        """Replace parameters and optimizer state by those of the unperturbed `baseline`, if any."""
         if self.baseline is None:
             return
         recorded = self.baseline.values[RecordScope(step)]

@@ -71,7 +71,7 @@ class VerificationReport:
 
     @property
     def used(self) -> float:
-        """Largest difference of an equal tensor, relative to its tolerance: at most 1."""
+        """Largest difference within tolerance, as a fraction of that tolerance: at most 1."""
         return max((tally.used for tally in self.tallies.values()), default=0.0)
 
     def __str__(self) -> str:

@@ -15,7 +15,7 @@ from plait.verification.report import FirstDifference, VerificationReport
 
 
 def build_report(outcomes: Sequence[RankOutcome], plan: Plan, options: VerifyOptions) -> VerificationReport:
-    """Combine the outcomes of every rank of `plan`, rank 0 first."""
+    """Return the report on `plan` from the outcomes of all its ranks, rank 0 first."""
     paths = outcomes[0].paths
     tallies: dict[StepPhase, Tally] = {}
     for phase in StepPhase:
@@ -92,7 +92,7 @@ def _is_partitioned(outcomes: Sequence[RankOutcome], location: Location) -> bool
 
 
 def _compares(outcome: RankOutcome, chosen: RankOutcome, location: Location) -> bool:
-    """Return whether a rank compares tensors of the same stage and, for a micro-batch, of the same data."""
+    """Return whether a rank compares a tensor at `location` as `chosen` does: same stage, and same data."""
     if location.phase is StepPhase.BATCH:
         return outcome is chosen
     if location in outcome.findings.empty:

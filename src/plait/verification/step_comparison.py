@@ -95,7 +95,7 @@ class StepComparison:
         self.findings.compare(location, actual, before, NO_TOLERANCE, piece=piece, alternatives=alternatives)
 
     def compare_loss_scale(self, step: int, phase: StepPhase, expected: float) -> None:
-        """Compare the engine's loss scale, unless both scales are 1."""
+        """Compare the engine's loss scale with `expected`, unless both are 1."""
         actual = self.engine.loss_scale
         if not actual == expected == 1:
             ours, theirs = (torch.tensor(scale, dtype=torch.float64) for scale in (actual, expected))
@@ -110,7 +110,10 @@ class StepComparison:
         mistakes: Sequence[tuple[str, float]] = (),
         inherited: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
-        """Compare all gradients with the records of `kind`. `mistakes`: sentences with wrong factors."""
+        """Compare this rank's gradients with the recorded ones of `kind`.
+
+        `mistakes`: sentences, each with the factor of the gradients that the mistake would cause.
+        """
         records = self.recording.values[RecordScope(step)]
         for name, parameter in self.parameters.items():
             if not parameter.requires_grad:
@@ -155,7 +158,7 @@ class StepComparison:
     def expected(
         self, recorded: Tensor, parameter: str, actual: Tensor | None = None
     ) -> tuple[Tensor, Piece | None]:
-        """Return this rank's piece of a recorded tensor of `parameter`; other tensors unchanged.
+        """Return this rank's piece of `recorded` if it has the parameter's shape, else `recorded` itself.
 
         Of a parameter without dims a rank has all (0-d) or nothing (1-d); a step count has no dims anywhere.
         """

@@ -143,7 +143,7 @@ def _with_schedule(plan: Plan, schedule: str, recompute: Recompute | tuple[Recom
 
 
 def _shardings_of(plan: Plan) -> Iterator[Plan]:
-    """Yield every sharding over the plan's dp ranks: replicas, strategy, time of reduction, offload."""
+    """Yield `plan` with each sharding over its dp ranks: replicas, strategy, time of reduction, offload."""
     for replicate in range(1, plan.dp):
         if plan.dp % replicate == 0:
             for strategy, reduce, offload in product(*map(get_args, (Strategy, Reduce, Offload))):
@@ -170,7 +170,7 @@ def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
 def verify_plans(
     case: Case, plans: Sequence[Plan], report_progress: ReportProgress | None = None
 ) -> list[RankOutcome | RefusedPlan]:
-    """Verify `plans`, all with the same number of ranks, one after the other, as one of their ranks."""
+    """Verify `plans`, which all have the same number of ranks, one after the other, on this rank."""
     recordings: RecordingCache = {}
     outcomes: list[RankOutcome | RefusedPlan] = []
     for plan in plans:

@@ -140,7 +140,7 @@ def _listed(equal: list[str]) -> str:
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether a sketch equals the expected one; for a shard, whether its features are among those."""
+    """Return whether a sketch equals the expected one; for a shard's, whether its values occur in it."""
     if found.shape == expected.shape:
         return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):

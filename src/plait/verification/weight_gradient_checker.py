@@ -53,7 +53,7 @@ class WeightGradientChecker:
         self.tracker.begin_step()
 
     def after_backward(self, kind: Kind, stage: int, layer: int, use: ParameterUse) -> None:
-        """Compare the gradients to which an `I`, `W` or `B` of a stage's layer has added."""
+        """Compare the parameter gradients that a layer's backward (`I`, `W` or `B`) has added to."""
         for key in self.gradients_of[stage, layer]:
             if kind is not Kind.W:
                 contribution = self._contribution(key[0], use)
@@ -67,7 +67,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Compare gradients with contributions not yet confirmed; then expect accumulation from zero."""
+        """Before a reduction, compare gradients that have unconfirmed contributions; then expect zeros."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -75,14 +75,14 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare the gradients with contributions not yet confirmed as added, by default all of them."""
+        """Compare those gradients of `keys` (default: all) that have unconfirmed contributions."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):
             self._compare(key, use, tracked)
 
     def tolerance_of(self, name: str) -> float:
-        """Return the tolerance of this rank's own gradient of a parameter at the end of a step."""
+        """Return the tolerance of this rank's gradient of a parameter in a step, before its reduction."""
         if self._is_complete(name):
             return self.tracker.allowed(name)
         return sum(
@@ -139,7 +139,7 @@ class WeightGradientChecker:
             yield "the gradient of the step before is still in it", expected + self.piece(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return this rank's piece of a recorded contribution, or None."""
+        """Return this rank's piece of what one use of a parameter adds to its gradient, or None."""
         layer, microbatch = use
         scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
         whole = self.recording.find(scope, key)

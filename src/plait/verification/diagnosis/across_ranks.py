@@ -19,7 +19,7 @@ IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepP
 
 
 def summands(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the ranks' tensors along one or two axes add up to the expected one; else None."""
+    """Return a sentence if the tensors of ranks along one or two axes sum to the expected one; else None."""
     first = symptoms.first
     if symptoms.phase in NOT_SUMMED:
         return None
@@ -53,7 +53,7 @@ def piece_of_another(symptoms: Symptoms) -> str | None:
 
 
 def later_pieces(symptoms: Symptoms) -> str | None:
-    """Return a sentence if only later `tp` ranks differ, with the sequence in pieces; else None."""
+    """Return a sentence if, with sequence parallelism, only `tp` ranks after 0 differ; else None."""
     wrong = {symptoms.coordinates[rank]["tp"] for rank in symptoms.evidence}
     right = {symptoms.coordinates[rank]["tp"] for rank in symptoms.compared_on} - wrong
     if not symptoms.plan.cuts_sequence or symptoms.phase is not StepPhase.FORWARD or 0 not in right:
@@ -66,7 +66,7 @@ def later_pieces(symptoms: Symptoms) -> str | None:
 
 
 def norm(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the norm is wrong: which ranks or parts it includes, or its size; else None."""
+    """Return a sentence if the gradient norm is wrong, on which parts it omits or repeats; else None."""
     if symptoms.phase is not StepPhase.NORM:
         return None
     actual, expected = symptoms.difference.values

@@ -1,4 +1,4 @@
-"""Values that a tensor would have after common mistakes, each with a sentence, from recorded tensors."""
+"""Values that a tensor would have after common mistakes, each with a sentence that names the mistake."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 
 
 def likely_cause(symptoms: Symptoms) -> str:
-    """Return one sentence: the first matching hypothesis, the module in the layer, and the equal results."""
+    """Return the probable cause as one sentence: a matching hypothesis, the module, and what is equal."""
     difference = symptoms.difference
     fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
     found = difference.hint or next((text for text in fitting if text), None)

@@ -1,4 +1,4 @@
-"""Hypotheses about positions: permuted, shifted, or different in only a part of the tensor."""
+"""Hypotheses about misplaced values: transposed, shifted, permuted, or wrong in only a part of the tensor."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def shifted(symptoms: Symptoms) -> str | None:
 
 
 def permuted(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the values are permuted, if possible with dim and order of slices; else None."""
+    """Return a sentence if the values are permuted, with the permuted dim if it is one; else None."""
     actual, expected = symptoms.pair
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None

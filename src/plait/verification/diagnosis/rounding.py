@@ -56,7 +56,7 @@ def _fits(tensor: Tensor, dtype: torch.dtype, noise: Tensor | None) -> Tensor:
 
 
 def _digits_of(actual: Tensor, expected: Tensor, noise: Tensor | None) -> str | None:
-    """Return the narrowest dtype that holds every element of `actual` but not most of `expected`."""
+    """Return the narrowest dtype that represents all of `actual` but at most half of `expected`, or None."""
     for name, dtype in NARROW.items():
         if not bool(_fits(actual, dtype, noise).all()):
             continue

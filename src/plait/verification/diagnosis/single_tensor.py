@@ -83,7 +83,7 @@ def _nothing_added(phase: StepPhase) -> str:
 
 
 def _factor_of_one_number(symptoms: Symptoms) -> str | None:
-    """Return a sentence if a scalar is wrong by exactly a degree of the plan; else None."""
+    """Return a sentence if a mean loss is wrong by a factor that is a degree of the plan; else None."""
     actual, expected = (float(tensor[0]) for tensor in symptoms.pair)
     if not expected or symptoms.phase not in (StepPhase.MEAN_LOSS, StepPhase.EVALUATION):
         return None
@@ -93,7 +93,7 @@ def _factor_of_one_number(symptoms: Symptoms) -> str | None:
 
 
 def _reason(ratio: float, symptoms: Symptoms) -> str:
-    """Return the possible reason for a factor, as the continuation of a sentence."""
+    """Return why a tensor may be `ratio` times the expected one, as the continuation of a sentence."""
     if symptoms.phase is StepPhase.OPTIMIZER:
         return f": the gradients are equal, so {of_the_optimizer(symptoms.plan)}"
     if symptoms.phase is StepPhase.CLIP:
@@ -123,7 +123,7 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 
 
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
-    """Return the degrees, without those of 1, over which this phase may compute a sum."""
+    """Return by name the degrees above 1 (tp, dp, micro-batches, pp) over which this phase may sum."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (
         StepPhase.INITIAL,
@@ -176,7 +176,7 @@ AROUND = {
 
 
 def same_for_all(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the error is equal in all rows, or in the same row of each batch; else None."""
+    """Return a sentence if the error is equal at all positions, or in all rows of the batch; else None."""
     pair = symptoms.shaped
     if symptoms.phase is not StepPhase.FORWARD or pair is None or pair[0].dim() < 2:
         return None

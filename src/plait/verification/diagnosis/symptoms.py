@@ -1,4 +1,4 @@
-"""The first difference on all ranks, with the comparisons and phrases from which hypotheses are built."""
+"""The first difference, with the tensors of all ranks, and the functions by which hypotheses examine it."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Symptoms:
 
     @property
     def slack(self) -> float:
-        """Maximum difference between the prediction of a hypothesis and the tensor."""
+        """Largest difference between the tensor and a hypothesis's prediction that counts as a match."""
         largest = self.difference.largest
         return max(FITS * largest, min(4 * self.difference.allowed, ROUGHLY * largest))
 
@@ -56,7 +56,7 @@ class Symptoms:
 
     @property
     def shaped(self) -> tuple[Tensor, Tensor] | None:
-        """Actual and expected in the tensor's shape; None where the evidence is truncated or misshapen."""
+        """Actual and expected values in the tensor's shape; None if they are truncated or sizes differ."""
         actual, expected = self.pair
         shape = self.difference.shape
         if not len(actual) == len(expected) == torch.Size(shape).numel():
@@ -81,7 +81,10 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield (name of the remainder, tensor to subtract): first zeros, then `evidence.base` if any."""
+    """Yield tensors that hypotheses subtract from actual and expected: zeros, then `evidence.base` if any.
+
+    Each after the name of what remains, such as "the update" of a parameter.
+    """
     yield "all of it", torch.zeros_like(evidence.expected)
     if evidence.base is not None:
         yield REST.get(phase, "what the layer adds to it"), evidence.base
@@ -115,7 +118,7 @@ def of_the_optimizer(plan: Plan) -> str:
 
 
 def ranks_in_words(ranks: Sequence[int], symptoms: Symptoms) -> str:
-    """Return ranks as text, by their index along the axis that separates them from the others, if any."""
+    """Return ranks as text: by index on a mesh axis that separates them from the differing ranks, if any."""
     for axis in AXES:
         indices = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in ranks}
         others = {_along(symptoms.coordinates[rank], axis, symptoms.plan) for rank in symptoms.evidence}
