@@ -14,7 +14,7 @@ from parity.case import Case
 from parity.cases import USER_CASES, gpt2, llama
 from parity.parity import check_parity
 from plait.blueprint import build_blueprint
-from plait.footprint.layer_timing import balance, measured_costs
+from plait.footprint.measured_balance import balance, measured_costs
 from plait.plan import Plan
 
 

@@ -14,8 +14,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from plait.default_sizes import default_inner
 from plait.errors import ModelError
+from plait.model_sizes import default_inner
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor, nn
 
-from plait.default_sizes import heads_error
 from plait.errors import ModelError
+from plait.model_sizes import heads_error
 from plait.models.initial import Constant, Initial, Normal
 from plait.rules import Rules
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from plait.comm.mesh import Mesh
 from plait.engine import Engine, Recording
-from plait.footprint.layer_timing import balance
+from plait.footprint.measured_balance import balance
 from plait.plan import Plan
 from plait.schedules.simulation.costs import Costs
 from plait.schedules.simulation.pictures import write_pictures

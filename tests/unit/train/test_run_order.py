@@ -13,7 +13,7 @@ import plait
 from plait.comm.rank_pool import RankPool
 from plait.engine import Engine, Recording
 from plait.errors import ConfigError
-from plait.footprint.layer_timing import balance
+from plait.footprint.measured_balance import balance
 from plait.schedules.simulation.costs import Costs
 from plait.train import balance_reorder_trace
 from plait.train.config import Config
