@@ -170,7 +170,8 @@ class Runner:
     ) -> None:
         """Carry out this rank's program of `programs`, one per rank of `pp`.
 
-        `scale`: the factor of the summed loss for the backward. `parameters_changed`: an optimizer may have stepped since the last program.
+        `scale`: the factor of the summed loss for the backward. `parameters_changed`: an optimizer may have
+        stepped since the last program.
         """
         if torch.is_autocast_enabled(self.mesh.device.type):
             raise PlanError("torch.autocast is active around a step: leave it, and set plan.precision.")

@@ -129,6 +129,7 @@ def test_a_signal_to_the_whole_process_group(tmp_path, text, temporary):
     assert checkpoint.name == f"step-{len(rows):08d}"
 
 
+@pytest.mark.full
 def test_a_signal_to_torchrun(tmp_path, text, temporary):
     """It hands the signal on to its ranks: they finish the step, and leave a checkpoint."""
     torchrun = str(Path(sys.executable).with_name("torchrun"))
