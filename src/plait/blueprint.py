@@ -86,7 +86,7 @@ class Blueprint:
 
     @cached_property
     def structures(self) -> tuple[Hashable, ...]:
-        """The structure of each layer, see `structure_of`."""
+        """A key of each layer, equal for layers that run alike on the meta device; see `structure_of`."""
         return tuple(structure_of(layer.module) for layer in self.sequence.layers)
 
     @cached_property
@@ -206,7 +206,7 @@ def build_blueprint(
 
 
 def recompute_per_layer(plan: Plan, layers: int) -> tuple[Recompute, ...]:
-    """Return the recomputation of each layer. Raises PlanError if the plan has another number of layers."""
+    """Return the recompute mode of each layer. Raises PlanError if the plan gives another number of modes."""
     if isinstance(plan.recompute, str):
         return (plan.recompute,) * layers
     if len(plan.recompute) != layers:
@@ -273,7 +273,7 @@ def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
 def parameter_layouts(
     sequence: LayerSequence, module_rules: Mapping[str, Rule], plan: Plan
 ) -> tuple[dict[str, Layout], dict[str, int]]:
-    """Return each parameter's layout over `tp`, and how many `tp` ranks have a summand of its gradient."""
+    """Return each parameter's layout over `tp`, and over how many `tp` ranks its gradient is summed."""
     degrees = {"replicate": plan.replicate, "shard": plan.shard, "tp": plan.tp}
     layers = named(sequence.layers)
     layouts = layouts_of(layers, module_rules, degrees)

@@ -15,7 +15,7 @@ def default_inner(hidden: int) -> int:
 
 
 def heads_error(hidden: int, heads: int, kv_heads: int | None = None, *, rotary: bool) -> str | None:
-    """Return why attention cannot have these sizes, and the nearest that fit, as a sentence; or None.
+    """Return None if attention can have these sizes, else an error text that names the nearest that fit.
 
     `rotary`: whether pairs of a head's features are turned, as in Llama.
     """

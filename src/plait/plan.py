@@ -144,7 +144,7 @@ class Plan:
 
     @property
     def shard(self) -> int:
-        """The degree of the axis `shard`."""
+        """The degree of the axis `shard`, over whose ranks state is sharded: `dp / replicate`."""
         return self.dp // self.replicate
 
     @property

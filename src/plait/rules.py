@@ -119,7 +119,7 @@ piece = Rule("piece")
 
 
 def match(rules: Rules, paths: Iterable[str]) -> dict[str, Rule]:
-    """Return the rule of each path that matches a pattern.
+    """Return the rule of each module path that a pattern of `rules` matches.
 
     Raises PlanError for a rule that matches no path, with the nearest paths, and for a path matched twice.
     """

@@ -1,4 +1,4 @@
-"""The engine that `parallelize` returns, and the runner of its programs."""
+"""The engine that `parallelize` returns, and the runner that carries out the programs of its steps."""
 
 from plait.engine.engine import Engine
 from plait.engine.recorder import Recording

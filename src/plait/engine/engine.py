@@ -1,4 +1,4 @@
-"""The engine: a parallel model as users call it. Each step is a program carried out by the runner."""
+"""`Engine`: the model that `parallelize` returns, with methods for steps, parameters, output and state."""
 
 from __future__ import annotations
 
@@ -250,16 +250,16 @@ class Engine:
         check_replicas(parameters, self.layouts, owners, self.mesh, optimizer)
 
     def microbatch_losses(self) -> Tensor:
-        """Return the mean loss of each of this data-parallel rank's last micro-batches, `[microbatches]`.
+        """Return the mean loss of each micro-batch of this data-parallel rank's last step, `[microbatches]`.
 
         Communication: one broadcast over `pp`.
         """
         return self._runner.microbatch_losses()
 
     def input_gradients(self) -> Value | None:
-        """Return the gradient of the last step's inputs, if requested; same structure, None for integers.
+        """Return the gradients of the last step's inputs, nested like them, if it was asked to compute them.
 
-        On the ranks of the first stage; None on the others.
+        None for integer tensors. On the ranks of the first stage; None on the others.
         """
         pieces, batch = self._pipeline.input_gradients, self._pipeline.batch
         if not pieces:
@@ -276,7 +276,7 @@ class Engine:
 
     @contextmanager
     def recording(self) -> Iterator[Recording]:
-        """Within the block, record the times of this rank's actions in training steps; keeps the last step.
+        """Context manager that records when this rank's forwards and backwards run; keeps the last step.
 
         Yields a recording of the timeline and the measured costs, valid also afterwards. All ranks enter it.
         Recording takes a few microseconds an action; on a GPU it waits for the device before a step.
@@ -305,7 +305,7 @@ class Engine:
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
-        """Set and return the shortest order that rank 0 finds for `costs`, which a `recording` measures.
+        """Search for an order with shorter steps for `costs` (those of a `recording`); set and return it.
 
         Only rank 0's `costs` are used. `memory_limit` is by default that of the plan. Where nothing shorter
         is found the order does not change. Returns the order of later steps. All ranks call it and wait for
@@ -318,7 +318,7 @@ class Engine:
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """Which piece of each parameter, and which buffers, each rank holds; further names of shared ones."""
+        """The pieces of parameters and the buffers that each rank holds; all names of shared parameters."""
         return self._runtime.blueprint.shard_plan
 
     @property
@@ -328,18 +328,18 @@ class Engine:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """The name in the engine of each shared parameter, by each other name in the model's `state_dict`."""
+        """For each further name of a shared parameter in the model's `state_dict`, its name in the engine."""
         return self.shard_plan.aliases
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """The ranks of `pp` that hold each parameter shared by several of them."""
+        """For each parameter that several ranks of `pp` hold, those ranks."""
         owners = self._runtime.blueprint.owners
         return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """The state of later steps besides parameters and optimizer, as JSON values.
+        """What to save for resuming a run, besides parameters and optimizer state, as JSON values.
 
         The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
         run; an order of other stages or micro-batches is ignored, and there may be none.
@@ -372,7 +372,7 @@ class Engine:
 
     @property
     def loss_scale(self) -> float:
-        """The factor of the next step's loss; 1 without loss scaling."""
+        """The factor by which the next step multiplies the loss; 1 without loss scaling."""
         return self._runner.scale.value
 
     @property
@@ -386,5 +386,8 @@ class Engine:
         return self._runtime.blueprint.layouts
 
     def traffic(self) -> Counts:
-        """Return this rank's bytes and calls since the last `forward_backward`: `{axis: {kind: Count}}`."""
+        """Return this rank's communication since the last `forward_backward` began, `{axis: {kind: Count}}`.
+
+        A `Count` has the bytes and the number of calls.
+        """
         return self.mesh.traffic.since(self._traffic_before)

@@ -1,4 +1,4 @@
-"""Recording of a training step: start and end of each action, on this rank and all ranks of `pp`."""
+"""Recording of a training step: when each forward and backward starts and ends, on all ranks of `pp`."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ class Recorder:
 
 
 class Recording:
-    """The last training step within `Engine.recording`. Times are milliseconds.
+    """Measured times, in milliseconds, of the last training step within a block of `Engine.recording`.
 
     An action lasts from its first layer's start to its last layer's end (on a GPU: on the stream where it
     computes), with the loss and the gradient that it starts from; waiting for messages and sending is not in
@@ -132,7 +132,7 @@ class Recording:
         return measured_timeline(self._schedule(), self._rows())
 
     def costs(self) -> Costs:
-        """Return the median times of `F`, `I` and `W` of each stage, and of a message between ranks.
+        """Return the median times of a message and of each stage's forward, input and weight gradients.
 
         `plait.simulate(recording.timeline().schedule, recording.costs())` simulates the step with them.
         `I` and `W` that ran as one `B` cost half each. Raises DataError as `timeline`.
@@ -155,7 +155,7 @@ class Recording:
 
 
 def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[MeasuredAction, ...]:
-    """Return the actions in the order in which they ran, from the clock's stamps around each segment."""
+    """Return this rank's actions with their times, in order, from the clock's stamps around each segment."""
     segments, starts, ends = zip(*notes, strict=True)
     return joined(segments, clock.read(starts), clock.read(ends))
 
@@ -163,7 +163,7 @@ def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[Measu
 def joined(
     segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[MeasuredAction, ...]:
-    """Return the actions of `segments`, each from the start of its first to the end of its last segment.
+    """Return measured actions: each lasts from the start of its first to the end of its last segment.
 
     What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
     gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
@@ -184,7 +184,7 @@ def joined(
 
 
 def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
-    """Return the rows of all ranks of `pp`, converted to the clock of the first rank's host."""
+    """Return the measured actions of each rank of `pp`, converted to the clock of the first rank's host."""
     group = mesh.group("pp")
     if group.size == 1:
         return (row,)

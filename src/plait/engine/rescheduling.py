@@ -20,7 +20,7 @@ from plait.schedules.simulation.timeline import simulate
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
-    """Return `now` or, if it is shorter for `costs`, a new schedule with the same stages on each rank.
+    """Return a schedule with shorter steps for `costs` and the same stages on each rank, else `now`.
 
     `limit` is that of `plait.schedule`; `now` is not returned if it exceeds it. Raises ScheduleError where no
     schedule is within it.
@@ -35,7 +35,7 @@ def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Sched
 
 
 def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh: Mesh) -> Schedule:
-    """Return rank 0's result of `choose` on every rank. Raises ScheduleError on every rank if it fails.
+    """Return rank 0's result of `choose` on every rank. Raises ScheduleError on all if `choose` fails.
 
     Communication: two broadcasts over `world`, of 8 bytes and of the order as text.
     """
@@ -45,13 +45,13 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
 
 
 def to_json(order: Schedule) -> dict[str, Any]:
-    """Return an order as JSON values: its policy, one line per rank, and the dimensions of the schedule."""
+    """Return a schedule as JSON values: its policy, the actions of each rank, and its dimensions."""
     lines = [order.policy, *(" ".join(row) for row in order.order)]
     return {"microbatches": order.microbatches, "rank_of": list(order.rank_of), "order": "\n".join(lines)}
 
 
 def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
-    """Return the order in a `to_json` result; None if it has other actions or equals `now`."""
+    """Return the schedule that `to_json` wrote; None if it equals `now` or has other dimensions."""
     if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
         return None
     policy, *rows = state["order"].split("\n")

@@ -82,7 +82,7 @@ class Runner:
         return [layer.module for stage in self.pipeline.stages.values() for layer in stage.layers]
 
     def loss_batch(self, inputs: Value, targets: Value) -> LossBatch:
-        """Split the batch into micro-batches, and sum the loss's weight over the global batch.
+        """Split the batch into micro-batches, and compute the weights by which their losses are averaged.
 
         Communication: as `Engine.forward_backward`, without that of the program and of the mean loss.
         """
@@ -115,7 +115,7 @@ class Runner:
         return all_reduce(mean, self.mesh.group("world"), checked=False).about("the mean loss").wait()
 
     def _rows(self, batch: Sequence[Value]) -> list[range]:
-        """Return each micro-batch's rows in the global batch, counted in the first of its tensors.
+        """Return each micro-batch's range of rows (dim 0 of its first tensor) in the global batch.
 
         Communication: one all-reduce over `dp`, whose ranks may have different numbers of rows; on the CPU
         where the group has a transport for it, so that the host does not wait for the device.
@@ -131,7 +131,7 @@ class Runner:
         return [range(*ends) for ends in pairwise(accumulate(counts, initial=before))]
 
     def microbatch_losses(self) -> Tensor:
-        """Return the mean loss of each of the last micro-batches; see `Engine.microbatch_losses`."""
+        """Return the mean loss of each micro-batch of the last step; see `Engine.microbatch_losses`."""
         if self._weights is None:
             raise DataError("there are no losses yet: call forward_backward or evaluate first.")
         losses = torch.zeros_like(self._weights)
@@ -149,7 +149,7 @@ class Runner:
             require_same_text(call, group, torch.device("cpu"))
 
     def as_input(self, tensor: Tensor) -> Tensor:
-        """Convert a floating-point input to the plan's precision; move inputs of the first stage."""
+        """Cast a floating-point input to the plan's precision; on the first stage move it to the device."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.schedule.rank_of[0]
         return tensor.to(self.mesh.device if first else tensor.device, dtype)
@@ -198,7 +198,7 @@ class Runner:
             raise
 
     def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
-        """Return the `LayerInfo` of all layers for each micro-batch; cached by micro-batch shape."""
+        """Return for each micro-batch the `LayerInfo` (output shapes) of all layers; cached by its shape."""
         trains = torch.is_grad_enabled()
         keys = [(signature(one), input_gradients, trains) for one in batch]
         for key, one in zip(keys, batch, strict=True):

@@ -21,7 +21,7 @@ from plait.tensor.vocabulary_partition import Vocabulary
 
 @dataclass(frozen=True)
 class Runtime:
-    """A blueprint, and this rank's layers, parameters and groups of ranks."""
+    """What `parallelize` builds on one rank: the blueprint, and the rank's layers, parameters and groups."""
 
     blueprint: Blueprint
     """Without the values of the model; see `shared_blueprint`."""

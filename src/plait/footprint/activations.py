@@ -46,7 +46,7 @@ class ReceiveBufferAccount:
         self._posted[action] = [self._take(size) for _, size in received]
 
     def take(self, action: Action) -> list[MemoryBlock]:
-        """Return the blocks received for `action`."""
+        """Return the memory blocks of the tensors received for `action`; they stay in use until `release`."""
         blocks = self._posted.pop(action)
         self._lent[action.stage, action.microbatch] += blocks
         return blocks
@@ -71,7 +71,7 @@ class ReceiveBufferAccount:
         self.send(action, blocks, peer)
 
     def safe_to_keep(self, block: MemoryBlock) -> MemoryBlock:
-        """Return `block`, or a copy where it is a buffer of the pool."""
+        """Return a block that a send may hold: `block` itself, or a new one if it is a receive buffer."""
         return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 
     def release(self, stage: int, microbatch: int) -> None:
@@ -110,7 +110,7 @@ class ActivationAccount:
         traces: ModelTraces,
         inputs: Sequence[MemoryBlock],
     ) -> None:
-        """`stages`: the traces of this rank's layers; `inputs`: the memory blocks that micro-batches view."""
+        """`stages`: the memory of the layers of each local stage; `inputs`: the blocks of the batch."""
         self._ledger = ledger
         self._messages = messages
         self._stages = stages
@@ -123,7 +123,7 @@ class ActivationAccount:
         self._losses: dict[int, Blocks] = {}
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return by instruction type the function that carries out pipeline instructions on the ledger."""
+        """Return a dict from type of pipeline instruction to the function that records it in the ledger."""
         return {
             TakeBatch: lambda i: self._put(i.action, self._inputs),
             PostReceive: lambda i: self._messages.post(i.action),
@@ -138,13 +138,13 @@ class ActivationAccount:
         }
 
     def _put(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
-        """Hold the current activations or gradients of a stage and micro-batch until `_take`."""
+        """Store `blocks` as the current activations or gradients of a stage's micro-batch, until `_take`."""
         key = _key(action)
         self._current[key] = blocks
         self._ledger.hold(key, blocks)
 
     def _take(self, action: Action) -> Sequence[MemoryBlock | None]:
-        """Return the current activations or gradients of a stage and micro-batch, and release them."""
+        """Return the blocks that `_put` stored for a stage's micro-batch, and release them in the ledger."""
         key = _key(action)
         self._ledger.drop(key)
         return self._current.pop(key)

@@ -67,7 +67,7 @@ def memory(
 
 @dataclass
 class MemoryEstimator:
-    """The arguments of `memory` without the plan: predicts the memory of several plans.
+    """Predicts the memory of several plans for one model; its fields are the other arguments of `memory`.
 
     Plans that share schedules or the shapes of layers share their simulation.
     """
@@ -101,7 +101,7 @@ class MemoryEstimator:
         return Memory(plan, self.ranks(plan), unsharded, has_activations=self._batch(plan) is not None)
 
     def ranks(self, plan: Plan, observer: MemoryObserver | None = None) -> tuple[RankMemory, ...]:
-        """Return the memory of each rank of `pp`; `observer` is called after each instruction of the step."""
+        """Return the predicted memory of each rank of `pp`; calls `observer` after each instruction."""
         blueprint = build_blueprint(self.model, plan, self.rules, self.order_of)
         traces = self._traces(blueprint)
         return tuple(
@@ -160,7 +160,7 @@ def simulate_step(
     moments: int,
     observer: MemoryObserver | None = None,
 ) -> RankMemory:
-    """Return the memory in the second step of a rank of `pp` with layers on `device`.
+    """Simulate two steps of a rank of `pp` with layers on `device`, and return its memory in the second.
 
     What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
     are not. `moments`: tensors of optimizer state per parameter.
@@ -215,7 +215,7 @@ def _activations(
     traces: ModelTraces,
     device: torch.device,
 ) -> ActivationAccount:
-    """Record the batch in the ledger, and return the account of activations.
+    """Record the batch's memory in the ledger, and return the `ActivationAccount` of a rank's stages.
 
     The first stage reads inputs and the last one targets; where layers run on the CPU every rank has both.
     """

@@ -44,7 +44,7 @@ def changed_fields(before: Plan, after: Plan) -> dict[str, Any]:
 
 
 def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
-    """Yield `plan` and plans that may need less memory, in order of distance from `plan`.
+    """Yield `plan`, then changed plans that may need less memory, those with the fewest changes first.
 
     `rows`: those of a rank's share of a batch, if known. `offloads`: whether offload frees device memory.
     """
@@ -61,7 +61,7 @@ def nearest(plan: Plan, rows: int | None, *, offloads: bool) -> Iterator[Plan]:
 
 
 def _changes(plan: Plan, rows: int | None, *, offloads: bool) -> list[Change]:
-    """Return all changes of a single field, in order of cost."""
+    """Return every change of one field of `plan` that may save memory, cheapest first."""
     strategies, offload = get_args(Strategy), get_args(Offload)
     found: list[tuple[str, Any]] = []
     if plan.reduce == "last":

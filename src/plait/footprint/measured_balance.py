@@ -77,9 +77,10 @@ def balance(
 
 
 def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Value, loss: Loss) -> LayerCosts:
-    """Return the seconds of each layer on this rank of `tp`; the last layer includes the loss.
+    """Measure the seconds of each layer's forward, input gradient and weight gradient on this rank of `tp`.
 
-    All ranks of `tp` measure at once. Communication: the layers' collectives over `tp`.
+    The last layer includes the loss. All ranks of `tp` measure at once. Communication: the layers'
+    collectives over `tp`.
     """
     tensor_parallel = blueprint.tensor_parallel(mesh.group("tp"))
     dtype = DTYPES[blueprint.plan.precision]
@@ -106,7 +107,7 @@ def measured_costs(blueprint: Blueprint, mesh: Mesh, given: Value, targets: Valu
 def _stage_of(
     layer: NamedLayer, info: LayerInfo, blueprint: Blueprint, tensor_parallel: TensorParallelism, mesh: Mesh
 ) -> Stage:
-    """Return a stage of one layer as this rank of `tp` runs it, on random parameters."""
+    """Return a stage of `layer` alone, sharded as on this rank of `tp`, with random parameters."""
     dtype, tensors = DTYPES[blueprint.plan.precision], dict[int, Tensor]()
     names = {id(parameter): name for name, parameter in blueprint.sequence.parameters.items()}
     for parameter in layer.module.parameters():
@@ -129,7 +130,7 @@ def _stage_of(
 def _run(
     stage: Stage, given: Value, loss_of_last: LossLike | None, targets: Value, clock: Callable[[], float]
 ) -> tuple[Value, tuple[float, float, float]]:
-    """Return the layer's output, and the seconds of its forward, input gradient and weight gradient."""
+    """Run a one-layer stage; return its output, and the seconds of forward, input and weight gradient."""
     with torch.enable_grad():
         stage.values[0] = map_tensors(lambda tensor: leaf_of(tensor, tensor.is_floating_point()), given)
         start = clock()

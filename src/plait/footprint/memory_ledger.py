@@ -57,7 +57,7 @@ class MemorySnapshot:
 
 
 class MemoryLedger:
-    """The allocated blocks of a rank by holder. A block counts once while at least one holder holds it."""
+    """The memory blocks allocated on a rank, by holder (any key); without a holder a block is freed."""
 
     def __init__(self) -> None:
         self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}

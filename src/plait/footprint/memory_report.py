@@ -50,7 +50,7 @@ class Memory:
 
     @property
     def peak(self) -> int:
-        """The largest peak of a rank after an instruction, in bytes."""
+        """The most bytes allocated on any rank after an instruction, that is, without temporary memory."""
         return max(rank.peak for rank in self.ranks)
 
     @property

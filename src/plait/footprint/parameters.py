@@ -26,7 +26,7 @@ from plait.sharding.owners import replica_count
 
 @dataclass(frozen=True)
 class RankBuffer:
-    """A flat buffer of one rank; each field is the size in bytes of all its tensors of one kind."""
+    """A flat buffer of parameters on one rank, and the bytes of the tensors that it allocates."""
 
     spec: BufferSpec
     device: torch.device
@@ -48,14 +48,14 @@ class RankBuffer:
 
     @property
     def converted(self) -> int:
-        """Size of a copy of the whole gradient in the reduction dtype; 0 where the dtypes are equal."""
+        """Bytes of a copy of the whole gradient in the reduction dtype; 0 where it has that dtype already."""
         kind = self.spec.kind
         converts = kind.trains and kind.reduce != kind.gradient
         return self.spec.offsets.size * kind.reduce.itemsize if converts else 0
 
     @property
     def scattering(self) -> int:
-        """Size of the temporary memory of the gradient's reduce-scatter."""
+        """Bytes that the gradient's reduce-scatter allocates temporarily."""
         spec = self.spec
         if not spec.kind.trains or spec.scatters_in_place:
             return 0
@@ -71,7 +71,7 @@ class RankBuffer:
 
     @property
     def reducing(self) -> int:
-        """Size of the copy that is all-reduced; 0 where the gradient is all-reduced in place."""
+        """Bytes of the gradient's copy that is all-reduced; 0 where it is all-reduced in place."""
         summed, dtype = self.spec.summed, self.spec.kind.reduce
         if summed is None or self.replicas == 1:
             return 0
@@ -89,7 +89,7 @@ class RankBuffer:
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
-        """Return the block of a flat tensor; on the host if it is offloaded and layers run on a GPU."""
+        """Return the block of `count` flat tensors: 0 bytes if not permanent, on the host if offloaded."""
         if flat is None or not flat.kept:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
@@ -98,7 +98,7 @@ class RankBuffer:
 def rank_buffers(
     blueprint: Blueprint, stages: Collection[int], device: torch.device
 ) -> dict[str, list[RankBuffer]]:
-    """Return the buffers of each unit that `stages` use, for a rank that runs them on `device`."""
+    """Return the flat buffers, by unit of parameters, of a rank that runs `stages` on `device`."""
     buffers = {}
     decided = blueprint.owners, blueprint.summed, blueprint.plan
     for unit, specs in blueprint.buffer_specs.items():
@@ -121,7 +121,7 @@ class ParameterAccount:
             ledger.hold(("always", name), (block for one in buffers for block in one.allocated(moments)))
 
     def handlers(self) -> Mapping[type, Callable[[Any], None]]:
-        """Return by instruction type the function that carries out unit instructions on the ledger."""
+        """Return a dict from type of unit instruction to the function that records it in the ledger."""
         return {
             GatherParameters: lambda i: self._gather(i.unit),
             ReleaseParameters: lambda i: self._ledger.drop(("gathered", i.unit)),

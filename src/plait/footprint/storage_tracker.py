@@ -22,7 +22,7 @@ from plait.layers.nested import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
-    """Numbers the storages of reported tensors, and records which of them are alive at each report."""
+    """Numbers the storages that operations and autograd make, and records after each which are alive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -72,7 +72,7 @@ class StorageTracker(TorchFunctionMode):
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: Sequence[Any] = (), kwargs: Any = None
     ) -> Any:
-        """Run `func` and record its results."""
+        """Run `func`, and record the storages that are alive after it."""
         kwargs = kwargs or {}
         if func is Tensor.__bool__ and args[0].is_meta:
             return True  # there are no values: checks of them pass
@@ -135,7 +135,7 @@ def fuses(
 def fused(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, *_: Any, **__: Any
 ) -> Tensor:
-    """Return the output `[batch, heads, length, size]`; save the tensors that a fused kernel saves."""
+    """Return attention's output `[batch, heads, length, size]`, and save what a fused kernel saves."""
     if attn_mask is not None and attn_mask.dtype == torch.bool:
         attn_mask = torch.empty_like(attn_mask, dtype=query.dtype)
     mixed: Tensor = _Fused.apply(query, key, value, attn_mask)  # type: ignore[no-untyped-call]

@@ -34,7 +34,7 @@ StorageNumbers = tuple[int | None, ...]
 
 @dataclass(frozen=True)
 class PhaseTrace:
-    """The memory of the forward, or of the input-gradient backward."""
+    """Memory that the forward of a layer, or its backward for input gradients, allocates and saves."""
 
     allocated: Mapping[int, int]
     """The bytes of each new storage that outlives the phase."""
@@ -48,7 +48,7 @@ class PhaseTrace:
 
 @dataclass(frozen=True)
 class Trace:
-    """The memory of one layer, or of the loss, for one micro-batch."""
+    """Memory that forward and backward of one layer, or of the loss, allocate and save for a micro-batch."""
 
     inputs: StorageNumbers
     output_gradients: StorageNumbers
@@ -61,9 +61,10 @@ class Trace:
 
 
 def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
-    """Return the trace of a stage's only layer for an input like `given`, and its output on meta.
+    """Return the memory that a stage's only layer allocates and saves for `given`, and the layer's output.
 
-    A layer whose backward does not run on meta is assumed to save for `W` all that it saves for `I`.
+    It runs on the meta device. A layer whose backward does not run there is assumed to save for `W` all that
+    it saves for `I`.
     """
     tracker = StorageTracker()
     with tracker.tracking():
@@ -97,7 +98,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 
 
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    """Return the trace of the loss; a loss that fails on meta is assumed to copy its input."""
+    """Return the memory that the loss allocates and saves; where it fails on meta, a copy of its input."""
     try:
         return _trace_loss(loss, given, targets)
     except Exception:
@@ -107,7 +108,7 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 def _trace_backward(
     tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
 ) -> _PhaseRecorder | None:
-    """Record the backward of the input gradient; return None where it fails on the meta device."""
+    """Run the backward for input gradients, and record its memory; return None where it fails on meta."""
     backward = _PhaseRecorder(tracker)
     try:
         stage.backward_input(0, 0)
@@ -121,7 +122,7 @@ def _trace_backward(
 
 
 def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
-    """Return the trace assumed where a backward fails on meta: all saved tensors plus input gradients."""
+    """Return the memory assumed of a backward that fails on meta: all saved tensors plus input gradients."""
     first = max((*forward.saved, *forward.allocated), default=0) + 1
     tensors = dict(enumerate(tensors_of(given), start=first))
     allocated = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
@@ -150,7 +151,7 @@ def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 
 
 def _copying_loss(given: Value) -> Trace:
-    """Return the trace of a loss that saves a copy of its input, in float32 at least."""
+    """Return the memory assumed of a loss that fails on meta: a copy of its input, in float32 at least."""
     tensors = list(tensors_of(given))
     count = len(tensors)
     learning = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -181,7 +182,7 @@ class _PhaseRecorder:
         self._results = _numbers(self._tracker, results)
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
-        """Return the trace, without `resident` storages, such as parameters, that are always allocated."""
+        """Return the phase's memory without `resident` storages (always allocated, such as parameters)."""
         sizes = self._tracker.sizes
 
         def total(numbers: Iterable[int]) -> int:
@@ -218,7 +219,7 @@ def _numbers(tracker: StorageTracker, tensors: Iterable[Tensor | None]) -> Stora
 
 @dataclass(frozen=True)
 class ModelTraces:
-    """The traces of a model's layers, in order, and of its loss."""
+    """Memory that each layer of a model, in order, and its loss allocate and save for one micro-batch."""
 
     layers: Sequence[Trace]
     infos: Sequence[LayerInfo]
@@ -231,9 +232,10 @@ class ModelTraces:
 
 
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
-    """Return the traces on the first rank of `tp`, which has the largest pieces. Errors as for `infer`.
+    """Return the memory that each layer and the loss allocate and save on the first rank of `tp`.
 
-    Without `targets` there is a class for each row of the output.
+    That rank has the largest shards. Errors as for `infer`. Without `targets` there is a class for each row
+    of the output.
     """
     queue = WeightGradientQueue()
     tensor_parallel = blueprint.tensor_parallel(
@@ -287,7 +289,7 @@ def _layers_on_meta(
 
 
 def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    """Return a meta input after the engine's conversion: floating-point tensors in the plan's precision."""
+    """Return `tensor` on the meta device, if floating-point in dtype `precision`, as the engine does."""
     dtype = precision if tensor.is_floating_point() else None
     return torch.empty_like(tensor, dtype=dtype, device="meta")
 

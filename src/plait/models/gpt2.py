@@ -90,7 +90,7 @@ class Embedding(InitializedLayer):
 
 
 class Attention(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + causal attention of its layer norm, several heads."""
+    """`[batch, length, hidden]` → the same shape: x + multi-head causal attention of norm(x)."""
 
     def __init__(self, hidden: int, heads: int, context: int, std: float) -> None:
         super().__init__(INITIAL_STD, {"output": std})
@@ -121,7 +121,7 @@ class Attention(InitializedLayer):
 
 
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + two linears with a GELU between, of its layer norm."""
+    """`[batch, length, hidden]` → the same shape: norm(x) through linear, GELU and linear, plus x."""
 
     def __init__(self, hidden: int, std: float) -> None:
         super().__init__(INITIAL_STD, {"down": std})

@@ -1,4 +1,4 @@
-"""Initial values that depend only on a tensor's name, the seed and the global index, never on the layout.
+"""Initial values that depend only on a tensor's name, the seed and an element's index, not on the sharding.
 
 The generator is Philox (Salmon et al. 2011, "Parallel random numbers: as easy as 1, 2, 3"): counter-based,
 so element `i` of a tensor is a pure function of `(seed, name, i)`, and any piece can be computed by itself.
@@ -40,7 +40,7 @@ Initial = Normal | Constant
 
 
 def normal_values(name: str, seed: int, start: int, stop: int, std: float) -> Tensor:
-    """Return elements `start:stop` of the flattened tensor `name`, float64 `[stop - start]`, on the CPU."""
+    """Return normal initial values of elements `start:stop` of tensor `name`, flat; float64, on the CPU."""
     if std == 0.0:
         return torch.zeros(stop - start, dtype=torch.float64)
     digest = hashlib.blake2b(f"{seed}/{name}".encode(), digest_size=16).digest()

@@ -108,7 +108,7 @@ class Embedding(InitializedLayer):
 
 
 class Attention(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions.
+    """`[batch, length, hidden]` → the same shape: x + causal attention of norm(x), with rotary positions.
 
     Query head h reads key and value head h // (heads / kv_heads).
     """
@@ -152,7 +152,7 @@ class Attention(InitializedLayer):
 
 
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + down(silu(gate) · up) of its norm (SwiGLU)."""
+    """`[batch, length, hidden]` → the same shape: x + down(silu(gate(y)) · up(y)), y = norm(x) (SwiGLU)."""
 
     def __init__(self, hidden: int, inner: int, std: float) -> None:
         super().__init__(INITIAL_STD, {"down": std})

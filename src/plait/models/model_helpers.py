@@ -17,7 +17,7 @@ INITIAL_STD = 0.02
 
 
 class InitializedLayer(nn.Module):
-    """Base of layers whose initial values follow from names and shapes."""
+    """Base class of layers whose parameters get initial values by their names and shapes."""
 
     def __init__(self, std: float, exceptions: Mapping[str, float] | None = None) -> None:
         """`std`: the initial standard deviation of matrices; `exceptions`: that of other modules, by name."""
@@ -25,7 +25,7 @@ class InitializedLayer(nn.Module):
         self.std, self.exceptions = std, dict(exceptions or {})
 
     def initial_values(self) -> dict[str, Initial]:
-        """Return the initial distribution of each parameter: normal matrices, norms of 1, biases of 0."""
+        """Return the initial distribution of each parameter: matrices normal, norm weights 1, biases 0."""
         found: dict[str, Initial] = {}
         for name, parameter in self.named_parameters(remove_duplicate=False):
             module = name.split(".")[-2]

@@ -61,7 +61,7 @@ def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorL
 
 @dataclass
 class LocalSource:
-    """This rank's source: given tensors, else the model's own, else random values under `seed`."""
+    """Source that each rank reads alone: given tensors, else the model's own, else random ones by `seed`."""
 
     locations: Mapping[str, TensorLocation]
     seed: int
@@ -88,7 +88,7 @@ class LocalSource:
         )
 
     def skip(self, name: str) -> None:
-        """Do nothing: reading is not collective."""
+        """Do nothing: `read` does not communicate, so a rank need not take part in reading `name`."""
 
     def known(self) -> Iterator[Tensor]:
         """Yield each tensor that is given or that the model has off the meta device, in the model's order."""
@@ -148,7 +148,7 @@ class RankZeroSource:
         return broadcast(value, self.group, checked=False).wait()
 
     def skip(self, name: str) -> None:
-        """Take part in the broadcasts, and discard the tensor."""
+        """Take part in the broadcast of a tensor that this rank does not need, and discard it."""
         self.read(name)
 
 

@@ -1,4 +1,4 @@
-"""Specs of the flat buffers of a model's units, computed from shapes and a plan alone.
+"""Sizes, dtypes and offsets of the flat buffers of a model's parameters, from shapes and a plan alone.
 
 Ranks allocate their buffers from these specs (`plait.sharding.unit`), and the memory prediction counts the
 same specs (`plait.footprint.parameters`). Every rank decides them for all units, so that it knows which piece
@@ -40,7 +40,10 @@ class BufferKind:
 
 @dataclass(frozen=True)
 class StoragePolicy:
-    """Precision, sharding and offload of parameters and gradients. None is the parameter's own dtype."""
+    """How parameters and gradients are stored: dtypes, sharding and offload.
+
+    A dtype of None is that of the field before it; for `compute`, the parameter's own.
+    """
 
     compute: torch.dtype | None = None
     master: torch.dtype | None = None
@@ -75,7 +78,7 @@ class StoragePolicy:
         return self._or(self.reduce, self.gradient_of(parameter), parameter)
 
     def kind_of(self, parameter: nn.Parameter, summands: int) -> BufferKind:
-        """Return the kind of buffer that holds `parameter`, whose gradient has that many summands."""
+        """Return the kind of buffer for a parameter with a gradient summed over `summands` ranks of `tp`."""
         return BufferKind(
             dtype=self.dtype_of(parameter),
             master=self.master_of(parameter),
@@ -124,7 +127,7 @@ class BufferSpec:
 
     @cached_property
     def whole(self) -> FlatSpec:
-        """The parameters as layers use them."""
+        """Spec of the flat tensor of whole parameters, which layers use."""
         kept = not self.kind.sharded or self.policy.keeps_parameters
         return FlatSpec(self.offsets.size, self.kind.dtype, kept)
 
@@ -136,7 +139,7 @@ class BufferSpec:
 
     @cached_property
     def piece(self) -> FlatSpec | None:
-        """The parameters as the optimizer updates them; None where they are views of `whole`."""
+        """Spec of the parameters that the optimizer updates; None where they are `whole` or a view of it."""
         offloaded = self.policy.offloads_parameters
         is_view = self.whole.kept and self.kind.master == self.kind.dtype and not offloaded
         if is_view or not self.has_pieces:
@@ -145,14 +148,14 @@ class BufferSpec:
 
     @cached_property
     def device_copy(self) -> FlatSpec | None:
-        """The device copy of an offloaded piece, which the optimizer updates between steps."""
+        """Spec of an offloaded piece's copy on the layers' device, which the optimizer updates; or None."""
         if self.piece is None or not self.kind.trains or not self.policy.offloads_parameters:
             return None
         return None if self.policy.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)
 
     @cached_property
     def gradient(self) -> FlatSpec | None:
-        """The gradient that layers add to, one per stage of a rank; None where no parameter trains."""
+        """Spec of the gradient that layers add to, one per stage of a rank; None if no parameter trains."""
         if not self.kind.trains:
             return None
         kept = not self.kind.sharded or self.policy.keeps_gradients
@@ -160,7 +163,7 @@ class BufferSpec:
 
     @cached_property
     def piece_gradient(self) -> FlatSpec | None:
-        """The gradient that the optimizer reads; None where it is a view of `gradient`."""
+        """Spec of the gradient that the optimizer reads; None where it is `gradient` or a view of it."""
         if self.gradient is None or not self.has_pieces:
             return None
         offloaded = self.policy.offloads_gradients
@@ -175,7 +178,7 @@ class BufferSpec:
 
     @cached_property
     def summed(self) -> FlatSpec | None:
-        """The gradient that is all-reduced over the ranks with the same parameters: a piece's if sharded."""
+        """Spec of the gradient that ranks with the same parameters all-reduce: the piece's, if sharded."""
         if self.gradient is None or not self.kind.sharded:
             return self.gradient
         return self.piece_gradient or FlatSpec(self.offsets.piece, self.kind.gradient)
@@ -193,9 +196,10 @@ def build_buffer_specs(
     policy: StoragePolicy,
     ranks: int,
 ) -> BufferSpecs:
-    """Return the buffers of `units` (names of parameters), sharded over `ranks` ranks; `layouts` over `tp`.
+    """Return the specs of each unit's flat buffers, one per kind of parameter, sharded over `ranks` ranks.
 
-    `summed` gives for each parameter how many neighbours along `tp` have a summand of its gradient each.
+    `units`: the parameters of each unit. `layouts` are over `tp`. `summed` gives for each parameter how many
+    neighbours along `tp` have a summand of its gradient each.
     Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.
     """
     specs = {}
@@ -213,7 +217,7 @@ def build_buffer_specs(
 
 
 def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the parameters that the optimizer updates, from `layouts` over `tp`."""
+    """Return the layouts of the pieces that optimizers update: `layouts` over `tp`, cut over `shard` too."""
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:

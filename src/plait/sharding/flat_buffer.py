@@ -44,7 +44,7 @@ class StageView:
 
 @dataclass(eq=False)
 class FlatBuffer:
-    """The tensors of one `BufferSpec` on this rank."""
+    """The flat tensors of one `BufferSpec` on this rank, and the parameters and gradients in them."""
 
     spec: BufferSpec
     """With the shapes of this rank of `tp`."""
@@ -98,7 +98,7 @@ class FlatBuffer:
             self.whole_gradients[0].add_(gradient)
 
     def copy_to_device(self) -> None:
-        """After a step, set the optimizer's parameters to a copy on the device of their gradients."""
+        """After a step, copy offloaded parameters to their gradients' device, for the optimizer's update."""
         if self.spec.device_copy is not None and self.device_copy is None:
             self.device_copy = moved_later(self.piece, self.whole.device, copy=True)
             self._point_to(self.device_copy)
@@ -111,7 +111,7 @@ class FlatBuffer:
             self.device_copy = None
 
     def detach(self) -> None:
-        """After a failed step, copy the optimizer's parameters out of `whole`, which may still be written."""
+        """After a failed step, copy parameters out of `whole`, which a pending all-gather may still write."""
         if self.spec.piece is None:
             self.device_copy = self.piece.clone()
             self._point_to(self.device_copy)
@@ -157,7 +157,7 @@ class FlatBuffer:
                 )
 
     def share_data(self) -> None:
-        """Before a step, give all stages a parameter's new `.data` where it was replaced."""
+        """Before a step, where the first stage's `.data` was replaced, set it on the rank's other stages."""
         for view in self.stage_views[1:]:
             for name, parameter in view.parameters.items():
                 if parameter.data_ptr() != self.parameters[name].data_ptr():
@@ -190,7 +190,7 @@ class FlatBuffer:
         return carried
 
     def finish_gradients(self, carried: Tensor | None, scale: float) -> None:
-        """After a step, make the `.grad` of each piece its view of the reduced gradient, plus `carried`.
+        """After a step, add `carried` to the reduced gradient, and make each piece's `.grad` a view of it.
 
         The reduced gradient is divided by `scale`, by which this step's loss was multiplied.
         """

@@ -33,7 +33,7 @@ class ParameterState(Enum):
 
 
 class Gatherer:
-    """Copies the pieces updated by all ranks' optimizers to the parameters that layers use."""
+    """All-gathers the parameters that layers use from the pieces that the ranks' optimizers update."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
@@ -45,7 +45,7 @@ class Gatherer:
         self._read_by_device = [buffer.whole.device for buffer in self._buffers if buffer.is_read_by_device]
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return by instruction type the function that carries out gathers and releases of parameters."""
+        """Return a dict from instruction type (gather, await, release, finish) to the method that runs it."""
         return {
             GatherParameters: lambda i: self.gather(i.unit),
             AwaitParameters: lambda i: self.wait(i.unit),
@@ -91,13 +91,13 @@ class Gatherer:
                 handle.wait()
 
     def release(self, name: str) -> None:
-        """Free the whole parameters of a unit, except those that stay allocated."""
+        """Free the whole parameters of a unit, unless they stay allocated under the plan."""
         self.states[name] = ParameterState.SHARDED
         for buffer in self.units[name].buffers:
             _release(buffer)
 
     def clear(self) -> None:
-        """Clean up after an exception within a step."""
+        """After an exception in a step, abandon pending all-gathers and free gathered parameters."""
         self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
         for started in self._pending.values():
             self._stale += [(handle, buffer) for handle, buffer in started if not handle.abandon()]

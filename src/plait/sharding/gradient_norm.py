@@ -20,11 +20,12 @@ ROW = 1024
 def start_norm(
     units: Iterable[Unit], counted: Collection[str], group: Group, device: torch.device, order: float = 2.0
 ) -> Callable[[], Tensor]:
-    """Start to compute the norm of `counted` gradients over `group`; the returned function waits for it.
+    """Start to compute the norm of all gradients of a group; return a function that waits for the norm.
 
-    Returns a function that waits for it and returns it, 0-d float64; not finite where gradients are not. The
-    order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`. What several ranks of
-    the group hold has to be counted by one of them. Communication: one all-reduce of 8 bytes over `group`.
+    `counted`: the parameters whose gradients this rank adds; each piece that several ranks of the group hold
+    has to be added by one of them. The function returns the norm, 0-d float64; it is not finite where
+    gradients are not. The order is that of `torch.linalg.vector_norm`, above 0, else `PlanError`.
+    Communication: one all-reduce of 8 bytes over `group`.
     """
     if not order > 0:
         raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
@@ -53,7 +54,7 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
 
 
 def _powers(gradient: Tensor, order: float) -> Tensor:
-    """Return the sum of powers of the elements, or for the maximum norm the largest element; 0-d float64.
+    """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
     layer and hardly any over a row, and takes no longer.

@@ -33,7 +33,7 @@ class Slot:
 
     @property
     def stop(self) -> int:
-        """One past the last element."""
+        """Index after the parameter's last element in the flat tensor."""
         return self.start + self.shape.numel()
 
     def view_of(self, flat: torch.Tensor) -> torch.Tensor:
@@ -62,7 +62,7 @@ class Offsets:
 
 
 def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return the offsets of parameters in a flat buffer cut for `pieces` ranks; for one, in given order."""
+    """Return the offsets of parameters in a flat buffer of `pieces` equal pieces; for one, in given order."""
     if pieces > 1:
         elements = sum(shape.numel() for shape in shapes.values())
         by_rows = _offsets_by_rows(shapes, pieces)
@@ -76,7 +76,10 @@ def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
 
 
 def _offsets_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return offsets with long rows first: no padding is needed where they are multiples of shorter rows."""
+    """Return offsets that are multiples of the parameters' rows, parameters with longer rows first.
+
+    No padding is needed where long rows are multiples of shorter ones.
+    """
     rows = {name: max(1, prod(shape[1:])) for name, shape in shapes.items()}
     starts, stop = {}, 0
     for name in sorted(shapes, key=lambda name: -rows[name]):

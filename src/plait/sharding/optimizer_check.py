@@ -95,7 +95,7 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
 
 
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
-    """Return the change of the plan that gives an optimizer everything its update depends on."""
+    """Return, for an error, the change of the plan that gives an optimizer all that its update depends on."""
     if not partitioning.sharded:
         return "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
     if reach == "parameter":

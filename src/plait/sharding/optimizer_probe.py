@@ -48,7 +48,7 @@ Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 
 
 def probe(optimizer: Optimizer, reach: Reach) -> str | None:
-    """Return the reason why updates depend on more than `reach`, to end a sentence, or None.
+    """Test if updates depend on `reach` only; return None, or else the reason as the end of a sentence.
 
     Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
     optimizer nor random states change.
@@ -69,7 +69,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return how the first of `changes` (all parameters together) differs from the others, or None."""
+    """Return None if all `changes` agree, else how the first (all parameters together) differs, as text."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -85,7 +85,7 @@ def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) 
 def _changes(
     make: OptimizerFactory, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
-    """Return the parameter changes of some steps: all parameters together, then divided in several ways."""
+    """Return the changes of parameters that are updated together, then of those divided between ranks."""
     generator = torch.Generator().manual_seed(0)
 
     def random_group() -> GroupTensors:
@@ -109,7 +109,7 @@ def _changes(
 def _change(
     make: OptimizerFactory, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
 ) -> RankTensors:
-    """Return the change of each parameter after these steps of all ranks' optimizers, flat, by group."""
+    """Take the steps with one optimizer per rank; return each parameter's change, flattened, by group."""
     changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
     for rank, groups in enumerate(start):
         held = [{name: nn.Parameter(tensor.clone()) for name, tensor in group.items()} for group in groups]
@@ -130,7 +130,7 @@ def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _groups_apart(groups: RankTensors) -> Sequence[RankTensors]:
-    """Return each rank's tensors where rank i has all parameters of group i and none of the other groups."""
+    """Divide groups between ranks: rank i gets the tensors of group i, and none of the other groups."""
     return [
         [group if number == rank else {} for number, group in enumerate(groups)]
         for rank in range(len(groups))
@@ -143,7 +143,7 @@ def _cut_between_rows(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _cut_inside_a_row(groups: RankTensors) -> Sequence[RankTensors]:
-    """Return tensors of two ranks, where the matrix is cut inside a row, as a `Layout` may cut it."""
+    """Divide tensors between two ranks, with the matrix cut inside a row, as a `Layout` may cut it."""
     elements = [group["matrix"].view(1, -1) for group in groups]
     first = [{"matrix": matrix[:, :ELEMENT_CUT]} for matrix in elements]
     pairs = zip(groups, elements, strict=True)
@@ -181,7 +181,7 @@ def _copy_of(
 
 
 def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
-    """Return the argument names of a class and its bases, without the parameters."""
+    """Return the names of an optimizer class's and its bases' constructor arguments except the parameters."""
     names: set[str] = set()
     for base in kind.__mro__:
         if base is Optimizer:
@@ -199,7 +199,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return the argument `name` of an optimizer from its attribute. Raises LookupError if it has none."""
+    """Return the value of constructor argument `name` from the optimizer's attribute; LookupError if none."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

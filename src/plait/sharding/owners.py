@@ -1,4 +1,4 @@
-"""Owners of a parameter: the ranks that hold it and sum its gradient, and the one rank that counts it.
+"""Owners of a parameter: the ranks that hold it and sum its gradient; one adds it to the gradient norm.
 
 A rank of `pp` holds the parameters of its stages; a tied one is held by several. Along `tp` a rank holds a
 piece of its own, a piece that neighbours hold too, or all of a parameter, whose gradient each of them has, or
@@ -17,24 +17,24 @@ from plait.plan import Plan
 from plait.schedules.lowering_spec import LayerIndex
 
 Owners: TypeAlias = Mapping[str, tuple[int, ...]]
-"""For each parameter the ranks of `pp` that hold it, in order; it counts for the first."""
+"""For each parameter the ranks of `pp` that hold it, in order; the first adds it to the gradient norm."""
 
 
 def pp_owners(
     units: Mapping[str, str], users: Mapping[str, Iterable[LayerIndex]], rank_of: Sequence[int]
 ) -> Owners:
-    """Return the owners of each parameter, given its unit, the unit's users and the ranks of stages."""
+    """Return the ranks of `pp` that hold each parameter: those that run a layer which uses its unit."""
     ranks = {unit: tuple(sorted({rank_of[at.stage] for at in places})) for unit, places in users.items()}
     return {name: ranks[unit] for name, unit in units.items()}
 
 
 def reduction_axis(plan: Plan) -> str:
-    """Return the axis of the gradients' all-reduce, which follows a reduce-scatter if sharded."""
+    """Return the axis of the gradients' all-reduce: `replicate` after a reduce-scatter, else `dp`."""
     return "replicate" if plan.shards else "dp"
 
 
 def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Plan) -> int:
-    """Return the number of ranks in a parameter's group of `reduction_groups`."""
+    """Return the number of ranks over which the gradient of parameter `name` is all-reduced."""
     alike = plan.replicate if reduction_axis(plan) == "replicate" else plan.dp
     return len(owners[name]) * alike * summed[name]
 
@@ -68,9 +68,9 @@ def reduction_groups(
 def reduction_ranks(
     together: Iterable[Sequence[int]], summands: int, mesh: Mesh, axis: str = "dp"
 ) -> list[list[int]]:
-    """Return the lists of global ranks that hold the same piece, or summands of the same gradient.
+    """Return the groups of global ranks over which the gradient of a parameter, or of a piece, is summed.
 
-    One for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
+    One group for each set of ranks of `pp` and each `summands` neighbours along `tp`; and, where `axis` is
     `replicate`, for each index along `shard`.
     """
     apart = [{}] if axis == "dp" else [{"shard": index} for index in range(mesh.size("shard"))]
@@ -88,7 +88,7 @@ def reduction_ranks(
 
 
 def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
-    """Return the parameters that this rank counts, such that each piece is counted by exactly one rank.
+    """Return the parameters whose gradients this rank adds to the norm, so that each piece is added once.
 
     Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
     """

@@ -17,7 +17,7 @@ from plait.sharding.unit import Unit
 
 
 class GradientState(Enum):
-    """Whether a unit's gradients are being accumulated, being reduced, or this rank's shard.
+    """Whether a unit's gradients are being accumulated, being reduced, or reduced to this rank's shard.
 
     from          to            by
     SHARD         ACCUMULATING  begin; open, where whole gradients are not kept
@@ -48,7 +48,7 @@ class Reducer:
         """Reductions of a failed step, whose input a backend may still read."""
 
     def handlers(self) -> dict[type, Callable[[Any], None]]:
-        """Return by instruction type the function that carries out allocations and gradient reductions."""
+        """Return a dict from instruction type (allocate, scatter, reduce, …) to the method that runs it."""
         return {
             AllocateGradient: lambda i: self.open(i.unit),
             ScatterGradient: lambda i: self.scatter(i.unit),
@@ -59,7 +59,7 @@ class Reducer:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether parameters train and no piece has a gradient that the next step would add to."""
+        """Whether a parameter trains and no `.grad` is set: the next step's gradients then start at zero."""
         pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
         trains = any(piece.requires_grad for piece in pieces)
         return trains and all(piece.grad is None for piece in pieces)
@@ -108,7 +108,7 @@ class Reducer:
             self._scattered[name].append((buffer, _scatter(buffer).about(_gradient_of(name))))
 
     def collect(self, name: str) -> None:
-        """Add the reduce-scattered sums to the gradients of this rank's pieces; free temporary memory."""
+        """Wait for a unit's reduce-scatter, and add its result to the gradients of this rank's pieces."""
         self.states[name] = GradientState.SHARD
         for buffer, handle in self._scattered.pop(name):
             assert buffer.piece_gradient is not None

@@ -132,9 +132,10 @@ def _salt(text: str) -> tuple[int, int]:
 
 
 def _describe_difference(name: str, layout: Layout, mine: Mapping[str, str], mesh: Mesh) -> str:
-    """Return, on every rank, the first differing tensor of a parameter, and the ranks of each version.
+    """Return a text that names a parameter's first tensor that differs, and the ranks with each hash.
 
-    `mine` maps this rank's tensors of the parameter to their hashes; it is empty where there are none.
+    The text is the same on every rank. `mine` maps this rank's tensors of the parameter to their hashes; it
+    is empty where there are none.
     Communication: 8 bytes, and a line of text, gathered over `world`.
     """
     texts = all_gather_text(json.dumps(mine), mesh.group("world"), mesh.device)
@@ -147,7 +148,7 @@ def _describe_difference(name: str, layout: Layout, mine: Mapping[str, str], mes
 def _differences(
     of_ranks: Sequence[Mapping[str, str]], layout: Layout, mesh: Mesh
 ) -> Iterator[tuple[str, dict[str, list[int]]]]:
-    """Yield each tensor with several versions on ranks with the same piece, and the ranks of each version."""
+    """Yield each tensor whose hash differs between ranks with the same piece, and the ranks of each hash."""
     pieces: dict[tuple[int, ...], list[int]] = {}
     for rank, hashes in enumerate(of_ranks):
         if hashes:

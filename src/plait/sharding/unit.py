@@ -35,7 +35,7 @@ class Unit:
         return {name: parameter for view in views for name, parameter in view.parameters.items()}
 
     def gradients_of(self, stage: int) -> dict[tuple[str, int], Tensor]:
-        """Return the gradients that a stage's backward adds to, by full name in the model and stage."""
+        """Return the gradients that a stage's backward adds to, keyed by (full name in the model, stage)."""
         views = self._views_of(stage)
         return {(name, stage): gradient for view in views for name, gradient in view.gradients.items()}
 
@@ -142,7 +142,7 @@ class UnitFactory:
         return torch.zeros(flat.elements, dtype=flat.dtype, device=self.device)
 
     def _piece_slots(self, spec: BufferSpec) -> dict[str, Slot]:
-        """Return the slot of each parameter in this rank's flat piece."""
+        """Return the position of each parameter's elements in this rank's flat piece."""
         offsets = spec.offsets
         first = self.shard_group.index * offsets.piece if offsets.pieces > 1 else 0
         slots = {}
@@ -172,7 +172,7 @@ class UnitFactory:
         buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
-        """Return the range of this rank's piece within the flattened parameter of its layers."""
+        """Return the elements of the layers' parameter, flattened, that are in this rank's piece."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
 

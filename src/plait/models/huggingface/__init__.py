@@ -46,7 +46,7 @@ def from_huggingface(model: nn.Module) -> nn.Sequential:
 
 
 def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
-    """Return the parameter names in `model` by those in `sequence`; a shared tensor has several."""
+    """Return a dict from each parameter name in `sequence` to that in `model`; shared ones have several."""
     theirs: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         theirs.setdefault(id(parameter), []).append(name)
@@ -57,5 +57,5 @@ def _names(sequence: nn.Sequential, model: nn.Module) -> dict[str, str]:
 
 
 def _end(name: str) -> list[str]:
-    """Return the last names (module and attribute) of a tensor, which both models share."""
+    """Return the last two parts of a tensor's name (module and attribute), which are equal in both models."""
     return name.split(".")[-2:]

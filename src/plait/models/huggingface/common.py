@@ -37,7 +37,7 @@ class Embedding(InitializedLayer):
 
 
 class MLP(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + the MLP of its norm."""
+    """`[batch, length, hidden]` → the same shape: x + mlp(norm(x))."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class Rotary(nn.Module):
 
 
 def rotate_first(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
-    """Rotate the first features of each head, two per angle; the other features do not change."""
+    """Apply the rotary embedding to the first features of each head, two per angle; keep the others."""
     rotated = 2 * cosines.shape[-1]
     if rotated == x.shape[-1]:
         return rotate(x, cosines, sines)
@@ -127,7 +127,7 @@ def heads_of(projected: Tensor, size: int) -> Tensor:
 def attend(
     query: Tensor, key: Tensor, value: Tensor, *, scale: float, dropout: nn.Dropout, window: int | None = None
 ) -> Tensor:
-    """Return causal attention of `[batch, heads, length, size]`: `[batch, length, heads · size]`.
+    """Return causal attention `[batch, length, heads · size]` of inputs `[batch, heads, length, size]`.
 
     With fewer heads of keys and values, consecutive query heads share one. `window`: the number of tokens
     that a token attends to, itself included. `dropout` applies to the weights; if it is active, the fused
@@ -155,6 +155,6 @@ def attend(
 
 
 def _causal_mask(length: int, window: int | None, device: torch.device) -> Tensor:
-    """Return the causal mask: the tokens (columns) that a token (row) attends to."""
+    """Return the bool mask `[length, length]`: True where a row's token attends to a column's."""
     mask = torch.ones(length, length, dtype=torch.bool, device=device).tril()
     return mask if window is None else mask.triu(1 - window)

@@ -69,7 +69,7 @@ class Embedding(InitializedLayer):
 
 
 class Attention(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + causal attention of its norm."""
+    """`[batch, length, hidden]` → the same shape: x + causal attention of norm(x)."""
 
     def __init__(
         self, ln_1: nn.Module, attn: Any, context: int, std: float, smaller: dict[str, float]
@@ -87,5 +87,5 @@ class Attention(InitializedLayer):
         return result
 
     def cost(self) -> float:
-        """Return multiplications per token."""
+        """Return the number of multiplications per token, by which layers are divided into stages."""
         return attention_cost(self, self.context, self.attn.embed_dim)

@@ -45,7 +45,7 @@ def adapt(model: Any) -> nn.Sequential:
 
 
 class Block(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + attention + MLP, in parallel or one after the other."""
+    """`[batch, length, hidden]` → the same shape: x + attention + MLP, in parallel or one after the other."""
 
     def __init__(self, block: Any, rotary: Any, std: float) -> None:
         super().__init__(std)
@@ -81,6 +81,6 @@ class Block(InitializedLayer):
         return output
 
     def cost(self) -> float:
-        """Return multiplications per token."""
+        """Return the number of multiplications per token, by which layers are divided into stages."""
         config = self.attention.config
         return attention_cost(self, config.max_position_embeddings, config.hidden_size)

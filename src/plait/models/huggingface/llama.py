@@ -56,7 +56,7 @@ def adapt(model: Any) -> nn.Sequential:
 
 
 class Attention(InitializedLayer):
-    """`[batch, length, hidden]` → the same: x + causal attention of its norm, with rotary positions."""
+    """`[batch, length, hidden]` → the same shape: x + causal attention of norm(x), with rotary positions."""
 
     def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, std: float) -> None:
         super().__init__(std)
@@ -88,7 +88,7 @@ class Attention(InitializedLayer):
         return result
 
     def cost(self) -> float:
-        """Return multiplications per token."""
+        """Return the number of multiplications per token, by which layers are divided into stages."""
         config = self.self_attn.config
         context = min(config.max_position_embeddings, self.window or config.max_position_embeddings)
         return attention_cost(self, context, config.num_attention_heads * self.self_attn.head_dim)
