@@ -32,7 +32,7 @@ FLOORS: tuple[tuple[str, ...], ...] = (
     ("schedules",),
     ("layout",),
     ("device",),
-    ("plan", "rules", "model_sizes", "huggingface_files"),
+    ("plan", "rules", "model_size_rules", "huggingface_files"),
     ("errors",),
 )
 """Each room imports rooms of lower floors, and itself. The last three lines are the ground."""
@@ -44,7 +44,7 @@ WITHOUT_TORCH = {
     "schedules",
     "plan",
     "rules",
-    "model_sizes",
+    "model_size_rules",
     "huggingface_files",
     "errors",
 }

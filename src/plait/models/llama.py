@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
-from plait.model_sizes import default_inner
+from plait.model_size_rules import default_inner
 from plait.models.model_helpers import (
     INITIAL_STD,
     Head,

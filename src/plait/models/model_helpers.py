@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from torch import Tensor, nn
 
 from plait.errors import ModelError
-from plait.model_sizes import heads_error
+from plait.model_size_rules import heads_error
 from plait.models.initial import Constant, Initial, Normal
 from plait.rules import Rules
 

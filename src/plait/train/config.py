@@ -7,7 +7,7 @@ from typing import Self
 from pydantic import model_validator
 
 from plait.errors import ConfigError, listed
-from plait.model_sizes import default_inner, divisors, heads_error, multiples
+from plait.model_size_rules import default_inner, divisors, heads_error, multiples
 from plait.plan import Plan
 from plait.schedules.search.api import default_chunks
 from plait.train.config_sections import (

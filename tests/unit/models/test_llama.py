@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
 from plait.layers.validation import refuse_layout_dependence
-from plait.model_sizes import default_inner
+from plait.model_size_rules import default_inner
 from plait.models import llama
 from plait.models.llama import RULES, Attention
 from plait.models.model_helpers import INITIAL_STD
