@@ -19,7 +19,7 @@ CPU = torch.device("cpu")
 
 
 def is_accelerator(where: torch.device | Tensor) -> bool:
-    """Return whether a device, or the device of a tensor, computes by itself."""
+    """Return whether a device, or a tensor's device, is a GPU, which computes while the host continues."""
     device = where.device if isinstance(where, Tensor) else where
     return device.type == "cuda"
 
@@ -50,7 +50,7 @@ def accelerator_of_rank(local_rank: int) -> torch.device:
 
 
 def make_current(device: torch.device) -> None:
-    """Make a GPU the one that streams, events and memory of this thread belong to by default."""
+    """Make a GPU the current CUDA device of this thread: the default for its streams, events and memory."""
     if is_accelerator(device):
         torch.cuda.set_device(device)
 
@@ -73,10 +73,10 @@ def synchronize_stream(device: torch.device) -> None:
 
 
 class StreamEvent:
-    """A point in the work of a device's current stream that the host can wait for; nothing on a CPU."""
+    """An event on a device's current stream that the host can wait for; on a CPU it is always done."""
 
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
-        """Mark the end of all work submitted so far. `timed`: `milliseconds_since` can be asked."""
+        """Record the event after all work submitted so far. `timed`: `milliseconds_since` can be called."""
         self._device = device
         self.event: torch.cuda.Event | None = None
         """torch's event; None on a CPU."""
@@ -85,20 +85,20 @@ class StreamEvent:
             self.event.record(torch.cuda.current_stream(device))
 
     def wait(self) -> None:
-        """Block the host until the work is done; any thread may call it."""
+        """Block the host until the work before the event is done; any thread may call it."""
         if self.event is not None:
             with torch.cuda.device(self._device):  # a new thread starts on device 0
                 self.event.synchronize()
 
     def milliseconds_since(self, earlier: StreamEvent) -> float:
-        """Return the time between two events of a GPU, both done."""
+        """Return the milliseconds from `earlier` to this event, both `timed`, done, and of one GPU."""
         assert self.event is not None
         assert earlier.event is not None
         return float(earlier.event.elapsed_time(self.event))
 
 
 def copy_later(target: Tensor, source: Tensor) -> None:
-    """Copy in the order of the current stream; the host does not wait where the CPU's memory is pinned.
+    """Copy `source` to `target` on the current stream; the host does not wait if the CPU's tensor is pinned.
 
     `source` must keep its value, and `target` not be read on the CPU, before a `StreamEvent` afterwards.
     """
@@ -106,7 +106,7 @@ def copy_later(target: Tensor, source: Tensor) -> None:
 
 
 def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Return `tensor` on `device`, copied as by `copy_later`; itself if it is there, unless `copy`."""
+    """Return `tensor` on `device`, copied as by `copy_later`; if it is there, itself unless `copy`."""
     return tensor.to(device, copy=copy, non_blocking=True)
 
 

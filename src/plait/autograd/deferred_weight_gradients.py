@@ -166,7 +166,7 @@ class _Linear(torch.autograd.Function):
 
 
 def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a getter of a linear's input: `saved`, or, with `gather`, the result of gathering it again."""
+    """Return a function that returns a linear's input: `saved`, or the result of gathering it again."""
     if gather is None:
         whole = saved.detach()  # detached, so that pending work does not hold the layer's graph
         return lambda: whole
@@ -177,7 +177,7 @@ def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueu
 
 
 def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a getter of a linear's output gradient: `rows`, or the result of re-gathering a piece."""
+    """Return a function that returns a linear's output gradient: `rows`, or its pieces gathered again."""
     # Where the work follows at once, the whole gradient is still in memory.
     source = None if queue.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole

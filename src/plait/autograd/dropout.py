@@ -54,7 +54,7 @@ class Dropout(nn.Module):
         """Whether the input is a piece of the sequence."""
 
     def forward(self, input: Tensor) -> Tensor:
-        """Return the output `[rows, ...]`. Raises ModelError in an engine unless the rows divide dim 0."""
+        """Apply dropout. Raises ModelError in an engine unless the micro-batch's rows divide dim 0."""
         if not self.training or self.p == 0.0:
             return input
         pieces = {dim: locate(input.shape[dim]) for dim, locate in self.pieces.items()}
@@ -92,7 +92,7 @@ class _RunningLayer(NamedTuple):
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """For a dropout inside a tensor-parallel region: its mask is piece `index` of `count` of `dim`."""
+    """Set a dropout's masks, in a tensor-parallel region, to piece `index` of `count` along `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
@@ -102,7 +102,7 @@ def _equal_piece(index: int, count: int, size: int) -> DimPiece:
 
 
 def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """For a dropout outside tensor-parallel regions: its mask is this rank's piece of sequence `dim`."""
+    """Set a dropout's masks, outside tensor-parallel regions, to this rank's piece of sequence `dim`."""
     module.in_pieces = True
     module.pieces[dim] = locate
 
@@ -136,7 +136,7 @@ class DropoutGenerator:
             self._layer = before
 
     def next_key(self, module: Dropout, shape: Sequence[int]) -> tuple[int, DimPiece]:
-        """Return the random key of the mask for this call of `module`, and the piece of dim 0 it is for."""
+        """Return the random key of the mask for this call of `module`, and the mask's start in dim 0."""
         if self._layer is None:
             raise ModelError(
                 f"a dropout with p = {module.p} runs outside of its layer's forward, as in a "
@@ -155,7 +155,7 @@ class DropoutGenerator:
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:
-    """Return the key of one call of a module in a step: a signed 64-bit integer."""
+    """Return the random key of the mask of one call of a module in a step: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{step}/{path}/{call}".encode(), digest_size=8, person=b"plait.dropout")
     return int.from_bytes(digest.digest(), "little", signed=True)
 

@@ -69,7 +69,7 @@ def reduce(tensor: Tensor, group: Group) -> Tensor:
 def gather(
     tensor: Tensor, group: Group, dim: int, size: int, collective: PairedCollective = "gather"
 ) -> Tensor:
-    """Return the ranks' pieces of `dim` (see `plait.layout.divide`), concatenated to `size`.
+    """Return the ranks' pieces (see `plait.layout.divide`) concatenated along `dim` to `size`.
 
     Communication: one all-gather, of pieces padded to the size of the largest.
     """
@@ -78,7 +78,7 @@ def gather(
 
 
 def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective = "split") -> Tensor:
-    """Return this rank's piece of `dim` (see `plait.layout.divide`).
+    """Return this rank's piece of `tensor` along `dim` (see `plait.layout.divide`).
 
     Communication: backward, one all-gather.
     """
@@ -88,7 +88,7 @@ def split(tensor: Tensor, group: Group, dim: int, collective: PairedCollective =
 
 
 def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap | None = None) -> Tensor:
-    """Return the ranks' pieces of `dim`, concatenated to `size`; the gradient is reduce-scattered.
+    """Return the ranks' pieces concatenated along `dim` to `size`; the gradient is reduce-scattered.
 
     `overlap` runs during the reduce-scatter. Communication: one all-gather; backward, one reduce-scatter.
     """
@@ -97,7 +97,7 @@ def gather_in(piece: Tensor, group: Group, dim: int, size: int, overlap: Overlap
 
 
 def scatter_out(tensor: Tensor, group: Group, dim: int, registry: GatherRegistry | None = None) -> Tensor:
-    """Return this rank's piece of `dim` of the sum of the ranks' tensors.
+    """Sum the ranks' tensors, and return this rank's piece of the sum along `dim`.
 
     `registry` records the all-gather of the gradient, so that linears save only a piece of it.
     Communication: one reduce-scatter; backward, one all-gather.

@@ -49,7 +49,7 @@ _REGION_AXIS = "tp"
 def redistribute(
     tensor: Tensor, source: Layout, target: Layout, mesh: GridMesh, *, own: Collection[str] = ()
 ) -> Tensor:
-    """Return this rank's piece under `target` of the tensor whose piece under `source` is `tensor`.
+    """Convert `tensor`, this rank's piece under layout `source`, to its piece under `target`.
 
     Every rank of `mesh` along the axes of the layouts calls it, with its own piece. `own` names axes along
     which each rank uses a replicated result in its own way; the module says what follows for the gradient.
@@ -89,7 +89,7 @@ def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
-    """Return the layout of the tensor viewed with its blocked dim as two dims: block, index in the block."""
+    """Return the layout of the tensor viewed with its blocked dim cut in two: block, index in the block."""
     dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
     assert dim is not None
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
@@ -102,7 +102,7 @@ def _with_blocks_as_dim(layout: Layout) -> Layout:
 
 
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
-    """Return the gradient's layout: as `layout`, with Replicate for Partial, and Partial along `own`."""
+    """Return the gradient's layout: `layout` with Replicate in place of Partial, and Partial along `own`."""
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(
@@ -243,7 +243,7 @@ _STEPS = {
 
 
 def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Tensor:
-    """Return the piece under `inner` as a view of `whole`, the piece under `outer` that contains it."""
+    """Return the piece at `where` under layout `inner`: a view of `whole`, the piece under layout `outer`."""
     around, interval = outer.region(where), inner.interval(where)
     if interval is None or outer.interval(where) is not None:
         return whole[slices_within(inner.region(where), around)] if interval is None else whole
@@ -251,13 +251,13 @@ def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Ten
 
 
 def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
-    """Return the coordinates of all ranks along the axis of a move."""
+    """Return the coordinates of `where` and the other ranks along the axis of `move`, in order."""
     place = move.source.axes.index(move.axis)
     return [(*where[:place], index, *where[place + 1 :]) for index in range(move.source.degrees[place])]
 
 
 def _is_first_copy(peer: Coordinate, move: Move) -> bool:
-    """Return whether `peer` is the first rank along the axis of a move that holds its piece."""
+    """Return whether `peer` is the first of the ranks along the axis of `move` that hold the same piece."""
     place = move.source.axes.index(move.axis)
     placement = move.source.placements[place]
     return not isinstance(placement, Shard) or peer[place] % placement.copies == 0

@@ -141,7 +141,7 @@ class _SplitModule(torch.autograd.Function):
 
 
 def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: list[Any]) -> None:
-    """Add the weight gradients to the parameters' buffers. Raises ModelError for a wrong name or shape."""
+    """Compute weight gradients and add them to the buffers. Raises ModelError for a wrong name or shape."""
     found = call.module.weight_gradients(gradient, *saved)
     for name, weight in wanted.items():
         if name not in found or found[name].shape != weight.shape:

@@ -28,7 +28,7 @@ def own_piece(whole: Tensor, group: Group, dim: int) -> Tensor:
 
 
 def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTensor:
-    """Start the all-gather of the ranks' pieces of `dim`, whose whole size is `size`.
+    """Start the all-gather of the ranks' pieces along `dim`, into a tensor of `size` along it.
 
     Communication: one all-gather, of pieces padded to the size of the largest. ModelError where the size of
     `piece` is not this rank's.
@@ -63,7 +63,7 @@ def start_whole(piece: Tensor, group: Group, dim: int, size: int) -> PendingTens
 
 
 def start_piece_of_sum(summand: Tensor, group: Group, dim: int) -> PendingTensor:
-    """Start the reduce-scatter of the ranks' tensors along `dim`.
+    """Start the reduce-scatter of the ranks' tensors: the result is this rank's piece of the sum along `dim`.
 
     Communication: one reduce-scatter, of pieces padded to the size of the largest.
     """

@@ -27,7 +27,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(group: Group, device: torch.device) -> ClockOffset:
-    """Return the offset of this rank's `time.perf_counter_ns`. All ranks of `group` call it.
+    """Return the first rank's `time.perf_counter_ns` minus this rank's. All ranks of `group` call it.
 
     `device` is used for messages where Gloo is not available. Communication: none within one host, else
     `PINGS` messages of 8 bytes to the first rank and back, one rank after the other.
@@ -38,7 +38,7 @@ def clock_offset(group: Group, device: torch.device) -> ClockOffset:
 
 
 def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
-    """Return the offset of this rank's `clock`, measured by messages. All ranks of `group` call it."""
+    """Return the first rank's `clock` minus this rank's, measured by messages. All ranks call it."""
     if group.index:
         return min((_ping(group, device, clock) for _ in range(PINGS)), key=lambda offset: offset.uncertainty)
     for other in range(1, group.size):
@@ -48,7 +48,7 @@ def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOff
 
 
 def _ping(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
-    """Send one ping; the first rank's reading is taken to be in the middle of the round trip."""
+    """Return the offset from one ping; the first rank's reading counts as the middle of the round trip."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
     before = clock()
     # The receive is posted after the send: NCCL carries out the messages of a pair in order.

@@ -36,7 +36,7 @@ SMALLEST_SHARED = 2**18
 def all_reduce(
     tensor: Tensor, group: Group, op: Op = "sum", *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Reduce over the group, in place on every rank, or into `out`.
+    """Start the all-reduce of `tensor` over the group: in place on every rank, or into `out`.
 
     On the CPU the sum is in rank order, of 16-bit floats in float32, except for large tensors over Gloo
     between hosts. Tensors made by `shared_zeros` are reduced in shared memory.
@@ -183,7 +183,7 @@ def scatter(
 
 
 def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
-    """Wait until every rank of the group has called it. The wait blocks the host, on NCCL too."""
+    """Start a barrier: `wait()` blocks the host, on NCCL too, until every rank of the group has called it."""
     _check_and_count("barrier", None, group, error=None, checked=checked)
     if group.transport is None:
         return Handle.done(None, group)
@@ -191,7 +191,7 @@ def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
 
 
 def shared_zeros(size: int, dtype: torch.dtype, device: torch.device, group: Group | None) -> Tensor:
-    """Return flat zeros `[size]`; in memory shared by the ranks of `group` where supported, if large.
+    """Return zeros `[size]`; if large and where supported, in memory that the ranks of `group` share.
 
     Over Gloo the ranks of one host send through the loopback interface, which copies each byte several times
     and takes processor time from the step itself. Every rank of the group maps the tensors made here; in
@@ -228,7 +228,7 @@ def _check_and_count(
     checked: bool,
     payload: int | None = None,
 ) -> None:
-    """Raise the `error` in the arguments, if any, on every rank if `checked`; else count the call as traffic.
+    """Raise `error`, if any, else count the call as traffic; `checked`: compare the ranks' calls first.
 
     `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
     check counts as traffic. Raises `CommunicationError`.

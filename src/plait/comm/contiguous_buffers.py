@@ -21,7 +21,7 @@ def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def output_buffer(out: torch.Tensor | None, shape: Sequence[int], like: torch.Tensor) -> torch.Tensor:
-    """Return contiguous memory of `shape` to receive into: `out` itself where that is possible."""
+    """Return a contiguous tensor of `shape` to receive into: `out` if it is contiguous, else a new one."""
     if out is not None and out.is_contiguous():
         return out.detach()
     return torch.empty(tuple(shape), dtype=like.dtype, device=like.device)

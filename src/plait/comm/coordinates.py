@@ -37,7 +37,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the axes that each combined axis joins: `world` and, on a plan's mesh, also `dp` and `model`."""
+    """Return the combined axes and what each combines: `world`; of a plan's axes also `dp`, `model`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
@@ -57,7 +57,7 @@ def size_along(axis: str, sizes: Mapping[str, int]) -> int:
 
 
 def index_along(axis: str, coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
-    """Return the index of `coordinate` along an axis; along `dp`: replicate index · shard + shard index."""
+    """Return the index of `coordinate` along an axis; a combined axis is row-major in its axes."""
     index = 0
     for name in axes_of(axis, sizes):
         index = index * sizes[name] + coordinate[name]
@@ -88,7 +88,7 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks of `stages` along `pp` that hold the same piece as the rank at `coordinate`."""
+    """Return the ranks of pipeline `stages` that hold the same piece under `layout` as `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 
@@ -111,7 +111,7 @@ def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[st
 
 
 def groups_along(axis: str, sizes: Mapping[str, int]) -> list[tuple[int, ...]]:
-    """Return the disjoint groups of ranks that differ along `axis` only, each in order of the index."""
+    """Return the disjoint groups of ranks that differ along `axis` only, each in order along it."""
     moving = axes_of(axis, sizes)
     groups: dict[tuple[int, ...], list[int]] = {}
     for rank in range(prod(sizes.values())):

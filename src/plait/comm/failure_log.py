@@ -56,7 +56,7 @@ class FailureLog:
     """
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, timeout: float = 600.0) -> None:
-        """Open the log. All ranks open equally many, in the same order; `timeout` of the mesh in seconds."""
+        """Open the log in `store`. Every rank opens its logs in the same order. `timeout`: in seconds."""
         self.rank = rank
         self._budget = min(_MOST_SECONDS, _SHARE_OF_TIMEOUT * timeout)
         self._deadline: float | None = None
@@ -72,7 +72,7 @@ class FailureLog:
             self._write(self._own)
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline, which the first call sets."""
+        """Return the seconds left for all waits for the store, counted from the first call of this method."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._budget
         return max(0.0, self._deadline - time.monotonic())
@@ -137,7 +137,10 @@ class FailureLog:
             self._within(self.seconds_left(), lambda: self._store.set(key, text))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T | None:
-        """Return the result of `function`, or None after `seconds`; the store must not be used afterwards."""
+        """Return the result of `function`, called in a thread; None if it fails or exceeds `seconds`.
+
+        After None the store counts as gone and is not used any more.
+        """
         results: list[T] = []
 
         def call() -> None:

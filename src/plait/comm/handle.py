@@ -34,10 +34,11 @@ class Handle(Generic[T]):
         group: Group,
         peer: int | None = None,
     ) -> None:
-        """Start the operation by `start()`; `finish()` makes the result of `wait()` and holds the tensors.
+        """Call `start()` to start the operation; `wait()` then returns the result of `finish()`.
 
-        `awaited` completes the sentence "rank 1 waits for ...". `peer` is the only rank that the operation
-        depends on; without it all ranks of the group are. A failure to start is raised by `wait()`.
+        `finish` also keeps the operation's tensors alive. `awaited` completes "rank 1 waits for ...". `peer`
+        is the only rank that the operation depends on, by default all ranks of the group. A failure to start
+        is raised by `wait()`.
         """
         self._group = group
         self._awaited = awaited
@@ -88,7 +89,7 @@ class Handle(Generic[T]):
         return self._result[0]
 
     def abandon(self) -> bool:
-        """Discard the result; return whether its tensors are free. If not, call `wait` before reusing them.
+        """Discard the result; return whether its tensors may be reused now, or only after `wait`.
 
         An operation of a backend runs on by itself; staged tensors of ranks on one host are read and written
         in `wait` only.
@@ -128,7 +129,7 @@ def _is_timeout(cause: Exception) -> bool:
 
 
 def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], trace: FailureTrace) -> str:
-    """Return the reason of a failure and the ranks that caused it; `suspects`: those this rank waited for."""
+    """Return the part of an error message that says why an operation failed and which ranks caused it."""
     between = ""
     if len(suspects) == 1:  # several suspects mostly waited for this same operation
         between = "".join(

@@ -1,4 +1,4 @@
-"""Meshes: all ranks of a run as a grid of any axes, or of those of a plan, and the groups along the axes."""
+"""Meshes: all ranks of a run as a grid with named axes, and the groups of ranks along each axis."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from plait.schedules.messages import Channel
 
 
 class GridMesh:
-    """Ranks along axes of any names and number, outermost first: row-major, the last axis innermost.
+    """All ranks of the world as a row-major grid of any number of named axes, the last innermost.
 
     `GridMesh(rows=2, columns=3)` has rank 3 at row 1, column 0. The axis `world` combines all axes. The world
     is that of the initialised `torch.distributed`; without it there is one rank and no backend. `Mesh` is the
@@ -126,7 +126,7 @@ class GridMesh:
         return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
-        """Make disjoint groups, whose traffic is counted as `name`; return this rank's, or None.
+        """Make disjoint groups, whose traffic is counted as `name`; return this rank's group, or None.
 
         All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
         are not in the mesh.
@@ -210,7 +210,7 @@ class GridMesh:
             )
 
     def _discover(self) -> None:
-        """Run host discovery; on a timeout, its error names the missing ranks."""
+        """Find which ranks share a host; on a timeout, raise an error that names the ranks it waited for."""
         if self._ranks is None:
             return
         everyone = tuple(range(self.world))
@@ -236,7 +236,10 @@ class GridMesh:
 
 
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:
-    """Return `device`, with this rank's GPU for `cuda`; None: that GPU if ranks use NCCL, else the CPU."""
+    """Return this rank's device: `device`, or if None a GPU where the ranks use NCCL, else the CPU.
+
+    `cuda` without an index is this rank's GPU.
+    """
     if device is None:
         device = default_device() if ranks is not None and ranks.uses_nccl else CPU
     chosen = torch.device(device)
@@ -266,7 +269,7 @@ class Mesh(GridMesh):
         alone: bool = False,
         guarded: bool = False,
     ) -> None:
-        """Make every group. All ranks of the world call it, with the same degrees or plan.
+        """Make a group along every axis. All ranks of the world call it, with the same degrees or plan.
 
         `device`, `timeout` (seconds), `alone` and `guarded` are those of `GridMesh`. Raises `MeshError` for a
         plan together with degrees, and for degrees whose product is not the number of ranks in the world.
@@ -300,7 +303,7 @@ class Mesh(GridMesh):
         return {axis: self.size(axis) for axis in ("pp", "dp", "tp")}
 
     def check_plan(self, plan: Plan) -> None:
-        """Raise `MeshError` that names the first degree in which the plan differs from this mesh."""
+        """Raise `MeshError` if a degree of the plan differs from this mesh, and name the first."""
         name = next((axis for axis, size in self.sizes.items() if getattr(plan, axis) != size), None)
         if name is not None:
             raise MeshError(

@@ -33,7 +33,7 @@ class OrphanWatch:
     """
 
     def __init__(self, world: World) -> None:
-        """`world`: this rank's world, which has the launcher to watch, and the rank for the message."""
+        """Take from `world` the launcher to watch, and the rank that the message on stderr names."""
         self._world = world
         mark = _MARKS.get(world.launcher, "")
         self._parents = parents_up_to_launcher(mark) if mark in os.environ else {}
@@ -78,7 +78,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the parent process id of this process and each wrapper up to the launcher, by process id.
+    """Return the parent's id, by process id, of this process and of each ancestor below the launcher.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the

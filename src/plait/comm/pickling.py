@@ -46,7 +46,7 @@ def dumps_call(call: FunctionCall) -> bytes:
 
 
 def loads_call(data: bytes) -> FunctionCall:
-    """Return the call in `data`, and add the objects of the caller's main module to this process's.
+    """Return the call in `data`, and add what it needs of the caller's main module to this process's main.
 
     `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
     module, or when `torch.save` writes a model.

@@ -47,7 +47,7 @@ def receive(buffer: Tensor, group: Group, source: int, *, label: str = "", tag: 
 
 
 def _peer(index: int, group: Group, what: str) -> tuple[int, Transport]:
-    """Return the global rank at another index, and the group's transport."""
+    """Return the global rank at `index`, and the group's transport. Raises unless that is another rank."""
     if not 0 <= index < group.size or index == group.index:
         raise CommunicationError(
             f"rank {group.rank} cannot {what} index {index} of {group.name}: the group has indices 0 to "

@@ -50,7 +50,7 @@ class _RankHandle:
             self.connection.send_bytes(pickle.dumps(job))
 
     def end(self) -> None:
-        """Send `END`, unless the pipe is full."""
+        """Send `END`, on which the rank process exits, unless the pipe is full."""
         with contextlib.suppress(OSError):
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))
@@ -77,7 +77,7 @@ class RankPool:
     """
 
     def __init__(self, ranks: int, *, threads: int = 1, timeout: float = 600.0, device: str = "auto") -> None:
-        """Make a pool without processes.
+        """Make a pool, whose processes start at the first run.
 
         Args:
             ranks: default number of ranks of a run.
@@ -184,7 +184,7 @@ def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
 
 
 def _grow(children: list[_RankHandle], count: int, module: str) -> None:
-    """Start processes until there are `count`.
+    """Start rank processes and append them to `children`, until these are `count`.
 
     A fork server starts them, not this process, which may have threads. It imports what every rank needs
     before it forks, and lasts as long as this process: further pools start at once.
@@ -239,7 +239,7 @@ def _without_main() -> Iterator[None]:
 
 
 def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -> dict[int, RankResult]:
-    """Block until every rank has returned; raise the root cause of failures, or a timeout."""
+    """Block until every rank has finished; return the results, or raise the failures' root cause."""
     deadline = time.monotonic() + timeout
     waiting = dict(children)
     results: dict[int, RankResult] = {}

@@ -167,7 +167,7 @@ def _wait_for_all(job: RankJob, event: str, patience: float) -> None:
 
 
 def _restore_parent_state(job: RankJob) -> None:
-    """Set the state of this process to the parent's at the time of the call; seed its generators by rank."""
+    """Set the environment, directory and module path to the parent's; seed the random generators by rank."""
     os.environ.clear()
     os.environ.update(job.environment)
     os.environ["OMP_NUM_THREADS"] = str(job.threads)

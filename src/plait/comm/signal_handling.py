@@ -20,7 +20,7 @@ SAME_SIGNAL_SECONDS = 0.5
 
 
 class GracefulStop:
-    """While entered, the first of some signals only calls a function, to stop the program gracefully.
+    """A context in which the first signal received only calls a function, to stop the program gracefully.
 
     A second one is passed to the previous handler.
     """
@@ -41,7 +41,10 @@ class GracefulStop:
         self._restore()
 
     def __call__(self, number: int, frame: object) -> None:
-        """Handle a signal, as Python calls a handler."""
+        """Handle a signal: call `on_first` for the first one, the previous handler for a later one.
+
+        Signals within `SAME_SIGNAL_SECONDS` of the first one are ignored.
+        """
         now = time.monotonic()
         if self._received_at is None:
             self._received_at = now

@@ -50,7 +50,7 @@ def as_hex(number: Tensor) -> str:
 
 
 def require_same_bits(tensor: Tensor, group: Group, doing: str) -> None:
-    """Raise on every rank of a guarded group if `tensor` is not the same on all ranks.
+    """Raise on every rank if the bits of `tensor` differ between ranks; skipped if `group.guarded` is False.
 
     `doing` completes "ranks 0, 1: …". Tensors on the meta device are skipped. Communication: 256 bytes,
     counted as `guard`; blocks until all ranks have called it, and synchronises the device. Raises
@@ -79,7 +79,7 @@ def _words(tensor: Tensor) -> Tensor:
 
 
 def _sums(words: Tensor, constants: Tensor) -> Tensor:
-    """Return one hash word for each row of `words`; the last row may be shorter."""
+    """Return the weighted sum of each row of `_ROW` words, as int64; the last row may be shorter."""
     whole = len(words) // _ROW * _ROW
     # On a CPU a block that stays in the cache, on a GPU one that fills it.
     block = _ROW * (16 if words.device.type == "cpu" else 1024)

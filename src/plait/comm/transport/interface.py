@@ -22,7 +22,7 @@ class Pending(Protocol):
         """
 
     def abandon(self) -> bool:
-        """Discard the result; return whether its tensors are free. If not, `wait` before reusing them."""
+        """Discard the result; return whether its tensors may be reused now, or only after `wait`."""
 
 
 class Transport(Protocol):
@@ -72,7 +72,7 @@ class Transport(Protocol):
         """Write this rank's piece of `pieces` to `own`; only `source` passes `pieces`."""
 
     def barrier(self) -> Pending:
-        """Complete when all ranks have called it."""
+        """Start a barrier, complete when all ranks of the group have called it."""
 
     def send(self, tensor: Tensor, destination: int, tag: int, label: str = "") -> Pending:
         """Send to one rank; may complete only after that rank has posted its receive. `label`: for errors."""
@@ -99,7 +99,7 @@ class Ranks(Protocol):
     rank: int
     size: int
     shared_results: dict[Hashable, Any]
-    """Results of one rank, for the other ranks of its process and for its own next mesh."""
+    """Results of one rank, by their inputs: for the other ranks of its process and for its own next mesh."""
 
     @property
     def uses_nccl(self) -> bool:
@@ -108,11 +108,11 @@ class Ranks(Protocol):
 
     @property
     def failure_log(self) -> FailureLog | None:
-        """The failure log of all ranks; None without a store."""
+        """The log in which all ranks record failures; None where they have no store for it."""
         return None
 
     def world(self) -> Transport | None:
-        """Return the transport of all ranks, which exists before any group; None where none is needed."""
+        """Return a transport over all ranks, usable before groups are made; None where none is needed."""
         return None
 
     def discover(self, timeout: float) -> None:

@@ -44,7 +44,7 @@ def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield blocks of flat tensors of one size: the same elements of each, few enough for the cache."""
+    """Yield the same elements of all `tensors`, flat and of one size, in blocks that fit the cache."""
     size = tensors[0].numel()
     if size <= BLOCK:
         return iter((tensors,))

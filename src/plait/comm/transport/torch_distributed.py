@@ -61,7 +61,7 @@ class TorchTransport:
 
     @cached_property
     def carries_cpu_tensors(self) -> bool:
-        """Whether the group has Gloo."""
+        """Whether CPU tensors can be sent: the group has the Gloo backend."""
         return "cpu:gloo" in backends_of(self.process_group)
 
     def algorithm(self, collective: Collective, tensor: Tensor) -> Algorithm:
@@ -73,7 +73,7 @@ class TorchTransport:
         return "backend" if collective == "all_reduce" and large else "exchange"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """Start an all-reduce: by an exchange where that is faster, else in the backend's order of sums."""
+        """Start an all-reduce: by an all-to-all and local sums where that is faster, else by the backend."""
         if self.algorithm("all_reduce", tensor) == "exchange":
             copies = tensor.detach().expand(self.size, *tensor.shape).contiguous()
             return self._exchange(copies, total, op)
@@ -186,12 +186,15 @@ def backends_of(process_group: dist.ProcessGroup | None) -> str:
 
 
 def _single(name: str, older: _Single) -> _Single:
-    """Return `dist.<name>`, or in older versions of torch `older`, which torch 2.13 deprecates."""
+    """Return the function `name` of `torch.distributed`, or `older` where this version of torch lacks it.
+
+    torch 2.13 deprecates the older functions.
+    """
     return cast(_Single, getattr(dist, name, None) or older)
 
 
 def _native(op: Op) -> dist.ReduceOp.RedOpType:
-    """Return the backend's operation; a mean is a sum, divided afterwards."""
+    """Return torch's reduction for `op`; for a mean the sum, which the caller divides afterwards."""
     return {
         "sum": dist.ReduceOp.SUM,
         "mean": dist.ReduceOp.SUM,

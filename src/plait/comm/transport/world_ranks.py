@@ -19,7 +19,7 @@ from plait.errors import CommunicationError
 
 
 class Processes:
-    """The `Ranks` of the initialised world of torch: one process each, on one host or several."""
+    """The `Ranks` of torch's default process group: each rank is a process, on one host or several."""
 
     def __init__(self) -> None:
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -100,7 +100,7 @@ class Processes:
 
 
 def joined_processes() -> Processes | None:
-    """Return torch's world if this process has joined it, or None."""
+    """Return the ranks of torch's default process group, or None if this process has not joined one."""
     return Processes() if dist.is_available() and dist.is_initialized() else None
 
 

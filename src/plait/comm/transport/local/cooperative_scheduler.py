@@ -25,7 +25,7 @@ class PeerEndedError(RuntimeError):
 
 @dataclass(frozen=True)
 class WaitCondition:
-    """What a rank waits for: a description for errors, a test for its end, and the ranks it depends on."""
+    """What a rank waits for: a description for errors, a test whether it is over, the ranks it needs."""
 
     awaited: str
     """Completes "rank 1 waits for ..."."""
@@ -116,7 +116,10 @@ class CooperativeScheduler:
             raise PeerEndedError(f"rank {' and '.join(map(str, ended))} ended before it took part")
 
     def _next(self) -> int | None:
-        """Return the rank to run next: the lowest able, else the longest paused, else one that raises."""
+        """Return the rank to run next: the lowest that can continue, else the one paused for longest.
+
+        Else the lowest one left, which raises `DeadlockError`; None if all have ended.
+        """
         alive = [rank for rank in range(self.size) if rank not in self._ended | self._timed_out]
         able = next((rank for rank in alive if rank not in self._paused and self._can_continue(rank)), None)
         if able is None:

@@ -116,7 +116,7 @@ class GroupOperations:
     def transfer(
         self, key: MessageKey, *, sent: Tensor | None = None, buffer: Tensor | None = None
     ) -> Transfer:
-        """Post a send or, with a `buffer`, a receive: matched with the oldest one of the other kind."""
+        """Post a send of `sent` or a receive into `buffer`, matched with the oldest counterpart if any."""
         mine, others = (self._sends, self._receives) if buffer is None else (self._receives, self._sends)
         if others[key]:
             message = others[key].popleft()
@@ -146,7 +146,7 @@ def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
 
 
 def all_to_all(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return the pieces that are sent to each rank."""
+    """Return, for each rank, the pieces that all ranks send to it, concatenated."""
     pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
     return {index: torch.cat([piece[index] for piece in pieces]) for index in inputs}
 

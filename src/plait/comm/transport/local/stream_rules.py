@@ -53,7 +53,7 @@ class Part:
                 self.unchanged = True
 
     def breach(self) -> str | None:
-        """Return what was done to the input or the output before completion, if anything."""
+        """Return how the rank misused its tensors before completion, e.g. "wrote to the input", or None."""
         for tensor, what in ((self.read, "input"), (self.written, "output")):
             if tensor is not None and tensor.numel() and not tensor.untyped_storage().nbytes():
                 return f"freed the {what}"
@@ -85,7 +85,7 @@ class StreamOperation:
 
     @property
     def as_call(self) -> Operation:
-        """The operation as `deadlock_of` takes it."""
+        """This operation as an `Operation`, the type that `deadlock_of` takes."""
         return Operation(self.communicator, tuple(sorted(self.ranks)), self.name)
 
     def complete(self) -> None:
@@ -100,7 +100,7 @@ class StreamOperation:
             self.outputs = dict(self.compute(values))
 
     def deliver(self, index: int) -> None:
-        """Write the output of a rank."""
+        """Copy the output of the rank at `index` to its output tensor, if it has one."""
         written = self.parts[index].written
         if self.outputs is not None and written is not None and index in self.outputs:
             written.view(-1).copy_(self.outputs.pop(index))
@@ -110,7 +110,7 @@ class StreamRules:
     """The streams of all ranks of one run, and the operations on them."""
 
     def __init__(self, completion: Completion = "late", *, device_bound: bool = False) -> None:
-        """Choose when operations complete.
+        """Make the streams, without operations; `completion`: when an operation completes, see `Completion`.
 
         `device_bound`: as if `init_process_group` had been given a `device_id`, so that the messages of a
         group share the communicator of its collectives, instead of one for each pair of ranks.
@@ -123,7 +123,7 @@ class StreamRules:
         self._operations: dict[tuple[Hashable, Hashable], StreamOperation] = {}
 
     def operation(self, new: StreamOperation, key: Hashable) -> StreamOperation:
-        """Return the operation that another rank has started under this key of its communicator, or `new`.
+        """Return the operation already started under `key` of its communicator by another rank, else `new`.
 
         It fails on all its ranks where they make different calls.
         """
@@ -151,17 +151,17 @@ class StreamRules:
             self._complete_some()
 
     def is_over(self, operation: StreamOperation) -> bool:
-        """Complete an awaited operation and those before it, if they can; return whether it is complete."""
+        """Complete `operation` and those queued before it, where possible; return whether it is complete."""
         return self._force(operation, set())
 
     def missing(self, operation: StreamOperation) -> Sequence[int]:
-        """Return the ranks that have not started an operation."""
+        """Return the ranks that have not queued the operation; if none, those with another one before it."""
         here = {operation.ranks[index] for index in operation.parts}
         absent = [rank for rank in operation.ranks if rank not in here]
         return absent or [rank for rank in operation.ranks if self._head(operation, rank) is not operation]
 
     def deadlock(self) -> str | None:
-        """Return the cycle of waits between the streams, as a sentence."""
+        """Return the cycle of waits between the ranks' streams, as a sentence; None if there is none."""
         return deadlock_of([self._calls[rank] for rank in range(max(self._calls) + 1)])
 
     def require_awaited(self, rank: int) -> None:
@@ -184,7 +184,7 @@ class StreamRules:
                     yield operation
 
     def _complete_some(self) -> None:
-        """Complete all operations that can, or a random choice of them."""
+        """Complete all operations that can complete, or, with a seed, a random choice of them."""
         drawn = isinstance(self._completion, int)
         while ready := list(dict.fromkeys(self._ready())):
             chosen = [one for one in ready if not drawn or self._random.random() < 0.5]

@@ -58,7 +58,7 @@ class StreamTransport(LocalTransport):
         name: str,
         rules: StreamRules,
     ) -> None:
-        """Take the group's `name` for errors; `posted` identifies the group."""
+        """`posted` identifies the group, `name` names it in errors, `rules` has the streams of all ranks."""
         super().__init__(posted, scheduler, index, timeout, name)
         self.rules = rules
         self._messages: dict[tuple[int, int], int] = defaultdict(int)
@@ -106,7 +106,7 @@ class StreamTransport(LocalTransport):
 
 
 def _deliver(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return the sent tensor, for the receiver."""
+    """Return the output of a message: the sent tensor, flat, for index 1, the receiver."""
     sent = inputs[0]
     assert sent is not None
     return {1: sent.view(-1)}

@@ -68,7 +68,7 @@ class LocalTransport:
         self._scheduler.wait(self.ranks[self.index], condition, self._timeout)
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """Start a reduction in rank order."""
+        """Start an all-reduce, summed in rank order."""
         return self._call(
             f"all_reduce {op} {describe(tensor)}", tensor, total, partial(operations.all_reduce, op)
         )
@@ -80,7 +80,7 @@ class LocalTransport:
         return self._call(kind, tensor, written, partial(operations.all_reduce, op))
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Start a reduction in rank order."""
+        """Start a reduce-scatter, summed in rank order."""
         return self._call(
             f"reduce_scatter {op} {describe(tensor)}", tensor, piece, partial(operations.reduce_scatter, op)
         )
@@ -151,7 +151,7 @@ MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int,
 
 
 class LocalRank(Ranks):
-    """The `Ranks` of one process, seen from one of its threads: without a host to discover or connections."""
+    """The `Ranks` of threads of one process, seen from one thread: no hosts, no connections."""
 
     def __init__(
         self,

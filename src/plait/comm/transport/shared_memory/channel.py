@@ -35,7 +35,7 @@ class Listener:
         self._accepted: dict[bytes, socket.socket] = {}
 
     def connect(self, listener: str, address: str) -> socket.socket | None:
-        """Return a connection from `address` to a listener's socket, without waiting; None if closed."""
+        """Return a connection, bound to `address`, to the socket of `listener`; None if that is closed."""
         connection = _unix_socket()
         try:
             connection.bind(_abstract(address))

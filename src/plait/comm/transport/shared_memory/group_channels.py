@@ -57,7 +57,7 @@ class Channels:
                 self._send_when_possible(channel, packet, descriptor)
 
     def receive(self, sequence: int, own: ChannelMessage) -> list[ChannelMessage]:
-        """Block until all others have sent under `sequence`; return the messages by index, `own` included.
+        """Block until all others have sent message `sequence`; return all ranks' by index, with `own`.
 
         Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time.
         """

@@ -21,7 +21,7 @@ _INFO_BYTES = 512
 
 
 class HostRanks:
-    """The ranks of one mesh that share this rank's host. Belongs to the mesh and its groups."""
+    """The ranks of one mesh that share this rank's host, and the channels opened between them."""
 
     def __init__(self, listener: Listener, infos: Sequence[HostInfo]) -> None:
         """Store this rank's listener, and the host infos of all ranks of the mesh in order."""
@@ -36,7 +36,7 @@ class HostRanks:
         return all(host == hosts[0] for host in hosts) and all("listener" in info for info in infos)
 
     def channels(self, ranks: Sequence[int], index: int, label: str, timeout: float) -> Channels:
-        """Return channels between `ranks` of this host, closed with the mesh. Arguments as for `Channels`."""
+        """Open channels between `ranks` of this host, closed by `close`. Arguments as for `Channels`."""
         listeners = [self._infos[rank]["listener"] for rank in ranks]
         channels = Channels(self._listener, listeners, index, label, timeout)
         self._channels.add(channels)
@@ -68,7 +68,7 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
 
 
 def host_identity() -> dict[str, str]:
-    """Return the boot, namespaces and user of this host: equal for processes that can connect."""
+    """Return this process's host name, boot id, namespaces and user: equal where two can connect."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -67,7 +67,10 @@ def all_reduce_whole(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagi
 
 
 def all_reduce_in_pieces(tensor: Tensor, total: Tensor, op: Op, staging: SharedStagingBuffers) -> PendingRead:
-    """Start an all-reduce where each rank reduces one piece and copies the others: fewer sums, 2 messages."""
+    """Start an all-reduce where each rank reduces one piece and copies the other ranks' reduced pieces.
+
+    Fewer sums than in `all_reduce_whole`, and two messages to each peer.
+    """
     channels = staging.channels
     own, totals = channels.index, total.view(-1).tensor_split(channels.size)
     reduced = channels.next_sequence()
@@ -131,7 +134,7 @@ def reduce_scatter_in_place(
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
-    """Start an all-reduce of flat tensors in shared memory: each rank reduces one piece, for all ranks."""
+    """Start an all-reduce of flat shared-memory tensors: each rank reduces a piece and writes it to all."""
 
     def reduce_piece() -> None:
         pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
@@ -187,7 +190,7 @@ class SharedMemoryTransport(TorchTransport):
         return "pieces" if collective == "all_reduce" and large else "whole"
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
-        """Start an all-reduce: in rank order in shared memory, for large tensors by the backend."""
+        """Start an all-reduce: in shared memory and rank order, or, for large tensors, by the backend."""
         algorithm = self.algorithm("all_reduce", tensor)
         if algorithm == "in place" and total.data_ptr() == tensor.data_ptr():
             return all_reduce_in_place(self._tensors_of_all_ranks(tensor), op, self.channels)
@@ -197,7 +200,7 @@ class SharedMemoryTransport(TorchTransport):
         return reduction(tensor, total, op, self.staging)
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
-        """Start a reduce-scatter in rank order: in shared memory, for large tensors by an exchange."""
+        """Start a reduce-scatter in rank order: in shared memory, or, for large tensors, by an all-to-all."""
         algorithm = self.algorithm("reduce_scatter", tensor)
         if algorithm == "in place":
             return reduce_scatter_in_place(self._tensors_of_all_ranks(tensor), piece, op, self.channels)
@@ -212,7 +215,7 @@ class SharedMemoryTransport(TorchTransport):
         return all_gather_staged(tensor, whole, self.staging)
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Make a shared-memory segment on each rank and map all of them; Linux only."""
+        """Return zeros in a new shared-memory segment of this rank, after mapping those of all ranks."""
         segments = SharedSegments(self.channels, size * dtype.itemsize)
         others = [segment.view(dtype) for segment in segments.all_segments()]
         mine = others.pop(self.index)
