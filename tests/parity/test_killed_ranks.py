@@ -239,7 +239,14 @@ def some_cases() -> list[Case]:
 SOME = some_cases()
 PAIRS = list(zip(SOME[::2], SOME[1::2], strict=True))
 """Two at once: most of a run is the half second in which nothing is heard of the rank that was killed."""
-CASES = [pytest.param(pair, id=" and ".join("-".join(map(str, case)) for case in pair)) for pair in PAIRS] + [
+CASES = [
+    pytest.param(
+        pair,
+        id=" and ".join("-".join(map(str, case)) for case in pair),
+        marks=[pytest.mark.full] if number % 2 else [],
+    )
+    for number, pair in enumerate(PAIRS)
+] + [
     pytest.param((case,), id="-".join(map(str, case)), marks=pytest.mark.full)
     for case in every_case()
     if case not in SOME

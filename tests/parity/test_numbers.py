@@ -121,7 +121,9 @@ CHAIN = {
 }
 
 
-@pytest.mark.parametrize("kind", OPTIMIZERS)
+@pytest.mark.parametrize(
+    "kind", ["adamw", "asgd", *(pytest.param(kind, marks=pytest.mark.full) for kind in ("nadam", "counting"))]
+)
 def test_a_chain_through_ways_to_shard(rank_pool: RankPool, tmp_path: Path, kind: str) -> None:
     source = None
     for number, (name, plan) in enumerate(CHAIN.items()):

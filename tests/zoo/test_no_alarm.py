@@ -75,7 +75,8 @@ def test_the_chosen_plans_are_each_layout_and_schedule():
     assert {plan.recompute for plan in chosen} == {"none", "selective", "full"}
 
 
-@pytest.mark.parametrize("name", ["gpt2", pytest.param("llama", marks=pytest.mark.full)])
+@pytest.mark.full
+@pytest.mark.parametrize("name", ["gpt2", "llama"])
 def test_each_layout_of_four_ranks_is_equal(thread_ranks, name):
     plans = plans_on(4, PLAN, ROWS)
     chosen = [plans[number] for number in EACH[name]] + in_pieces_of(4)[MODELS.index(name) :: 6]

@@ -97,12 +97,10 @@ def test_a_signal_in_the_middle_of_training(tmp_path, text, temporary, number, c
     assert checkpoint.name == f"step-{len(rows):08d}"
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("number", "code", "said"),
-    [
-        (signal.SIGTERM, 143, "plait: terminated."),
-        pytest.param(signal.SIGINT, 130, "plait: interrupted.", marks=pytest.mark.full),
-    ],
+    [(signal.SIGTERM, 143, "plait: terminated."), (signal.SIGINT, 130, "plait: interrupted.")],
 )
 def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, said):
     """Here the first cannot be heard: a rank is stopped."""

@@ -125,6 +125,7 @@ def test_under_mpi(script):
     assert all(output.startswith(EXPECTED.format("pmi")) for output in outputs)
 
 
+@pytest.mark.full
 def test_under_mpi_a_failure_ends_every_rank(script):
     """The ranks join twice: what they compute is returned, then one of them fails."""
     ranks = start_two(script, "fail")

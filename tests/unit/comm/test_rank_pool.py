@@ -345,7 +345,11 @@ RankPool(2, device="cpu").run(block)  # without a guard for __main__
 
 
 @pytest.mark.parametrize(
-    "number", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.full), signal.SIGKILL]
+    "number",
+    [
+        *(pytest.param(each, marks=pytest.mark.full) for each in (signal.SIGINT, signal.SIGTERM)),
+        signal.SIGKILL,
+    ],
 )
 def test_a_signal_to_the_parent_leaves_nothing_running(number, tmp_path):
     script = tmp_path / "script.py"
