@@ -6,6 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
+import pytest
+
 Row = dict[str, Any]
 Pair = tuple[str, Any, str, Any]
 Allowed = Callable[[Row], bool]
@@ -21,6 +23,15 @@ def every_row(factors: Mapping[str, Sequence[Any]], allowed: Allowed = anything)
     """The full product, the last factor fastest; of what is allowed."""
     rows = (dict(zip(factors, values, strict=True)) for values in product(*factors.values()))
     return [row for row in rows if allowed(row)]
+
+
+def in_turns(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Any]:
+    """Parameters `(a, b)` of the product; without the full products each of `first` with one of `second`."""
+    return [
+        pytest.param(a, b, id=f"{name}-{way}", marks=[] if number % len(second) == turn else pytest.mark.full)
+        for number, (name, a) in enumerate(first.items())
+        for turn, (way, b) in enumerate(second.items())
+    ]
 
 
 def covering_rows(

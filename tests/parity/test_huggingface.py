@@ -65,16 +65,16 @@ WOVEN = {
 FAMILIES = ("gpt2", "llama", "qwen2", "mistral", "gpt-neox")
 
 
-QUICK = (("gpt2", "zb-v with tp"), ("llama", "full shards"), ("qwen2", "tp"), ("mistral", "one"))
-"""Of the runs other than of everything at once; the full run has all."""
+QUICK = (
+    *(("gpt2", "zb-v with tp"), ("llama", "full shards"), ("qwen2", "tp"), ("mistral", "one")),
+    *(("gpt-neox", "everything"), ("llama", "everything")),
+)
+"""Each family and each plan once, and Llama with everything; the full run has all."""
 
 
 @pytest.mark.parametrize(
     ("name", "plan"),
-    [
-        pytest.param(*row, marks=[] if row[1] == "everything" or row in QUICK else pytest.mark.full)
-        for row in product(FAMILIES, WOVEN)
-    ],
+    [pytest.param(*row, marks=[] if row in QUICK else pytest.mark.full) for row in product(FAMILIES, WOVEN)],
 )
 def test_woven_runs_equal_one_rank(thread_ranks: RankPool, name: str, plan: str) -> None:
     check_parity(thread_ranks, cases.case(name), WOVEN[plan])

@@ -3,13 +3,12 @@
 import pytest
 
 from parity.cases import ONE_STAGE, USER_CASES, gpt2, single_module
-from parity.pairs import covering_rows
+from parity.pairs import covering_rows, in_turns
 from parity.parity import THREE_STEPS, check_parity
 from parity.woven import layer_count
 from plait.comm.collectives import SMALLEST_SHARED
 from plait.plan import Plan
 
-CASES = [pytest.param(case, id=case.name) for case in USER_CASES]
 CUTS = [
     pytest.param(case, (first, layer_count(case) - first), id=f"{case.name}-{first}")
     for case in USER_CASES
@@ -24,14 +23,14 @@ LAYOUTS = covering_rows(
     }
 )
 BY_NAME = {case.name: case for case in USER_CASES}
+PLANS = {
+    "two stages": Plan(pp=2, dp=2, schedule="1f1b", microbatches=3, precision="fp64"),
+    "four stages": Plan(pp=4, schedule="gpipe", microbatches=2, precision="fp64"),
+}
 
 
-@pytest.mark.parametrize("case", CASES)
-@pytest.mark.parametrize(
-    ("pp", "dp", "schedule", "microbatches"), [(2, 2, "1f1b", 3), (4, 1, "gpipe", 2)], ids=str
-)
-def test_users_models(thread_ranks, case, pp, dp, schedule, microbatches):
-    plan = Plan(pp=pp, dp=dp, schedule=schedule, microbatches=microbatches, precision="fp64")
+@pytest.mark.parametrize(("case", "plan"), in_turns(BY_NAME, PLANS))
+def test_users_models(thread_ranks, case, plan):
     check_parity(thread_ranks, case, plan)
 
 

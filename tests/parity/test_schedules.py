@@ -9,7 +9,7 @@ import pytest
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import covering_rows, every_row
+from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import THREE_STEPS, TWO_STEPS, check_parity
 from parity.rows import name_of, plan_of
 from parity.woven import layer_count
@@ -74,11 +74,14 @@ def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    "case", [case for case in USER_CASES if layer_count(case) >= 4], ids=lambda c: c.name
+    ("case", "schedule"),
+    in_turns(
+        {case.name: case for case in USER_CASES if layer_count(case) >= 4},
+        {"interleaved": {"schedule": "interleaved", "chunks": 2}, "zb-v": {"schedule": "zb-v"}},
+    ),
 )
-@pytest.mark.parametrize(("schedule", "chunks"), [("interleaved", 2), ("zb-v", None)], ids=str)
-def test_users_models(thread_ranks: Any, case: Any, schedule: str, chunks: int | None) -> None:
-    plan = Plan(pp=2, schedule=schedule, chunks=chunks, microbatches=4, precision="fp64")
+def test_users_models(thread_ranks: Any, case: Any, schedule: dict[str, Any]) -> None:
+    plan = Plan(pp=2, **schedule, microbatches=4, precision="fp64")
     check_parity(thread_ranks, case, plan)
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
-from parity.pairs import covering_rows, every_row
+from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from plait.plan import Plan
@@ -47,8 +47,9 @@ def test_the_product(thread_ranks: Any, row: dict[str, Any]) -> None:
     check(thread_ranks, row, steps=3)
 
 
-@pytest.mark.parametrize("reduce", ["last", "each"])
-@pytest.mark.parametrize("case", USER_CASES, ids=lambda case: case.name)
+@pytest.mark.parametrize(
+    ("case", "reduce"), in_turns({case.name: case for case in USER_CASES}, {"last": "last", "each": "each"})
+)
 def test_users_models(thread_ranks: Any, case: Any, reduce: Any) -> None:
     """Frozen and unused parameters, ties, several dtypes, layers in place, more ranks than rows."""
     plan = Plan(dp=3, strategy="full", reduce=reduce, microbatches=2, precision="fp64")

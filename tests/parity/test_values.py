@@ -18,6 +18,7 @@ from parity import data, models, reference, woven
 from parity.case import SEED, Case, Recipe
 from parity.cases import gpt2, llama
 from parity.outcome import Outcome
+from parity.pairs import in_turns
 from parity.parity import compare
 from plait.engine import Engine
 from plait.errors import CommunicationError, ModelError
@@ -108,19 +109,21 @@ def given_on_rank_zero(case: Case, plan: Plan, mesh: plait.Mesh) -> Engine:
     return plait.parallelize(case.build(), plan, mesh, case.loss, seed=SEED, values=values, broadcast=True)
 
 
+WAYS = {way.__name__: way for way in (broadcast_model, given_everywhere, given_on_rank_zero)}
+
+
 def given_by_file(path: Path, case: Case, plan: Plan, mesh: plait.Mesh) -> Engine:
     values = torch.load(path, mmap=True)
     return plait.parallelize(case.build(), plan, mesh, case.loss, seed=SEED, values=values)
 
 
-@pytest.mark.parametrize("weave", [broadcast_model, given_everywhere, given_on_rank_zero])
-@pytest.mark.parametrize("plan", PLANS, ids=name_of)
+@pytest.mark.parametrize(("plan", "weave"), in_turns({name_of(plan): plan for plan in PLANS}, WAYS))
 def test_every_layout(thread_ranks: Any, plan: Plan, weave: Weave) -> None:
     check_parity(thread_ranks, weave, gpt2(), plan)
 
 
 @pytest.mark.parametrize("case", [gpt2(tied=False), llama()], ids=["untied", "llama"])
-@pytest.mark.parametrize("weave", [broadcast_model, given_everywhere, given_on_rank_zero])
+@pytest.mark.parametrize("weave", WAYS.values(), ids=WAYS)
 def test_other_models_of_plait(thread_ranks: Any, weave: Weave, case: Case) -> None:
     check_parity(thread_ranks, weave, case, Plan(pp=2, tp=2, microbatches=2, precision="fp64"))
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -72,8 +73,28 @@ def test_a_run_goes_on_from_what_was_converted(trained: Path, tmp_path: Path) ->
     assert all(torch.equal(value, theirs[name]) for name, value in ours.items())
 
 
+def convert_and_watch(source: Path, folder: Path) -> tuple[int, int]:
+    """The largest tensor that is read, and the bytes by which this process grows on the way."""
+    largest, plain = 0, TensorFileReader.read
+
+    def counted(*arguments: object) -> torch.Tensor:
+        nonlocal largest
+        found = plain(*arguments)  # type: ignore[arg-type]
+        largest = max(largest, found.nbytes)
+        return found
+
+    disk = Watching()
+    convert(source, folder / "warm", max_bytes=5_000_000)  # what a first time leaves is not counted
+    before = anonymous()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(TensorFileReader, "read", counted)
+        convert(source, folder / "target", disk=disk)
+    return largest, disk.peak - before
+
+
 @pytest.mark.skipif(not MEASURED, reason="there is no measure of memory here")
-def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_holds_one_tensor_at_a_time(rank_pool: Any, tmp_path: Path) -> None:
+    """In a process of its own: what other tests have left in the heap would count."""
     tensors, elements = 24, 1 << 20
     source = tmp_path / "source"
     source.mkdir()
@@ -86,20 +107,9 @@ def test_memory_holds_one_tensor_at_a_time(tmp_path: Path, monkeypatch: pytest.M
     )
     manifest = Manifest({name: TensorEntry((elements,), "float32") for name in names}, (file,))
     write_text(Disk(), source / FILE, manifest_text(manifest))
-    largest, plain = [0], TensorFileReader.read
-
-    def counted(*arguments: object) -> torch.Tensor:
-        found = plain(*arguments)  # type: ignore[arg-type]
-        largest[0] = max(largest[0], found.nbytes)
-        return found
-
-    monkeypatch.setattr(TensorFileReader, "read", counted)
-    disk = Watching()
-    convert(source, tmp_path / "warm", max_bytes=5_000_000)  # what a first time leaves is not counted
-    before = anonymous()
-    convert(source, tmp_path / "target", disk=disk)
-    assert largest == [zeros.nbytes]
-    assert disk.peak - before < 5 * zeros.nbytes < tensors * zeros.nbytes / 4
+    ((largest, grown),) = rank_pool.run(convert_and_watch, source, tmp_path, ranks=1)
+    assert largest == zeros.nbytes
+    assert grown < 5 * zeros.nbytes < tensors * zeros.nbytes / 4
 
 
 def test_what_is_damaged_or_missing_is_refused(trained: Path, tmp_path: Path) -> None:
