@@ -81,7 +81,14 @@ def commands() -> Iterator[tuple[str, list[str]]]:
                         yield f"{page.relative_to(ROOT)}:{block.line + number}", words[place + 1 :]
 
 
-@pytest.mark.parametrize("script", list(scripts()), ids=lambda script: str(script.code))
+def marks_of(script: Script) -> list[pytest.MarkDecorator]:
+    """Concepts, and what other libraries call things, change less than guides: theirs are in the full run."""
+    return [pytest.mark.full] if script.code.page.parent.name in ("concepts", "coming-from") else []
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(script, id=str(script.code), marks=marks_of(script)) for script in scripts()]
+)
 def test_a_script_runs_and_prints_what_the_page_says(script: Script) -> None:
     if "import transformers" in script.code.text:
         pytest.importorskip("transformers")

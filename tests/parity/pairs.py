@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from itertools import combinations, product
 from typing import Any
 
@@ -32,6 +32,11 @@ def in_turns(first: Mapping[str, Any], second: Mapping[str, Any]) -> list[Any]:
         for number, (name, a) in enumerate(first.items())
         for turn, (way, b) in enumerate(second.items())
     ]
+
+
+def in_quick(names: Iterable[str], *quick: str) -> list[Any]:
+    """Parameters of all names; without the full products those of `quick` only."""
+    return [pytest.param(name, marks=[] if name in quick else pytest.mark.full) for name in names]
 
 
 def covering_rows(

@@ -49,7 +49,7 @@ def test_every_rank_of_every_layout_samples_the_same(rank_pool):
         return ranks[0]
 
     single = sampled()
-    for degrees in ({"tp": 2}, {"tp": 4}, {"pp": 2, "tp": 2}, {"pp": 2, "dp": 2, "tp": 2}):
+    for degrees in ({"tp": 4}, {"pp": 2, "dp": 2, "tp": 2}):
         assert sampled(**degrees) == single
 
 

@@ -44,8 +44,15 @@ def verified(thread_ranks, model, plans, ranks):
         yield build_report(own, plan, case.options)
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize(("ranks", "number"), [(1, 18), (2, 75)])
+@pytest.mark.parametrize(
+    ("name", "ranks", "number"),
+    [
+        ("gpt2", 1, 18),
+        ("llama", 1, 18),
+        ("gpt2", 2, 75),
+        pytest.param("llama", 2, 75, marks=pytest.mark.full),
+    ],
+)
 def test_plans_in_turns_are_equal(thread_ranks, name, ranks, number):
     plans = plans_on(ranks, PLAN, ROWS, in_pieces=True)
     assert len(plans) == number

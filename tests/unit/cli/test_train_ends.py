@@ -114,6 +114,7 @@ def test_a_second_signal_stops_at_once(tmp_path, text, temporary, number, code, 
     assert left_running(str(tmp_path)) == []
 
 
+@pytest.mark.full
 def test_a_signal_to_the_whole_process_group(tmp_path, text, temporary):
     """As `timeout` and services send it: to the command, to its ranks, and to the command once more."""
     process = started(tmp_path, text, temporary)

@@ -269,6 +269,7 @@ print(seen)
 """
 
 
+@pytest.mark.full
 def test_a_data_loader_has_the_classes_of_the_script(tmp_path):
     """Dataset, sampler, functions, batches and errors go to workers and come back; no process is left."""
     command = [sys.executable, "-"]  # no file that a worker could import
