@@ -69,7 +69,7 @@ def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], ali
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """Return `manifest.run`, without the order of actions if `plan` has another schedule."""
+    """Return the saved state of the run, without its order of actions if `plan` has another schedule."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in manifest.run.items() if same or key != "order"}
@@ -138,7 +138,7 @@ def _require_states_shardable(
 def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
-    """Return each parameter group's options, and the saved groups that its parameters come from.
+    """Return for each of the optimizer's groups its options, and the saved groups its parameters come from.
 
     `names`: this rank's parameters, by id.
     """
@@ -182,7 +182,7 @@ def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> N
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return the first option with different values in two groups, and the values; "" if all are equal."""
+    """Return as text the first option in which two groups differ, with both values; "" if none."""
     for key in one:
         if key in other and key not in NOT_RESTORED and one[key] != other[key]:
             return f"{key} {one[key]} and {other[key]}"

@@ -108,7 +108,7 @@ def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any]
 
 
 def _optimizer_key(key: str, path: tuple[str | int, ...]) -> tuple[str, str, tuple[str, str]] | None:
-    """Return an optimizer entry's (prefix, part, (parameter, state or option)); None for other entries."""
+    """Return prefix, part, and (parameter, name) of an optimizer's entry; None if `key` is another entry."""
     for depth, level in enumerate(path[:-1]):
         part, _, rest = str(path[depth + 1]).partition(".")
         if level in _OPTIMIZERS and part in _PARTS:
@@ -151,7 +151,7 @@ def _model_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> 
 
 
 def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
-    """Where no key is called `model`: return the prefix of the dictionary that has all tensors, or ""."""
+    """Return the prefix of the dictionary that has all tensors, or "", where no key is called `model`."""
     paths = [source.paths.get(key, ()) for key in tensors]
     roots = {path[0] if len(path) > 1 else None for path in paths}
     if len(roots) == 1 and None not in roots:

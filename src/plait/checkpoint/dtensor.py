@@ -54,7 +54,7 @@ def as_dtensor(tensor: Tensor, layout: Layout, mesh: GridMesh) -> DTensor:
 
 
 def expressible(layout: Layout) -> Layout:
-    """Return the nearest layout that a `DTensor` can have: `layout`, with `Replicate` along some axes."""
+    """Return `layout` with `Replicate` along the axes whose placement a `DTensor` does not support."""
     axes = layout.axis_degrees
     if layout.blocked_dim is not None:
         return Layout(layout.shape, axes)
@@ -91,7 +91,7 @@ def _box(layout: Layout, where: Coordinate) -> Box | None:
 
 
 def _same_rows(size: int, parts: int) -> bool:
-    """Return whether `DTensor` divides rows as plait does."""
+    """Return whether `DTensor` divides `size` rows over `parts` ranks as plait does."""
     each = -(-size // parts)
     return [len(part) for part in divide(size, parts)] == [
         min(each, max(0, size - part * each)) for part in range(parts)

@@ -15,7 +15,7 @@ from plait.checkpoint.tensor_file import Portion, find_damage, portions
 
 @dataclass(frozen=True)
 class TensorSummary:
-    """A global tensor of a checkpoint."""
+    """Summary of one tensor of a checkpoint: shape, dtype, boxes and size."""
 
     name: str
     shape: tuple[int, ...]
@@ -26,7 +26,7 @@ class TensorSummary:
 
 @dataclass(frozen=True)
 class FileSummary:
-    """A file of a checkpoint."""
+    """Summary of one file of a checkpoint."""
 
     name: str
     bytes: int
@@ -35,7 +35,7 @@ class FileSummary:
 
 @dataclass(frozen=True)
 class Summary:
-    """The contents of a checkpoint."""
+    """Summary of a checkpoint: what was saved, in which files, and the damage found."""
 
     path: str
     state: Mapping[str, Any]

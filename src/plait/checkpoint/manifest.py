@@ -280,7 +280,7 @@ def _is_deep(content: object) -> bool:
 
 
 def _inconsistencies(found: _Content) -> Iterator[str]:
-    """Yield errors between parts that have the right types."""
+    """Yield the contradictions between parts of a manifest that are valid by themselves."""
     for name, one in found.tensors.items():
         if prod(one.shape) >= _MOST_ELEMENTS:
             yield f"tensors.{name}: {list(one.shape)} is larger than any memory"

@@ -24,10 +24,10 @@ class Checkpointable(Protocol):
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """Which piece of each parameter, and which buffers, each rank holds; further names of shared ones."""
+        """The distribution of parameters and buffers over ranks, with all names of shared ones."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
-        """Raise PlanError where an update would depend on parameters of another rank."""
+        """Raise PlanError if the optimizer's update of a parameter depends on parameters of another rank."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
         """Yield this rank's pieces of parameters by name."""
@@ -69,7 +69,7 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
-    """Yield all pieces of this rank, in an order that is the same on all ranks that hold a piece."""
+    """Yield the tensors that this rank holds, in an order that is the same on all ranks that hold a piece."""
     mesh, shard_plan = engine.mesh, engine.shard_plan
 
     def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:

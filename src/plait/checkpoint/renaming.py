@@ -27,7 +27,7 @@ def inverse(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name of each name. Raises CheckpointError for names that are not in the table."""
+    """Return the new name, by the old one, of each of `names`. Raises CheckpointError for unknown names."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
     if unknown:
@@ -39,7 +39,7 @@ def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed_manifest(manifest: Manifest, table: Mapping[str, str]) -> tuple[Manifest, dict[str, str]]:
-    """Return a manifest with the names of `table`, and the old key of each tensor by its new key.
+    """Return the manifest with parameters renamed by `table`, and each tensor's old key by its new key.
 
     Its files are unchanged: their boxes have the old keys.
     """

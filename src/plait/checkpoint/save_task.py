@@ -114,7 +114,7 @@ class SaveTask:
 
     @property
     def timeout(self) -> float:
-        """Most seconds without a change in the folder: all ranks give up before collectives time out."""
+        """Seconds without a change in the folder after which ranks give up, before collectives time out."""
         return self.mesh.timeout / 2
 
 
@@ -135,7 +135,7 @@ class PendingSave:
 
     @property
     def error(self) -> str:
-        """The error message of this rank, on rank 0 of any rank, for use before `wait`; "" if no error."""
+        """The error so far, "" if none, before `wait`: on rank 0 that of any rank, else this rank's."""
         return self._error
 
     def wait(self) -> None:

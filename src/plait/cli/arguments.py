@@ -28,14 +28,14 @@ class CommandParser(ArgumentParser):
 
 
 def count(text: str) -> int:
-    """Read a whole number of at least 1."""
+    """Return the whole number, at least 1, that `text` spells."""
     if not text.isdecimal() or len(text) > 100 or int(text) < 1:
         raise ArgumentTypeError(f"{text!r} is not a whole number of at least 1")
     return int(text)
 
 
 def number(text: str) -> float:
-    """Read a finite number; an int where it is written as one."""
+    """Return the finite number that `text` spells: an int where it is written as one."""
     value = number_or_inf(text)
     if not isfinite(value):
         raise ArgumentTypeError(f"{text!r} is not a finite number")
@@ -43,7 +43,7 @@ def number(text: str) -> float:
 
 
 def number_or_inf(text: str) -> float:
-    """Read a number or `inf`; an int where it is written as one."""
+    """Return the number that `text` spells, or infinity for `inf`: an int where it is written as one."""
     try:
         value = float(text)
         value = int(text) if text.lstrip("+-").isdecimal() and isfinite(value) else value

@@ -19,7 +19,7 @@ from plait.cli.arguments import CommandParser, count, number
 from plait.cli.ranks_and_signals import importing
 from plait.errors import ConfigError, listed
 from plait.plan import Plan
-from plait.train.model_folder import OWN_MODELS
+from plait.train.model_section import OWN_MODELS
 
 if TYPE_CHECKING:
     import torch
@@ -225,7 +225,7 @@ def _tensors(found: Summary) -> Table:
 
 
 def _plan(plan: Mapping[str, Any]) -> str:
-    """Return the fields of a plan that are not the default."""
+    """Return as text the fields of a saved plan that differ from the default."""
     if not plan:
         return "none"
     default = json.loads(json.dumps(asdict(Plan())))

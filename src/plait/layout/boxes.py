@@ -114,7 +114,7 @@ def _interval_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[B
 
 
 def _row_boxes(sizes: tuple[int, ...], index: int, start: int, stop: int) -> Iterator[Box]:
-    """Yield elements `start` to `stop` of row `index` as boxes."""
+    """Yield boxes that cover elements `start` to `stop` of row `index`."""
     for box in _interval_boxes(sizes[1:], start, stop):
         yield Box((index, *box.offsets), (1, *box.sizes))
 

@@ -200,7 +200,7 @@ class Layout:
         return None
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box of this coordinate after all `Shard`s, before any `Flat` placement.
+        """Return the box of the global tensor at this coordinate if only the `Shard` placements are applied.
 
         Raises `LayoutError` for pieces of several blocks.
         """
@@ -212,7 +212,7 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes of this coordinate after all `Shard`s, before any `Flat`: one per block.
+        """Return the boxes at this coordinate, one per block, if only the `Shard` placements are applied.
 
         They have equal sizes; the rank holds their concatenation along `blocked_dim`.
         """
@@ -246,7 +246,7 @@ class Layout:
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of this coordinate's piece after all `Shard`s, before any `Flat` placement."""
+        """Return the shape of the piece at this coordinate if only the `Shard` placements are applied."""
         first, *others = self.boxes(where)
         if not others:
             return first.sizes
@@ -268,7 +268,7 @@ class Layout:
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:
-        """Return the first of the coordinates that hold the same piece or summands of it.
+        """Return the first of the coordinates that hold the same piece as this one, or other summands of it.
 
         The boxes of all owners tile the global tensor: a sum over owners counts each element once.
         """
@@ -285,7 +285,7 @@ class Layout:
             )
 
     def _along(self, where: Sequence[int] | Mapping[str, int]) -> list[tuple[int, int, Placement]]:
-        """Return index, number of ranks and placement of each axis."""
+        """Return for each axis the index of `where`, the number of ranks, and the placement."""
         return list(zip(self.coordinate(where), self.degrees, self.placements, strict=True))
 
 

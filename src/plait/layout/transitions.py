@@ -84,7 +84,7 @@ def _next(layout: Layout, source: Layout, target: Layout) -> Iterator[Move]:
 
 
 def _by(now: Placement, then: Placement) -> By | None:
-    """Return the operation that changes `now` to `then`; None if equal, or only possible by `Replicate`."""
+    """Return the operation that changes placement `now` to `then`; None if none does so in one step."""
     if now == then:
         return None
     if isinstance(then, Replicate):
@@ -117,7 +117,7 @@ def _is_free(
 
 
 def _sent(move: Move) -> float:
-    """Return the number of elements that a rank sends, by the best algorithm of the collective."""
+    """Return the number of elements that a rank sends for a move, by the collective's best algorithm."""
     ranks, held = move.source.degrees[move.source.axes.index(move.axis)], _largest(move.source)
     shares = {"all_gather": ranks - 1, "all_reduce": 2 * (ranks - 1) / ranks}
     exchanged = (ranks - 1) / ranks
@@ -125,7 +125,7 @@ def _sent(move: Move) -> float:
 
 
 def _largest(layout: Layout) -> int:
-    """Return the number of elements of the largest piece."""
+    """Return the number of elements of the largest piece of the layout."""
     first = [0] * len(layout.axes)
     elements = layout.region(first).numel
     for place, placement in enumerate(layout.placements):

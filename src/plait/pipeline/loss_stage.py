@@ -14,7 +14,7 @@ from plait.pipeline.stage import Gradients
 
 
 class LossLike(Protocol):
-    """A loss as a sum; the scale passed to `LossStage.begin` turns the sum into a mean."""
+    """Interface of losses: a sum per micro-batch, which the scale of `LossStage.begin` turns into a mean."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d."""

@@ -51,7 +51,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return by type the function that carries out pipeline instructions; for `RunLayer` `bind_layer`."""
+        """Return the functions that carry out pipeline instructions, by type; `bind_layer` has `RunLayer`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),

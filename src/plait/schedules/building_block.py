@@ -1,4 +1,4 @@
-"""Building blocks: the times at which stages run micro-batch 0; later ones repeat them every period.
+"""Building blocks of schedules: when each stage runs micro-batch 0, and the period of later ones.
 
     rank 0  F0 F1 I1 I0 W1 W0    two ranks, placement v, period 6: one period in the steady state
     rank 1  W0 F0 F1 I1 I0 W1    (digits are chunks)
@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """Start of each action of micro-batch 0; all ranks repeat them every `period` cells."""
+    """The start of each action of micro-batch 0; later micro-batches start `period` cells apart."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
@@ -51,7 +51,7 @@ class BuildingBlock:
 
     @property
     def latency(self) -> int:
-        """Cells from the start of a micro-batch's first forward to the end of its last input gradient."""
+        """Cells between the start of a micro-batch's first forward and the end of its last input gradient."""
         return self.starts.I[0] + self.lengths.I[0]
 
     def peak(self, until_input: PerStage, until_weight: PerStage) -> int:

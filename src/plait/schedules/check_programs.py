@@ -30,7 +30,7 @@ def own(channel: Channel) -> Hashable:
 
 
 def check_programs(programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable] = own) -> None:
-    """Raise ScheduleError where the programs could deadlock.
+    """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
     of a communicator block each other. Each channel must post its receives in the order of its sends, and
@@ -108,7 +108,7 @@ def _check_rendezvous(programs: Sequence[Program]) -> None:
 
 
 class _ProgramRun:
-    """State of a simulated run: the next instruction of each rank, and the messages of each channel."""
+    """A simulated run of all programs: each rank's next instruction, and each channel's messages."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
@@ -118,7 +118,7 @@ class _ProgramRun:
         self.arrived: set[tuple[int, Action]] = set()
 
     def advance(self, rank: int) -> int:
-        """Run a rank until it blocks, and return the number of instructions."""
+        """Run a rank until it blocks, and return the number of instructions that it has run."""
         program, start = self.programs[rank], self.counters[rank]
         while self.counters[rank] < len(program) and self._run(rank, program[self.counters[rank]]):
             self.counters[rank] += 1

@@ -23,7 +23,7 @@ class Timing(NamedTuple):
 
 
 class EventTimes(NamedTuple):
-    """End of each action that runs, per rank; the action that each deadlocked rank waits for."""
+    """The end of each action that can run, per rank; and the action that each deadlocked rank waits for."""
 
     ends: list[list[int]]
     missing: dict[int, Action]

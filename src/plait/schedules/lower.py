@@ -79,7 +79,7 @@ def _lower_action(
 
 
 def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
-    """Lower `I`, `W` or `B`; for `B` either layer by layer, or with all `I` first to send early."""
+    """Return the instructions of a backward action; of `B` layer by layer, or all `I` first to send early."""
     sends = _sends(action, schedule)
     layerwise = not sends if spec.overlap is None else spec.overlap
     first, *later = [action]

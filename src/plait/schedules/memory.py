@@ -32,7 +32,7 @@ class MemoryCosts(NamedTuple):
 
 
 def even_memory_costs(schedule: Schedule) -> MemoryCosts:
-    """Return the default memory costs: `1 / chunks` per stage, from the forward to the weight gradient."""
+    """Return the default memory costs: each stage holds `1 / chunks` of a micro-batch."""
     ones = (1,) * schedule.stages
     return MemoryCosts(Fraction(schedule.ranks, schedule.stages), ones, ones)
 
@@ -64,12 +64,12 @@ def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[F
 
 
 def is_within(schedule: Schedule, limit: float, costs: MemoryCosts) -> bool:
-    """Return whether no rank of `schedule` holds more than `limit`, see `plait.schedule`."""
+    """Return whether each rank's peak activation memory is at most `limit`, see `plait.schedule`."""
     return max(peak_memory(schedule, costs)) <= limit_in_units(limit, costs.unit) * costs.unit
 
 
 def limit_in_units(limit: float, unit: Fraction) -> int:
-    """Return the number of whole units in `limit`. Raises ScheduleError if it is negative or NaN."""
+    """Return the memory `limit` in whole multiples of `unit`. Raises ScheduleError if negative or NaN."""
     number = isinstance(limit, Real) and not isinstance(limit, bool)
     if not number or limit != limit or limit < 0:
         raise ScheduleError(f"limit is {limit}: give the most that a rank may hold, in micro-batches.")

@@ -29,7 +29,7 @@ posted ahead."""
 
 
 class StageMessage(NamedTuple):
-    """The input of action `consumer`, computed by the action at position `made` of rank `sender`'s order."""
+    """A message with the input of `consumer`, made by action number `made` of rank `sender`."""
 
     consumer: Action
     sender: int
@@ -93,7 +93,7 @@ Entry = TypeVar("Entry", bound=_HasAction)
 
 
 def sends_and_receives(rows: Sequence[Sequence[Entry]], schedule: Schedule) -> Iterator[tuple[Entry, Entry]]:
-    """Yield the sending and the receiving entry of each message between ranks."""
+    """Yield for each message between ranks the entries of its sending and of its receiving action."""
     receivers = {entry.action.message_key: entry for row in rows for entry in row}
     rank_of = schedule.rank_of
     for entry in (entry for row in rows for entry in row):

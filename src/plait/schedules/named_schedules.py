@@ -30,7 +30,7 @@ from plait.schedules.schedule import Placement, Schedule
 
 
 class RankPosition(NamedTuple):
-    """A rank and the dimensions of its pipeline: ranks, micro-batches, and chunks per rank."""
+    """A rank, and the size of its pipeline: numbers of ranks, of micro-batches, and of chunks per rank."""
 
     rank: int
     ranks: int
@@ -47,7 +47,7 @@ class RankPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingPolicy:
-    """Warm up with forwards; then alternate backward and forward; then the remaining backwards."""
+    """A policy that begins with forwards, then alternates backward and forward, then ends with backwards."""
 
     placement: Placement
     chunks: int
@@ -60,7 +60,7 @@ class AlternatingPolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """Two chunks per rank, placed in a V, in a building block that repeats (see `smallest_block`)."""
+    """A policy that repeats a building block of two chunks per rank in a V (see `smallest_block`)."""
 
     pause: int
     peak: Callable[[int], int]

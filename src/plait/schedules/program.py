@@ -14,7 +14,7 @@ from plait.schedules.action import Action
 
 @dataclass(frozen=True)
 class ActionInstruction:
-    """An instruction for an action."""
+    """Base class of the instructions that belong to an action of the schedule."""
 
     verb: ClassVar[str] = ""
     action: Action
@@ -22,7 +22,7 @@ class ActionInstruction:
 
 @dataclass(frozen=True)
 class UnitInstruction:
-    """An instruction for the parameters or the gradient of a unit."""
+    """Base class of the instructions for the parameters or the gradient of a unit, mostly a layer."""
 
     verb: ClassVar[str] = ""
     unit: str
@@ -66,7 +66,7 @@ class Send(ActionInstruction):
 
 @dataclass(frozen=True)
 class RunLayer(ActionInstruction):
-    """Run `F`, `I`, `W` or `B` of one layer, by its index within the stage."""
+    """Run one layer of the stage, forward or backward: `F`, `I`, `W` or `B`, the kind of `action`."""
 
     layer: int
 
@@ -137,7 +137,7 @@ class ReduceGradient(UnitInstruction):
 
 @dataclass(frozen=True)
 class Finish:
-    """Wait for every send and reduction in flight."""
+    """Wait for all sends and reductions that have started and are not complete."""
 
     verb: ClassVar = "finish"
 

@@ -25,7 +25,7 @@ from plait.schedules.program import (
 
 
 class Segment(NamedTuple):
-    """Consecutive instructions with one purpose."""
+    """Consecutive instructions of a program that serve one purpose, for example an action."""
 
     name: str
     instructions: Program

@@ -17,7 +17,7 @@ from plait.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of each rank of the `pp` axis, for a schedule and a model."""
+    """The programs of all ranks of the `pp` axis, for training, evaluation and generation."""
 
     schedule: Schedule
     spec: LoweringSpec

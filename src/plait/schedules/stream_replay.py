@@ -46,7 +46,7 @@ Call: TypeAlias = Queued | Awaited
 
 
 def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
-    """Return the cycle of waits in which the ranks' calls end; None if all complete.
+    """Return as text the deadlock in which the ranks' calls end; None if all operations complete.
 
     `calls` are what each rank's host queues in a step, in order; up to a wait, if the host blocks there.
     """
@@ -57,7 +57,7 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
 
 @dataclass
 class _RankStreams:
-    """The queued operations of one rank's streams, and how many of each stream are complete."""
+    """One rank's streams: the operations queued on each, and how many of them are complete."""
 
     waits: list[Operation] = field(default_factory=list)
     """The operations that the compute stream waits for, in order."""

@@ -151,7 +151,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units with complete gradients: of a micro-batch (False) or the step (True)."""
+    """Return by position the units whose gradient is complete there: the step's (True) or a micro-batch's."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):

@@ -1,4 +1,4 @@
-"""Measure layers and steps, for `parallel.balance`, `parallel.reorder` and `run.trace`."""
+"""Balanced stages, reordered schedules and traces of a run, from measured times of layers and steps."""
 
 from __future__ import annotations
 

@@ -139,7 +139,7 @@ def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
 
 
 def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:
-    """Map each of `positions` (`[n]`, below `count`) to its unique number below `count`, without storing all.
+    """Return elements `positions` (`[n]`) of a random permutation of `count` numbers, not stored.
 
     `seed` and `epoch`, `[n]`, choose the permutation of each position. A Feistel network permutes the next
     power of four; a result of `count` or more is mapped again until it is below (cycle walking), which keeps
@@ -157,7 +157,7 @@ def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any])
 
 
 def _network(values: UInt64s, keys: UInt64s, half: np.uint64) -> UInt64s:
-    """Apply the Feistel network to numbers of 2 × `half` bits, one to one."""
+    """Permute all numbers of 2 × `half` bits by a Feistel network."""
     mask = np.uint64((1 << int(half)) - 1)
     left, right = values >> half, values & mask
     for round_ in range(_ROUNDS):

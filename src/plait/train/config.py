@@ -18,7 +18,7 @@ from plait.train.config_sections import (
     Section,
     TrainConfig,
 )
-from plait.train.model_folder import invalid_path
+from plait.train.model_section import invalid_path
 
 MOST = 2**31 - 1
 """The largest value of a size or count without a limit of its own."""

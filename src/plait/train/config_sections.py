@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from plait.plan import Offload, Policy, Precision, Recompute, Reduce, SequenceParallel, Strategy
-from plait.train.model_folder import OWN_MODELS, with_folder_sizes
+from plait.train.model_section import OWN_MODELS, with_folder_sizes
 
 Count = Annotated[int, Field(ge=1)]
 Decay = Annotated[float, Field(ge=0, lt=1)]

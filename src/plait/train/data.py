@@ -17,7 +17,7 @@ _CHECKED_AT_ONCE = 1 << 26
 
 @dataclass(frozen=True)
 class Data:
-    """Training and validation batches, and the tokenizer that encoded them.
+    """The training and validation batches of a run, and the tokenizer that encoded them.
 
     `validation`, if any, repeats after `train.validate_batches` batches. `vocab` is the model's. `readable`:
     whether `tokenizer` can turn these tokens into text.

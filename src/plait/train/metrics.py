@@ -33,7 +33,7 @@ COLUMNS = (
 
 
 class Metrics:
-    """All sinks of a run, as a context manager. Without sinks (on ranks other than 0) it does nothing."""
+    """Writes the metrics of a run to files and logs; on ranks other than 0 nothing. A context manager."""
 
     def __init__(self, sinks: tuple[MetricsSink, ...] = (), folder: Path = Path()) -> None:
         self._sinks = sinks

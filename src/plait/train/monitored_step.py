@@ -19,7 +19,7 @@ from plait.train.trainer import Trainer
 
 @dataclass
 class MonitoredStep:
-    """Runs the steps of a training run, one after another, on every rank."""
+    """Runs the steps of a training run on one rank, with everything that happens around a step."""
 
     config: Config
     trainer: Trainer

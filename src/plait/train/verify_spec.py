@@ -13,7 +13,7 @@ from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
 def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
-    """Return the case for a configuration, with the batches of the first training steps.
+    """Return what `plait verify` compares for a configuration: model, optimizer and the first steps' batches.
 
     The learning rate stays at its peak. Raises `DataError` and the other errors of `load_data`.
     """

@@ -148,7 +148,7 @@ def _schedule(problem: Problem, orders: Orders) -> Schedule:
 
 
 def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
-    """Yield the schedules of named policies within the limit, which bound the length of the result."""
+    """Yield those schedules of named policies that stay within the memory limit."""
     for problem in problems:
         for name in policies_for(problem.placement, problem.chunks):
             policy = POLICIES[name]
@@ -208,7 +208,7 @@ def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
 def _joined(
     before: Action | None, cell: Cell, timeline: Timeline, starts: Mapping[Action, int]
 ) -> Action | None:
-    """Return the `B` that joins `before` and the action of `cell`, or None."""
+    """Return the `B` that replaces the `I` of `before` and the `W` of `cell`; None if they cannot join."""
     stage, kind, microbatch = cell.action
     if kind is not Kind.W or before != (stage, Kind.I, microbatch):
         return None

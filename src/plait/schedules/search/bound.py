@@ -1,4 +1,4 @@
-"""Lower bound on the length of all schedules of a problem."""
+"""A lower bound on the length of any schedule that solves a search problem."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the length in ticks: the maximum of three bounds.
+    """Return a lower bound on the length of every schedule of the problem, in ticks: the largest of three.
 
     - the work of a rank and its idle time: before its first input gradient it can run no more forwards than
       the memory limit allows, and after its last one no more weight gradients, so that it idles while the
@@ -68,7 +68,7 @@ def _drains(problem: Problem) -> list[int]:
 def _most_time(
     stages: Sequence[int], times: Sequence[int], memory: Sequence[int], problem: Problem
 ) -> Fraction:
-    """Return the longest time that operations of a rank can take with their summed `memory` in the limit.
+    """Return the most time that operations of a rank can take with their summed `memory` within the limit.
 
     Parts of operations count where their sizes differ, so that the bound holds.
     """

@@ -50,7 +50,7 @@ class _BudgetExceeded(Exception):
 
 
 class _Search:
-    """State of the depth-first search at one node, changed on descent and restored on return."""
+    """A depth-first search: the state at the current node, changed on descent and restored on return."""
 
     def __init__(self, problem: Problem, known: int, nodes: int) -> None:
         self.problem, self.tables = problem, problem.tables

@@ -50,7 +50,7 @@ class Candidate:
 
     @property
     def length(self) -> Fraction:
-        """Length in the unit of the costs, which is comparable between problems."""
+        """Length of the schedule in the unit of the costs, which is comparable between problems."""
         return self.problem.measure(self.timed.length)
 
 

@@ -33,7 +33,7 @@ class MemoryGuard:
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Return whether micro-batches can finish one by one after one more forward on stage `lane // 3`."""
+        """Return whether all micro-batches can finish, one by one, after one more forward of `lane`."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:

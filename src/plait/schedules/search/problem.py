@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def layout(self) -> StageLayout:
-        """Placement and chunks, which identify a problem within one search."""
+        """The placement and number of chunks, which differ between the problems of one search."""
         return self.placement, self.chunks
 
     @property
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Number of operations."""
+        """Number of operations of all ranks."""
         return 3 * self.stages * self.microbatches
 
     @cached_property
@@ -101,7 +101,7 @@ class Problem:
 
     @cached_property
     def first_starts(self) -> tuple[int, ...]:
-        """Earliest start of each stage's first forward."""
+        """The earliest tick at which each stage's first forward can start."""
         starts, forwards = [0], self.ticks.durations[Kind.F]
         for stage, hop in enumerate(self.hops):
             starts.append(starts[-1] + forwards[stage] + hop)
@@ -109,22 +109,22 @@ class Problem:
 
     @cached_property
     def hops(self) -> tuple[int, ...]:
-        """Message time from each stage to the next."""
+        """Time of a message from each stage to the next, in ticks."""
         return tuple(self.ticks.timing(self.rank_of).forward_hops[1:])
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Each rank's earliest start, subtracted from its end where the span is minimised; else zeros."""
+        """Per rank the tick from which its length counts: its earliest start for the span, else 0."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)
 
     def measure(self, length: int) -> Fraction:
-        """Return the makespan or span of timed orders with this length in ticks."""
+        """Convert a length in ticks to the makespan or span that the search minimises."""
         return (length - max(self.head_starts)) * self.ticks.tick
 
     def length(self, measure: Fraction) -> int:
-        """Return the length in ticks of orders with this makespan or span, rounded up to whole ticks."""
+        """Convert a makespan or span to ticks, rounded up: the inverse of `measure`."""
         return ceil(measure / self.ticks.tick) + max(self.head_starts)
 
     @cached_property

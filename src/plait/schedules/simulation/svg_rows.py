@@ -74,7 +74,7 @@ class Frame:
         return max(self.width - MARGIN - self.left, 1)
 
     def wide(self, ticks: float) -> float:
-        """Return the width of `ticks` in pixels."""
+        """Return the width in pixels of a duration in ticks."""
         return ticks / max(self.timeline.length, 1) * self.plot
 
     def at(self, tick: float) -> float:
@@ -98,13 +98,13 @@ class Cells:
         self.row_height = self.chunks * (self.lane + _BETWEEN) - _BETWEEN
 
     def rows(self) -> SvgPart:
-        """Return all rows."""
+        """Return the SVG elements of all rows."""
         count = len(self.frame.labels)
         elements = [element for number in range(count) for element in self.row(number)]
         return SvgPart(elements, count * (self.row_height + _GAP) - _GAP)
 
     def row(self, number: int) -> Iterator[str]:
-        """Yield the label, the track, the lanes and the cells of a row."""
+        """Yield the SVG elements of a row: label, background, a lane for each stage, and the cells."""
         name, rank = self.frame.labels[number]
         y = self.top + number * (self.row_height + _GAP)
         frame, lanes = self.frame, {}
@@ -209,7 +209,7 @@ class Bands:
         return kinds_of(self.frame.timeline)
 
     def rows(self) -> SvgPart:
-        """Return all bands."""
+        """Return the SVG elements of all bands."""
         every = -(-_LINE // self.pitch)
         elements = []
         for number, (name, rank) in enumerate(self.frame.labels):

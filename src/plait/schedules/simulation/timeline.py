@@ -115,13 +115,13 @@ class Timeline:
 
     @cached_property
     def length(self) -> int:
-        """The makespan in ticks."""
+        """The makespan in ticks, as an exact integer."""
         rows = [row for row in self.cells if row]
         return max((row[-1].end for row in rows), default=0) - self.first
 
     @property
     def longest(self) -> int:
-        """The span in ticks."""
+        """The span in ticks, as an exact integer."""
         return max(self._spans)
 
     @cached_property

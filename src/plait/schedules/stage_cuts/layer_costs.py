@@ -25,7 +25,7 @@ class LayerCosts:
 
     @classmethod
     def evenly(cls, costs: Sequence[float]) -> LayerCosts:
-        """Return costs without measurements: a third of each layer's cost for each of `F`, `I` and `W`."""
+        """Return assumed costs, without measurements: `F`, `I` and `W` take a third of each layer's cost."""
         thirds = tuple(cost / 3 for cost in costs)
         return cls(thirds, thirds, thirds)
 
