@@ -91,6 +91,18 @@ PRIVATE_USES = {
         "failure_log_of_world",
         "_get_default_store",
     ): "no public way to the store",
+    ("comm/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
+    ("comm/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
+    (
+        "comm/transport/torch_distributed.py",
+        "set_timeout",
+        "_get_backend",
+    ): "no public way to the backend of one device type",
+    (
+        "comm/transport/torch_distributed.py",
+        "set_timeout",
+        "_set_default_timeout",
+    ): "the name of `set_timeout` before torch 2.13",
     ("comm/preload.py", "*", "torch._dynamo"): "the fork server loads it once, else every rank would",
 }
 """File, function, private name: why there is no public way."""

@@ -7,6 +7,7 @@ their work is done, so that waits return at once.
 
 from __future__ import annotations
 
+import threading
 from contextlib import AbstractContextManager
 
 import torch
@@ -66,6 +67,20 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
+def finish_queued_work(timeout: float) -> bool:
+    """Block until this process's GPU has done all work, at most `timeout` seconds; return whether it has."""
+    if not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return True
+    done = threading.Event()
+
+    def wait() -> None:
+        torch.cuda.synchronize()
+        done.set()
+
+    threading.Thread(target=wait, name="plait-queued-work", daemon=True).start()
+    return done.wait(timeout)
+
+
 def synchronize_stream(device: torch.device) -> None:
     """Block the host until the device's current stream has done all work."""
     if is_accelerator(device):
@@ -90,6 +105,10 @@ class StreamEvent:
             with torch.cuda.device(self._device):  # a new thread starts on device 0
                 self.event.synchronize()
 
+    def is_done(self) -> bool:
+        """Return whether the work before the event is done, without blocking; any thread may call it."""
+        return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
+
     def milliseconds_since(self, earlier: StreamEvent) -> float:
         """Return the milliseconds from `earlier` to this event, both `timed`, done, and of one GPU."""
         assert self.event is not None
@@ -108,6 +127,17 @@ def copy_later(target: Tensor, source: Tensor) -> None:
 def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
     """Return `tensor` on `device`, copied as by `copy_later`; if it is there, itself unless `copy`."""
     return tensor.to(device, copy=copy, non_blocking=True)
+
+
+def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Return `tensor` on `device`, cast to `dtype` if given, without blocking the host.
+
+    A tensor in CPU memory goes to a GPU through a pinned copy: from pageable memory the host would wait.
+    Later writes to `tensor` do not change the result on a GPU.
+    """
+    if not is_accelerator(device) or is_accelerator(tensor):
+        return tensor.to(device, dtype)
+    return tensor.to(dtype=dtype).pin_memory().to(device, non_blocking=True)
 
 
 def host_zeros(size: int, dtype: torch.dtype, beside: torch.device) -> Tensor:

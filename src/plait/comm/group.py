@@ -7,6 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from plait.comm.failure_log import FailureLog
+from plait.comm.operation_watch import OperationWatch
 from plait.comm.traffic import Traffic
 from plait.comm.transport.interface import Transport
 
@@ -33,6 +34,8 @@ class Group:
     """The failure log of the group's ranks; None without a store."""
     guarded: bool = False
     """Whether every collective, and the input of every region, is checked on all ranks first: see `Mesh`."""
+    operation_watch: OperationWatch | None = None
+    """On NCCL the watch over operations that were waited for, which raise no errors themselves; else None."""
 
     @property
     def size(self) -> int:

@@ -2,21 +2,15 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Generic, Self, TypeVar
 
-from plait.comm.failure_log import FailureTrace
 from plait.comm.group import Group
+from plait.comm.operation_error import Operation
 from plait.comm.transport.interface import Pending
 from plait.errors import CommunicationError
 
 T = TypeVar("T")
-
-_PATIENCE = 0.5
-"""Seconds for other ranks to write their failure records, after a connection was closed."""
-_PATIENCE_AFTER_TIMEOUT = 3.0
-"""The same after a timeout: ranks time out at different moments."""
 
 
 class Handle(Generic[T]):
@@ -82,8 +76,10 @@ class Handle(Generic[T]):
             else:
                 self._result.append(self._finish())
                 self._work = self._finish = None
+                if self._group.operation_watch is not None:
+                    self._group.operation_watch.add(self._operation)
         if self._cause is not None and self._error is None:
-            self._error = self._error_of(self._cause)
+            self._error = self._operation.error_of(self._cause)
         if self._error is not None:
             raise self._error
         return self._result[0]
@@ -103,48 +99,8 @@ class Handle(Generic[T]):
     def _fail(self, cause: Exception) -> None:
         self._cause = cause
         self._work = self._finish = None
-        if self._group.failure_log is not None:
-            self._group.failure_log.record(f"{self._awaited}{self._about}", self._suspects)
-        self._group.abort(cause)
+        self._operation.record_failure(cause)
 
-    def _error_of(self, cause: Exception) -> CommunicationError:
-        group, timed_out = self._group, _is_timeout(cause)
-        trace = FailureTrace({}, self._suspects)
-        if group.failure_log is not None and (timed_out or _is_closed(cause)):
-            patience = _PATIENCE_AFTER_TIMEOUT if timed_out else _PATIENCE
-            trace = group.failure_log.search(self._suspects, patience)
-        reason = _reason(cause, group.timeout, self._suspects, trace)
-        error = CommunicationError(f"rank {group.rank} waits for {self._awaited}{self._about}: {reason}")
-        error.__cause__ = cause
-        return error
-
-
-def _is_closed(cause: Exception) -> bool:
-    signs = ("closed by peer", "connection reset", "broken pipe", "remote peer")
-    return any(sign in str(cause).lower() for sign in signs)
-
-
-def _is_timeout(cause: Exception) -> bool:
-    return "timed out" in str(cause).lower() or "timeout" in str(cause).lower()
-
-
-def _reason(cause: Exception, timeout: float, suspects: tuple[int, ...], trace: FailureTrace) -> str:
-    """Return the part of an error message that says why an operation failed and which ranks caused it."""
-    between = ""
-    if len(suspects) == 1:  # several suspects mostly waited for this same operation
-        between = "".join(
-            f"; rank {rank} waited for {record.awaited} in vain" for rank, record in trace.records.items()
-        )
-    silent = trace.silent
-    culprit = f"rank {' or '.join(map(str, silent))}" if silent else ""
-    if silent == suspects and len(silent) == 1:
-        culprit = "it"
-    if _is_closed(cause):
-        first = f"; {culprit} ended first, so look for its error" if culprit else ""
-        return f"connection closed by peer{between}{first}."
-    if _is_timeout(cause):
-        whom = "that rank is" if culprit in ("", "it") else f"{culprit} is"
-        return f"no answer within {timeout:g} s{between}; see what {whom} doing, or give the mesh more time."
-    text = str(cause).strip()
-    first_line = text.splitlines()[0] if text else type(cause).__name__
-    return re.sub(r"^\[[^\]]*\]\s*", "", first_line)
+    @property
+    def _operation(self) -> Operation:
+        return Operation(self._awaited + self._about, self._suspects, self._group)

@@ -19,7 +19,7 @@ from plait.comm.rank_threads import run_threads
 from plait.comm.signal_handling import Watchdog
 from plait.comm.transport.world_ranks import current_ranks
 from plait.comm.world import World, find_world, join_world, leave_world
-from plait.device import visible_accelerators
+from plait.device import finish_queued_work, visible_accelerators
 from plait.errors import MeshError
 
 Result = TypeVar("Result")
@@ -119,6 +119,7 @@ def _run_joined(
         except BaseException:
             _abandon(patience=min(2.0, 0.05 * timeout))
             raise
+        finish_queued_work(timeout)
         leave_world()
         return results
 

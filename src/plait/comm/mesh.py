@@ -15,6 +15,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from plait.comm import coordinates
 from plait.comm.group import Group
 from plait.comm.handle import Handle
+from plait.comm.operation_watch import OperationWatch
 from plait.comm.point_to_point import receive, send
 from plait.comm.traffic import Traffic
 from plait.comm.transport.interface import Ranks
@@ -22,6 +23,7 @@ from plait.comm.transport.torch_distributed import TorchTransport
 from plait.comm.transport.world_ranks import Processes, current_ranks, joined_processes
 from plait.device import (
     CPU,
+    StreamEvent,
     accelerator_of_rank,
     current_accelerator,
     default_device,
@@ -82,6 +84,7 @@ class GridMesh:
         self.traffic = Traffic()
         self.coordinate = self.coordinate_of(self.rank)
         self._discover()
+        self._operation_watch = self._watch_operations()
         # All ranks make all groups in this order, each with its own process group, also where two axes have
         # the same ranks: so an operation of one axis never waits for one of another, and operations that a
         # failed step has left pending on one axis are not matched on another.
@@ -184,6 +187,8 @@ class GridMesh:
 
         Only a process that makes many meshes needs it. Groups of the mesh cannot be used afterwards.
         """
+        if self._operation_watch is not None:
+            self._operation_watch.close()
         if self._ranks is not None:
             self._ranks.close()
 
@@ -232,7 +237,23 @@ class GridMesh:
             return None
         failure_log = None if ranks is None else ranks.failure_log
         index = mine.index(self.rank)
-        return Group(name, mine, index, transport, self.traffic, self.timeout, failure_log, self.guarded)
+        return Group(
+            name,
+            mine,
+            index,
+            transport,
+            self.traffic,
+            self.timeout,
+            failure_log,
+            self.guarded,
+            self._operation_watch,
+        )
+
+    def _watch_operations(self) -> OperationWatch | None:
+        """Return the watch over operations on this rank's GPU; None where waits block the host."""
+        if not self.uses_nccl:
+            return None
+        return OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
 
 
 def _device(device: str | torch.device | None, ranks: Ranks | None) -> torch.device:

@@ -27,6 +27,7 @@ from plait.comm.orphan_watch import end_orphan, end_process
 from plait.comm.pickling import dumps_result, loads_call
 from plait.comm.rank_failure import RankFailure, from_exception
 from plait.comm.world import World, join_world, leave_world
+from plait.device import finish_queued_work
 from plait.errors import PlaitError
 
 STACK_SIGNAL = signal.SIGUSR2
@@ -147,7 +148,7 @@ def _call(job: RankJob) -> RankResult | RankFailure:
     _mark(job, "finished")
     _wait_for_all(job, "joined", job.timeout)
     _wait_for_all(job, "finished", 1.0)
-    if not leave_world():
+    if not (finish_queued_work(job.timeout) and leave_world()):
         raise PlaitError(
             f"rank {job.world.rank} returned while operations of its own were still pending: wait for every "
             "asynchronous operation before the function returns."

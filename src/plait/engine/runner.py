@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from plait.autograd.dropout import names_of
 from plait.comm.collectives import all_reduce, broadcast
 from plait.comm.consistency_check import require_same_text
+from plait.device import sent
 from plait.engine.recorder import Recorder
 from plait.engine.runtime_objects import InstructionObserver, Runtime
 from plait.errors import DataError, PlanError
@@ -50,7 +51,7 @@ class Runner:
         blueprint = runtime.blueprint
         self.runtime = runtime
         self.plan, self.mesh, self.pipeline = blueprint.plan, runtime.mesh, runtime.pipeline
-        self.steps = blueprint.programs
+        self.steps = blueprint.programs.posting_late() if self.mesh.uses_nccl else blueprint.programs
         """The programs; those of another order of the same actions may take their place."""
         self.gatherer, self.reducer = Gatherer(runtime.units), Reducer(runtime.units)
         self.scale = loss_scale(self.plan.loss_scale, in_fp16=blueprint.trains_in_fp16)
@@ -62,6 +63,8 @@ class Runner:
         self._infos: dict[Any, list[LayerInfo]] = {}
         self._weights: Tensor | None = None
         self._totals: list[Tensor] = []
+        self._agreed: dict[tuple[str, str], None] = {}
+        """On GPUs the calls that the ranks along an axis have agreed on, oldest first."""
         self.observe(None)
 
     def observe(self, observer: InstructionObserver | None) -> None:
@@ -90,13 +93,12 @@ class Runner:
         batch, parts = split_both(inputs, targets, self.plan.microbatches, (self.as_input, self._as_target))
         call = f"a step on micro-batches of {signatures(batch)} with targets {signatures(parts)}"
         self.require_same_call(call, "pp")
-        self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(batch, parts)}", "tp")
+        self.require_same_call(f"{call}, tokens {fingerprint_of_tokens(inputs, targets)}", "tp")
         if self._has_dropout and torch.is_grad_enabled():
             self.runtime.dropout.rows = self._rows(batch)
         each = [self.runtime.loss.weight(part) for part in parts]
-        weights = torch.stack(
-            [torch.as_tensor(w, dtype=torch.float64, device=self.mesh.device) for w in each]
-        )
+        weights = torch.stack([torch.as_tensor(weight, dtype=torch.float64) for weight in each])
+        weights = sent(weights, self.mesh.device)
         total = all_reduce(weights.sum(), self.mesh.group("dp"), checked=False)
         weight = divisor(self.runtime.loss, total.about("the loss's weight").wait())
         return LossBatch(batch, parts, weights, weight)
@@ -142,21 +144,28 @@ class Runner:
     def require_same_call(self, call: str, axis: str) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.
 
-        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait.
+        Communication: one all-gather of 256 bytes over `axis`, on the CPU, so that the host does not wait for
+        its GPU; on GPUs only for calls that the ranks have not agreed on before. There a rank that makes
+        another call than before waits for the others, and fails with this call in its error.
         """
         group = self.mesh.group(axis)
-        if group.device_for_text(self.mesh.device).type == "cpu":
-            require_same_text(call, group, torch.device("cpu"))
+        if group.device_for_text(self.mesh.device).type != "cpu" or (axis, call) in self._agreed:
+            return
+        require_same_text(call, group, torch.device("cpu"))
+        if self.mesh.uses_nccl:
+            self._agreed[axis, call] = None
+            while len(self._agreed) > REMEMBERED_SHAPES:
+                del self._agreed[next(iter(self._agreed))]
 
     def as_input(self, tensor: Tensor) -> Tensor:
         """Cast a floating-point input to the plan's precision; on the first stage move it to the device."""
         dtype = DTYPES[self.plan.precision] if tensor.is_floating_point() else None
         first = self.mesh.index("pp") == self.steps.schedule.rank_of[0]
-        return tensor.to(self.mesh.device if first else tensor.device, dtype)
+        return sent(tensor, self.mesh.device if first else tensor.device, dtype)
 
     def _as_target(self, tensor: Tensor) -> Tensor:
         """Move targets to the device on the last stage; return them unchanged on others."""
-        return tensor.to(self.mesh.device) if self.is_last else tensor
+        return sent(tensor, self.mesh.device) if self.is_last else tensor
 
     def run(
         self,

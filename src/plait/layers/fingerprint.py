@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from plait.autograd.dropout import Dropout
 from plait.layers.layer_sequence import LayerSequence, bits_of
-from plait.layers.nested import Value, tensors_of
+from plait.layers.nested import Microbatches, Value, tensors_of
 from plait.plan import Plan
 from plait.rules import Rule
 from plait.schedules.schedule import Schedule
@@ -41,9 +41,13 @@ def fingerprint_of_order(order: Schedule) -> str:
 
 
 def fingerprint_of_tokens(*values: Value) -> str:
-    """Return a hash of the integer tensors in `values` on the CPU; tensors on a GPU would block the host."""
+    """Return a hash of the integer tensors in `values` on the CPU, items of `Microbatches` included.
+
+    Tensors on a GPU are left out: reading them would block the host.
+    """
     digest = hashlib.blake2b(digest_size=8)
-    for tensor in tensors_of(values):
+    whole = [list(value.values) if isinstance(value, Microbatches) else value for value in values]
+    for tensor in tensors_of(whole):
         if tensor.device.type == "cpu" and not tensor.is_floating_point():
             digest.update(bits_of(tensor))
     return digest.hexdigest()

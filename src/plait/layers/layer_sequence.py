@@ -112,7 +112,7 @@ def private_copy(layers: Sequence[NamedLayer], tensors: Mapping[int, Tensor]) ->
 def on_meta(
     sequence: LayerSequence, dtype: torch.dtype | None, shapes: Mapping[str, Sequence[int]]
 ) -> dict[int, Tensor]:
-    """Return a meta tensor for each parameter and buffer, by its `id`, with this dtype and shape.
+    """Return a meta tensor for each parameter, buffer and other tensor attribute of the model, by its `id`.
 
     `shapes` are those of the new parameters, by name; `dtype` as for `convert`.
     """

@@ -20,7 +20,7 @@ _COMMON = frozenset({int, float, bool, str, type(None)})
 
 
 def structure_of(*modules: nn.Module) -> Hashable:
-    """Return a description of modules: types, attributes, shapes and dtypes, and which objects they share.
+    """Return a description of modules: types, attributes, shapes and dtypes, and which objects recur in them.
 
     Modules with equal descriptions give outputs of equal shapes and dtypes for such inputs, and equal
     autograd graphs: parameters and buffers count by shape and dtype only. Attributes other than numbers,

@@ -170,7 +170,7 @@ class Exchange:
         self.send(action, tensors, peer)
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Return the receive buffers of a micro-batch to the pool, once the stage no longer uses them."""
+        """Return the receive buffers of a micro-batch to the pool: the stage no longer uses them."""
         for buffer in self._lent.pop((stage, microbatch), ()):
             self.pool.give_back(buffer)
 

@@ -51,7 +51,7 @@ class PipelineRank:
         """Per stage of the model, then per micro-batch."""
 
     def handlers(self) -> Handlers:
-        """Return the functions that carry out pipeline instructions, by type; `bind_layer` has `RunLayer`."""
+        """Return the function for each type of pipeline instruction; for `RunLayer` see `bind_layer`."""
         return {
             TakeBatch: self._take_batch,
             PostReceive: lambda i: self.exchange.post(i.action, i.peer),

@@ -55,7 +55,7 @@ class BuildingBlock:
         return self.starts.I[0] + self.lengths.I[0]
 
     def peak(self, until_input: PerStage, until_weight: PerStage) -> int:
-        """Return the peak memory of a rank in the steady state.
+        """Return the largest peak memory of any rank, in the steady state.
 
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.

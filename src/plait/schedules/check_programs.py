@@ -25,19 +25,25 @@ from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, dead
 
 
 def own(channel: Channel) -> Hashable:
-    """Return the communicator of a channel if each channel has one of its own: the channel itself."""
+    """Return the channel itself as the key of its communicator: no two channels share one."""
     return channel
 
 
-def check_programs(programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable] = own) -> None:
+def check_programs(
+    programs: Sequence[Program],
+    communicator_of: Callable[[Channel], Hashable] = own,
+    *,
+    rendezvous: bool = True,
+) -> None:
     """Raise ScheduleError if the ranks' programs could deadlock, on CPUs or on GPUs.
 
     On a CPU a send is a rendezvous that blocks its rank until the receive is posted; on a GPU the operations
-    of a communicator block each other. Each channel must post its receives in the order of its sends, and
-    await each posted receive.
+    of a communicator block each other. Without `rendezvous` they are for GPUs only. Each channel must post
+    its receives in the order of its sends, and await each posted receive.
     """
     _check_channel_order(programs)
-    _check_rendezvous(programs)
+    if rendezvous:
+        _check_rendezvous(programs)
     cycle = deadlock_of(stream_calls(programs, communicator_of))
     if cycle is not None:
         raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")

@@ -1,4 +1,4 @@
-"""Event simulation: the end time of every action, with each rank running its actions in order and at once."""
+"""Event simulation: the end of each action, if each rank runs its own in order, as early as possible."""
 
 from __future__ import annotations
 

@@ -42,7 +42,8 @@ Ending = Literal["loss", "output"]
 def lower(schedule: Schedule, spec: LoweringSpec, ending: Ending = "loss") -> tuple[Program, ...]:
     """Return one program per rank of the `pp` axis. `ending`: what happens to the last stage's output."""
     return tuple(
-        _lower_rank(schedule, spec, ending, rank, inbox) for rank, inbox in enumerate(inboxes(schedule))
+        _lower_rank(schedule, spec, ending, rank, inbox)
+        for rank, inbox in enumerate(inboxes(schedule, late=spec.posts_late))
     )
 
 

@@ -60,6 +60,8 @@ class LoweringSpec:
     overlap: bool | None = None
     """Whether a full backward runs `I` and `W` layer by layer. None: where no rank waits for its result."""
     sharding: Sharding = WHOLE
+    posts_late: bool = False
+    """Whether receives are posted one action ahead, for NCCL; else as early as rendezvous sends need it."""
 
     def units_of_layers(self) -> dict[LayerIndex, tuple[str, ...]]:
         """Return the units that each layer uses."""

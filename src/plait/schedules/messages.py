@@ -5,6 +5,10 @@ A receive is posted as soon as the previous one on its channel was awaited, so t
 and at the latest when this rank has received the input of its last action that is not after the step (see
 `step_grid`) of the sending action. So the sender finds the receive posted, or the receiver on its way to post
 it, even if every send is a rendezvous that blocks its rank: posting order adds no deadlock.
+
+On NCCL a posted receive is a kernel that occupies its GPU until the message comes, and a send blocks no host:
+there a receive is posted when the action before the one that needs it has its own input, or earlier where
+messages are needed in another order than they are sent.
 """
 
 from __future__ import annotations
@@ -48,8 +52,11 @@ def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
     return tuple(sorted({*((a, b, Kind.F) for a, b in pairs), *((b, a, Kind.I) for a, b in pairs)}))
 
 
-def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:
-    """Return the messages to every rank, by the position at which their receives are posted."""
+def inboxes(schedule: Schedule, *, late: bool = False) -> tuple[Inbox, ...]:
+    """Return the messages to every rank, by the position at which their receives are posted.
+
+    `late`: one action ahead, as on NCCL.
+    """
     channels: dict[Channel, list[StageMessage]] = defaultdict(list)
     positions: dict[Action, int] = {}
     for rank, actions in enumerate(schedule.actions):
@@ -59,10 +66,28 @@ def inboxes(schedule: Schedule) -> tuple[Inbox, ...]:
             if consumer is not None and schedule.rank_of[consumer.stage] != rank:
                 receiver = schedule.rank_of[consumer.stage]
                 channels[rank, receiver, consumer.kind].append(StageMessage(consumer, rank, position))
-    return tuple(_inbox(rank, channels, positions, schedule) for rank in range(schedule.ranks))
+    inbox = _late_inbox if late else _early_inbox
+    return tuple(inbox(rank, channels, positions, schedule) for rank in range(schedule.ranks))
 
 
-def _inbox(
+def _late_inbox(
+    rank: int,
+    channels: Mapping[Channel, list[StageMessage]],
+    positions: Mapping[Action, int],
+    schedule: Schedule,
+) -> Inbox:
+    posted: dict[int, list[StageMessage]] = defaultdict(list)
+    for (_, receiver, _), messages in channels.items():
+        position = len(schedule.actions[rank])
+        for message in (
+            reversed(messages) if receiver == rank else ()
+        ):  # no later than one that is sent after it
+            position = min(position, positions[message.consumer] - 1)
+            posted[position].insert(0, message)
+    return {position: tuple(messages) for position, messages in posted.items()}
+
+
+def _early_inbox(
     rank: int,
     channels: Mapping[Channel, list[StageMessage]],
     positions: Mapping[Action, int],

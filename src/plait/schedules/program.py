@@ -22,7 +22,7 @@ class ActionInstruction:
 
 @dataclass(frozen=True)
 class UnitInstruction:
-    """Base class of the instructions for the parameters or the gradient of a unit, mostly a layer."""
+    """Base class of the instructions for a unit: a layer's parameters, or one parameter of several layers."""
 
     verb: ClassVar[str] = ""
     unit: str

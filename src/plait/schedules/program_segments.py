@@ -25,7 +25,7 @@ from plait.schedules.program import (
 
 
 class Segment(NamedTuple):
-    """Consecutive instructions of a program that serve one purpose, for example an action."""
+    """Consecutive instructions of a program that serve one purpose, such as one action or one message."""
 
     name: str
     instructions: Program

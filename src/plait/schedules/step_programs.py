@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from plait.errors import ScheduleError
 from plait.schedules.check import check
 from plait.schedules.check_programs import check_programs
 from plait.schedules.lower import Ending, lower
@@ -46,11 +48,24 @@ class StepPrograms:
         """The programs that compute the model's output for a single micro-batch."""
         return self._lower_forward(1, "output")
 
+    def posting_late(self) -> StepPrograms:
+        """Return the same programs with receives posted one action ahead, for NCCL.
+
+        They are posted as early as on a CPU where that would deadlock, as for some searched orders: a rank
+        waits for a send before it sends more than `SENDS_IN_FLIGHT` others.
+        """
+        return replace(self, spec=replace(self.spec, posts_late=True))
+
     def _lower_forward(self, microbatches: int, ending: Ending) -> Sequence[Program]:
         made = forward_only(self.schedule.rank_of, ranks=self.schedule.ranks, microbatches=microbatches)
         return self._lower(made, ending)
 
     def _lower(self, schedule: Schedule, ending: Ending) -> Sequence[Program]:
-        programs = lower(schedule, self.spec, ending)
+        if self.spec.posts_late:
+            with suppress(ScheduleError):
+                late = lower(schedule, self.spec, ending)
+                check_programs(late, rendezvous=False)
+                return late
+        programs = lower(schedule, replace(self.spec, posts_late=False), ending)
         check_programs(programs)
         return programs

@@ -144,7 +144,7 @@ class TorchLoss:
     def weight(self, targets: Tensor) -> Tensor:
         """Return the number of elements of the targets (for `batchmean`: of rows), 0-d."""
         counts = len(targets) if self.reduction == "batchmean" else targets.numel()
-        return torch.tensor(counts, device=targets.device)
+        return torch.full((), counts, device=targets.device)
 
     @property
     def _counted(self) -> str:
@@ -201,7 +201,7 @@ class ClassLoss(TorchLoss):
         """
         if targets.is_floating_point():
             classes = targets.shape[1] if targets.dim() > 1 else targets.shape[0]
-            return torch.tensor(targets.numel() // max(classes, 1), device=targets.device)
+            return torch.full((), targets.numel() // max(classes, 1), device=targets.device)
         counted: Tensor = targets != self.options.get("ignore_index", -100)
         weights = self.options.get("weight")
         if weights is None:
@@ -257,7 +257,7 @@ class MeanLoss:
                 "targets: give over=count, where count(targets) returns their number."
             )
         counts = len(targets) if self.over == "rows" else targets.numel()
-        return torch.tensor(counts, device=targets.device)
+        return torch.full((), counts, device=targets.device)
 
 
 def mean_loss(

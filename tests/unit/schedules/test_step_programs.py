@@ -1,10 +1,14 @@
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from schedule_cases import listed, words, written
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
+from plait.schedules.check_programs import check_programs
+from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LayerIndex, LoweringSpec
 from plait.schedules.named_schedules import policy_schedule
 from plait.schedules.program import AwaitReceive, Send
@@ -63,3 +67,27 @@ def test_a_v_trains_and_evaluates() -> None:
         await 3F1<1; 3F1.0; loss 3F1; release 3F1
         finish
     """)
+
+
+def test_on_nccl_receives_are_posted_one_action_ahead() -> None:
+    steps = StepPrograms(policy_schedule("1f1b", 2, 2), LoweringSpec((1, 1), {}))
+    assert words(steps.posting_late().evaluate[1]) == listed("""
+        post 1F0<0; await 1F0<0; post 1F1<0; 1F0.0; loss 1F0; release 1F0
+        await 1F1<0; 1F1.0; loss 1F1; release 1F1; finish
+    """)
+    assert words(steps.train[0])[:2] == listed("post 0I0<1; take 0F0")
+    assert words(steps.posting_late().train[0])[:1] == listed("take 0F0")
+
+
+def test_on_nccl_receives_are_posted_early_where_late_ones_would_deadlock() -> None:
+    """Rank 0 waits for 0F1 to be received before it sends 0F3; rank 1 would post that after 1B0's input."""
+    rows = [
+        "0F0 2F0 0F1 0F2 0F3 2B0 0B0 2F1 2F2 2F3 2B1 2B2 2B3 0B1 0B2 0B3",
+        "1F0 3F0 3B0 1B0 1F1 1F2 1F3 3F1 3F2 3F3 3B1 3B2 3B3 1B1 1B2 1B3",
+    ]
+    made = written(rows, rank_of=(0, 1, 0, 1), microbatches=4)
+    steps = StepPrograms(made, LoweringSpec((1,) * 4, {}))
+    late = lower(made, replace(steps.spec, posts_late=True))
+    with pytest.raises(ScheduleError, match="no deadlock on GPU streams"):
+        check_programs(late, rendezvous=False)
+    assert steps.posting_late().train == steps.train

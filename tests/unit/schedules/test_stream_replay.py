@@ -11,13 +11,15 @@ from hypothesis import strategies as st
 from schedule_cases import UNHURRIED, legal_schedules
 
 from plait.errors import ScheduleError
+from plait.schedules.action import Action, Kind
 from plait.schedules.check_programs import check_programs, own, stream_calls
 from plait.schedules.lower import lower
 from plait.schedules.lowering_spec import LoweringSpec
 from plait.schedules.messages import Channel, channels_of
 from plait.schedules.named_schedules import POLICIES, forward_only, policy_schedule
-from plait.schedules.program import Program
+from plait.schedules.program import AwaitReceive, PostReceive, Program, RunLayer
 from plait.schedules.schedule import Schedule
+from plait.schedules.step_programs import StepPrograms
 from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
 
 PAIR = (0, 1)
@@ -78,18 +80,19 @@ def of_a_group(channel: Channel) -> Hashable:
     return channel[2]
 
 
-def programs_of(policy: str, pp: int) -> list[list[tuple[Program, ...]]]:
-    """The programs that train, evaluate, and generate a token."""
+def programs_of(policy: str, pp: int, *, late: bool = False) -> list[list[tuple[Program, ...]]]:
+    """The programs that train, evaluate, and generate a token; `late`: posted one action ahead."""
     made = policy_schedule(policy, pp, 2 * pp)
-    spec = LoweringSpec((1,) * made.stages, {})
+    spec = LoweringSpec((1,) * made.stages, {}, posts_late=late)
     forwards = forward_only(made.rank_of, ranks=pp, microbatches=2 * pp)
     one = forward_only(made.rank_of, ranks=pp, microbatches=1)
     return [lower(made, spec), lower(forwards, spec), lower(one, spec, "output")]
 
 
-def outcomes(policy: str, pp: int, communicator_of: Communicators) -> str:
+def outcomes(policy: str, pp: int, communicator_of: Communicators, *, late: bool = False) -> str:
     """Whether they run to their end."""
-    hangs = (deadlock_of(stream_calls(programs, communicator_of)) for programs in programs_of(policy, pp))
+    made = programs_of(policy, pp, late=late)
+    hangs = (deadlock_of(stream_calls(programs, communicator_of)) for programs in made)
     return " ".join("HANG" if hang else "ok" for hang in hangs)
 
 
@@ -119,7 +122,25 @@ def test_fewer_communicators_than_channels_hang(policy: str) -> None:
 
 @pytest.mark.parametrize("policy", POLICIES)
 def test_a_communicator_for_each_channel_is_enough(policy: str) -> None:
-    assert {outcomes(policy, pp, own) for pp in range(2, 9)} == {NONE}
+    assert {outcomes(policy, pp, own, late=late) for pp in range(2, 9) for late in (False, True)} == {NONE}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_late_receives_wait_for_one_action(policy: str) -> None:
+    """On NCCL a posted receive occupies its GPU: at most one action runs before the one that takes it."""
+    for programs in programs_of(policy, 4, late=True):
+        for program in programs:
+            since: dict[Action, set[tuple[int, int, bool]]] = {}
+            for instruction in program:
+                match instruction:
+                    case PostReceive(action):
+                        since[action] = set()
+                    case AwaitReceive(action):
+                        assert len(since.pop(action)) <= 1
+                    case RunLayer(action):
+                        for ran in since.values():
+                            ran.add((action.stage, action.microbatch, action.kind is Kind.F))
+            assert not since
 
 
 def test_the_check_refuses_programs_that_would_hang() -> None:
@@ -201,4 +222,6 @@ def test_it_agrees_with_a_simulation_in_random_order(
 @UNHURRIED
 @given(legal_schedules())
 def test_every_legal_schedule_runs_with_channels_of_their_own(made: Schedule) -> None:
-    assert deadlock_of(stream_calls(lower(made, LoweringSpec((0,) * made.stages, {})), own)) is None
+    steps = StepPrograms(made, LoweringSpec((0,) * made.stages, {}))
+    for programs in (steps.train, steps.posting_late().train):
+        assert deadlock_of(stream_calls(programs, own)) is None

@@ -8,6 +8,7 @@ each choice).
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from functools import cached_property
 from typing import ClassVar, Literal, cast
 
@@ -183,6 +184,13 @@ class TorchTransport:
 def backends_of(process_group: dist.ProcessGroup | None) -> str:
     """Return the backends of a group, for example "cpu:gloo,cuda:nccl"."""
     return dist.distributed_c10d.get_backend_config(process_group)
+
+
+def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds: float) -> None:
+    """Set the timeout of a group's later operations on tensors of this type of device."""
+    backend = process_group._get_backend(device)
+    change = getattr(backend, "set_timeout", None) or backend._set_default_timeout  # since 2.13, and before
+    change(timedelta(seconds=seconds))
 
 
 def _single(name: str, older: _Single) -> _Single:

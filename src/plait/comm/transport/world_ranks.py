@@ -14,7 +14,8 @@ from plait.comm.transport.interface import Ranks, Transport
 from plait.comm.transport.local.transport import current_local_rank
 from plait.comm.transport.shared_memory.host_discovery import HostRanks, discover_host
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport.torch_distributed import TorchTransport, backends_of
+from plait.comm.transport.torch_distributed import TorchTransport, backends_of, set_timeout
+from plait.device import default_device
 from plait.errors import CommunicationError
 
 
@@ -78,6 +79,8 @@ class Processes:
                 f"rank {self.rank} waits for rank {others} to make the group {name} of the mesh: "
                 f"{str(error).splitlines()[0]} (see what that rank is doing, or give the mesh more time)."
             ) from error
+        if self.uses_nccl and self.rank in ranks:  # plait's watch ends the rank first, with a sentence
+            set_timeout(made, default_device(), 2 * timeout + 60)
         return made
 
     @cached_property

@@ -185,7 +185,7 @@ class _ListScheduler:
             heappush(self.events, (time, rank))
 
     def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
-        """Return an operation that can fill the gap before `following`, the next in order; -1 for none."""
+        """Return the operation to run at `now`: one in place of `following`, or `following`; -1 to wait."""
         tables, ends, rule = self.tables, self.ends, self.rules[rank]
         needs, after, memory_change = tables.needs, tables.after, tables.memory_change
         gap, soonest = rule.gap, ready

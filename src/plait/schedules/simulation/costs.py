@@ -69,7 +69,7 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, ranks: int, stages: int) -> Ticks:
-        """Return the exact times of each stage. Raises ScheduleError unless there is one value per stage."""
+        """Return exact times per stage. Raises ScheduleError for a sequence of costs of another length."""
         names = ("F", "I", "W")
         tick, (*times, (comm,)) = _whole(
             *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]
@@ -79,7 +79,10 @@ class Costs:
         return Ticks(tick, {Kind.F: forward, Kind.I: inputs, Kind.W: weights, Kind.B: both}, comm)
 
     def memory(self, ranks: int, stages: int) -> MemoryCosts:
-        """Return the exact memory of each stage. Raises ScheduleError unless there is one value per stage."""
+        """Return the exact activation memory of one micro-batch on each stage.
+
+        Raises ScheduleError for a sequence of costs that does not have one value per stage.
+        """
         unit, (until_input, until_weight) = _whole(
             *(self._per_stage(name, ranks, stages) for name in ("until_I", "until_W"))
         )

@@ -89,7 +89,7 @@ class Frame:
 
 
 class Cells:
-    """A row per label of `frame`, from `top` down: a lane per stage, a cell per action."""
+    """Drawing of a timeline in rows, from y = `top` down: a lane per stage, a rectangle per action."""
 
     def __init__(self, frame: Frame, top: float) -> None:
         self.frame, self.timeline, self.top = frame, frame.timeline, top

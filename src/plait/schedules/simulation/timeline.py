@@ -67,12 +67,12 @@ class Timeline:
 
     @property
     def makespan(self) -> float:
-        """Last end − first start, over all ranks."""
+        """Time from the first start of any action to the last end, over all ranks."""
         return self.time(self.length)
 
     @property
     def span(self) -> float:
-        """The longest last end − first start of a single rank."""
+        """The longest time of a rank from its first start to its last end."""
         return self.time(self.longest)
 
     @property

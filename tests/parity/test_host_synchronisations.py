@@ -1,0 +1,143 @@
+"""A steady step does not make the host wait for its GPU: counted on CPU tensors, as if they were on one.
+
+Two halves: what a step reads of tensors' values is seen by a dispatch mode; what reads memory without an
+operation (`tolist`, `numpy`, `cpu`) is looked for in the text of the rooms that run in a step.
+"""
+
+from __future__ import annotations
+
+import ast
+import sys
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, Self
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import plait
+from parity import woven
+from parity.cases import gpt2
+from plait.plan import Plan
+from plait.tensor import losses
+from plait.tensor.embedding import VocabParallelEmbedding
+
+SOURCE = Path(plait.__file__).parent
+READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2")
+"""Operations whose result, or its shape, the host needs."""
+
+
+class HostReads(TorchDispatchMode):
+    """Counts the operations that would make the host wait, by the function of plait that calls them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.places: Counter[str] = Counter()
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func.overloadpacket.__name__ in READS:
+            self.places[caller(sys._getframe(1))] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def caller(frame: FrameType | None) -> str:
+    """The innermost function of plait, or the test itself."""
+    while frame is not None:
+        path = Path(frame.f_code.co_filename)
+        if path.is_relative_to(SOURCE):
+            return f"{path.relative_to(SOURCE)} {frame.f_code.co_name}"
+        frame = frame.f_back
+    return "user"
+
+
+def steady_step(plan: Plan, clip: float) -> Counter[str]:
+    """The third step of a run on this rank."""
+    case = gpt2()
+    engine = woven.weave(case, plan)
+    optimizer = torch.optim.SGD(engine.parameter_groups(weight_decay=0.1), lr=1e-3)  # Adam counts on the CPU
+    batches = woven.shares(case, engine, 1)
+    for _ in range(2):
+        engine.forward_backward(*batches[0])
+        engine.step(optimizer, clip)
+    with HostReads() as reads:
+        engine.forward_backward(*batches[0])
+        engine.step(optimizer, clip)
+    return reads.places
+
+
+PLANS = {
+    "none": Plan(pp=2, tp=2, dp=2, microbatches=2, precision="fp32"),
+    "full": Plan(pp=2, tp=2, dp=2, strategy="full", schedule="zb-v", microbatches=4, precision="fp32"),
+    "bf16": Plan(pp=2, dp=2, strategy="full", reduce="each", microbatches=2, precision="bf16"),
+    "recomputed": Plan(
+        tp=2, sequence_parallel="regather", recompute="full", microbatches=2, precision="fp32"
+    ),
+}
+
+
+@pytest.fixture(autouse=True)
+def _checks_of_values_are_for_cpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tokens and targets are looked at where that costs no wait."""
+    monkeypatch.setattr(VocabParallelEmbedding, "_require_known", lambda *_: None)
+    monkeypatch.setattr(losses, "is_accelerator", lambda where: True)
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_a_steady_step_reads_nothing(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setitem(woven.DTYPES, "bf16", torch.float32)
+    for places in thread_ranks.run(steady_step, PLANS[name], 1.0, ranks=PLANS[name].world):
+        assert not places
+
+
+def test_a_dynamic_loss_scale_reads_once(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether gradients have overflowed decides the next scale."""
+    monkeypatch.setitem(woven.DTYPES, "fp16", torch.float32)
+    plan = Plan(pp=2, dp=2, microbatches=2, precision="fp16", master_precision="fp32")
+    for places in thread_ranks.run(steady_step, plan, 1.0, ranks=plan.world):
+        assert sum(places.values()) <= 1, places
+
+
+def test_a_read_is_seen() -> None:
+    with HostReads() as reads:
+        float(torch.ones(()))
+        bool(torch.ones(()) > 0)
+    assert reads.places == {"user": 2}
+
+
+# ── without an operation ──
+
+ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm")
+COPIES = ("tolist", "numpy", "cpu", "item")
+ALLOWED = {
+    "comm/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
+    "comm/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
+    "comm/transport/shared_memory/host_discovery.py": "once per mesh",
+    "layers/layer_sequence.py": "a hash of the model's values, once",
+    "sharding/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
+    "sharding/replica_check.py": "of guards, which are asked for",
+    "tensor/sampling.py": "generation draws tokens on the CPU",
+}
+"""Files that read tensors' values, and why that is not in a steady step."""
+
+
+def copies(path: Path) -> Iterator[int]:
+    """The lines of a file that call one of `COPIES`."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COPIES:
+            yield node.lineno
+
+
+def test_only_files_with_a_reason_read_values() -> None:
+    rooms = [SOURCE / room for room in ROOMS]
+    paths = [path for room in rooms for path in ([room] if room.is_file() else room.rglob("*.py"))]
+    found = {str(path.relative_to(SOURCE)) for path in paths if any(copies(path))}
+    assert found == set(ALLOWED)
