@@ -192,8 +192,8 @@ def remember_in_a_rank(plan: Plan) -> tuple[list[int], int]:
     return inferred, len(engine._runner._infos)
 
 
-def test_shapes_are_inferred_once_however_many_a_step_has(thread_ranks: RankPool) -> None:
-    for inferred, remembered in thread_ranks.run(remember_in_a_rank, make(pp=2), ranks=2):
+def test_shapes_are_inferred_once_however_many_a_step_has(rank_pool: RankPool) -> None:
+    for inferred, remembered in rank_pool.run(remember_in_a_rank, make(pp=2), ranks=2):
         assert inferred == [5, 0, 1, 0, 2], "five lengths, none, a new one, none, what was forgotten"
         assert remembered == 5 + 1, "those of the step, and another that was not forgotten"
 

@@ -94,8 +94,8 @@ def run_without_steps(config: Config) -> TrainingResult:
         return train(config)
 
 
-def test_a_step_without_the_optimizer_does_not_match(thread_ranks: RankPool, tmp_path: Path) -> None:
-    (report,) = thread_ranks.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
+def test_a_step_without_the_optimizer_does_not_match(rank_pool: RankPool, tmp_path: Path) -> None:
+    (report,) = rank_pool.run(run_without_steps, make(tmp_path, steps=2, compare=2, lr=0.01), ranks=1)
     assert not report.matches
 
 

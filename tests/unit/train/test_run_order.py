@@ -69,16 +69,16 @@ def test_the_order_is_searched_after_a_step_and_kept(rank_pool: RankPool, tmp_pa
     assert kept["costs"] == {"F": [1, 1], "I": [1, 1], "W": [1, 1], "comm": 0.1}
 
 
-def test_without_it_the_order_is_kept_as_it_is(thread_ranks: RankPool, tmp_path: Path) -> None:
-    _, orders, _ = thread_ranks.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
+def test_without_it_the_order_is_kept_as_it_is(rank_pool: RankPool, tmp_path: Path) -> None:
+    _, orders, _ = rank_pool.run(told, make(tmp_path, schedule="zb-h1"), ranks=2)[0]
     kept = json.loads((tmp_path / balance_reorder_trace.SCHEDULE_FILE).read_text())
     assert kept["policy"] == "zb-h1"
     assert [tuple(row) for row in kept["order"]] == list(orders[0]) == list(orders[-1])
 
 
-def test_stages_are_cut_by_what_layers_take(thread_ranks: RankPool, tmp_path: Path) -> None:
+def test_stages_are_cut_by_what_layers_take(rank_pool: RankPool, tmp_path: Path) -> None:
     for by, times in (("counted", 0), ("measured", 2)):
-        calls = thread_ranks.run(balanced, make(tmp_path, balance=by), ranks=2)
+        calls = rank_pool.run(balanced, make(tmp_path, balance=by), ranks=2)
         assert sum(calls) == times
 
 
