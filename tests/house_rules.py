@@ -91,6 +91,14 @@ PRIVATE_USES = {
         "failure_log_of_world",
         "_get_default_store",
     ): "no public way to the store",
+    ("comm/transport/torch_distributed.py", "splits_communicators", "_get_default_group"): "likewise",
+    ("comm/transport/torch_distributed.py", "new_process_group", "_get_default_group"): "likewise",
+    (
+        "comm/transport/torch_distributed.py",
+        "new_process_group",
+        "_new_process_group_helper",
+    ): "new_group reuses the names of destroyed groups, or needs every rank of the world",
+    ("comm/transport/torch_distributed.py", "new_process_group", "_world"): "likewise",
     ("comm/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
     ("comm/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
     (

@@ -62,7 +62,8 @@ class FailureLog:
         self._deadline: float | None = None
         self._store_answers = True
         self._store = store
-        self._prefix = f"plait/{store.add(f'plait/{rank}', 1)}"
+        self.prefix = f"plait/{store.add(f'plait/{rank}', 1)}"
+        """The beginning of its keys in the store: another for each mesh, the same on all ranks."""
         self._own: FailureRecord | None = None
 
     def record(self, awaited: str, suspects: tuple[int, ...]) -> None:
@@ -124,7 +125,7 @@ class FailureLog:
         return FailureTrace(records, tuple(sorted(silent)))
 
     def _read(self, rank: int) -> FailureRecord | None:
-        key = f"{self._prefix}/{rank}"
+        key = f"{self.prefix}/{rank}"
         if not self._store.check([key]):
             return None
         awaited, suspects, culprits = json.loads(self._store.get(key))
@@ -133,7 +134,7 @@ class FailureLog:
     def _write(self, record: FailureRecord) -> None:
         text = json.dumps([record.awaited, record.suspects, record.culprits])
         if self._store_answers:
-            key = f"{self._prefix}/{self.rank}"
+            key = f"{self.prefix}/{self.rank}"
             self._within(self.seconds_left(), lambda: self._store.set(key, text))
 
     def _within(self, seconds: float, function: Callable[[], T]) -> T | None:

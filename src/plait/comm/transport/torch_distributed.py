@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from datetime import timedelta
 from functools import cached_property
-from typing import ClassVar, Literal, cast
+from typing import Any, ClassVar, Literal, cast
 
 import torch
 import torch.distributed as dist
@@ -184,6 +184,44 @@ class TorchTransport:
 def backends_of(process_group: dist.ProcessGroup | None) -> str:
     """Return the backends of a group, for example "cpu:gloo,cuda:nccl"."""
     return dist.distributed_c10d.get_backend_config(process_group)
+
+
+def splits_communicators() -> bool:
+    """Return whether new groups are split from the world's NCCL communicator, which all its ranks must do.
+
+    So it is where `init_process_group` was given a `device_id`.
+    """
+    return dist.distributed_c10d._get_default_group().bound_device_id is not None
+
+
+def new_process_group(
+    ranks: tuple[int, ...], name: str, description: str, timeout: float
+) -> dist.ProcessGroup | None:
+    """Return a process group with the world's backends; None if this rank is not among `ranks`.
+
+    Only `ranks` take part, in this order of indices (with `splits_communicators` all ranks of the world). In
+    place of `dist.new_group`, which gives a group of its members the name of an earlier one that is
+    destroyed, whose addresses are still in the store. `timeout`: seconds.
+    """
+    c10d, rank = dist.distributed_c10d, dist.get_rank()
+    world = c10d._get_default_group()
+    backend, store = c10d._world.pg_map[world]
+    index: Any = ranks.index(rank) if rank in ranks else None
+    made, _ = c10d._new_process_group_helper(
+        len(ranks),
+        index,
+        list(ranks),
+        dist.Backend(backend),
+        store,
+        cast(Any, name),
+        timeout=timedelta(seconds=timeout),
+        device_id=world.bound_device_id,
+        group_desc=description,
+    )
+    if index is None:
+        return None
+    c10d._world.pg_group_ranks[made] = {each: number for number, each in enumerate(ranks)}
+    return cast(dist.ProcessGroup, made)
 
 
 def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds: float) -> None:

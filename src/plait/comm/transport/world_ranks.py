@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from datetime import timedelta
 from functools import cached_property
 from typing import Any
 
@@ -14,7 +13,13 @@ from plait.comm.transport.interface import Ranks, Transport
 from plait.comm.transport.local.transport import current_local_rank
 from plait.comm.transport.shared_memory.host_discovery import HostRanks, discover_host
 from plait.comm.transport.shared_memory.transport import SharedMemoryTransport
-from plait.comm.transport.torch_distributed import TorchTransport, backends_of, set_timeout
+from plait.comm.transport.torch_distributed import (
+    TorchTransport,
+    backends_of,
+    new_process_group,
+    set_timeout,
+    splits_communicators,
+)
 from plait.device import default_device
 from plait.errors import CommunicationError
 
@@ -28,6 +33,8 @@ class Processes:
         self._failure_log: FailureLog | None = None
         self._host: HostRanks | None = None
         self._made: list[dist.ProcessGroup] = []
+        self._connected = 0
+        """The number of calls of `connect`."""
 
     @property
     def uses_nccl(self) -> bool:
@@ -53,13 +60,20 @@ class Processes:
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """Create all process groups, as torch requires; return the transport of this rank's group."""
+        """Create this rank's process group, and return its transport.
+
+        Only the ranks of a group take part, so that a rank's start does not depend on the size of the world;
+        all ranks where communicators are split from the world's (`device_id`), as NCCL requires.
+        """
+        mesh = "plait/alone" if self._failure_log is None else self._failure_log.prefix
+        key = f"{mesh}/{self._connected}"
+        self._connected += 1
         mine: Transport | None = None
         for ranks in groups:
-            if len(ranks) == 1:
+            if len(ranks) == 1 or (self.rank not in ranks and not splits_communicators()):
                 continue
-            made = self._new_group(ranks, name, timeout)
-            if self.rank in ranks:
+            made = self._new_group(ranks, name, f"{key}/{ranks[0]}", timeout)
+            if made is not None:
                 self._made.append(made)
                 index, host = ranks.index(self.rank), self._host
                 if host is not None and host.includes(ranks):
@@ -68,18 +82,19 @@ class Processes:
                     mine = TorchTransport(made, index)
         return mine
 
-    def _new_group(self, ranks: tuple[int, ...], name: str, timeout: float) -> dist.ProcessGroup:
+    def _new_group(
+        self, ranks: tuple[int, ...], name: str, key: str, timeout: float
+    ) -> dist.ProcessGroup | None:
+        """Return the process group of `ranks`, whose name is `key`; None on other ranks."""
         try:
-            made: dist.ProcessGroup = dist.new_group(
-                list(ranks), timeout=timedelta(seconds=timeout), group_desc=name, sort_ranks=False
-            )
+            made = new_process_group(ranks, key, name, timeout)
         except RuntimeError as error:
             others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
             raise CommunicationError(
                 f"rank {self.rank} waits for rank {others} to make the group {name} of the mesh: "
                 f"{str(error).splitlines()[0]} (see what that rank is doing, or give the mesh more time)."
             ) from error
-        if self.uses_nccl and self.rank in ranks:  # plait's watch ends the rank first, with a sentence
+        if self.uses_nccl and made is not None:  # plait's watch ends the rank first, with a sentence
             set_timeout(made, default_device(), 2 * timeout + 60)
         return made
 
