@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import plait
 from parity import woven
 from parity.case import Case, Recipe
 from parity.cases import gpt2
@@ -68,6 +69,42 @@ def plan_of(row: dict[str, Any]) -> Plan:
 @pytest.mark.parametrize("row", COVERING, ids=name_of)
 def test_every_pair(thread_ranks: Any, row: dict[str, Any]) -> None:
     check_parity(thread_ranks.under_rules(row["completion"]), gpt2(layers=4), plan_of(row), Recipe(steps=2))
+
+
+NCCL = {
+    "zb-v": Plan(pp=2, dp=2, tp=2, strategy="full", schedule="zb-v", microbatches=4, precision="fp64"),
+    "1f1b": Plan(pp=4, dp=2, reduce="each", strategy="gradients", microbatches=4, precision="fp64"),
+    "interleaved": Plan(pp=2, tp=2, schedule="interleaved", microbatches=4, precision="fp64"),
+}
+
+
+@pytest.mark.parametrize("name", NCCL)
+def test_what_a_mesh_does_on_nccl(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Receives posted late, calls agreed on once, one communicator for axes of the same ranks, a watch."""
+    monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
+    check_parity(thread_ranks.under_rules("late"), gpt2(layers=4), NCCL[name], Recipe(steps=2))
+
+
+def communicators(plan: Plan) -> tuple[list[str], int]:
+    """The axes whose transport no axis before has, and the number of this rank's channels."""
+    engine = woven.weave(gpt2(layers=4), plan)
+    seen: dict[int, str] = {}
+    for axis, group in engine.mesh._groups.items():
+        if group.transport is not None:
+            seen.setdefault(id(group.transport), axis)
+    return list(seen.values()), sum(group is not None for group in engine.mesh._channels.values())
+
+
+def test_axes_with_the_same_ranks_share_a_communicator(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = Plan(pp=4, tp=2, dp=2, strategy="full", microbatches=4, precision="fp64")
+    own = [axes for axes, _ in thread_ranks.run(communicators, plan, ranks=16)]
+    assert set(map(tuple, own)) == {("pp", "shard", "tp", "dp", "model", "world")}
+    monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
+    shared = thread_ranks.run(communicators, plan, ranks=16)
+    assert {tuple(axes) for axes, _ in shared} == {("pp", "shard", "tp", "model", "world")}
+    assert {count for _, count in shared} == {2, 4}
 
 
 @pytest.mark.full

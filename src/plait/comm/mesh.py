@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Collection, Hashable, Sequence
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from math import prod
@@ -85,13 +86,9 @@ class GridMesh:
         self.coordinate = self.coordinate_of(self.rank)
         self._discover()
         self._operation_watch = self._watch_operations()
-        # All ranks make all groups in this order, each with its own process group, also where two axes have
-        # the same ranks: so an operation of one axis never waits for one of another, and operations that a
-        # failed step has left pending on one axis are not matched on another.
-        self._groups = {
-            axis: self._make_groups(coordinates.groups_along(axis, self.sizes), axis)
-            for axis in (*self.sizes, *coordinates.combined_axes(self.sizes))
-        }
+        self._groups: dict[str, Group] = {}
+        for axis in (*self.sizes, *coordinates.combined_axes(self.sizes)):  # in one order on all ranks
+            self._groups[axis] = self._group_along(axis)
 
     @property
     def uses_nccl(self) -> bool:
@@ -223,6 +220,20 @@ class GridMesh:
         others = ", ".join(str(rank) for rank in everyone if rank != self.rank)
         awaited = f"host discovery over world with ranks {others}"
         Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
+
+    def _group_along(self, axis: str) -> Group:
+        """Return this rank's group along an axis.
+
+        Each axis has a process group of its own, also where two have the same ranks: so an operation of one
+        never waits for one of the other, and what a failed step has left pending on one is not matched on the
+        other. On NCCL they share it, as a communicator takes memory of the GPU: operations start there in the
+        order of the program, the same on all ranks, and a failure ends the process.
+        """
+        groups = coordinates.groups_along(axis, self.sizes)
+        for other, group in self._groups.items() if self.uses_nccl else ():
+            if coordinates.groups_along(other, self.sizes) == groups:
+                return replace(group, name=axis)
+        return self._make_groups(groups, axis)
 
     def _make_groups(self, groups: Sequence[tuple[int, ...]], name: str) -> Group:
         group = self._make_group(groups, name)

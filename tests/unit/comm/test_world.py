@@ -1,5 +1,8 @@
 import pytest
+import torch.distributed as dist
 
+from plait.comm import coordinates
+from plait.comm.transport import world_ranks
 from plait.comm.world import World, find_world, join_world
 from plait.errors import CommunicationError, MeshError
 
@@ -110,3 +113,22 @@ def test_a_missing_peer_is_a_sentence(tmp_path):
 def test_devices_are_checked():
     with pytest.raises(MeshError, match="'tpu': choose one of"):
         join_world(World(0, 1, 0, 1, "plait", "env://"), device="tpu")
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 4, 4), (16, 32, 8)], ids=["8", "64", "4096"])
+@pytest.mark.parametrize(("splits", "groups"), [(False, 6), (True, None)], ids=["members", "all ranks"])
+def test_groups_that_a_rank_takes_part_in(
+    monkeypatch: pytest.MonkeyPatch, pp: int, dp: int, tp: int, splits: bool, groups: int | None
+) -> None:
+    """As many in a world of any size; with a `device_id` NCCL needs all ranks for each, 1,569 of 4,096."""
+    made: list[tuple[int, ...]] = []
+    monkeypatch.setattr(world_ranks, "new_process_group", lambda ranks, *_: made.append(ranks))
+    monkeypatch.setattr(world_ranks, "splits_communicators", lambda: splits)
+    monkeypatch.setattr(world_ranks, "backends_of", lambda group: "gloo")
+    monkeypatch.setattr(dist, "get_rank", lambda: 5)
+    monkeypatch.setattr(dist, "get_world_size", lambda: pp * dp * tp)
+    ranks, sizes = world_ranks.Processes(), coordinates.sizes_of(pp=pp, dp=dp, tp=tp, replicate=1)
+    for axis in (*sizes, *coordinates.combined_axes(sizes)):
+        ranks.connect(list(coordinates.groups_along(axis, sizes)), axis, 1.0)
+    everyone = pp * dp + pp * tp + dp * tp  # tp, shard, pp
+    assert len(made) == (groups or everyone + pp * tp + dp + 1)  # dp, model, world
