@@ -8,6 +8,8 @@ their work is done, so that waits return at once.
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 
 import torch
@@ -93,6 +95,8 @@ class StreamEvent:
     def __init__(self, device: torch.device, *, timed: bool = False) -> None:
         """Record the event after all work submitted so far. `timed`: `milliseconds_since` can be called."""
         self._device = device
+        self.seconds = time.perf_counter()
+        """When the event was recorded, on the host's clock."""
         self.event: torch.cuda.Event | None = None
         """torch's event; None on a CPU."""
         if is_accelerator(device):
@@ -110,9 +114,9 @@ class StreamEvent:
         return self.event is None or bool(self.event.query())  # type: ignore[no-untyped-call]
 
     def milliseconds_since(self, earlier: StreamEvent) -> float:
-        """Return the milliseconds from `earlier` to this event, both `timed`, done, and of one GPU."""
-        assert self.event is not None
-        assert earlier.event is not None
+        """Return the milliseconds from `earlier` to this event, both `timed`, done, and of one device."""
+        if self.event is None or earlier.event is None:
+            return (self.seconds - earlier.seconds) * 1e3
         return float(earlier.event.elapsed_time(self.event))
 
 
@@ -138,6 +142,21 @@ def sent(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None)
     if not is_accelerator(device) or is_accelerator(tensor):
         return tensor.to(device, dtype)
     return tensor.to(dtype=dtype).pin_memory().to(device, non_blocking=True)
+
+
+def read_later(tensor: Tensor) -> Callable[[], Tensor]:
+    """Start to copy `tensor` to the CPU; return a function that blocks until it is there, and returns it."""
+    if not is_accelerator(tensor):
+        return lambda: tensor
+    copy = torch.empty_like(tensor, device=CPU, pin_memory=True)
+    copy_later(copy, tensor)
+    done = StreamEvent(tensor.device)
+
+    def read() -> Tensor:
+        done.wait()
+        return copy
+
+    return read
 
 
 def host_zeros(size: int, dtype: torch.dtype, beside: torch.device) -> Tensor:

@@ -24,6 +24,10 @@ from parity.cases import gpt2
 from plait.plan import Plan
 from plait.tensor import losses
 from plait.tensor.embedding import VocabParallelEmbedding
+from plait.train import monitored_step
+from plait.train.config import Config
+from plait.train.loop import train
+from plait.train.monitored_step import MonitoredStep
 
 SOURCE = Path(plait.__file__).parent
 READS = ("_local_scalar_dense", "is_nonzero", "equal", "nonzero", "masked_select", "unique_dim", "_unique2")
@@ -106,6 +110,33 @@ def test_a_dynamic_loss_scale_reads_once(thread_ranks: Any, monkeypatch: pytest.
         assert sum(places.values()) <= 1, places
 
 
+def test_a_steady_step_of_a_training_run_reads_nothing(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """With its metrics, clipping and signals to stop, read a step late as on a GPU."""
+    found: list[Counter[str]] = []
+    run = MonitoredStep.run
+
+    def counted(self: MonitoredStep, step: int) -> None:
+        with HostReads() as reads:
+            run(self, step)
+        if 2 <= step < 5:
+            found.append(reads.places)
+
+    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(MonitoredStep, "run", counted)
+    monkeypatch.setattr(torch.optim.AdamW, "step", lambda self: None)  # it counts its steps on the CPU
+    sections = {
+        "model": {"layers": 2, "hidden": 16, "heads": 2, "context": 16},
+        "train": {"steps": 6, "batch": 4, "microbatches": 2, "validate_batches": 1},
+        "parallel": {"pp": 2, "dp": 2, "strategy": "full"},
+        "run": {"dir": tmp_path, "compare": 0, "tensorboard": False},
+    }
+    thread_ranks.run(train, Config.model_validate(sections), ranks=4)
+    assert len(found) == 3 * 4
+    assert not any(found), found
+
+
 def test_a_read_is_seen() -> None:
     with HostReads() as reads:
         float(torch.ones(()))
@@ -115,25 +146,34 @@ def test_a_read_is_seen() -> None:
 
 # ── without an operation ──
 
-ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm")
-COPIES = ("tolist", "numpy", "cpu", "item")
+ROOMS = ("engine/runner.py", "pipeline", "autograd", "tensor", "sharding", "layers", "comm", "train")
+READING = ("tolist", "numpy", "cpu", "item")
+MAKING = ("tensor", "as_tensor")
 ALLOWED = {
     "comm/consistency_check.py": "headers are in CPU memory wherever the group has Gloo, and cached on GPUs",
+    "comm/tensor_hash.py": "hashes of values are asked for by guards and loads",
     "comm/text_collectives.py": "texts are exchanged at the start, on saves and for errors",
     "comm/transport/shared_memory/host_discovery.py": "once per mesh",
     "layers/layer_sequence.py": "a hash of the model's values, once",
+    "sharding/gradient_norm.py": "the factor of a clipped gradient that is offloaded to the CPU",
     "sharding/optimizer_probe.py": "once per optimizer, on CPU tensors of its own",
     "sharding/replica_check.py": "of guards, which are asked for",
     "tensor/sampling.py": "generation draws tokens on the CPU",
+    "train/meter.py": "the numbers of a step, read after the next one was submitted",
+    "train/reference_steps.py": "after the run, on rank 0",
+    "train/trainer.py": "the sample after the run",
 }
-"""Files that read tensors' values, and why that is not in a steady step."""
+"""Files that read tensors' values or copy from pageable memory, and why that is not in a steady step."""
 
 
 def copies(path: Path) -> Iterator[int]:
-    """The lines of a file that call one of `COPIES`."""
+    """The lines of a file that read a tensor, or copy one to another device, without the device room."""
     for node in ast.walk(ast.parse(path.read_text())):
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in COPIES:
-            yield node.lineno
+        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute):
+            name, options = node.func.attr, [option.arg for option in node.keywords]
+            moves = name == "to" and any("device" in ast.unparse(one) for one in node.args)
+            if name in READING or moves or (name in MAKING and "device" in options):
+                yield node.lineno
 
 
 def test_only_files_with_a_reason_read_values() -> None:

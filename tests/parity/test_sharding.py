@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from parity.case import Recipe
 from parity.cases import USER_CASES, gpt2, llama
@@ -12,6 +14,8 @@ from parity.pairs import covering_rows, every_row, in_turns
 from parity.parity import check_parity
 from parity.rows import name_of, plan_of
 from plait.plan import Plan
+from plait.sharding import reducer
+from plait.sharding.flat_buffer import FlatBuffer
 
 FACTORS = {
     "strategy": ("none", "optimizer", "gradients", "full"),
@@ -54,3 +58,26 @@ def test_users_models(thread_ranks: Any, case: Any, reduce: Any) -> None:
     """Frozen and unused parameters, ties, several dtypes, layers in place, more ranks than rows."""
     plan = Plan(dp=3, strategy="full", reduce=reduce, microbatches=2, precision="fp64")
     check_parity(thread_ranks, case, plan)
+
+
+OFFLOADED = {
+    "gradients": {"dp": 2, "strategy": "gradients", "reduce": "each"},
+    "in copies": {"pp": 2, "dp": 4, "replicate": 2, "strategy": "full", "schedule": "zb-v"},
+}
+
+
+@pytest.mark.parametrize("name", OFFLOADED)
+def test_offloaded_gradients_that_arrive_late(
+    thread_ranks: Any, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As from a GPU: added when the next unit's are copied, and the memory that they came from is reused."""
+
+    def read_later(summed: Tensor) -> Any:
+        arrived = summed.clone()
+        summed.fill_(torch.nan)
+        return lambda: arrived
+
+    monkeypatch.setattr(FlatBuffer, "offloads_gradients", property(lambda self: self.spec.piece_gradient))
+    monkeypatch.setattr(reducer, "read_later", read_later)
+    plan = Plan(**OFFLOADED[name], offload="full", microbatches=4, precision="fp64")
+    check_parity(thread_ranks, gpt2(layers=4), plan, Recipe(steps=2))

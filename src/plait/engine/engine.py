@@ -256,6 +256,13 @@ class Engine:
         """
         return self._runner.microbatch_losses()
 
+    def non_finite(self) -> Tensor:
+        """Return whether this rank's losses, and its gradients, are not finite after a step: bool `[2]`.
+
+        Without communication, and without waiting for the device.
+        """
+        return self._runner.non_finite()
+
     def input_gradients(self) -> Value | None:
         """Return the gradients of the last step's inputs, nested like them, if it was asked to compute them.
 

@@ -25,6 +25,7 @@ from plait.pipeline.executor import Executor
 from plait.pipeline.loss_scale import loss_scale
 from plait.schedules.program import INSTRUCTION_TYPES, Program
 from plait.sharding.gatherer import Gatherer
+from plait.sharding.gradient_norm import non_finite_gradients
 from plait.sharding.reducer import Reducer
 from plait.tensor.torch_losses import divisor
 
@@ -140,6 +141,12 @@ class Runner:
         if self.is_last:
             losses = torch.stack(self._totals).double() / divisor(self.runtime.loss, self._weights)
         return broadcast(losses, self.mesh.group("pp"), self.steps.schedule.rank_of[-1], checked=False).wait()
+
+    def non_finite(self) -> Tensor:
+        """Return whether losses and gradients of the last step are not finite; see `Engine.non_finite`."""
+        losses = torch.stack(self._totals) if self.is_last else torch.zeros((), device=self.mesh.device)
+        gradients = non_finite_gradients(self.runtime.units.values(), self.mesh.device)
+        return torch.stack([~losses.isfinite().all(), gradients])
 
     def require_same_call(self, call: str, axis: str) -> None:
         """Raise CommunicationError where ranks along `axis` make different calls.

@@ -92,6 +92,12 @@ class FlatBuffer:
         offloaded = spec.has_pieces and spec.device_copy is None and not is_accelerator(self.piece)
         return offloaded and is_accelerator(self.whole)
 
+    @property
+    def offloads_gradients(self) -> bool:
+        """Whether gradients are reduced on a GPU and summed in CPU memory."""
+        gradient = self.piece_gradient
+        return gradient is not None and not is_accelerator(gradient) and is_accelerator(self.whole)
+
     def add_up_stages(self) -> None:
         """Sum the gradients of all stages into `gradient`; call once per step, after the last backward."""
         for gradient in self.whole_gradients[1:]:

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
+from plait.device import sent
 from plait.errors import PlanError
 from plait.sharding.unit import Unit
 
@@ -32,7 +33,7 @@ def start_norm(
     total = torch.zeros((), dtype=torch.float64, device=device)
     for unit in units:
         for gradient in _gradients(unit, counted):
-            power = _powers(gradient, order).to(device)
+            power = sent(_powers(gradient, order), device)
             total = torch.maximum(total, power) if math.isinf(order) else total + power
     if math.isinf(order):
         # The maximum of a backend may ignore NaN.
@@ -51,6 +52,19 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     for unit in units:
         for gradient in _gradients(unit, unit.pieces):
             gradient.mul_(factor.to(gradient.device, gradient.dtype))
+
+
+def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
+    """Return whether an element of this rank's gradients is not finite: bool 0-d, on `device`."""
+    gradients = (gradient for unit in units for gradient in _gradients(unit, unit.pieces))
+    largest = [
+        sent(torch.linalg.vector_norm(one, math.inf), device, torch.float64)
+        for one in gradients
+        if one.numel()
+    ]
+    if not largest:
+        return torch.zeros((), dtype=torch.bool, device=device)
+    return ~torch.stack(largest).isfinite().all()
 
 
 def _powers(gradient: Tensor, order: float) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from plait.comm.collectives import all_reduce, reduce_scatter
 from plait.comm.handle import Handle
+from plait.device import moved_later, read_later
 from plait.schedules.program import AllocateGradient, AwaitScatter, Finish, ReduceGradient, ScatterGradient
 from plait.sharding.flat_buffer import FlatBuffer, allocate_storage, free_storage
 from plait.sharding.unit import Unit
@@ -43,6 +44,8 @@ class Reducer:
         self._attached: list[tuple[FlatBuffer, Tensor | None]] = []
         """The buffers of the current step, with their gradients of earlier steps."""
         self._scattered: dict[str, list[tuple[FlatBuffer, Handle[Tensor]]]] = {}
+        self._arriving: tuple[Tensor, Callable[[], Tensor]] | None = None
+        """The last offloaded gradient that is being copied from the GPU, and its sum on the CPU."""
         self._reduced: list[tuple[FlatBuffer, Handle[Tensor]]] = []
         self._stale: list[tuple[FlatBuffer, Handle[Tensor]]] = []
         """Reductions of a failed step, whose input a backend may still read."""
@@ -113,12 +116,21 @@ class Reducer:
         for buffer, handle in self._scattered.pop(name):
             assert buffer.piece_gradient is not None
             summed = handle.wait()
-            if buffer.spec.piece_gradient is not None:
-                # Blocks where the gradient is offloaded: the CPU would add what is still on its way to it.
-                buffer.piece_gradient.add_(summed.to(buffer.piece_gradient.device))
+            if buffer.offloads_gradients:
+                self._add_arrived()
+                self._arriving = buffer.piece_gradient, read_later(summed)
+            elif buffer.spec.piece_gradient is not None:
+                buffer.piece_gradient.add_(summed)
             elif summed is not buffer.piece_gradient:
                 buffer.piece_gradient.copy_(summed)
             _release(buffer)
+
+    def _add_arrived(self) -> None:
+        """Add the last gradient that was copied to the CPU, after its copy has ended."""
+        if self._arriving is not None:
+            piece_gradient, read = self._arriving
+            self._arriving = None
+            piece_gradient.add_(read())
 
     def reduce(self, name: str) -> None:
         """Start the all-reduce of a unit's gradients, or pieces, over the replica group."""
@@ -127,6 +139,7 @@ class Reducer:
             if buffer.shard_group is None:  # else `scatter` has added them up
                 buffer.add_up_stages()
             if buffer.replica_group is not None and buffer.replica_group.size > 1:
+                self._add_arrived()
                 self._reduced.append((buffer, _reduce(buffer).about(_gradient_of(name))))
 
     def finish(self) -> None:
@@ -134,6 +147,7 @@ class Reducer:
 
         Without `begin`, as in a program without a backward, nothing changes.
         """
+        self._add_arrived()
         for buffer, handle in self._reduced:
             summed, target = handle.wait(), _accumulated(buffer)
             if summed.data_ptr() != target.data_ptr():
@@ -155,6 +169,7 @@ class Reducer:
             if buffer not in still_read:
                 _release(buffer)
         self._scattered.clear()
+        self._arriving = None
         self._reduced = []
         self._attached = []
         self.states = dict.fromkeys(self.units, GradientState.SHARD)
@@ -184,7 +199,8 @@ def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
     """Start the all-reduce over the replica group; in place unless the reduction dtype differs."""
     assert buffer.replica_group is not None
     assert buffer.gradient is not None
-    reduced = _accumulated(buffer).to(buffer.gradient.device, buffer.spec.kind.reduce)
+    # An offloaded gradient is in pinned memory, and is next written when this all-reduce has ended.
+    reduced = moved_later(_accumulated(buffer).to(buffer.spec.kind.reduce), buffer.gradient.device)
     return all_reduce(reduced, buffer.replica_group, checked=False)
 
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.autograd.paired_collectives import gather
-from plait.device import is_accelerator
+from plait.device import is_accelerator, sent
 from plait.errors import ModelError, PlanError
 from plait.tensor.losses import CrossEntropy, Loss
 from plait.tensor.vocabulary_partition import Vocabulary
@@ -206,7 +206,7 @@ class ClassLoss(TorchLoss):
         weights = self.options.get("weight")
         if weights is None:
             return counted.sum()
-        known: Tensor = weights.to(targets.device)[targets.masked_fill(~counted, 0)]
+        known: Tensor = sent(weights, targets.device)[targets.masked_fill(~counted, 0)]
         return known.double().where(counted, 0).sum()
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:

@@ -90,10 +90,14 @@ class RunCheckpoints:
         """Whether the last checkpoint could not be written."""
         return not self._manager.complete
 
+    def are_due(self, step: int) -> bool:
+        """Return whether `run.save_every` requires a checkpoint after `step` steps, be it the last or not."""
+        every = self._config.run.save_every
+        return bool(every) and step % (every or 1) == 0
+
     def after(self, step: int, *, last: bool) -> None:
         """Save after `step` steps if `run.save_every` requires it; print a failure as a warning."""
-        every = self._config.run.save_every
-        if every is None or not (last or (every and step % every == 0)):
+        if self._config.run.save_every is None or not (last or self.are_due(step)):
             self._warn_early()
             return
         state = {

@@ -2,17 +2,11 @@
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Collection, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Self
 
-import torch
-
-from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.comm.signal_handling import GracefulStop
 from plait.footprint.memory_report import Memory
 from plait.plan import Plan
 from plait.train.balance_reorder_trace import balanced, write_schedule
@@ -26,6 +20,7 @@ from plait.train.metrics import Metrics, open_metrics
 from plait.train.monitored_step import MonitoredStep
 from plait.train.progress import ProgressReporter
 from plait.train.reference_steps import Comparison, compare_steps
+from plait.train.stop_signals import StopSignals
 from plait.train.trainer import Trainer
 
 
@@ -40,7 +35,7 @@ class TrainingResult:
     validation_loss: float | None
     sample: str | None
     metrics: Path
-    comparison: Comparison | None
+    comparison: Comparison | None = None
     stopped: int = 0
     """The signal that ended the run; 0: none."""
     saved: bool = True
@@ -48,46 +43,8 @@ class TrainingResult:
 
     @property
     def matches(self) -> bool:
-        """Whether the run equals a single rank: False where `run.compare` found a difference."""
+        """Whether `run.compare` found the same results as on a single rank; True without a comparison."""
         return self.comparison is None or self.comparison.matches
-
-
-class StopSignals:
-    """Records whether any rank has received one of `signals`; handles them while entered.
-
-    The first signal is recorded, so that the run stops between two steps; the second ends the process.
-    """
-
-    def __init__(self, signals: Collection[int], mesh: Mesh) -> None:
-        self._signals = frozenset(signals)
-        self._mesh = mesh
-        self._local = 0
-        self._handlers = GracefulStop(self._signals, self._receive)
-        self.received = 0
-        """The signal that any rank had received at the last `exchange`, the same on all ranks; 0: none."""
-
-    def __enter__(self) -> Self:
-        self._handlers.__enter__()
-        # Local ranks start with these signals blocked, until there is a handler.
-        self._mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, self._signals)
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        signal.pthread_sigmask(signal.SIG_SETMASK, self._mask)
-        self._handlers.__exit__(*error)
-
-    def exchange(self) -> None:
-        """Set `received` on all ranks if any rank received a signal; all ranks call it after the same step.
-
-        Communication: an all-reduce of 8 bytes over `world`, unless `signals` is empty.
-        """
-        if self._signals:
-            number = torch.tensor(self._local, device=self._mesh.device)
-            largest = all_reduce(number, self._mesh.group("world"), "max", checked=False)
-            self.received = int(largest.about("a signal to stop").wait())
-
-    def _receive(self, number: int) -> None:
-        self._local = number
 
 
 def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
@@ -109,7 +66,7 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         if mesh.rank == 0
         else Metrics()
     )
-    with metrics, StopSignals(stop_on, mesh) as stop:
+    with metrics, StopSignals(stop_on) as stop:
         data = load_data(config)
         plan = balanced(config, plan, mesh, data)
         memory = _predicted_memory(config, plan, mesh, data)
@@ -122,23 +79,23 @@ def train(config: Config, stop_on: Collection[int] = ()) -> TrainingResult:
         done = checkpoints.resume()
         write_schedule(trainer.engine, config.run.dir, mesh)
         metrics.begin(checkpoints.resumed_steps)
-        monitored = MonitoredStep(config, trainer, mesh, Meter(config, mesh, data.vocab), metrics, progress)
+        meter = Meter(config, mesh, data.vocab)
+        monitored = MonitoredStep(config, trainer, mesh, meter, metrics, progress, stop)
         with progress:
             progress.start_from(done)
             with checkpoints:
                 while done < settings.steps and not stop.received:
                     monitored.run(done)
                     done += 1
-                    stop.exchange()
+                    if stop.received or checkpoints.are_due(done):
+                        monitored.finish()
                     checkpoints.after(done, last=done == settings.steps or bool(stop.received))
-        sample = None if stop.received else trainer.sample()
         result = TrainingResult(
             steps=done,
             loss=monitored.loss,
             validation_loss=monitored.validation_loss,
-            sample=sample,
+            sample=None if stop.received else trainer.sample(),
             metrics=config.run.dir / "metrics.jsonl",
-            comparison=None,
             stopped=stop.received,
             saved=not checkpoints.failed,
         )

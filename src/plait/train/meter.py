@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import resource
 import sys
-import time
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
 
 from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
-from plait.device import is_accelerator, name_of, peak_allocated
+from plait.device import StreamEvent, is_accelerator, name_of, peak_allocated, read_later, sent
 from plait.train.build import build_model
 from plait.train.config import Config
 
@@ -38,8 +39,22 @@ _PEAKS: tuple[tuple[str, dict[str, float]], ...] = (
 )
 
 
+@dataclass(frozen=True)
+class StepNumbers:
+    """The numbers of a finished step, the same on every rank except for times."""
+
+    row: dict[str, float]
+    """The metrics."""
+    signal: int
+    """A signal to stop that a rank had received by the end of the step; 0: none."""
+    loss_rank: int
+    """The lowest rank whose own loss is not finite; the size of the world if there is none."""
+    gradient_rank: int
+    """The same for gradients."""
+
+
 class Meter:
-    """Measures steps and waits for the device once per step. Call `start` before a step, `measure` after."""
+    """Measures steps, without waiting for the device. Call `start` before a step, `measure` after it."""
 
     def __init__(self, config: Config, mesh: Mesh, vocab: int) -> None:
         model = config.model
@@ -51,34 +66,48 @@ class Meter:
         each = peak_flops(name, config.train.precision)
         self._peak = None if each is None else each * mesh.size("world")  # devices are alike
         self._mesh = mesh
-        self._started = 0.0
+        self._started = StreamEvent(mesh.device, timed=True)
 
     def start(self) -> None:
         """Start the clock of a step."""
-        self._started = time.perf_counter()
+        self._started = StreamEvent(self._mesh.device, timed=True)
 
-    def measure(self, step: int, loss: Tensor, norm: Tensor, rate: float) -> dict[str, float]:
-        """Return the metrics of the finished `step`, counted from 1; equal on every rank except for times.
+    def measure(
+        self, step: int, loss: Tensor, norm: Tensor, rate: float, non_finite: Tensor, signal: int = 0
+    ) -> Callable[[], StepNumbers]:
+        """End the clock of `step`, counted from 0; return a function that waits for its numbers.
 
-        Communication: one number, all-reduced over the world. Waits for the device.
+        `non_finite`: bool `[2]`, whether this rank's own loss and own gradients are not finite. `signal`: one
+        that this rank has received, or 0. Communication: four numbers, all-reduced over the world.
         """
-        memory = torch.tensor([peak_memory_bytes(self._mesh.device)], dtype=torch.float64, device=loss.device)
-        all_reduce(memory, self._mesh.group("world"), "max", checked=False).wait()
-        numbers = torch.stack([loss.double(), norm.double(), memory[0]]).tolist()
-        seconds = time.perf_counter() - self._started
-        row = {
-            "step": step + 1,
-            "loss": numbers[0],
-            "grad_norm": numbers[1],
-            "lr": rate,
-            "tokens": self._tokens,
-            "step_seconds": seconds,
-            "tokens_per_second": self._tokens / seconds,
-            "peak_memory_bytes": int(numbers[2]),
-        }
-        if self._peak is not None:
-            row["mfu"] = self._flops * self._tokens / seconds / self._peak
-        return row
+        mesh, device = self._mesh, self._mesh.device
+        world = mesh.size("world")
+        own = torch.tensor([peak_memory_bytes(device), signal], dtype=torch.float64)
+        first = non_finite * float(world - mesh.rank)  # the largest is that of the lowest rank
+        numbers = torch.cat([sent(own, device), first.double()])
+        largest = all_reduce(numbers, mesh.group("world"), "max", checked=False)
+        largest_of_all = largest.about("the metrics of the step").wait()
+        read = read_later(torch.cat([torch.stack([loss.double(), norm.double()]), largest_of_all]))
+        started, ended = self._started, StreamEvent(device, timed=True)
+
+        def finished() -> StepNumbers:
+            loss, norm, memory, signal, *first = read().tolist()
+            seconds = ended.milliseconds_since(started) / 1e3
+            row = {
+                "step": step + 1,
+                "loss": loss,
+                "grad_norm": norm,
+                "lr": rate,
+                "tokens": self._tokens,
+                "step_seconds": seconds,
+                "tokens_per_second": self._tokens / seconds,
+                "peak_memory_bytes": int(memory),
+            }
+            if self._peak is not None:
+                row["mfu"] = self._flops * self._tokens / seconds / self._peak
+            return StepNumbers(row, int(signal), *(world - int(one) for one in first))
+
+        return finished
 
 
 def peak_memory_bytes(device: torch.device) -> int:

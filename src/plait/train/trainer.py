@@ -10,7 +10,6 @@ import math
 import torch
 from torch import Tensor
 
-from plait.comm.collectives import all_reduce
 from plait.comm.mesh import Mesh
 from plait.composer import parallelize
 from plait.errors import NonFiniteError
@@ -20,6 +19,7 @@ from plait.train.batches import rank_rows
 from plait.train.build import build_model, build_optimizer, initial_weights, learning_rate
 from plait.train.config import Config
 from plait.train.data import Data
+from plait.train.meter import StepNumbers
 from plait.train.tokenizer import printable
 
 
@@ -107,23 +107,21 @@ class Trainer:
         tokens = self.engine.generate(start, settings.sample_tokens, temperature=0.8, seed=settings.seed)
         return printable(tokenizer.decode(tokens[0].tolist()))
 
-    def refuse_non_finite(self, step: int, loss: float, norm: float) -> None:
-        """Raise `NonFiniteError` on every rank, with rank and stage, if `loss` or `norm` is not finite.
+    def refuse_non_finite(self, step: int, numbers: StepNumbers) -> None:
+        """Raise `NonFiniteError` on every rank, with rank and stage, where the loss or norm is not finite.
 
-        A norm that overflows a loss scale which can be lowered is no error. Call it before the next step.
-        Communication, only before raising: one number, all-reduced over the world.
+        `numbers` are those of `step`. A norm that overflows a loss scale which can be lowered is no error.
         """
+        loss, norm = numbers.row["loss"], numbers.row["grad_norm"]
         overflows = self.engine.adapts_loss_scale and self.engine.loss_scale >= 1
         if math.isfinite(loss) and (math.isfinite(norm) or overflows):
             return
         mesh, schedule = self._mesh, self.engine.schedule
         if not math.isfinite(loss):
-            affected = not bool(self.engine.microbatch_losses().isfinite().all())
             stages, what, value = [schedule.stages - 1], "loss", loss
-            rank = self._first_rank(affected and mesh.index("pp") == schedule.rank_of[-1])
+            rank = numbers.loss_rank % mesh.size("world")
         else:
-            gradients = [p.grad for p in self.engine.parameters() if p.grad is not None]
-            rank = self._first_rank(not all(bool(gradient.isfinite().all()) for gradient in gradients))
+            rank = numbers.gradient_rank % mesh.size("world")
             stages = list(schedule.stages_of(mesh.coordinate_of(rank)["pp"]))
             what, value = "gradient norm", norm
         where = f"stage{'s' * (len(stages) > 1)} {' and '.join(map(str, stages))}"
@@ -131,13 +129,3 @@ class Trainer:
             f"step {step + 1}: the {what} is {value} on rank {rank}, {where}: "
             "lower train.lr, raise train.warmup, or look at the data of that step."
         )
-
-    def _first_rank(self, affected: bool) -> int:
-        """Return on every rank the lowest rank with `affected`; 0 if there is none.
-
-        Ranks are numbered stage by stage, so that it is on the first affected stage.
-        """
-        mesh, none = self._mesh, self._mesh.size("world")
-        first = torch.tensor([mesh.rank if affected else none], dtype=torch.int64, device=mesh.device)
-        all_reduce(first, mesh.group("world"), "min", checked=False).wait()
-        return int(first) % none

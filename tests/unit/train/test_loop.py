@@ -1,42 +1,17 @@
-import json
 import math
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
 from torch import Tensor
+from train_runs import make, rows, run
 
 from plait.comm.rank_pool import RankPool
 from plait.engine import Engine
 from plait.errors import NonFiniteError
 from plait.train.config import Config
 from plait.train.loop import TrainingResult, train
-
-
-def make(
-    folder: Path, *, pp: int = 1, dp: int = 1, model: dict[str, object] | None = None, **settings: Any
-) -> Config:
-    """A model of one block that trains for a moment."""
-    run = {"dir": folder, "compare": settings.pop("compare", 0), "tensorboard": False}
-    return Config.model_validate(
-        {
-            "model": {"layers": 1, "hidden": 16, "heads": 2, "context": 16} | (model or {}),
-            "train": {"steps": 4, "batch": 4, "microbatches": 2, "validate_batches": 2, "warmup": 2}
-            | settings,
-            "parallel": {"pp": pp, "dp": dp},
-            "run": run,
-        }
-    )
-
-
-def run(pool: RankPool, config: Config) -> list[TrainingResult]:
-    return pool.run(train, config, ranks=config.plan().world)
-
-
-def rows(folder: Path) -> list[dict[str, float]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_a_run_is_written_down_and_matches_one_rank(thread_ranks: RankPool, tmp_path: Path) -> None:

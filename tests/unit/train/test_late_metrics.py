@@ -1,0 +1,82 @@
+"""On a GPU the metrics of a step are read after the next one was submitted: here CPU ranks do so, too."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+from train_runs import make, rows, run
+
+from plait.comm.rank_pool import RankPool
+from plait.errors import NonFiniteError
+from plait.train import monitored_step
+from plait.train.monitored_step import MonitoredStep
+from plait.train.stop_signals import StopSignals
+from plait.train.trainer import Trainer
+
+TIMES = ("step_seconds", "tokens_per_second", "peak_memory_bytes")
+
+
+@pytest.fixture
+def order(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Ranks read late; returns what rank 0 does: trains and reads."""
+    done: list[str] = []
+    train, finish = Trainer.step, MonitoredStep.finish
+
+    def trained(self: Trainer, step: int) -> Any:
+        if self._mesh.rank == 0:
+            done.append(f"train {step + 1}")
+        return train(self, step)
+
+    def finished(self: MonitoredStep) -> None:
+        if self._unread is not None and self.mesh.rank == 0:
+            done.append(f"read {self._unread[0] + 1}")
+        finish(self)
+
+    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: True)
+    monkeypatch.setattr(Trainer, "step", trained)
+    monkeypatch.setattr(MonitoredStep, "finish", finished)
+    return done
+
+
+def test_metrics_are_the_same_a_step_late(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
+) -> None:
+    options: dict[str, Any] = {"pp": 2, "dp": 2, "microbatches": 1, "steps": 6, "validate_every": 3}
+    late = run(thread_ranks, make(tmp_path / "late", **options))
+    seen = list(order)
+    monkeypatch.setattr(monitored_step, "is_accelerator", lambda device: False)
+    at_once = run(thread_ranks, make(tmp_path / "at_once", **options))
+    first, second = (
+        [{name: value for name, value in row.items() if name not in TIMES} for row in rows(tmp_path / folder)]
+        for folder in ("late", "at_once")
+    )
+    assert first == second
+    assert (late[0].loss, late[0].validation_loss) == (at_once[0].loss, at_once[0].validation_loss)
+    expected = (
+        "train 1, train 2, read 1, train 3, read 2, read 3, train 4, train 5, read 4, train 6, read 5, read 6"
+    )
+    assert seen == expected.split(", ")
+
+
+def test_a_number_that_is_not_finite_is_told_with_its_own_step(
+    thread_ranks: RankPool, tmp_path: Path, order: list[str]
+) -> None:
+    """Though the next step, whose numbers are all NaN, was run before."""
+    config = make(tmp_path, pp=2, lr=1e25, clip=0, warmup=0)
+    with pytest.raises(
+        NonFiniteError, match=r"^step 2: the (loss|gradient norm) is (nan|inf) on rank 1, stage 1: "
+    ):
+        run(thread_ranks, config)
+    assert [row["step"] for row in rows(tmp_path)] == [1]
+    assert order[-2:] == ["train 3", "read 2"]
+
+
+def test_a_signal_ends_the_run_after_the_next_step(
+    thread_ranks: RankPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: list[str]
+) -> None:
+    received = property(lambda self: signal.SIGTERM if "train 2" in order else 0, lambda self, number: None)
+    monkeypatch.setattr(StopSignals, "local", received, raising=False)
+    results = run(thread_ranks, make(tmp_path, dp=2, steps=9))
+    assert {(one.steps, one.stopped) for one in results} == {(3, signal.SIGTERM)}
+    assert [row["step"] for row in rows(tmp_path)] == [1, 2, 3]
