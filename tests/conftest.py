@@ -93,9 +93,12 @@ class ThreadRanks:
     What meta runs have shown of layers is kept from one test to the next: many tests build the same model.
     """
 
-    def __init__(self, completion: Any = None) -> None:
-        """`completion`: run under NCCL's rules, with operations that complete early, late, or by a seed."""
-        self.completion = completion
+    def __init__(self, completion: Any = None, make_rules: Any = None) -> None:
+        """`completion`: run under NCCL's rules, with operations that complete early, late, or by a seed.
+
+        `make_rules`: makes the rules of a run, by default `StreamRules` with this completion.
+        """
+        self.completion, self.make_rules = completion, make_rules
         self._shared_results: dict[Hashable, Any] = {}
 
     def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
@@ -105,12 +108,15 @@ class ThreadRanks:
         from plait.comm.transport.local.stream_rules import StreamRules
 
         self._shared_results.pop(Blueprint, None)  # it may come from code that a test has broken
-        rules = None if self.completion is None else StreamRules(self.completion)
+        if self.make_rules is not None:
+            rules = self.make_rules()
+        else:
+            rules = None if self.completion is None else StreamRules(self.completion)
         return run_threads(_on_own_core(function), arguments, ranks, 1, self._shared_results, rules)
 
-    def under_rules(self, completion: Any) -> ThreadRanks:
+    def under_rules(self, completion: Any, make_rules: Any = None) -> ThreadRanks:
         """Return such ranks under NCCL's rules, with the same results of meta runs."""
-        ruled = ThreadRanks(completion)
+        ruled = ThreadRanks(completion, make_rules)
         ruled._shared_results = self._shared_results
         return ruled
 

@@ -10,6 +10,7 @@ from unittest.mock import patch
 from torch import Tensor
 
 from plait.autograd import paired_collectives, uneven_collectives
+from plait.checkpoint import save_task, saving
 from plait.comm.handle import Handle
 from plait.comm.mesh import Mesh
 from plait.comm.transport.world_ranks import current_ranks
@@ -223,6 +224,43 @@ def mean_loss_not_awaited() -> Any:
     return _started_only(runner, "all_reduce")
 
 
+# ── that only the order of accesses shows, since operations of the CPU are done when they return ──
+
+
+def staging_not_awaited() -> Any:
+    """The event is on a stream without the copies, as on another device's."""
+
+    class Elsewhere:
+        def __init__(self, device: Any) -> None:
+            pass
+
+        def wait(self) -> None:
+            pass
+
+    return patch.object(saving, "StreamEvent", Elsewhere)
+
+
+def staging_reused_while_written() -> Any:
+    """The next checkpoint is copied to memory that the last one is still written from."""
+    return patch.object(save_task, "join_thread", lambda thread: None)
+
+
+def offloaded_gradient_read_before_it_arrives() -> Any:
+    original = reducer.read_later
+
+    def read_later(summed: Tensor) -> Any:
+        read = original(summed)
+        (copy,) = (cell.cell_contents for cell in read.__closure__ if isinstance(cell.cell_contents, Tensor))
+        return lambda: copy
+
+    return patch.object(reducer, "read_later", read_later)
+
+
+def offloaded_piece_updated_while_copied() -> Any:
+    """The optimizer steps on the CPU while the GPU still copies the parameters."""
+    return patch.object(gatherer, "synchronize_stream", lambda device: None)
+
+
 UNWAITED = "ended and has not waited for "
 FULL, EACH = {"dp": 2, "strategy": "full"}, {"dp": 2, "strategy": "full", "reduce": "each"}
 PAIR, V = {"pp": 2}, {"pp": 2, "schedule": "zb-v"}
@@ -251,6 +289,31 @@ STREAM_DEFECTS: dict[Defect, tuple[dict[str, Any], str]] = {
     mean_loss_not_awaited: (PAIR, UNWAITED + "all_reduce .*world"),
 }
 """By mistake: a plan that meets it, and what is told."""
+OFFLOAD = {"dp": 2, "strategy": "full", "offload": "full", "reduce": "each"}
+RACES: dict[Defect, tuple[dict[str, Any], str]] = {
+    parameters_not_awaited: (FULL, r"\(reads\) .* after all_gather"),
+    parameters_released_while_gathered: (FULL, "freeing .* after all_gather"),
+    piece_updated_while_gathered: (FULL, "add_ .* after all_gather"),
+    reductions_not_awaited: ({"dp": 2}, "after all_reduce"),
+    scatters_not_awaited: (EACH, "in sharding/reducer.py collect .* after reduce_scatter"),
+    gradient_freed_while_scattered: (EACH, "freeing .* after reduce_scatter"),
+    gradient_cleared_while_scattered: (EACH, "zero_ .* after reduce_scatter"),
+    input_not_awaited: (PAIR, r"\(reads\) .* after 0I0 from rank 1"),
+    buffers_returned_too_early: (PAIR, "backward_input .* after 0I1 from rank 1"),
+    output_overwritten_while_sent: (PAIR, "zero_ .* after 0F0 from rank 0 to rank 1"),
+    input_gradient_not_awaited: ({"tp": 2}, "after all_reduce .*tp"),
+    pieces_of_the_sequence_not_awaited: ({"tp": 2, "sequence_parallel": "keep"}, "after all_gather .*tp"),
+    norm_not_awaited: (FULL, "after all_reduce"),
+    mean_loss_not_awaited: (PAIR, "after all_reduce .*world"),
+    staging_not_awaited: ({"dp": 2}, "the writer of a checkpoint .* after copy_"),
+    staging_reused_while_written: ({"dp": 2}, "copy_ .* after the writer of a checkpoint"),
+    offloaded_gradient_read_before_it_arrives: (OFFLOAD, "add_ in sharding/reducer.py .* after copy_"),
+    offloaded_piece_updated_while_copied: (
+        OFFLOAD,
+        "add_ in user .* after copy_ in sharding/gatherer.py",
+    ),
+}
+"""The order of accesses finds these: by mistake a plan, and the race that is told."""
 QUICK = (
     parameters_not_awaited,
     piece_updated_while_gathered,

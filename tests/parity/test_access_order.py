@@ -1,0 +1,95 @@
+"""Memory is read and written in order on a GPU: no race in a step, and seeded races are found."""
+
+from __future__ import annotations
+
+import re
+from contextlib import nullcontext, suppress
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from parity import woven
+from parity.access_order import AccessOrder, ComputeAccesses, OrderedRules, stand_for_gpus
+from parity.case import Case
+from parity.cases import gpt2
+from parity.stream_defects import (
+    RACES,
+    Defect,
+    buffers_returned_too_early,
+    offloaded_gradient_read_before_it_arrives,
+    parameters_not_awaited,
+    staging_not_awaited,
+)
+from plait.checkpoint.checkpoint_manager import CheckpointManager
+from plait.errors import PlaitError
+from plait.plan import Plan
+
+PLANS: dict[str, dict[str, Any]] = {
+    "zb-v": {"pp": 2, "tp": 2, "schedule": "zb-v"},
+    "full": {"pp": 2, "dp": 2, "strategy": "full", "reduce": "each", "schedule": "zb-h1"},
+    "regather": {"tp": 2, "dp": 2, "sequence_parallel": "regather", "strategy": "gradients"},
+    "offload": {"pp": 2, "dp": 2, "strategy": "full", "offload": "full", "reduce": "each"},
+}
+QUICK_RACES = (
+    parameters_not_awaited,
+    buffers_returned_too_early,
+    staging_not_awaited,
+    offloaded_gradient_read_before_it_arrives,
+)
+
+
+def train_and_save(case: Case, plan: Plan, order: AccessOrder, folder: Path) -> None:
+    """A step with clipping, one with an evaluation before the update, each saved in the background."""
+    with ComputeAccesses(order):
+        engine = woven.weave(case, plan)
+        optimizer = torch.optim.SGD(engine.parameters(), lr=0.01, momentum=0.9)
+        batches = woven.shares(case, engine, 2)
+        manager, losses = CheckpointManager(folder), list[Tensor]()
+        for step, batch in enumerate(batches):
+            losses.append(engine.forward_backward(*batch) / 2)
+            if step:
+                engine.evaluate(*batch)
+                optimizer.step()
+            else:
+                engine.step(optimizer, 0.05)
+            manager.save(engine, optimizer, step, {})
+            optimizer.zero_grad()
+        manager.finish()
+
+
+def run(
+    thread_ranks: Any, folder: Path, fields: dict[str, Any], order: AccessOrder, defect: Defect = nullcontext
+) -> None:
+    """Run the plan with `fields` on ranks that stand for GPUs."""
+    plan = Plan(**fields, microbatches=4, precision="fp64")
+    with pytest.MonkeyPatch.context() as patches:
+        stand_for_gpus(patches, order)
+        ruled = thread_ranks.under_rules("early", lambda: OrderedRules(order))
+        with defect():
+            ruled.run(train_and_save, gpt2(layers=4), plan, order, folder, ranks=plan.world)
+
+
+@pytest.mark.parametrize(
+    "name", ["zb-v", "offload", *(pytest.param(n, marks=pytest.mark.full) for n in ("full", "regather"))]
+)
+def test_no_race(thread_ranks: Any, tmp_path: Path, name: str) -> None:
+    order = AccessOrder()
+    run(thread_ranks, tmp_path, PLANS[name], order)
+    assert not order.races, "\n".join(dict.fromkeys(order.races))
+    assert order.count > 10_000
+
+
+@pytest.mark.parametrize(
+    "defect",
+    [each if each in QUICK_RACES else pytest.param(each, marks=pytest.mark.full) for each in RACES],
+    ids=lambda defect: defect.__name__,
+)
+def test_a_race_is_found(thread_ranks: Any, tmp_path: Path, defect: Defect) -> None:
+    fields, told = RACES[defect]
+    order = AccessOrder()
+    with suppress(PlaitError):  # the rules, too, find most of them
+        run(thread_ranks, tmp_path, fields, order, defect)
+    assert any(re.search(told, race) for race in order.races), order.races[:10]
