@@ -19,7 +19,7 @@ Clock = Callable[[], int]
 
 
 class ClockOffset(NamedTuple):
-    """The first rank's clock minus this rank's, in nanoseconds."""
+    """The first rank's clock minus this rank's, in nanoseconds, and the largest possible error of it."""
 
     nanoseconds: int
     uncertainty: int
@@ -48,7 +48,7 @@ def compare_clocks(group: Group, device: torch.device, clock: Clock) -> ClockOff
 
 
 def _ping(group: Group, device: torch.device, clock: Clock) -> ClockOffset:
-    """Return the offset from one ping; the first rank's reading counts as the middle of the round trip."""
+    """Return the offset that one ping measures, as if the answer were sent at half the round trip."""
     token = torch.zeros(1, dtype=torch.int64, device=device)
     before = clock()
     # The receive is posted after the send: NCCL carries out the messages of a pair in order.

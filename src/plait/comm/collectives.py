@@ -57,7 +57,7 @@ def all_reduce(
 def reduce(
     tensor: Tensor, group: Group, op: Op = "sum", *, destination: int = 0, checked: bool = True
 ) -> Handle[Tensor]:
-    """Reduce in place on the rank with index `destination`; `tensor` is undefined on the other ranks."""
+    """Start the in-place reduce of `tensor` to the rank at index `destination`; undefined on other ranks."""
     error = reduction_error(op, tensor.dtype) or _index_error(destination, group)
     detail = f"{op} to {destination}"
     _check_and_count("reduce", tensor, group, detail=detail, error=error, checked=checked)
@@ -74,7 +74,7 @@ def reduce(
 def reduce_scatter(
     tensor: Tensor, group: Group, op: Op = "sum", *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Reduce over the group and keep this rank's piece: `[size * n, ...]` to `[n, ...]`, in `out` if given.
+    """Start the reduce-scatter of `tensor`: `[size * n, ...]` to this rank's `[n, ...]`, in `out` if given.
 
     On the CPU the sum is in rank order, of 16-bit floats in float32. `out` may be a piece of `tensor`.
     """
@@ -98,7 +98,7 @@ def reduce_scatter(
 def all_gather(
     tensor: Tensor, group: Group, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Concatenate the ranks' tensors along dim 0: `[n, ...]` to `[size * n, ...]`, in `out` if given.
+    """Start the all-gather of the ranks' tensors: `[n, ...]` to `[size * n, ...]`, in `out` if given.
 
     `tensor` may be this rank's piece of `out`. A 0-d tensor counts as `[1]`.
     """
@@ -115,7 +115,7 @@ def all_gather(
 def all_to_all(
     tensor: Tensor, group: Group, *, out: Tensor | None = None, checked: bool = True
 ) -> Handle[Tensor]:
-    """Send the i-th of `size` equal pieces of dim 0 to index i; return the received pieces in order.
+    """Send the i-th of `size` equal pieces of dim 0 to the rank with index i; return the pieces received.
 
     `[size * n, ...]` to the same shape, in `out` if given, which is other memory than `tensor`.
     """
@@ -228,7 +228,7 @@ def _check_and_count(
     checked: bool,
     payload: int | None = None,
 ) -> None:
-    """Raise `error`, if any, else count the call as traffic; `checked`: compare the ranks' calls first.
+    """Raise CommunicationError for `error`, else count the call; `checked`: compare the ranks' calls first.
 
     `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
     check counts as traffic. Raises `CommunicationError`.
@@ -256,7 +256,7 @@ def _start(kind: str, group: Group, launch: Callable[[], Pending], finish: Calla
 
 
 def _copy_to(result: Tensor, out: Tensor | None) -> Tensor:
-    """Return the result of a collective of one rank: `result`, or `out` after copying `result` to it."""
+    """Return `result` of a collective in a group of one rank, or `out` after copying `result` to it."""
     return result if out is None else out.detach().copy_(result)
 
 
@@ -267,7 +267,7 @@ def _whole_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
 
 
 def _piece_shape(tensor: Tensor, group: Group) -> tuple[int, ...]:
-    """Return the shape of one of `size` equal pieces of dim 0."""
+    """Return the shape of one rank's piece: `tensor` divided along dim 0 into one equal piece per rank."""
     first, *rest = tensor.shape or (0,)
     return (first // group.size, *rest)
 

@@ -19,7 +19,7 @@ COMBINED = {"dp": ("replicate", "shard"), "model": ("pp", "tp"), "world": AXES}
 
 
 def sizes_of(*, pp: int, dp: int, tp: int, replicate: int) -> dict[str, int]:
-    """Return the size of each axis, outermost first. Raises `MeshError` for invalid degrees."""
+    """Return the number of ranks along each axis, outermost first. Raises `MeshError` for invalid degrees."""
     require_degrees({"pp": pp, "dp": dp, "tp": tp, "replicate": replicate})
     if dp % replicate:
         raise MeshError(
@@ -37,7 +37,7 @@ def require_degrees(degrees: Mapping[str, int]) -> None:
 
 
 def combined_axes(axes: Collection[str] = AXES) -> dict[str, tuple[str, ...]]:
-    """Return the combined axes and what each combines: `world`; of a plan's axes also `dp`, `model`."""
+    """Return the axes that each combined axis combines: `world`; for a plan's axes also `dp` and `model`."""
     return COMBINED if tuple(axes) == AXES else {"world": tuple(axes)}
 
 
@@ -88,13 +88,13 @@ def rank_at(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> int:
 def replica_ranks(
     layout: Layout, coordinate: Mapping[str, int], stages: Iterable[int], sizes: Mapping[str, int]
 ) -> tuple[int, ...]:
-    """Return the ranks of pipeline `stages` that hold the same piece under `layout` as `coordinate`."""
+    """Return the ranks of pipeline `stages` whose piece under `layout` is the same as at `coordinate`."""
     alike = [dict(zip(layout.axes, there, strict=True)) for there in layout.replicas(coordinate)]
     return tuple(sorted(rank_at({"pp": stage, **there}, sizes) for stage in stages for there in alike))
 
 
 def split_dp(coordinate: Mapping[str, int], sizes: Mapping[str, int]) -> dict[str, int]:
-    """Return the coordinate with a combined axis `dp` split into `replicate` and `shard`.
+    """Return the coordinate with its index along `dp`, if any, split into `replicate` and `shard` indices.
 
     Raises `MeshError` for an unknown axis.
     """

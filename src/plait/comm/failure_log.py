@@ -56,7 +56,7 @@ class FailureLog:
     """
 
     def __init__(self, store: dist.distributed_c10d.Store, rank: int, timeout: float = 600.0) -> None:
-        """Open the log in `store`. Every rank opens its logs in the same order. `timeout`: in seconds."""
+        """Open a log in `store`; all ranks open logs in the same order. `timeout`: the mesh's (seconds)."""
         self.rank = rank
         self._budget = min(_MOST_SECONDS, _SHARE_OF_TIMEOUT * timeout)
         self._deadline: float | None = None
@@ -73,13 +73,13 @@ class FailureLog:
             self._write(self._own)
 
     def seconds_left(self) -> float:
-        """Return the seconds left for all waits for the store, counted from the first call of this method."""
+        """Return the seconds until the deadline of all waits for the store, which the first call sets."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._budget
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Return the failure records of `suspects` and of the ranks they waited for, and ranks without one.
+        """Return the failure records of `suspects` and the ranks they waited for, and ranks without a record.
 
         `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
         record, or where the search of another rank ended at one of the silent ranks: then that result counts.
@@ -156,7 +156,7 @@ class FailureLog:
 
 
 def failure_log_of_world(rank: int, timeout: float) -> FailureLog | None:
-    """Return a log in the store of the initialised world; None where it has no store."""
+    """Return a new log in the store of torch's default process group; None where it has no store."""
     try:
         return FailureLog(dist.distributed_c10d._get_default_store(), rank, timeout)
     except (RuntimeError, ValueError):

@@ -14,7 +14,7 @@ T = TypeVar("T")
 
 
 class Handle(Generic[T]):
-    """A running operation. Keep it until `wait()`: it keeps the tensors of the operation alive.
+    """A started communication operation. Keep it until `wait()`: it keeps the operation's tensors alive.
 
     On NCCL waiting orders streams and does not block the host; on Gloo it blocks, for at most the
     group's timeout.
@@ -85,7 +85,7 @@ class Handle(Generic[T]):
         return self._result[0]
 
     def abandon(self) -> bool:
-        """Discard the result; return whether its tensors may be reused now, or only after `wait`.
+        """Discard the result; return True if its tensors may be reused now, False if only after `wait`.
 
         An operation of a backend runs on by itself; staged tensors of ranks on one host are read and written
         in `wait` only.

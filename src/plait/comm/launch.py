@@ -125,7 +125,7 @@ def _run_joined(
 
 
 def _abandon(patience: float) -> None:
-    """Leave the world after a failure, so that the other ranks notice it and this process can end.
+    """Leave the process groups after a failure, so that the other ranks notice and this process can end.
 
     An operation that waits for a lost peer never ends, and the exit of the process waits for it: leaving and
     exiting are given `patience` seconds each.

@@ -100,7 +100,7 @@ class GridMesh:
         return coordinates.size_along(axis, self.sizes)
 
     def index(self, axis: str) -> int:
-        """Return this rank's index along an axis; along a combined axis, its first axis is outermost."""
+        """Return this rank's index along an axis; in a combined axis, the first of its axes is outermost."""
         return coordinates.index_along(axis, self.coordinate, self.sizes)
 
     def group(self, axis: str) -> Group:
@@ -117,7 +117,7 @@ class GridMesh:
         return coordinates.axes_of(axis, self.sizes)
 
     def rank_at(self, **coordinate: int) -> int:
-        """Return the global rank at a coordinate; axes that are not given default to this rank's index.
+        """Return the global rank at a coordinate; axes that are not given default to this rank's own index.
 
         On a plan's mesh `dp` may be given. Raises `MeshError` for an unknown axis or an index outside the
         mesh.
@@ -126,7 +126,7 @@ class GridMesh:
         return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
-        """Make disjoint groups, whose traffic is counted as `name`; return this rank's group, or None.
+        """Make disjoint communication groups, which count traffic as `name`; return this rank's, or None.
 
         All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
         are not in the mesh.
@@ -222,7 +222,7 @@ class GridMesh:
         Handle(partial(self._ranks.discover, self.timeout), lambda: None, awaited, world).wait()
 
     def _group_along(self, axis: str) -> Group:
-        """Return this rank's group along an axis.
+        """Make this rank's group along an axis; on NCCL, axes with the same ranks share a communicator.
 
         Each axis has a process group of its own, also where two have the same ranks: so an operation of one
         never waits for one of the other, and what a failed step has left pending on one is not matched on the
@@ -261,7 +261,7 @@ class GridMesh:
         )
 
     def _watch_operations(self) -> OperationWatch | None:
-        """Return the watch over operations on this rank's GPU; None where waits block the host."""
+        """Return an `OperationWatch` for this rank's GPU; None without NCCL, where waits block the host."""
         if not self.uses_nccl:
             return None
         return OperationWatch(self.rank, self.timeout, partial(StreamEvent, self.device))
@@ -315,7 +315,7 @@ class Mesh(GridMesh):
         self._channels: dict[Channel, Group | None] = {}
 
     def channel_groups(self, channels: Collection[Channel]) -> dict[Channel, Group]:
-        """Return the group (sender, receiver) of each of the `channels` that this rank sends or receives on.
+        """Return the group (sender, receiver) of each pipeline channel that this rank sends or receives on.
 
         All ranks call it with the same channels along `pp`. Groups are made at the first call, in one order
         on all ranks, and count as `pp`. On NCCL each then sends a first message, which connects its ranks:

@@ -17,7 +17,7 @@ _PATIENCE_AFTER_TIMEOUT = 3.0
 
 @dataclass(frozen=True)
 class Operation:
-    """A started operation, as its errors describe it. It holds no tensors."""
+    """Description of a started communication operation, for error messages. It holds no tensors."""
 
     awaited: str
     """Completes "rank 1 waits for ..."."""
@@ -26,7 +26,7 @@ class Operation:
     group: Group
 
     def record_failure(self, cause: Exception) -> None:
-        """Write this rank's failure record, and make the group's other operations fail soon."""
+        """Write this rank's record to the failure log, and make the group's other operations fail soon."""
         if self.group.failure_log is not None:
             self.group.failure_log.record(self.awaited, self.suspects)
         self.group.abort(cause)

@@ -32,7 +32,7 @@ _PREFIXES = ("TORCH_FR_DUMP_TEMP_FILE", "TORCH_NCCL_DEBUG_INFO_TEMP_FILE")
 
 
 class WatchedOperation(Protocol):
-    """What the watch needs of an operation; see `plait.comm.operation_error.Operation`."""
+    """Interface of operations for `OperationWatch`, such as `plait.comm.operation_error.Operation`."""
 
     def record_failure(self, cause: Exception) -> None:
         """Write this rank's failure record."""
@@ -42,7 +42,7 @@ class WatchedOperation(Protocol):
 
 
 class OperationWatch:
-    """Checks in a thread that operations on a GPU finish, and ends this process if none does for `timeout`.
+    """Ends this process when its GPU's operations make no progress for `timeout` seconds; checks in a thread.
 
     Before it ends the process with exit code 1, the thread writes this rank's failure record, for the other
     ranks' errors, torch's flight recorder to a file, and to stderr the error and the stack of each thread.
@@ -57,7 +57,7 @@ class OperationWatch:
         completion: Callable[[], StreamEvent],
         end: Callable[[int], object] = end_process,
     ) -> None:
-        """Watch nothing yet. `completion()` returns the event of all work submitted so far; `end` exits."""
+        """`completion()` returns an event after all work submitted so far; `end(code)` ends the process."""
         self._rank, self._timeout = rank, timeout
         self._completion, self._end = completion, end
         self._period = min(_MOST_PERIOD, timeout / 4)
@@ -66,14 +66,14 @@ class OperationWatch:
         self._closed = threading.Event()
 
     def add(self, operation: WatchedOperation) -> None:
-        """Watch an operation that the current stream has just been ordered after, without blocking."""
+        """Watch an operation that the current stream has just been told to wait for. Does not block."""
         self._unfinished.append((self._completion(), operation))
         if self._thread is None:
             self._thread = threading.Thread(target=self._watch, name="plait-operation-watch", daemon=True)
             self._thread.start()
 
     def close(self) -> None:
-        """Watch no more, also no operation that was added before."""
+        """Stop watching all operations, including those added before."""
         self._closed.set()
 
     def _watch(self) -> None:

@@ -25,7 +25,7 @@ _PERIOD = 0.5
 
 
 class OrphanWatch:
-    """While entered, ends this process within a second after the launcher's process on this host is gone.
+    """Context in which this process ends within a second after its launcher's process on this host is gone.
 
     A second thread compares the parents of this process, and of wrappers between it and the launcher, with
     those at the beginning: the system gives a process another parent when its own ends. It then writes one
@@ -78,7 +78,7 @@ def end_process(code: int) -> NoReturn:
 
 
 def parents_up_to_launcher(mark: str) -> Mapping[int, int]:
-    """Return the parent's id, by process id, of this process and of each ancestor below the launcher.
+    """Return, by process id, the parent's id of this process and of each ancestor below the launcher.
 
     The launcher is the first ancestor that was started without the environment variable `mark`, or whose
     environment cannot be read, such as a daemon of Slurm; it is the last parent. Outside Linux only the
@@ -107,7 +107,7 @@ def _parent(process: int) -> int | None:
 
 
 def _started_with(process: int, variable: str) -> bool:
-    """Return whether a process has this environment variable; False where its environment is unreadable."""
+    """Return whether a process was started with an environment variable; False where that is unreadable."""
     try:
         environment = Path("/proc", str(process), "environ").read_bytes()
     except OSError:

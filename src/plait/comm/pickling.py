@@ -46,7 +46,7 @@ def dumps_call(call: FunctionCall) -> bytes:
 
 
 def loads_call(data: bytes) -> FunctionCall:
-    """Return the call in `data`, and add what it needs of the caller's main module to this process's main.
+    """Unpickle a call, and add the objects that it needs of the caller's main module to this process's own.
 
     `pickle` looks them up there by name: when a worker of a `DataLoader` sends a batch of a class of the main
     module, or when `torch.save` writes a model.
@@ -70,7 +70,7 @@ def dumps_result(result: object, rank: int) -> bytes:
 
 
 def _is_in_main(thing: Any) -> bool:
-    """Return whether `pickle` would find a class or function in the main module by name."""
+    """Return whether `thing` is a class or function that `pickle` finds by name in the main module."""
     if getattr(thing, "__module__", None) != "__main__" or not hasattr(thing, "__qualname__"):
         return False
     try:

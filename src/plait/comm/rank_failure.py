@@ -19,7 +19,7 @@ _SIGNS = ("closed by peer", "reset by peer", "broken pipe", "timed out", "connec
 
 @dataclass(frozen=True)
 class RankFailure:
-    """The failure of one rank."""
+    """Report of one rank's failure, which can be pickled."""
 
     rank: int
     summary: str

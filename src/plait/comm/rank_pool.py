@@ -184,7 +184,7 @@ def _close_at_exit(reference: weakref.ref[RankPool]) -> None:
 
 
 def _grow(children: list[_RankHandle], count: int, module: str) -> None:
-    """Start rank processes and append them to `children`, until these are `count`.
+    """Start rank processes and append them to `children`, until there are `count` of them.
 
     A fork server starts them, not this process, which may have threads. It imports what every rank needs
     before it forks, and lasts as long as this process: further pools start at once.
@@ -215,7 +215,7 @@ def _stop_fork_server() -> None:
 
 @contextlib.contextmanager
 def _blocked_signal(number: int) -> Iterator[None]:
-    """Within the block, block signal `number`, so that a fork server started there inherits the mask."""
+    """Block signal `number` within the context, so that a fork server started there inherits the mask."""
     multiprocessing.resource_tracker.ensure_running()  # starting it later would unblock SIGTERM
     before = signal.pthread_sigmask(signal.SIG_BLOCK, [number])
     try:
@@ -268,7 +268,7 @@ def _collect(children: Mapping[int, _RankHandle], folder: str, timeout: float) -
 
 
 def _others(waiting: Mapping[int, _RankHandle], finished: list[int], folder: str) -> str:
-    """Return the stacks of `waiting` ranks, for the error message of a rank that timed out."""
+    """Return text for an error message: the finished ranks, and the stacks of the `waiting` ranks."""
     for child in waiting.values():
         if child.process.pid is not None and child.process.is_alive():
             os.kill(child.process.pid, STACK_SIGNAL)

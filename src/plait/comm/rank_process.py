@@ -99,7 +99,7 @@ def _reset_sigterm() -> None:
 
 
 def _listen(connection: Connection, jobs: queue.SimpleQueue[RankJob], busy: threading.Event) -> None:
-    """Receive jobs; end the process, even while a job runs, on `END` or when the parent is gone.
+    """Receive jobs; on `END`, or when the parent is gone, end this process, even while a job runs.
 
     The connection is closed when the parent is gone, since only it holds the other end.
     """

@@ -20,13 +20,13 @@ SAME_SIGNAL_SECONDS = 0.5
 
 
 class GracefulStop:
-    """A context in which the first signal received only calls a function, to stop the program gracefully.
+    """Context in which the first signal only calls a function, which can stop the program gracefully.
 
     A second one is passed to the previous handler.
     """
 
     def __init__(self, signals: Iterable[int], on_first: Callable[[int], None]) -> None:
-        """Handle `signals` while entered; `on_first` is called with the number of the first one received."""
+        """Handle `signals` within the context; call `on_first` with the number of the first one received."""
         self._signals = tuple(signals)
         self._on_first = on_first
         self._received_at: float | None = None
@@ -64,7 +64,7 @@ class GracefulStop:
 
 
 class Watchdog:
-    """While entered, ends this process when a SIGINT or SIGTERM cannot be handled for `grace` seconds.
+    """Context in which this process ends when a SIGINT or SIGTERM cannot be handled for `grace` seconds.
 
     Python runs signal handlers between two instructions of the main thread; a main thread that is blocked
     inside a receive runs none. So a second thread reads the signal from the wake-up descriptor and probes

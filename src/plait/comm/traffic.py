@@ -33,7 +33,7 @@ class Traffic:
         self._counts: Counts = {}
 
     def record(self, axis: str, kind: str, bytes: int) -> None:
-        """Count one call of `kind` along `axis` with `bytes` of payload."""
+        """Count one call of an operation, such as `all_reduce`, along `axis` with `bytes` of payload."""
         kinds = self._counts.setdefault(axis, {})
         kinds[kind] = kinds.get(kind, Count()) + Count(1, bytes)
 
@@ -42,7 +42,7 @@ class Traffic:
         return {axis: dict(kinds) for axis, kinds in self._counts.items()}
 
     def since(self, snapshot: Mapping[str, Mapping[str, Count]]) -> Counts:
-        """Return the counts since `snapshot` was taken, without axes and kinds that have no calls."""
+        """Return the counts since `snapshot` was taken, without axes and operations that have no calls."""
         differences: Counts = {}
         for axis, kinds in self._counts.items():
             for kind, count in kinds.items():

@@ -60,7 +60,7 @@ class World:
 
 @dataclass(frozen=True)
 class _Variables:
-    """The environment variables that one launcher sets."""
+    """The names of the environment variables that one launcher sets."""
 
     launcher: str
     rank: str

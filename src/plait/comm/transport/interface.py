@@ -13,7 +13,7 @@ from plait.comm.transport.reduction import Op
 
 
 class Pending(Protocol):
-    """An operation that has started and has not been waited for. It keeps its tensors alive."""
+    """A started operation that has not been waited for. It keeps its tensors alive."""
 
     def wait(self, awaited: str = "") -> None:
         """Block until the results are in place; `awaited` completes "rank 1 waits for ..." in reports.
@@ -22,11 +22,11 @@ class Pending(Protocol):
         """
 
     def abandon(self) -> bool:
-        """Discard the result; return whether its tensors may be reused now, or only after `wait`."""
+        """Discard the result; return True if its tensors may be reused now, False if only after `wait`."""
 
 
 class Transport(Protocol):
-    """Moves the bytes of one group, whose ranks are addressed by their index.
+    """Interface for the communication within one group, whose ranks are addressed by their index.
 
     Output tensors are contiguous, input tensors may have any strides. All ranks make the same calls in the
     same order, with the same shapes and dtypes, which is not checked. Each call returns at once, and several
@@ -45,7 +45,7 @@ class Transport(Protocol):
         """Reduce `tensor` over the group into `total`, which may be the same memory."""
 
     def reduce(self, tensor: Tensor, op: Op, destination: int) -> Pending:
-        """Reduce a contiguous tensor in place at `destination`; it is undefined on the other ranks."""
+        """Reduce a contiguous tensor in place on the rank at index `destination`; undefined on the others."""
 
     def reduce_scatter(self, tensor: Tensor, piece: Tensor, op: Op) -> Pending:
         """Reduce `tensor` over the group; write this rank's `1 / size` of dim 0 of the result to `piece`.
@@ -57,19 +57,19 @@ class Transport(Protocol):
         """Write the ranks' tensors to `whole` by index; `tensor` may be this rank's piece of `whole`."""
 
     def all_to_all(self, tensor: Tensor, received: Tensor) -> Pending:
-        """Send the i-th of `size` equal pieces of dim 0 to index i, and fill `received` with pieces.
+        """Send the i-th of `size` equal pieces of dim 0 to rank index i, and fill `received` with pieces.
 
         The i-th piece of `received` comes from index i.
         """
 
     def broadcast(self, tensor: Tensor, source: int) -> Pending:
-        """Overwrite a contiguous tensor with that of `source`."""
+        """Overwrite a contiguous tensor with that of the rank at index `source`."""
 
     def gather(self, tensor: Tensor, whole: Tensor | None, destination: int) -> Pending:
-        """Gather the ranks' tensors into `whole` at `destination`; the other ranks pass None."""
+        """Gather the ranks' tensors into `whole` on the rank at index `destination`; the others pass None."""
 
     def scatter(self, pieces: Tensor | None, own: Tensor, source: int) -> Pending:
-        """Write this rank's piece of `pieces` to `own`; only `source` passes `pieces`."""
+        """Write this rank's piece of the `pieces` of rank index `source` to `own`; the others pass None."""
 
     def barrier(self) -> Pending:
         """Start a barrier, complete when all ranks of the group have called it."""
@@ -90,11 +90,11 @@ class Transport(Protocol):
         """Return whether `tensor` was made by `shared_zeros`."""
 
     def abort(self, cause: Exception) -> None:
-        """Make pending operations fail soon, on this and the other ranks, after one has failed by `cause`."""
+        """Make pending operations fail soon, on this and the other ranks, after one failed with `cause`."""
 
 
 class Ranks(Protocol):
-    """The ranks that were started together, as seen by one of them. Makes the transports of groups."""
+    """Interface to all ranks of the world, as seen by one of them. Makes the transports of its groups."""
 
     rank: int
     size: int
@@ -108,7 +108,7 @@ class Ranks(Protocol):
 
     @property
     def failure_log(self) -> FailureLog | None:
-        """The log in which all ranks record failures; None where they have no store for it."""
+        """The log in which all ranks record failures; None where they have no shared store for it."""
         return None
 
     def world(self) -> Transport | None:

@@ -44,7 +44,7 @@ def fold(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> None:
 
 
 def blocks(tensors: Sequence[torch.Tensor]) -> Iterator[Sequence[torch.Tensor]]:
-    """Yield the same elements of all `tensors`, flat and of one size, in blocks that fit the cache."""
+    """Yield corresponding blocks of the flat `tensors` of one size, small enough for the CPU's cache."""
     size = tensors[0].numel()
     if size <= BLOCK:
         return iter((tensors,))
@@ -64,6 +64,6 @@ def _fold_block(pieces: Sequence[torch.Tensor], op: Op, out: torch.Tensor) -> No
 
 
 def divide_mean(total: torch.Tensor, op: Op, size: int) -> None:
-    """Divide the sum in place by `size` if `op` is a mean."""
+    """Divide `total`, the sum over `size` ranks, by `size` in place if `op` is the mean."""
     if op == "mean":
         total.div_(size)

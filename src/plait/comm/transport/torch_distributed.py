@@ -51,7 +51,7 @@ class TorchPending:
 
 
 class TorchTransport:
-    """The `Transport` over one process group."""
+    """The `Transport` over one process group of `torch.distributed`."""
 
     on_one_host: ClassVar[bool] = False
 

@@ -60,7 +60,7 @@ class Processes:
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
     def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
-        """Create this rank's process group, and return its transport.
+        """Create this rank's process group; return its transport, or None for a rank in no group or alone.
 
         Only the ranks of a group take part, so that a rank's start does not depend on the size of the world;
         all ranks where communicators are split from the world's (`device_id`), as NCCL requires.
@@ -100,7 +100,7 @@ class Processes:
 
     @cached_property
     def own_process_group(self) -> dist.ProcessGroup:
-        """Return a process group of this rank alone, created without communication."""
+        """The process group of this rank alone, created without communication."""
         made: dist.ProcessGroup | None = dist.group.WORLD
         if self.size > 1:
             made = dist.new_group([self.rank], use_local_synchronization=True, group_desc="alone")

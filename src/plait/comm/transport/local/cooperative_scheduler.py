@@ -25,7 +25,7 @@ class PeerEndedError(RuntimeError):
 
 @dataclass(frozen=True)
 class WaitCondition:
-    """What a rank waits for: a description for errors, a test whether it is over, the ranks it needs."""
+    """The condition that a rank waits for: a description, whether it is met, and the ranks still missing."""
 
     awaited: str
     """Completes "rank 1 waits for ..."."""
@@ -69,7 +69,7 @@ class CooperativeScheduler:
             self._resume[next_rank].release()
 
     def wait(self, rank: int, condition: WaitCondition, timeout: float) -> None:
-        """Run other ranks until `condition` is ready and no lower rank can continue.
+        """Run other ranks until `condition` is met and no rank with a lower number can continue.
 
         Raises `DeadlockError` when no rank can continue, `PeerEndedError` when a missing one has ended, and
         `TimeoutError` when another rank has run for `timeout` seconds without a wait.
@@ -116,7 +116,7 @@ class CooperativeScheduler:
             raise PeerEndedError(f"rank {' and '.join(map(str, ended))} ended before it took part")
 
     def _next(self) -> int | None:
-        """Return the rank to run next: the lowest that can continue, else the one paused for longest.
+        """Return the rank to run next: the lowest number that can continue, else the one paused for longest.
 
         Else the lowest one left, which raises `DeadlockError`; None if all have ended.
         """
@@ -136,7 +136,7 @@ class CooperativeScheduler:
         return not self._ended.isdisjoint(condition.missing())
 
     def _describe_cycle(self, blocked: Sequence[int]) -> str:
-        """Describe the cycle of waiting ranks that contains or follows the lowest blocked rank."""
+        """Describe the cycle of waiting ranks that the lowest-numbered blocked rank is in, or leads to."""
         chain: list[int] = []
         rank = min(blocked)
         while rank not in chain:

@@ -36,7 +36,7 @@ class CollectiveCall:
     error: str | None = None
 
     def join(self, index: int, kind: str, tensor: Tensor | None, compute: ComputeOutputs) -> None:
-        """Join the collective; the last rank computes the outputs. Raises on every rank if `kind` differs."""
+        """Add this rank's input; the last rank computes all outputs. All fail if their `kind` differs."""
         if kind != self.kind:
             self.error = f"the ranks make different calls: index {index} {kind}, others {self.kind}"
         self.inputs[index] = tensor
@@ -47,16 +47,16 @@ class CollectiveCall:
 
     @property
     def over(self) -> bool:
-        """Return whether the outputs, or an error, are available."""
+        """Whether the outputs, or an error, are available."""
         return self.outputs is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:
-        """Return the output of a rank, flat, or None if it has none."""
+        """Return the output of the rank at `index`, flat; None if that rank has none."""
         assert self.outputs is not None
         return self.outputs.get(index)
 
     def release(self, index: int) -> bool:
-        """Copy a rank's input, so that the rank may overwrite it before the others join; return True."""
+        """Replace a rank's input by a copy, so that the rank may overwrite it at once; return True."""
         tensor = self.inputs.get(index)
         if tensor is not None:
             self.inputs[index] = tensor.clone()
@@ -74,7 +74,7 @@ class Transfer:
 
     @property
     def over(self) -> bool:
-        """Return whether the message, or an error, is available."""
+        """Whether the message, or an error, is available."""
         return self.received is not None or self.error is not None
 
     def output(self, index: int) -> Tensor | None:
@@ -107,7 +107,7 @@ class GroupOperations:
         """Messages without a counterpart, the oldest first."""
 
     def call(self, number: int, kind: str) -> CollectiveCall:
-        """Return the collective with this sequence number; every rank counts its collectives from 0."""
+        """Return the collective with sequence number `number`; every rank counts its collectives from 0."""
         call = self._calls.setdefault(number, CollectiveCall(kind, len(self.ranks)))
         if len(call.inputs) == len(self.ranks) - 1:
             del self._calls[number]  # this rank is the last to take part
@@ -130,18 +130,18 @@ class GroupOperations:
 
 
 def all_reduce(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return the reduction of all tensors, for every rank."""
+    """Return the reduction of all inputs, for every rank."""
     return dict.fromkeys(inputs, _folded([_flat(tensor) for tensor in inputs.values()], op))
 
 
 def reduce_scatter(op: Op, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return each rank's piece of the reduction."""
+    """Return, for each rank, its piece of the reduction of all inputs."""
     pieces = [_flat(tensor).tensor_split(len(inputs)) for tensor in inputs.values()]
     return {index: _folded([piece[index] for piece in pieces], op) for index in inputs}
 
 
 def all_gather(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return all tensors in order, for every rank."""
+    """Return all inputs concatenated in order of the index, for every rank."""
     return dict.fromkeys(inputs, torch.cat([_flat(tensor) for tensor in inputs.values()]))
 
 
@@ -152,18 +152,18 @@ def all_to_all(inputs: Inputs) -> Mapping[int, Tensor]:
 
 
 def broadcast(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return the tensor of the source, for every rank but the source."""
+    """Return the input of the rank with index `source`, for every other rank."""
     sent = _flat(inputs[source]).clone()
     return {index: sent for index in inputs if index != source}
 
 
 def scatter(source: int, inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return each rank's piece of the source's tensor."""
+    """Return, for each rank, its piece of the input of the rank with index `source`."""
     return dict(enumerate(_flat(inputs[source]).clone().tensor_split(len(inputs))))
 
 
 def barrier(inputs: Inputs) -> Mapping[int, Tensor]:
-    """Return no outputs."""
+    """Return an empty mapping: a barrier has no outputs."""
     return {}
 
 

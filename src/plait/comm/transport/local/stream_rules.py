@@ -89,7 +89,7 @@ class StreamOperation:
         return Operation(self.communicator, tuple(sorted(self.ranks)), self.name)
 
     def complete(self) -> None:
-        """Compute the outputs from the inputs, or find what is wrong with an input or output."""
+        """Compute the outputs from the inputs; set `error` if a rank misused its input or output tensor."""
         for index, part in sorted(self.parts.items()):
             breach = part.breach()
             if breach is not None:
@@ -107,10 +107,10 @@ class StreamOperation:
 
 
 class StreamRules:
-    """The streams of all ranks of one run, and the operations on them."""
+    """Imitation of NCCL for ranks as threads: the streams of all ranks, and the operations queued on them."""
 
     def __init__(self, completion: Completion = "late", *, device_bound: bool = False) -> None:
-        """Make the streams, without operations; `completion`: when an operation completes, see `Completion`.
+        """Make empty streams. `completion`: "early", "late" or a random seed; see `Completion`.
 
         `device_bound`: as if `init_process_group` had been given a `device_id`, so that the messages of a
         group share the communicator of its collectives, instead of one for each pair of ranks.
@@ -123,7 +123,7 @@ class StreamRules:
         self._operations: dict[tuple[Hashable, Hashable], StreamOperation] = {}
 
     def operation(self, new: StreamOperation, key: Hashable) -> StreamOperation:
-        """Return the operation already started under `key` of its communicator by another rank, else `new`.
+        """Return the operation that another rank has queued on the same communicator under `key`, else `new`.
 
         It fails on all its ranks where they make different calls.
         """
@@ -133,7 +133,7 @@ class StreamRules:
         return known
 
     def queue(self, operation: StreamOperation, index: int, part: Part) -> None:
-        """Put a rank's part of an operation on the rank's stream of the communicator."""
+        """Append an operation, with this rank's part of it, to the rank's stream of the communicator."""
         rank = operation.ranks[index]
         operation.parts[index] = part
         if len(operation.parts) == len(operation.ranks):
@@ -144,18 +144,18 @@ class StreamRules:
             self._complete_some()
 
     def wait(self, operation: StreamOperation, index: int) -> None:
-        """Note that a rank's compute stream waits for an operation."""
+        """Record that a rank's compute stream waits for an operation."""
         operation.awaited_by.add(index)
         self._calls[operation.ranks[index]].append(Awaited(operation.as_call))
         if isinstance(self._completion, int):
             self._complete_some()
 
     def is_over(self, operation: StreamOperation) -> bool:
-        """Complete `operation` and those queued before it, where possible; return whether it is complete."""
+        """Complete `operation`, and those queued before it, if possible; return whether it is complete."""
         return self._force(operation, set())
 
     def missing(self, operation: StreamOperation) -> Sequence[int]:
-        """Return the ranks that have not queued the operation; if none, those with another one before it."""
+        """Return the ranks that have not queued `operation`; if all have, those with another ahead of it."""
         here = {operation.ranks[index] for index in operation.parts}
         absent = [rank for rank in operation.ranks if rank not in here]
         return absent or [rank for rank in operation.ranks if self._head(operation, rank) is not operation]

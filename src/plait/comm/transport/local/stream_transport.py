@@ -27,7 +27,7 @@ class StreamPending:
         self._transport, self._operation, self._index = transport, operation, index
 
     def wait(self, awaited: str = "") -> None:
-        """Run other ranks until the operation is complete. Raises RuntimeError for what breaks the rules."""
+        """Run other ranks until the operation is complete. Raises RuntimeError for a breach of the rules."""
         operation, rules = self._operation, self._transport.rules
         rules.wait(operation, self._index)
         try:
@@ -42,7 +42,7 @@ class StreamPending:
         operation.deliver(self._index)
 
     def abandon(self) -> bool:
-        """Return False: what is on a stream cannot be cancelled."""
+        """Return False: an operation on a stream cannot be cancelled."""
         return False
 
 

@@ -124,7 +124,7 @@ class LocalTransport:
         return LocalPending(self, message, buffer, lambda: (self.ranks[source],))
 
     def shared_zeros(self, size: int, dtype: torch.dtype, awaited: str) -> Tensor | None:
-        """Return None: threads share all memory."""
+        """Return None: threads need no shared memory, since they share all of it."""
         return None
 
     def shares(self, tensor: Tensor) -> bool:
@@ -186,7 +186,7 @@ class LocalRank(Ranks):
 
 
 class RankThread(Thread):
-    """The thread of one rank, which `current_local_rank` returns inside it."""
+    """A thread that runs one rank; `current_local_rank` returns that rank inside it."""
 
     def __init__(self, rank: LocalRank, run: Callable[[], None]) -> None:
         super().__init__(target=run, name=f"plait-rank-{rank.rank}", daemon=True)

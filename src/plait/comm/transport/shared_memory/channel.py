@@ -60,7 +60,7 @@ class Listener:
                 connection.close()
 
     def pop_connection(self, address: str) -> socket.socket | None:
-        """Return the accepted connection from `address`, or None if there is none yet."""
+        """Remove and return the accepted connection from `address`; None if there is none yet."""
         return self._accepted.pop(_abstract(address), None)
 
     def fileno(self) -> int:

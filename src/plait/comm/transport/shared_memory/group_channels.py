@@ -16,7 +16,7 @@ from plait.comm.transport.shared_memory.channel import NO_SEQUENCE, Channel, Cha
 
 
 class Channels:
-    """The channels from one rank to the others of a group. An error closes them; the others then fail."""
+    """The channels from one rank to the others of a group. An error closes them, and all ranks fail."""
 
     def __init__(
         self, listener: Listener, listeners: Sequence[str], index: int, label: str, timeout: float
@@ -57,7 +57,7 @@ class Channels:
                 self._send_when_possible(channel, packet, descriptor)
 
     def receive(self, sequence: int, own: ChannelMessage) -> list[ChannelMessage]:
-        """Block until all others have sent message `sequence`; return all ranks' by index, with `own`.
+        """Block until all others have sent message `sequence`; return all messages by rank index, with `own`.
 
         Raises `ConnectionError` where a peer is gone, `TimeoutError` where one does not send in time.
         """

@@ -24,7 +24,7 @@ class HostRanks:
     """The ranks of one mesh that share this rank's host, and the channels opened between them."""
 
     def __init__(self, listener: Listener, infos: Sequence[HostInfo]) -> None:
-        """Store this rank's listener, and the host infos of all ranks of the mesh in order."""
+        """Store this rank's listener, and the `HostInfo` of each rank of the mesh, in order."""
         self._listener = listener
         self._infos = tuple(infos)
         self._channels: weakref.WeakSet[Channels] = weakref.WeakSet()
@@ -68,7 +68,7 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
 
 
 def host_identity() -> dict[str, str]:
-    """Return this process's host name, boot id, namespaces and user: equal where two can connect."""
+    """Return this process's host name, boot id, namespaces and user: equal for two that can connect."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

@@ -28,7 +28,7 @@ Read = Callable[[Sequence[Tensor]], None]
 
 
 class SharedSegments:
-    """One segment a rank, all of one size, filled with zeros. Pages take memory once they are written to.
+    """One shared-memory segment per rank, all of one size, filled with zeros. Only written pages take memory.
 
     The memory is freed when no rank has a tensor in it any more.
     """
@@ -139,7 +139,7 @@ class SharedStagingBuffers:
                 pending.wait()
 
     def done(self, sequences: tuple[int, ...]) -> None:
-        """Acknowledge operations `sequences`, whose staged tensors this rank has read."""
+        """Acknowledge the operations with these sequence numbers, whose staged tensors this rank has read."""
         del self._pending[sequences[0]]
         self.channels.acknowledge(*sequences)
 

@@ -34,7 +34,7 @@ STAGING_LIMIT = 2**25
 
 
 class BarrieredStep:
-    """A pending step that each rank runs between two barriers. Its constructor enters the first barrier."""
+    """A pending operation that each rank executes between two barriers; the constructor enters the first."""
 
     def __init__(self, channels: Channels, step: Callable[[], None]) -> None:
         self._channels = channels
@@ -43,7 +43,7 @@ class BarrieredStep:
         channels.send(self._first)
 
     def wait(self, awaited: str = "") -> None:
-        """Pass the first barrier, run this rank's step, pass the second. Raises as `Channels.receive`."""
+        """Pass the first barrier, run this rank's function, pass the second. Raises as `Channels.receive`."""
         self._channels.receive(self._first, ChannelMessage(0))
         self._step()
         self._channels.send(self._second)
@@ -51,7 +51,7 @@ class BarrieredStep:
         self._channels.acknowledge(self._first, self._second)
 
     def abandon(self) -> bool:
-        """Skip the step and return True; ranks that wait for this one time out."""
+        """Skip the operation and return True; ranks that wait for this rank time out."""
         with suppress(OSError):  # after an error the channels are closed
             self._channels.acknowledge(self._first, self._second)
         return True
@@ -209,7 +209,7 @@ class SharedMemoryTransport(TorchTransport):
         return reduce_scatter_staged(tensor, piece, op, self.staging)
 
     def all_gather(self, tensor: Tensor, whole: Tensor) -> Pending:
-        """Start an all-gather: in shared memory, for large tensors by the backend."""
+        """Start an all-gather: in shared memory, or, for large tensors, by the backend."""
         if self.algorithm("all_gather", tensor) != "whole":
             return super().all_gather(tensor, whole)
         return all_gather_staged(tensor, whole, self.staging)
