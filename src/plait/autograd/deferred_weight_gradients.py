@@ -90,7 +90,7 @@ def linear(
     *,
     transposed: bool = False,
 ) -> Tensor:
-    """Return `functional.linear`; with `queue`, its backward queues the weight gradient.
+    """Return the result of `functional.linear`; with `queue`, its backward queues the weight gradient.
 
     `weight` is `[out, in]`, or `[in, out]` where `transposed`.
     """
@@ -106,7 +106,7 @@ def linear(
 def embedding(
     input: Tensor, weight: Tensor, padding: int | None, queue: WeightGradientQueue | None
 ) -> Tensor:
-    """Return `functional.embedding`; with `queue`, its backward queues the weight gradient."""
+    """Return the result of `functional.embedding`; with `queue`, its backward queues the weight gradient."""
     if queue is None or not _defers(input):
         return functional.embedding(input, weight, padding)
     output: Tensor = _Embedding.apply(input, weight, padding, queue)  # type: ignore[no-untyped-call]
@@ -121,12 +121,12 @@ def _defers(input: Tensor) -> bool:
 
 
 def made_by_linear(tensor: Tensor) -> bool:
-    """Return whether `tensor` is a deferring linear's output: no backward reads it, it may be overwritten."""
+    """Return whether `tensor` is a deferring linear's output: no backward reads it; writing to it is safe."""
     return tensor.grad_fn is not None and tensor.grad_fn.name() == f"{_Linear.__name__}Backward"
 
 
 class _Linear(torch.autograd.Function):
-    """`y = x Wᵀ + b` for `x: [..., in]`, `W: [out, in]`, `b: [out]` or none; `transposed`: `W: [in, out]`."""
+    """Autograd function of `x Wᵀ + b`, `W: [out, in]` or transposed; queues the gradient of `W`."""
 
     @staticmethod
     def forward(
@@ -193,7 +193,7 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add `a @ b` to `total`, whose dtype may be wider."""
+    """Add the matrix product `a @ b` to `total` in place; the dtype of `total` may be wider."""
     if total.dtype == a.dtype:
         total.addmm_(a, b)
     else:
@@ -201,7 +201,7 @@ def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
 
 
 class _Embedding(torch.autograd.Function):
-    """`y[...] = W[x[...]]` for integers `x: [...]` and `W: [rows, width]`."""
+    """Autograd function of `W[x]`, `x` integers, `W: [rows, width]`; queues the gradient of `W`."""
 
     @staticmethod
     def forward(

@@ -92,7 +92,7 @@ class _RunningLayer(NamedTuple):
 
 
 def set_region_piece(module: Dropout, dim: int, index: int, count: int) -> None:
-    """Set a dropout's masks, in a tensor-parallel region, to piece `index` of `count` along `dim`."""
+    """Make a dropout in a tensor-parallel region use the masks of piece `index` of `count` along `dim`."""
     module.in_region = True
     module.pieces[dim] = partial(_equal_piece, index, count)
 
@@ -102,14 +102,14 @@ def _equal_piece(index: int, count: int, size: int) -> DimPiece:
 
 
 def set_sequence_piece(module: Dropout, dim: int, locate: LocatePiece) -> None:
-    """Set a dropout's masks, outside tensor-parallel regions, to this rank's piece of sequence `dim`."""
+    """Make a dropout outside tensor-parallel regions use the masks of this rank's piece of sequence `dim`."""
     module.in_pieces = True
     module.pieces[dim] = locate
 
 
 @dataclass
 class DropoutGenerator:
-    """The seed, step, rows and running layer on which the dropout masks of one rank depend."""
+    """Source of one rank's dropout masks: the seed, step, batch rows and running layer that determine it."""
 
     seed: int
     step: int = 0
@@ -126,7 +126,7 @@ class DropoutGenerator:
 
     @contextmanager
     def running(self, microbatch: int, path: str, names: Mapping[int, str]) -> Iterator[None]:
-        """Set the running layer within the block: its path, and its dropouts by `id` (see `names_of`)."""
+        """Within the context, set the running layer: its path, and its dropouts' names (see `names_of`)."""
         # An evaluation sets no rows: its dropouts need no mask.
         rows = self.rows[microbatch] if microbatch < len(self.rows) else range(0)
         before, self._layer = self._layer, _RunningLayer(rows, path, names, {})
@@ -155,7 +155,7 @@ class DropoutGenerator:
 
 
 def key_of(seed: int, step: int, path: str, call: int) -> int:
-    """Return the random key of the mask of one call of a module in a step: a signed 64-bit integer."""
+    """Return the random key for the mask of one call of a dropout in a step: a signed 64-bit integer."""
     digest = hashlib.blake2b(f"{seed}/{step}/{path}/{call}".encode(), digest_size=8, person=b"plait.dropout")
     return int.from_bytes(digest.digest(), "little", signed=True)
 

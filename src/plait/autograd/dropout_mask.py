@@ -84,7 +84,7 @@ def _dims(shape: Sequence[int], pieces: Mapping[int, DimPiece]) -> list[_Dim]:
 
 
 def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
-    """Merge each whole dim into the dim before it, so that as few dims as possible remain."""
+    """Merge each dim that is not divided into the dim before it, so that as few dims as possible remain."""
     joined: list[_Dim] = []
     for dim in dims:
         if joined and dim.start == 0 and dim.size == dim.whole:
@@ -108,7 +108,7 @@ def _indexes(first: int, count: int, dims: Sequence[_Dim], device: torch.device)
 
 
 def _mixed(index: Tensor, key: int) -> Tensor:
-    """Return 64 random bits for each index. Overwrites `index`."""
+    """Return 64 random bits for each element index, a function of index and `key`. Overwrites `index`."""
     bits = index.mul_(_GOLDEN).add_(key)
     _fold(bits, 30).mul_(_FIRST)
     # The key again: else one key's numbers would be another key's at shifted indexes.

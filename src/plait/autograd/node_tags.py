@@ -9,7 +9,7 @@ from torch.autograd.graph import Node
 
 
 def tag(result: Tensor, key: str, value: object) -> Tensor:
-    """Return `result`, with the tag `key` of its node set to `value` if it is on the meta device."""
+    """Return `result`; if it is on the meta device, first set tag `key` of its autograd node to `value`."""
     if result.is_meta and result.grad_fn is not None:
         metadata: Any = result.grad_fn.metadata  # a dictionary, typed as a method
         metadata[key] = value
@@ -17,6 +17,6 @@ def tag(result: Tensor, key: str, value: object) -> Tensor:
 
 
 def tag_of(node: Node, key: str) -> Any:
-    """Return the tag `key` of a node, or None."""
+    """Return the tag `key` of an autograd node, or None."""
     metadata: Any = node.metadata
     return metadata.get(key)

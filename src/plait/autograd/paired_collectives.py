@@ -49,7 +49,7 @@ _ENTERS = "enter a region (mend what differs before it: random numbers, paramete
 
 
 def copy(tensor: Tensor, group: Group, overlap: Overlap | None = None) -> Tensor:
-    """Return `tensor`; its gradient is summed over `group`.
+    """Return `tensor` unchanged; its gradient is summed over `group`.
 
     `overlap` runs during that sum. Communication: backward, one all-reduce.
     """
@@ -163,7 +163,7 @@ def _piece_of_sum(group: Group, dim: int, overlap: Overlap | None, summand: Tens
 def _paired(
     collective: PairedCollective, tensor: Tensor, group: Group, forward: Operation, backward: Operation
 ) -> Tensor:
-    """Return `forward(tensor)`, whose gradient goes through `backward`; `tensor` in a group of one rank."""
+    """Return `forward(tensor)`, whose gradient passes through `backward`; for one rank, `tensor` itself."""
     if group.size == 1:
         return tensor
     return tag(_Paired.apply(tensor, forward, backward), _TAG, collective)  # type: ignore[no-untyped-call]

@@ -89,7 +89,7 @@ def full_tensor(piece: Tensor, layout: Layout, mesh: GridMesh) -> Tensor:
 
 
 def _with_blocks_as_dim(layout: Layout) -> Layout:
-    """Return the layout of the tensor viewed with its blocked dim cut in two: block, index in the block."""
+    """Return the layout of the tensor reshaped with its blocked dim as two: block, index in the block."""
     dim, placements, blocks = layout.blocked_dim, dict[str, Placement](), 1
     assert dim is not None
     for axis, placement in zip(layout.axes, layout.placements, strict=True):
@@ -102,7 +102,7 @@ def _with_blocks_as_dim(layout: Layout) -> Layout:
 
 
 def _gradient_layout(layout: Layout, own: Collection[str] = ()) -> Layout:
-    """Return the gradient's layout: `layout` with Replicate in place of Partial, and Partial along `own`."""
+    """Return the gradient's layout: `layout` with Replicate for Partial, and Partial along the axes `own`."""
     for axis in own:
         if axis not in layout.axes or not isinstance(layout.placements[layout.axes.index(axis)], Replicate):
             raise LayoutError(
@@ -251,7 +251,7 @@ def _part(whole: Tensor, outer: Layout, inner: Layout, where: Coordinate) -> Ten
 
 
 def _peers(move: Move, where: Coordinate) -> list[Coordinate]:
-    """Return the coordinates of `where` and the other ranks along the axis of `move`, in order."""
+    """Return the coordinates that differ from `where` at most along the axis of `move`, in order."""
     place = move.source.axes.index(move.axis)
     return [(*where[:place], index, *where[place + 1 :]) for index in range(move.source.degrees[place])]
 

@@ -32,7 +32,7 @@ class Gather:
 
 
 class Regathered:
-    """A tensor that is gathered from its pieces on first use, once."""
+    """A tensor that is gathered from the ranks' pieces on first use, and then cached."""
 
     def __init__(self, piece: Tensor, gather: Gather) -> None:
         self._piece = piece
@@ -41,7 +41,7 @@ class Regathered:
         self._whole: Tensor | None = None
 
     def start(self) -> None:
-        """Start the all-gather before `whole` waits for it."""
+        """Start the all-gather, unless it has started; `whole` waits for it."""
         if self._pending is None:
             self._pending = self._gather.start(self._piece)
 
@@ -56,7 +56,7 @@ class Regathered:
 
 @dataclass
 class GatherRegistry:
-    """The pieces from which inputs and output gradients of linears were gathered, and re-gathered tensors."""
+    """Record of the pieces that linears' inputs and output gradients were gathered from, to regather them."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
         default_factory=WeakTensorKeyDictionary

@@ -1,4 +1,4 @@
-"""Protocol of modules whose backward is split: the input gradient in `I`, the weight gradients in `W`.
+"""Protocol of modules whose backward is split: input gradient in action `I`, weight gradients in action `W`.
 
     class Scale(nn.Module):
         def split_forward(self, x):                          F: the output, and what to save
@@ -33,7 +33,7 @@ from plait.errors import ModelError
 
 @runtime_checkable
 class SplitBackward(Protocol):
-    """An `nn.Module` whose weight gradients are computed in `W`, like those of `nn.Linear`.
+    """Protocol of an `nn.Module` whose weight gradients are computed in a later action `W` of the schedule.
 
     `parallelize` finds such modules anywhere in a layer; nothing is registered. Each method is called once a
     micro-batch (`split_forward` once more with recomputation), with gradients disabled. Where there
@@ -41,14 +41,14 @@ class SplitBackward(Protocol):
     """
 
     def split_forward(self, *inputs: Any) -> tuple[Tensor, tuple[Any, ...]]:
-        """F: return the output, one tensor, and the saved values for `input_gradient` and `weight_gradients`.
+        """Action F: return the output, one tensor, and the values to save for the two gradient methods.
 
         No saved tensor may be a parameter or a view of one, since parameters may be freed before `W`.
         """
         ...
 
     def input_gradient(self, gradient: Tensor, *saved: Any) -> Tensor | tuple[Tensor | None, ...] | None:
-        """I: return the gradient of the input, or a tuple for several; None for inputs without gradient.
+        """Action I: return the gradient of the input, or a tuple for several; None for inputs without one.
 
         `gradient` is that of the output. Parameters may be read.
         """
@@ -56,7 +56,7 @@ class SplitBackward(Protocol):
 
     @staticmethod
     def weight_gradients(gradient: Tensor, *saved: Any) -> Mapping[str, Tensor]:
-        """W: return the gradient of each parameter that requires one, by its name in the module.
+        """Action W: return the gradient of each parameter that requires one, by its name in the module.
 
         A static method, because parameters may be freed before `W`.
         """
@@ -98,7 +98,7 @@ class _Call:
 
 
 class _SplitModule(torch.autograd.Function):
-    """The autograd function of a call. Parameters are inputs, so that a backward always runs."""
+    """Autograd function of a `SplitBackward` call. Parameters are inputs, so that a backward always runs."""
 
     @staticmethod
     def forward(ctx: Any, call: _Call, *given: Any) -> Tensor:
@@ -141,7 +141,7 @@ class _SplitModule(torch.autograd.Function):
 
 
 def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: list[Any]) -> None:
-    """Compute weight gradients and add them to the buffers. Raises ModelError for a wrong name or shape."""
+    """Compute weight gradients and add them to their buffers. Raises ModelError for a wrong name or shape."""
     found = call.module.weight_gradients(gradient, *saved)
     for name, weight in wanted.items():
         if name not in found or found[name].shape != weight.shape:
@@ -154,7 +154,7 @@ def _add(call: _Call, wanted: Mapping[str, Tensor], gradient: Tensor, saved: lis
 
 
 def refuse_other_orders(ctx: Any, name: str) -> None:
-    """Raise ModelError for a second backward through the node of `ctx`, and for create_graph."""
+    """Raise ModelError for a second backward through the node of `ctx`, or one with `create_graph`."""
     # Gradients are enabled inside a backward only under create_graph.
     if ctx.ran or torch.is_grad_enabled():
         raise ModelError(

@@ -47,13 +47,13 @@ class WeightGradientQueue:
             work()
 
     def overlap(self) -> None:
-        """Run the queue during a collective of the backward; do nothing outside of `overlapping`."""
+        """Compute the queued weight gradients during a collective; do nothing outside of `overlapping`."""
         if self.overlaps:
             self.run()
 
     @contextmanager
     def overlapping(self) -> Iterator[None]:
-        """Within the block, allow `overlap` to run the queue."""
+        """Within the context, `overlap` computes the queued weight gradients; elsewhere it does nothing."""
         self.overlaps = True
         try:
             yield
@@ -62,7 +62,7 @@ class WeightGradientQueue:
 
     @contextmanager
     def discarding(self) -> Iterator[None]:
-        """Discard the weight gradients added within the block."""
+        """Discard the weight-gradient computations that are added within the context."""
         outside, self.pending = self.pending, []
         try:
             yield
