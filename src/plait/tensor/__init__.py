@@ -1,7 +1,7 @@
 """Tensor parallelism: parallel layers, losses and sampling, and the rules that apply them to a model.
 
 The parallel layers and the loss on partitioned logits work over any group of a mesh. `apply_rules` replaces a
-model's modules by them, following `plait.rules`; `proof` proves that the rules fit;
+model's modules by them, following `plait.rules`; `gradient_proof` proves that the rules fit;
 `torch_parallelize_plan` translates plans of torch's `parallelize_module` into rules.
 """
 

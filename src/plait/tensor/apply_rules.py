@@ -94,7 +94,7 @@ def apply_rules(
     boundaries: Sequence[RegionBoundary],
     queue: WeightGradientQueue | None = None,
 ) -> list[nn.Module]:
-    """Return the layers, whose parameters are shards already, with matched modules made parallel.
+    """Return the layers with the rules applied to their modules, whose parameters must be shards already.
 
     `boundaries` are those of each layer's regions; `queue` receives deferred weight gradients. The layers are
     altered, and a layer that is itself matched is replaced.
@@ -141,7 +141,7 @@ def _applied(
     boundary: RegionBoundary,
     queue: WeightGradientQueue | None,
 ) -> nn.Module:
-    """Return the parallel module for `module`; an entrance or a dropout is modified and returned itself."""
+    """Return the parallel form of `module`; a dropout, or a module with rule `entrance`, is only modified."""
     if rule.kind == "entrance":
         module.register_forward_hook(partial(_enter, boundary, path))
         return module
@@ -174,7 +174,7 @@ def _is_applicable(module: nn.Module, rule: Rule) -> bool:
 
 
 def _is_altered(module: nn.Module) -> bool:
-    """Return whether `module` has hooks or its own forward, which only private attributes show."""
+    """Return whether `module` has hooks, or a `forward` set on the instance. Reads private attributes."""
     hooks = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
     return "forward" in vars(module) or any(getattr(module, kind) for kind in hooks)
 

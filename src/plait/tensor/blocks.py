@@ -27,7 +27,7 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class TensorParallelMLP(nn.Module):
-    """`down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, partitioned over `inner`.
+    """MLP `down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, partitioned by `inner`.
 
     Maps `[..., hidden]`, the same on every rank of `group`, to the same shape. Its linears are `up`, `gate`
     (None unless gated) and `down`; each has `layouts`, and `load_from` copies its shards of a full
@@ -139,7 +139,7 @@ class TensorParallelAttention(nn.Module):
         return heads.transpose(1, 2)
 
     def _shared(self, column: ColumnParallelLinear, entered: Tensor) -> Tensor:
-        """Return the output of a linear whose shard is replicated over `copies`; sum its gradient there."""
+        """Return the output of a linear whose shard all of `copies` hold; sum its gradient over them."""
         if self.copies is None:
             result: Tensor = column(entered)
             return result
@@ -149,7 +149,7 @@ class TensorParallelAttention(nn.Module):
 
 
 def _checked_copies(copies: Group | None, kv_heads: int, group: Group) -> Group | None:
-    """Return `copies`, or None if no other rank has the same kv heads. Raises PlanError for wrong ranks."""
+    """Return the group `copies`; None if no other rank has the same kv heads. PlanError for wrong ranks."""
     each = group.size // kv_heads if kv_heads < group.size and group.size % kv_heads == 0 else 1
     first = group.index // each * each
     alike = group.ranks[first : first + each]

@@ -31,7 +31,7 @@ class VocabParallelEmbedding(nn.Module):
         device: torch.device | str | None = None,
         dtype: torch.dtype | None = None,
     ) -> None:
-        """Initialize as `nn.Embedding(num_embeddings, embedding_dim)` under the same seed; keep own rows."""
+        """Initialize a full `nn.Embedding` under the seed that all ranks share, and keep this rank's rows."""
         super().__init__()
         full = nn.Embedding(num_embeddings, embedding_dim, padding_idx, device=device, dtype=dtype)
         self.num_embeddings, self.embedding_dim, self.group = num_embeddings, embedding_dim, group

@@ -328,7 +328,7 @@ class _Proof:
         return f"computed from {self._nearest(nodes, ANY)}"
 
     def _nearest(self, nodes: Iterable[Node], within: frozenset[ValueState]) -> str | None:
-        """Return the name of the leaf nearest to `nodes` over nodes of the states `within`, or None."""
+        """Return the name of the leaf nearest to `nodes` through nodes with states in `within`, or None."""
         levels = (
             [leaf for leaf in map(_leaf, level) if leaf is not None] for level in self._levels(nodes, within)
         )

@@ -26,13 +26,13 @@ WIDE = (torch.float32, torch.float64)
 
 @runtime_checkable
 class Loss(Protocol):
-    """The interface of a loss for `parallelize`: any object with these two methods."""
+    """Interface of a loss for `parallelize`: any object with methods `total` and `weight`."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d, differentiable in `output`."""
 
     def weight(self, targets: Any) -> Tensor:
-        """Return the divisor of the sum, 0-d, additive over micro-batches, such as the number of tokens."""
+        """Return the divisor of the summed loss, 0-d, additive over micro-batches, e.g. the token count."""
 
 
 @runtime_checkable
@@ -40,7 +40,7 @@ class PiecewiseLoss(Loss, Protocol):
     """A loss that also accepts logits partitioned by class, without gathering them."""
 
     def total_of_pieces(self, logits: Tensor, targets: Any, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, given this rank's classes of them, `[..., len(vocabulary.own)]`.
+        """Return `total` of the full logits, given only this rank's classes: `[..., len(vocabulary.own)]`.
 
         `targets` are whole on every rank. May overwrite the logits. Where a subclass overrides `total` alone,
         this is not called: the logits are gathered.
@@ -78,7 +78,7 @@ class CrossEntropy:
         return total
 
     def total_of_pieces(self, logits: Tensor, targets: Tensor, vocabulary: Vocabulary) -> Tensor:
-        """Return `total` of the full logits, 0-d, equal on every rank, from each rank's `[..., len(own)]`.
+        """Return `total` of the full logits, 0-d, the same on every rank, from its piece `[..., len(own)]`.
 
         `targets`, a class number for each row of logits, is whole on every rank. Where a gradient is wanted,
         float32 and float64 logits are overwritten, by the exponentials and in the backward by the gradient,

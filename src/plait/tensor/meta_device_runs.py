@@ -23,7 +23,7 @@ MOST_RESULTS = 4096
 
 
 class MetaLayers:
-    """The layers of a model on the meta device; equal layers with equal inputs run once."""
+    """Runs a model's layers on the meta device, for shape inference and proofs; equal layers run once."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return what rules and layouts claim about layer `number`; `layer` is its copy to be proved."""
+        """Return the claims of rules and layouts about layer `number`, whose copy to be proved is `layer`."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],
@@ -145,7 +145,7 @@ class MetaLayers:
 
 
 def _names(sequence: LayerSequence, wanted: set[str]) -> list[frozenset[str]]:
-    """Return for each layer its parameters among `wanted`, by their names in the layer."""
+    """Return for each layer the names, in the layer, of its parameters that are among `wanted`."""
     ids = {id(sequence.parameters[name]) for name in wanted}
     return [
         frozenset(

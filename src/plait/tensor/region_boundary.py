@@ -42,7 +42,7 @@ class RegionBoundary:
     """The length of the whole sequence, set before each run of a layer."""
 
     def enter(self, tensor: Tensor) -> Tensor:
-        """Return the tensor that the region's first linears read: `tensor`, gathered if it is a piece."""
+        """Return the input of the region's first linears: `tensor`, gathered if it is a sequence piece."""
         if self.dim is None:
             return copy(tensor, self.group, self.overlap)
         whole = gather_in(tensor, self.group, self.dim, self.length, self.overlap)
@@ -57,7 +57,7 @@ class RegionBoundary:
         return scatter_out(tensor, self.group, self.dim, self.registry)
 
     def piece(self, size: int) -> DimPiece:
-        """Return this rank's piece of the sequence. Raises ModelError unless `size` is the piece's length."""
+        """Return this rank's `DimPiece` of the sequence. ModelError unless `size` is the piece's length."""
         own = divide(self.length, self.group.size)[self.group.index]
         if len(own) != size:
             raise ModelError(

@@ -89,7 +89,7 @@ def _dim(rule: Rule | None) -> int | None:
 
 
 def _ends_in_pieces(path: str, layer: nn.Module, matched: Mapping[str, Rule]) -> bool:
-    """Return whether a layer with the rule `sequence` outputs pieces, which a model's head does not."""
+    """Return whether a layer with rule `sequence` outputs pieces of the sequence; a model's head does not."""
     kinds = set()
     for name, module in layer.named_modules(remove_duplicate=False):
         full = join(path, name)

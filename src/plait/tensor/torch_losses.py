@@ -100,7 +100,7 @@ def _name_of(given: object) -> str:
 def _torch_loss(
     function: Callable[..., Tensor], options: dict[str, Any], reduction: str, given: object
 ) -> Loss:
-    """Return the loss that calls a function of PyTorch. Raises PlanError for unsupported options."""
+    """Return a `Loss` that calls a function of PyTorch. Raises PlanError for unsupported options."""
     _, names = _KNOWN[function]
     unknown = sorted(set(options) - set(names))
     if unknown:
@@ -163,7 +163,7 @@ class ElementLoss(TorchLoss):
     """A loss of each element of the output and the corresponding element of the targets."""
 
     def total(self, output: Tensor, targets: Tensor) -> Tensor:
-        """Return the summed loss. Raises ModelError for targets of another shape and options per row."""
+        """Return the summed loss. ModelError for targets of another shape, or options per batch row."""
         name = self.function.__name__
         if output.shape != targets.shape:
             raise ModelError(
@@ -229,13 +229,13 @@ class ClassLoss(TorchLoss):
 
 @dataclass(frozen=True)
 class MeanLoss:
-    """A loss made of a function that returns a mean, and of what that mean is over."""
+    """A loss made of a function that returns a mean over rows, elements, or the number `over(targets)`."""
 
     function: Callable[[Any, Any], Tensor]
     over: Over | Callable[[Any], Tensor | float] = "rows"
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """Return the mean times the count; on the CPU, zero where the count is zero."""
+        """Return the sum: the mean times the number it is over; on the CPU, zero where that is zero."""
         mean, weight = self.function(output, targets), self.weight(targets)
         if not isinstance(mean, Tensor) or mean.dim():
             shape = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__

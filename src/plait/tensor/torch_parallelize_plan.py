@@ -77,7 +77,7 @@ def _matching(key: str, paths: Iterable[str]) -> list[str]:
 
 
 def _rule(path: str, module: nn.Module, style: ParallelStyle, is_head: bool) -> Rule | None:
-    """Return the rule for a module with this style; None where no rule is needed."""
+    """Return the rule for a module with this `ParallelStyle`; None where no rule is needed."""
     translate = _TRANSLATIONS.get(type(style))
     if translate is None:
         raise PlanError(
@@ -167,7 +167,7 @@ _TRANSLATIONS: Mapping[type, Callable[[str, nn.Module, Any, bool], Rule | None]]
 
 
 def _differs(path: str, style: ParallelStyle, option: str, reason: str, fitting: str) -> PlanError:
-    """Return the error for an option with a value that rules cannot express."""
+    """Return the error for an option of a `ParallelStyle` whose value rules cannot express."""
     has = f"has {option} = {', '.join(map(str, getattr(style, option)))},"
     return _refused(path, style, has, f"but in plait {reason}", f"give {fitting}")
 

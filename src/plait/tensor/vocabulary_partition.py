@@ -22,7 +22,7 @@ class Vocabulary:
 
     @cached_property
     def own(self) -> range:
-        """This rank's class numbers, which are the indices of its rows of the head."""
+        """This rank's class numbers: the indices of its rows of the last linear's weight."""
         return divide(self.classes, self.group.size)[self.group.index]
 
     @cached_property
