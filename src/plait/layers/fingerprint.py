@@ -18,7 +18,7 @@ from plait.schedules.schedule import Schedule
 def fingerprint(
     sequence: LayerSequence, plan: Plan, counts: Sequence[int], rules: Mapping[str, Rule], seed: int
 ) -> str:
-    """Return the call of `parallelize` as text, with a hash of the model and of the rule of each module."""
+    """Return the call of `parallelize` as text, with a hash of the model's structure and of its rules."""
     digest = hashlib.blake2b(digest_size=8)
     for layer in sequence.layers:
         for name, parameter in layer.module.named_parameters():
@@ -35,7 +35,7 @@ def fingerprint(
 
 
 def fingerprint_of_order(order: Schedule) -> str:
-    """Return a hash of the actions of all ranks, in order."""
+    """Return a hash of a schedule: the actions of all ranks, in order."""
     rows = "\n".join(" ".join(row) for row in order.order)
     return hashlib.blake2b(rows.encode(), digest_size=8).hexdigest()
 
@@ -54,7 +54,7 @@ def fingerprint_of_tokens(*values: Value) -> str:
 
 
 def fingerprint_of_values(values: Iterable[Tensor]) -> str:
-    """Return a hash of the bits of all values, in order."""
+    """Return a hash of the bits of all tensors in `values`, in order."""
     digest = hashlib.blake2b(digest_size=8)
     for value in values:
         digest.update(bits_of(value))

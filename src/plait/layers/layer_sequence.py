@@ -41,20 +41,20 @@ class NamedLayer:
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """The layers in order, the parameters by their first name, and the layers that use each parameter."""
+    """A model as a sequence: its layers, its parameters by first name, and each parameter's layers."""
 
     layers: tuple[NamedLayer, ...]
     parameters: dict[str, nn.Parameter]
     users: dict[str, tuple[int, ...]]
 
     def unit_of(self, name: str) -> str:
-        """Return the unit of a parameter: its layer's, or one of its own if several layers share it."""
+        """Return the sharding unit of a parameter: its layer's path, or its own name if layers share it."""
         users = self.users[name]
         return name if len(users) > 1 else self.layers[users[0]].path
 
     @property
     def units(self) -> dict[str, list[str]]:
-        """The parameters of each unit, by the unit's name."""
+        """The names of the parameters in each sharding unit, by the unit's name."""
         members: dict[str, list[str]] = {}
         for name in self.parameters:
             members.setdefault(self.unit_of(name), []).append(name)

@@ -51,7 +51,7 @@ def map_tensors(function: Callable[[Tensor], Any], value: Value) -> Value:
 
 
 def map_leaves(wanted: Callable[[Any], bool], function: Callable[[Any], Any], value: Value) -> Value:
-    """Return `value` with `function` applied to each leaf that is `wanted`; copies containers."""
+    """Return `value` with `function` applied to each leaf for which `wanted` is true; copies containers."""
     if wanted(value):
         return function(value)
     if isinstance(value, dict):
@@ -137,7 +137,7 @@ def leaf_of(tensor: Tensor, requires_grad: bool) -> Tensor:
 
 
 def signatures(values: Sequence[Value]) -> str:
-    """Return the common signature of all values; if they differ, a hash followed by each signature."""
+    """Return the `signature` that all values share; if they differ, a hash followed by all signatures."""
     each = [signature(value) for value in values]
     if len(set(each)) == 1:
         return each[0]

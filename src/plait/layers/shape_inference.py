@@ -36,7 +36,7 @@ class TensorInfo:
 
 @dataclass(frozen=True)
 class LayerInfo:
-    """The input and output of a layer, for one micro-batch shape.
+    """Result of a layer's shape inference: shapes and dtypes of its output, whether it writes to its input.
 
     `output` is the layer's output with a `TensorInfo` in place of each tensor.
     """
@@ -48,13 +48,13 @@ class LayerInfo:
 
     @cached_property
     def tensors(self) -> list[TensorInfo]:
-        """The tensors of the output, in the order in which they are sent."""
+        """The `TensorInfo`s of the output, in the order in which its tensors are sent."""
         infos: list[TensorInfo] = []
         self.rebuild(infos.append)
         return infos
 
     def check(self, output: Value, path: str) -> None:
-        """Raise ModelError unless the output of the layer at `path` has shapes and dtypes of the meta run."""
+        """Raise ModelError unless the output of the layer at `path` has the inferred shapes and dtypes."""
         given = [(tuple(tensor.shape), tensor.dtype) for tensor in tensors_of(output)]
         expected = [(info.shape, info.dtype) for info in self.tensors]
         if given != expected:
@@ -95,7 +95,7 @@ class LayerInput:
 
 @dataclass(frozen=True)
 class MetaRun:
-    """A layer's run on the meta device."""
+    """Result of a layer's run on the meta device: its `LayerInfo`, and its output as the next input."""
 
     info: LayerInfo
     output: LayerInput
@@ -137,7 +137,7 @@ def run_on_meta(layer: NamedLayer, given: LayerInput, circumstances: str = "") -
 
 
 def _run(layer: NamedLayer, value: Value, length: int, circumstances: str) -> tuple[tuple[Value, int], bool]:
-    """Return the result of `layer.run`, and whether it writes to its input (an error on autograd leaves)."""
+    """Return the result of `layer.run`, and whether it writes to its input; after an error, run on clones."""
     versions = [tensor._version for tensor in tensors_of(value)]
     try:
         output = _on_meta(layer, value, length)

@@ -30,7 +30,7 @@ def structure_of(*modules: nn.Module) -> Hashable:
 
 
 class _Same:
-    """Compares equal only for the same object, which it keeps alive."""
+    """Wrapper that compares equal only to a wrapper of the same object, which it keeps alive."""
 
     def __init__(self, thing: object) -> None:
         self.thing = thing
@@ -43,7 +43,7 @@ class _Same:
 
 
 def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
-    """Describe `thing`; `numbers` has the mutable objects seen so far, which are described by number."""
+    """Return a hashable description of `thing`; mutable objects already in `numbers` are given by number."""
     kind = type(thing)
     if kind in _COMMON or isinstance(thing, _PLAIN):
         return kind, thing
