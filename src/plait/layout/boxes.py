@@ -22,7 +22,7 @@ from plait.layout.layout import Box, Layout
 
 @dataclass(frozen=True)
 class PieceBox:
-    """A box of the global tensor, and its position in the rank's local piece."""
+    """A box (a range per dim) of the global tensor, and its position in the rank's local piece."""
 
     box: Box
     start: int
@@ -39,7 +39,7 @@ class PieceBox:
 
 
 def piece_boxes(layout: Layout, where: Sequence[int] | Mapping[str, int]) -> tuple[PieceBox, ...]:
-    """Return the disjoint, non-empty boxes that make up the piece at a coordinate."""
+    """Return the disjoint, non-empty boxes of the global tensor that the rank at a coordinate holds."""
     sizes, interval = layout.sizes(where), layout.interval(where)
     elements = range(prod(sizes)) if interval is None else interval
     found: list[PieceBox] = []
@@ -63,7 +63,7 @@ def intersection(one: Box, other: Box) -> Box:
 
 
 def slices_within(box: Box, outer: Box) -> tuple[slice, ...]:
-    """Return the slices of `box` in a tensor that covers `outer`."""
+    """Return the slices that select `box` from a tensor that holds just the box `outer`."""
     starts = (a - b for a, b in zip(box.offsets, outer.offsets, strict=True))
     return tuple(slice(start, start + size) for start, size in zip(starts, box.sizes, strict=True))
 
@@ -94,7 +94,7 @@ def _fits(box: Box, shape: Sequence[int]) -> bool:
 
 
 def _interval_boxes(sizes: tuple[int, ...], start: int, stop: int) -> Iterator[Box]:
-    """Yield elements `start` to `stop` of a flattened tensor of these sizes as boxes, in row-major order."""
+    """Yield boxes that cover elements `start` to `stop`, in row-major order, of a tensor of these sizes."""
     if start >= stop:
         return
     if len(sizes) <= 1:

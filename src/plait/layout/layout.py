@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the flattened piece left by all `Shard`s.
+    """Each rank along the axis holds an interval of the elements of the piece that all `Shard`s leave.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists
@@ -73,7 +73,7 @@ class Box:
 
     @property
     def slices(self) -> tuple[slice, ...]:
-        """The index of this box in the global tensor."""
+        """The slices that select this box from the global tensor."""
         return tuple(
             slice(offset, offset + size) for offset, size in zip(self.offsets, self.sizes, strict=True)
         )
@@ -93,11 +93,12 @@ def divide(size: int, parts: int) -> tuple[range, ...]:
 
 @dataclass(frozen=True, init=False, repr=False)
 class Layout:
-    """The global shape, and per mesh axis (outermost first) its name, number of ranks and placement.
+    """Distribution of a global tensor over ranks: its shape, and the degree and placement of each mesh axis.
 
-    Two layouts are equal when shape, axes (with their order) and placements are. Methods take a coordinate as
-    indices in the order of the axes, or as a mapping by axis name; the mapping may name further axes of the
-    mesh, over which the tensor is replicated. They raise `LayoutError` for a coordinate out of range.
+    Axes are in order, outermost first. Two layouts are equal when shape, axes (with their order) and
+    placements are. Methods take a coordinate as indices in the order of the axes, or as a mapping by axis
+    name; the mapping may name further axes of the mesh, over which the tensor is replicated. They raise
+    `LayoutError` for a coordinate out of range.
     """
 
     shape: tuple[int, ...]
@@ -191,7 +192,7 @@ class Layout:
         return Box(offsets, (len(rows), *region.sizes[1:]))
 
     def interval(self, where: Sequence[int] | Mapping[str, int]) -> range | None:
-        """Return this coordinate's interval of the flattened region under a `Flat` axis; None without one."""
+        """Return this coordinate's interval of the elements of its `region`; None without a `Flat` axis."""
         for index, _, placement in self._along(where):
             if isinstance(placement, Flat):
                 elements = range(prod(self.sizes(where)))
@@ -200,7 +201,7 @@ class Layout:
         return None
 
     def region(self, where: Sequence[int] | Mapping[str, int]) -> Box:
-        """Return the box of the global tensor at this coordinate if only the `Shard` placements are applied.
+        """Return the box of the global tensor at this coordinate before a `Flat` axis, if any, divides it.
 
         Raises `LayoutError` for pieces of several blocks.
         """
@@ -212,7 +213,7 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes at this coordinate, one per block, if only the `Shard` placements are applied.
+        """Return the boxes at this coordinate, one per block of a `Shard`, before a `Flat` axis divides them.
 
         They have equal sizes; the rank holds their concatenation along `blocked_dim`.
         """
@@ -246,7 +247,7 @@ class Layout:
         return next(blocked, None)
 
     def sizes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[int, ...]:
-        """Return the shape of the piece at this coordinate if only the `Shard` placements are applied."""
+        """Return the shape of the piece at this coordinate before a `Flat` axis, if any, divides it."""
         first, *others = self.boxes(where)
         if not others:
             return first.sizes
@@ -264,7 +265,7 @@ class Layout:
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """Return the coordinates with the same piece, including this one but not other summands."""
+        """Return the coordinates with the same piece as this one, itself included; not other summands."""
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:

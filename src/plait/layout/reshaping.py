@@ -45,7 +45,7 @@ def _moved(
     degrees: Mapping[str, int],
     dims: Mapping[str, int],
 ) -> dict[str, int]:
-    """Return the dim of `after` for each sharding axis of a group, so that every rank keeps its elements."""
+    """Return the new dim (of `after`) that each mesh axis shards, such that every rank keeps its elements."""
     held = _intervals(old, before, degrees, dims)
     # Dims of size 1 are tried last: a shard moves there only from another dim of size 1.
     for choice in product(sorted(after, key=lambda dim: new[dim] == 1), repeat=len(dims)):
@@ -62,7 +62,7 @@ def _moved(
 
 
 def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range, range]]:
-    """Yield the smallest groups of old and new dims of equal size: (2, 3, 4) to (6, 4) has two groups."""
+    """Yield the smallest pairs of old and new dims of equal size: (2, 3, 4) to (6, 4) has two such pairs."""
     i = j = 0
     while i < len(old) or j < len(new):
         end_i, end_j = min(i + 1, len(old)), min(j + 1, len(new))
@@ -81,7 +81,7 @@ def _groups(old: tuple[int, ...], new: tuple[int, ...]) -> Iterator[tuple[range,
 def _intervals(
     shape: tuple[int, ...], group: range, degrees: Mapping[str, int], dims: Mapping[str, int]
 ) -> list[range] | None:
-    """Return each rank's interval of a flattened group of dims; None if a rank holds no single interval.
+    """Return each rank's interval of the flattened dims `group`; None if a rank holds no single interval.
 
     `dims`: the dim that each axis shards.
     """

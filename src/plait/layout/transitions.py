@@ -43,7 +43,7 @@ class Move:
 
 @lru_cache(maxsize=1024)
 def moves(source: Layout, target: Layout) -> tuple[Move, ...]:
-    """Return the cheapest moves from `source` to `target`, the same on every rank.
+    """Return the cheapest sequence of moves from layout `source` to `target`, the same on every rank.
 
     Raises `LayoutError` unless both have the same shape and axes, and shard no dim block by block.
     """
