@@ -129,7 +129,7 @@ def copy_later(target: Tensor, source: Tensor) -> None:
 
 
 def moved_later(tensor: Tensor, device: torch.device, *, copy: bool = False) -> Tensor:
-    """Return `tensor` on `device`, copied as by `copy_later`; if it is there, itself unless `copy`."""
+    """Return `tensor` copied to `device` as by `copy_later`; if it is there already, itself unless `copy`."""
     return tensor.to(device, copy=copy, non_blocking=True)
 
 

@@ -29,7 +29,7 @@ _MOST_LISTED = 5
 
 
 def files_of_tensors(folder: Path) -> dict[str, str]:
-    """Return the file of each tensor in `folder`, by tensor name; empty where there are no weights.
+    """Return the name of the file in `folder` that holds each tensor, by tensor name; empty without weights.
 
     Reads headers only. Needs the package safetensors. ModelError for a missing or damaged file, a tensor in
     two files, an index that does not fit its files, and weights in another format.
@@ -55,7 +55,7 @@ def files_of_tensors(folder: Path) -> dict[str, str]:
 
 
 def _index_of(folder: Path) -> str | None:
-    """Return the name of the index that transformers would use, if any."""
+    """Return the name of the index file that transformers would use; None if it would use none."""
     named = _named_in_config(folder)
     if named is not None:
         return named if named.endswith(_INDEX_ENDS) else None
@@ -80,7 +80,7 @@ def _files_without_index(folder: Path) -> list[str]:
 
 
 def _named_in_config(folder: Path) -> str | None:
-    """Return `transformers_weights` of config.json, or None. Raises ModelError for an outside path."""
+    """Return `transformers_weights` of config.json, or None. ModelError for a path outside the folder."""
     try:
         config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     except (OSError, ValueError, RecursionError):

@@ -90,7 +90,7 @@ class Rule:
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
-        """Return a copy of the rule with `dim` set."""
+        """Return a copy of the rule with `dim`, the partitioned dim, set."""
         return replace(self, dim=dim)
 
     def joined(self, blocks: int) -> Rule:
@@ -165,5 +165,5 @@ def _nearest(pattern: str, names: list[str]) -> str:
 
 
 def _kind(name: str) -> str:
-    """Return the name with each number replaced by `*`."""
+    """Return a module's path with each number replaced by `*`."""
     return re.sub(r"(?<![^.])\d+(?=\.)|(?<=\.)\d+(?![^.])", "*", name)
