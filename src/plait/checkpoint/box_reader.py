@@ -1,4 +1,4 @@
-"""Opens a checkpoint, checks it for damage, and reads boxes of its tensors, however they were sharded."""
+"""Opens a checkpoint, checks it for damage, and reads ranges of its tensors, however these were sharded."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from plait.layout.boxes import full_box, intersection, piece_boxes, slices_withi
 
 
 def open_manifest(folder: Path) -> Manifest:
-    """Return the manifest in a folder. Raises CheckpointError, which names the previous checkpoint."""
+    """Return the manifest of the checkpoint in `folder`. Raises CheckpointError if it is missing or damaged.
+
+    The error for a damaged manifest names the previous checkpoint, if there is one.
+    """
     try:
         return read_manifest(folder)
     except CheckpointError as error:
@@ -30,7 +33,7 @@ def open_manifest(folder: Path) -> Manifest:
 
 
 def require_undamaged(folder: Path, portions: Iterable[Portion]) -> None:
-    """Raise CheckpointError where bytes of the portions are damaged; names the previous checkpoint."""
+    """Raise CheckpointError, which names the previous checkpoint, if bytes of these portions are damaged."""
     for portion in portions:
         damage = find_damage(folder, portion)
         if damage is not None:
@@ -44,7 +47,7 @@ def _damaged(folder: Path, reason: str) -> CheckpointError:
 
 
 class BoxReader:
-    """Reads pieces and boxes of the tensors of a checkpoint."""
+    """Reads a rank's pieces, or any boxes (ranges of indices per dim), of the tensors of a checkpoint."""
 
     def __init__(self, folder: Path, manifest: Manifest) -> None:
         self._reader = TensorFileReader(folder)
@@ -53,16 +56,16 @@ class BoxReader:
         self._stored = manifest.boxes_by_tensor()
 
     def fill(self, piece: Tensor, name: str, layout: Layout, where: Mapping[str, int]) -> None:
-        """Read the piece of tensor `name` of the rank at coordinate `where` into the contiguous `piece`.
+        """Read the piece of tensor `name` that belongs to the rank at mesh coordinate `where` into `piece`.
 
-        Values are converted to the dtype of `piece`. Memory: a part of one stored box at a time.
-        Raises CheckpointError where a file cannot be read or elements are missing.
+        Values are converted to the dtype of `piece`, which is contiguous. Memory: a part of one stored box at
+        a time. Raises CheckpointError where a file cannot be read or elements are missing.
         """
         for part in piece_boxes(layout, where):
             self.fill_box(part.view_of(piece), name, part.box)
 
     def fill_box(self, view: Tensor, name: str, box: Box) -> None:
-        """Read one box of tensor `name` into `view`, which has the shape of the box. Errors as for `fill`."""
+        """Read one box (a range per dim) of tensor `name` into `view`, of its shape. Errors as for `fill`."""
         found = 0
         for file, stored in self._stored.get(name, ()):
             common = intersection(box, stored.box)
@@ -82,7 +85,7 @@ class FullTensors:
     """The global tensors of a checkpoint, read by name."""
 
     def __init__(self, path: Path) -> None:
-        """Open a checkpoint and check all files; `path` as for `load`. Raises CheckpointError if damaged."""
+        """Open the checkpoint `path`, or the newest in that folder. Raises CheckpointError if damaged."""
         self.folder = resolve(path)
         self.manifest = open_manifest(self.folder)
         require_undamaged(self.folder, portions(self.manifest.files))
@@ -93,20 +96,20 @@ class FullTensors:
         return self.manifest.tensors[name].torch_dtype
 
     def read(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a tensor on the CPU; `dtype` None: as saved. Raises CheckpointError where a part is missing.
+        """Return a whole tensor on the CPU in `dtype` (None: as saved). Raises CheckpointError if incomplete.
 
         Memory: that tensor; the boxes of the files are memory-mapped.
         """
         return self.read_box(name, full_box(self.manifest.tensors[name].shape), dtype)
 
     def read_box(self, name: str, box: Box, dtype: torch.dtype | None = None) -> Tensor:
-        """Return a box of a tensor. Other arguments and errors as for `read`."""
+        """Return a box (a range per dim) of a tensor on the CPU. Other arguments and errors as for `read`."""
         found = torch.empty(box.sizes, dtype=dtype or self.dtype(name))
         self._boxes.fill_box(found, name, box)
         return found
 
     def items(self) -> list[BoxToWrite]:
-        """Return all tensors, to be written unchanged; tensors without elements have no boxes."""
+        """Return all tensors that have elements, each as a `BoxToWrite` that is read when it is written."""
         return [
             BoxToWrite(name, full_box(one.shape), one.torch_dtype, partial(self.read, name))
             for name, one in self.manifest.tensors.items()

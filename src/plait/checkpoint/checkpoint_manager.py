@@ -50,7 +50,7 @@ class CheckpointManager:
 
     @property
     def error(self) -> str:
-        """The error of the pending save, on rank 0 as soon as it is known; else empty."""
+        """The error message of the save in progress, on rank 0 as soon as any rank has failed; else empty."""
         return "" if self._pending is None else self._pending.error
 
     def save(
@@ -60,7 +60,7 @@ class CheckpointManager:
         step: int,
         state: Mapping[str, Any],
     ) -> None:
-        """Save the run after `step` steps; return when the copies exist and training may continue.
+        """Start to save the run after `step` steps; return once copies exist, so that training may continue.
 
         First waits for the previous save, see `finish`. Raises `CheckpointError` on all ranks.
         """

@@ -46,7 +46,7 @@ def require_compatible(
 
 
 def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], aliases: Iterable[str]) -> None:
-    """Raise CheckpointError unless the checkpoint has exactly parameters and buffers of these `shapes`."""
+    """Raise CheckpointError unless the saved parameters and buffers have exactly these names and `shapes`."""
     wanted = {parameter_key(name): shape for name, shape in shapes.items()}
     saved = {name: one.shape for name, one in manifest.tensors.items() if name.startswith("model.")}
     # An imported checkpoint has tied parameters under all names, as torch saves them; one of plait does not.
@@ -69,14 +69,14 @@ def require_model(manifest: Manifest, shapes: Mapping[str, tuple[int, ...]], ali
 
 
 def applicable_run_state(plan: Plan, manifest: Manifest) -> dict[str, Any]:
-    """Return the saved state of the run, without its order of actions if `plan` has another schedule."""
+    """Return the saved `Engine.run_state`, without the order of actions if `plan` has another schedule."""
     wanted = {name: getattr(plan, name) for name in ("schedule", "memory_limit")}
     same = all(manifest.plan.get(name, value) == value for name, value in wanted.items())
     return {key: value for key, value in manifest.run.items() if same or key != "order"}
 
 
 def require_same_class(optimizer: torch.optim.Optimizer, saved: Mapping[str, Any]) -> None:
-    """Raise CheckpointError where the saved optimizer is of another class.
+    """Raise CheckpointError where the saved optimizer is of another class than `optimizer`.
 
     Imported checkpoints have the class "": then the names of options are compared, if there are any.
     """
@@ -124,7 +124,7 @@ def _require_same_parameters(
 def _require_states_shardable(
     pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
-    """Raise CheckpointError where optimizer state has another shape than its sharded parameter."""
+    """Raise CheckpointError if a sharded parameter has saved state of another shape that is no scalar."""
     for name, piece in pieces.items():
         full = layouts[name].shape
         for key, shape in shapes.get(name, {}).items():
@@ -138,7 +138,7 @@ def _require_states_shardable(
 def group_sources(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> Sources:
-    """Return for each of the optimizer's groups its options, and the saved groups its parameters come from.
+    """Return for each parameter group of the optimizer its options, and the saved groups of its parameters.
 
     `names`: this rank's parameters, by id.
     """
@@ -182,7 +182,7 @@ def require_same_groups(ranks: Iterable[Sources], saved: Mapping[str, Any]) -> N
 
 
 def _difference(one: Mapping[str, Any], other: Mapping[str, Any]) -> str:
-    """Return as text the first option in which two groups differ, with both values; "" if none."""
+    """Return as text the first option in which two parameter groups differ, with both values; "" if none."""
     for key in one:
         if key in other and key not in NOT_RESTORED and one[key] != other[key]:
             return f"{key} {one[key]} and {other[key]}"

@@ -26,7 +26,7 @@ from plait.layout.shard_plan import ShardPlan
 def convert(
     source: str | Path, target: str | Path, *, max_bytes: int | None = None, disk: Disk | None = None
 ) -> None:
-    """Write the checkpoint `source` to the new folder `target`, each tensor as one box.
+    """Write the checkpoint `source` to the new folder `target`, each tensor whole, however it was sharded.
 
     Runs in one process, without ranks. `max_bytes` limits the size of a file, unless the file holds a single
     tensor that is larger; None: one file. Parameters, optimizer, `state` and all else are copied bit by bit.
@@ -41,14 +41,18 @@ def convert(
 def write_checkpoint(
     target: Path, head: Manifest, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> None:
-    """Write a checkpoint from one process. `head`: its manifest without files. Raises CheckpointError."""
+    """Write `items` as a checkpoint in the new folder `target`, from one process.
+
+    `head`: the manifest without its files. Raises CheckpointError where the target exists or cannot be
+    written.
+    """
     with atomic_folder(target, disk) as folder:
         files = write_files(folder, "tensors", items, max_bytes=max_bytes, disk=disk)
         write_text(disk, folder / FILE, manifest_text(replace(head, files=tuple(files))))
 
 
 def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -> None:
-    """Write `source` to the new folder `target` with the boxes and files that the ranks of a plan would save.
+    """Write the checkpoint `source` to the new folder `target` in the files that a plan's ranks would save.
 
     `shard_plan`: `plait.blueprint.build_blueprint(model, plan).shard_plan`. A rank of that plan finds all
     that it holds in its own file, except for pieces that another rank saves for it. Runs in one process.
@@ -67,7 +71,7 @@ def convert_for(source: str | Path, target: str | Path, shard_plan: ShardPlan) -
 
 
 def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[BoxToWrite]]:
-    """Return for each rank the boxes that it would save."""
+    """Return for each rank of the plan the boxes (ranges of the tensors) that it would save."""
     plan = shard_plan.plan
     sizes = sizes_of(pp=plan.pp, dp=plan.dp, tp=plan.tp, replicate=plan.replicate)
     found: list[list[BoxToWrite]] = [[] for _ in range(plan.world)]
@@ -90,7 +94,7 @@ def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[Box
 def _layouts(
     shard_plan: ShardPlan, saved: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, Layout, tuple[int, ...]]]:
-    """Yield key, layout and owners along `pp` of each saved tensor, in the order in which ranks save them."""
+    """Yield key, layout and owners (indices along `pp`) of each saved tensor, in the order of saving."""
     states, owners = state_keys(saved), shard_plan.owners
     for name, layout in shard_plan.layouts.items():
         yield parameter_key(name), layout, owners[name]

@@ -85,7 +85,7 @@ def import_dcp(source: Path, target: Path, names: Mapping[str, str] | None = Non
 
 
 def _require_complete(folder: Path, manifest: Manifest) -> None:
-    """Raise CheckpointError unless all elements are stored: torch would read uninitialised memory instead."""
+    """Raise CheckpointError unless all elements are stored: torch would export uninitialised memory."""
     for name, boxes in manifest.boxes_by_tensor().items():
         if not is_tiling(manifest.tensors[name].shape, [box.box for _, box in boxes]):
             raise CheckpointError(
@@ -107,7 +107,7 @@ def _tensors(reader: DcpReader, keys: DcpKeys) -> dict[str, TensorEntry]:
 
 
 def _items(reader: DcpReader, keys: DcpKeys, names: Mapping[str, str]) -> list[BoxToWrite]:
-    """Return the boxes of all tensors; `names`: the name to write of each tensor."""
+    """Return the stored boxes of all tensors; `names`: the tensor names to write, by the present ones."""
     return [
         BoxToWrite(names[name], box, reader.tensors[key].properties.dtype, partial(reader.read, key, box))
         for key, name in keys.tensors(reader).items()
@@ -117,7 +117,7 @@ def _items(reader: DcpReader, keys: DcpKeys, names: Mapping[str, str]) -> list[B
 
 
 def _plait_parts(reader: DcpReader) -> Mapping[str, Any]:
-    """Return the parts of a manifest that `export_dcp` stored as text; empty for other checkpoints."""
+    """Return the parts of plait's manifest that `export_dcp` stored in this checkpoint; empty if none."""
     if OWN not in reader.keys or OWN in reader.tensors:
         return {}
     try:
@@ -134,7 +134,7 @@ def _plait_parts(reader: DcpReader) -> Mapping[str, Any]:
 
 @contextmanager
 def _atomic_folder(target: Path, disk: Disk) -> Iterator[Path]:
-    """Yield a folder as `atomic_folder` does; convert errors of torch to a CheckpointError."""
+    """Context `atomic_folder` that also converts errors of torch to a CheckpointError."""
     with atomic_folder(target, disk) as folder:
         try:
             yield folder

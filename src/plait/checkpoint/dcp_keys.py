@@ -28,7 +28,7 @@ _MOST_LISTED = 5
 
 @dataclass
 class DcpKeys:
-    """The keys of a DCP checkpoint, by the kind of their entries."""
+    """The keys of a DCP checkpoint, grouped into model tensors, optimizer state, group options and others."""
 
     model: dict[str, str] = field(default_factory=dict)
     """By key: the name of the parameter or buffer."""
@@ -46,7 +46,10 @@ class DcpKeys:
 
 
 def parse_keys(source: DcpReader) -> DcpKeys:
-    """Return the keys of `source`. Raises CheckpointError without a model or for unnamed parameters."""
+    """Return the keys of `source`, grouped by what they hold.
+
+    Raises CheckpointError without a model, for several optimizers, and for state of unknown parameters.
+    """
     found, others, roots = DcpKeys(), list[str](), dict[str, None]()
     for key in source.keys:
         entry = _optimizer_key(key, source.paths.get(key, ()))
@@ -85,7 +88,7 @@ def parse_keys(source: DcpReader) -> DcpKeys:
 
 
 def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any] | None:
-    """Return the optimizer entry of a manifest, for an optimizer of class `kind`; None if none was saved.
+    """Return the optimizer as a plait manifest describes it, with class `kind`; None if none was saved.
 
     Options that JSON cannot hold are left out. Groups without names of parameters are left out too: then the
     loading optimizer keeps its options. Raises CheckpointError for state that JSON cannot hold.
@@ -108,7 +111,10 @@ def optimizer_of(source: DcpReader, found: DcpKeys, kind: str) -> dict[str, Any]
 
 
 def _optimizer_key(key: str, path: tuple[str | int, ...]) -> tuple[str, str, tuple[str, str]] | None:
-    """Return prefix, part, and (parameter, name) of an optimizer's entry; None if `key` is another entry."""
+    """Return an optimizer key's prefix, "state" or "param_groups", and last two names; None for other keys.
+
+    The last two names: the parameter and the entry of its state, or the group and its option.
+    """
     for depth, level in enumerate(path[:-1]):
         part, _, rest = str(path[depth + 1]).partition(".")
         if level in _OPTIMIZERS and part in _PARTS:
@@ -151,7 +157,7 @@ def _model_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> 
 
 
 def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) -> str:
-    """Return the prefix of the dictionary that has all tensors, or "", where no key is called `model`."""
+    """Return the prefix that all tensor keys share, or "", for a checkpoint without a dictionary `model`."""
     paths = [source.paths.get(key, ()) for key in tensors]
     roots = {path[0] if len(path) > 1 else None for path in paths}
     if len(roots) == 1 and None not in roots:
@@ -169,7 +175,7 @@ def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) ->
 
 
 def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
-    """Return the outermost dictionary of each key that contains no key of `kept`, or the key itself."""
+    """Return for each key its outermost dictionary that contains none of `kept`, or else the key itself."""
 
     def prefixes(key: str) -> list[str]:
         path = source.paths.get(key, ()) or (key,)

@@ -46,10 +46,10 @@ KeyPath = tuple[str | int, ...]
 
 
 class ExportPlanner(DefaultSavePlanner):
-    """Writes every box of a checkpoint as a chunk of its tensor, and reads it only when it is written."""
+    """DCP save planner: each stored box of a checkpoint becomes a chunk, read only when it is written."""
 
     def __init__(self, folder: Path, manifest: Manifest, names: Mapping[str, str] | None = None) -> None:
-        """`names`: the exported name of each parameter; None: as in `manifest`. Raises CheckpointError."""
+        """`names`: exported name of each parameter; None: unchanged. CheckpointError if one is missing."""
         super().__init__()
         self._reader = TensorFileReader(folder)
         self._tensors = manifest.tensors
@@ -69,7 +69,7 @@ class ExportPlanner(DefaultSavePlanner):
         self._paths |= {key: path for key, (path, _) in values.items()}
 
     def create_local_plan(self) -> SavePlan:
-        """Return the plan of all entries, since there is one process."""
+        """Return a plan to write all entries of the checkpoint: the only process writes everything."""
         items: list[WriteItem] = []
         for key, name in self._names.items():
             one = self._tensors[name]
@@ -79,7 +79,7 @@ class ExportPlanner(DefaultSavePlanner):
         return SavePlan(items, planner_data=self._paths)
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | BytesIO:
-        """Read and return the value of an entry."""
+        """Return the tensor, or the serialized value, that `write_item` writes."""
         index = write_item.index
         if write_item.type is WriteItemType.BYTE_IO:
             data = BytesIO()
@@ -94,13 +94,13 @@ class ExportPlanner(DefaultSavePlanner):
 
 
 class ExportWriter(FileSystemWriter):
-    """Torch's writer, one file at a time: it keeps the tensors of a file in memory until that is finished."""
+    """Torch's `FileSystemWriter`, run for one file at a time, since it keeps a file's tensors in memory."""
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, per_thread_copy_ahead=0)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write files of at most `FILE_BYTES`, one after the other."""
+        """Write the entries of `plan` to files of at most `FILE_BYTES`, one after the other."""
         results: list[WriteResult] = []
         files = grouped(plan.items, _bytes, FILE_BYTES)
         for part in self.prepare_global_plan([SavePlan(items) for items in files]):
@@ -110,12 +110,12 @@ class ExportWriter(FileSystemWriter):
         return done
 
     def storage_meta(self) -> StorageMeta:
-        """Return the metadata without the folder, which is renamed when it is complete."""
+        """Return the storage metadata without the folder's path, as the folder is renamed when complete."""
         return StorageMeta(save_id=self.save_id)
 
 
 def _path(name: str) -> KeyPath:
-    """Return the path of a tensor in the dictionaries of `get_state_dict`."""
+    """Return the nested keys of the tensor with plait key `name` in the dictionaries of `get_state_dict`."""
     if name.startswith("optim.state."):
         parameter, _, key = name.removeprefix("optim.state.").rpartition(".")
         return "optim", "state", parameter, key
@@ -123,7 +123,7 @@ def _path(name: str) -> KeyPath:
 
 
 def _values(manifest: Manifest) -> dict[KeyPath, object]:
-    """Return the entries that are no tensors, by path."""
+    """Return the entries of the exported checkpoint that are no tensors, by their nested keys."""
     optimizer = manifest.optimizer or {"class": "", "groups": [], "group_of": {}, "plain": {}}
     found: dict[KeyPath, object] = {}
     for number, options in enumerate(optimizer["groups"]):

@@ -73,17 +73,20 @@ class DcpReader:
         self.tensors = {key: one for key, one in entries.items() if isinstance(one, TensorStorageMetadata)}
 
     def boxes(self, key: str) -> list[Box]:
-        """Return the boxes in which a tensor is stored."""
+        """Return the stored chunks of a tensor, each as a box: offset and size per dim."""
         return _chunk_boxes(self.tensors[key])
 
     def read(self, key: str, box: Box) -> Tensor:
-        """Return a stored box of a tensor, on the CPU. Memory: the box twice. Raises CheckpointError."""
+        """Return the stored chunk `box` of a tensor, on the CPU. Raises CheckpointError if it cannot be read.
+
+        Memory: the chunk twice.
+        """
         found = self._read(MetadataIndex(key, box.offsets), LoadItemType.TENSOR, box.sizes)
         assert isinstance(found, Tensor)
         return found
 
     def value(self, key: str) -> Any:
-        """Return a number, text, list or tensor of one chunk. Raises CheckpointError for other entries."""
+        """Return the number, text, list or one-chunk tensor under `key`. Raises CheckpointError otherwise."""
         if key not in self.tensors:
             return self._read(MetadataIndex(key), LoadItemType.BYTE_IO, ())
         boxes = self.boxes(key)
@@ -113,20 +116,20 @@ class _SingleEntryPlanner(DefaultLoadPlanner):
         self.entry: object = None
 
     def resolve_tensor(self, read_item: ReadItem) -> Tensor:
-        """Return the tensor to read into; torch has compared the sizes before."""
+        """Return a new tensor of the entry's shape, into which torch reads the entry."""
         self.entry = memory = torch.empty(read_item.lengths, dtype=self._dtype)
         return memory
 
     def load_bytes(self, read_item: ReadItem, value: BytesIO) -> None:
-        """Load an entry that is no tensor."""
+        """Load the value of an entry that is no tensor, without running pickled code."""
         self.entry = torch.load(value, map_location="cpu", weights_only=True)
 
 
 class _Reader(FileSystemReader):
-    """Torch's reader, except that reading the metadata runs no code."""
+    """Torch's `FileSystemReader`, except that reading the metadata runs no code."""
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:
-        """Return the metadata of a checkpoint in which all tensors are complete.
+        """Read and validate `.metadata` without running code; the chunks of each tensor must cover it.
 
         `planner_data` is a dictionary, which may be empty. CheckpointError where the metadata are missing or
         damaged, or name classes that torch does not write.
@@ -148,7 +151,7 @@ class _Reader(FileSystemReader):
 
 
 def _brief(error: Exception) -> str:
-    """Return type and first line of an error of torch."""
+    """Return type and first line of an exception raised by torch, as text."""
     lines = str(error).splitlines() or [""]
     return f"{type(error).__name__} {lines[0]}".strip()[:_MOST_TOLD]
 
@@ -192,7 +195,7 @@ class _Pickled:
 
 @dataclass(frozen=True)
 class _FileRange:
-    """The bytes of an entry, with the attributes that torch's reader uses."""
+    """The range of bytes of an entry in a file; stands in for torch's `_StorageInfo`."""
 
     relative_path: str
     offset: int
@@ -201,7 +204,7 @@ class _FileRange:
 
 
 def _metadata(pickled: object, folder: Path) -> Metadata:
-    """Build the metadata from pickled state. Raises any error where the state is not as torch writes it."""
+    """Build torch's `Metadata` from unpickled state. Raises any error if it is not as torch writes it."""
     state = _state(pickled, "Metadata")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():

@@ -74,7 +74,7 @@ def expressible(layout: Layout) -> Layout:
 
 
 def _by_rows(layout: Layout) -> Layout:
-    """Return the layout with `Shard(0)` for `Flat`, where both give the same pieces; otherwise `layout`."""
+    """Return `layout` with `Shard(0)` instead of `Flat` if all pieces stay the same; otherwise `layout`."""
     placements = layout.axis_placements
     flat = next((axis for axis, placement in placements.items() if isinstance(placement, Flat)), None)
     if flat is None or not layout.shape:

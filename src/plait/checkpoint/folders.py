@@ -65,7 +65,7 @@ def remove_replaced(path: Path, disk: Disk) -> None:
 
 @contextmanager
 def atomic_folder(path: Path, disk: Disk) -> Iterator[Path]:
-    """Yield a hidden folder to write in, and rename it to `path` when the block ends without an error.
+    """Context: yield a hidden folder to write in, and rename it to `path` at the end if no error was raised.
 
     Raises `CheckpointError` where `path` is taken and for an OSError; after an error nothing is left.
     """
@@ -94,7 +94,7 @@ def atomic_folder(path: Path, disk: Disk) -> Iterator[Path]:
 
 
 def complete_version(path: Path) -> Path | None:
-    """Return the folder with the newest complete version of the checkpoint `path`, or None.
+    """Return the folder, hidden or not, with the newest complete version of the checkpoint `path`, or None.
 
     A folder that has its final name was complete when it got it; `read_manifest` finds later damage.
     """
@@ -117,7 +117,7 @@ def complete_checkpoints(folder: Path) -> list[tuple[int, Path]]:
 
 
 def resolve(path: Path) -> Path:
-    """Return the checkpoint at `path`, or the newest in that folder. Raises CheckpointError if none."""
+    """Return the checkpoint folder `path`, or the newest checkpoint in it. Raises CheckpointError if none."""
     found = complete_version(path)
     if found is not None:
         return found
@@ -141,7 +141,7 @@ def previous_checkpoint(path: Path) -> Path | None:
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:
-    """Rename checkpoints of more than `start` steps: another run than the resumed one wrote them."""
+    """Rename checkpoints of more than `start` steps, at which this run began: another run wrote them."""
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name
@@ -150,14 +150,14 @@ def rename_later(folder: Path, start: int, disk: Disk) -> None:
 
 
 def restore_name(path: Path, disk: Disk) -> None:
-    """After an interruption, rename the complete version of checkpoint `path` to `path`. Raises OSError."""
+    """If an interruption left checkpoint `path` complete, but hidden, rename it to `path`. Raises OSError."""
     version = None if path.exists() else complete_version(path)
     if version is not None:
         disk.rename(version, path)
 
 
 def clean_up(folder: Path, disk: Disk) -> None:
-    """Restore the names of complete checkpoints and remove interrupted ones as far as possible.
+    """Rename hidden complete checkpoints to their names, and remove interrupted ones as far as possible.
 
     Must not run while a checkpoint is being written. Raises OSError where a name cannot be restored.
     """
@@ -173,7 +173,7 @@ def clean_up(folder: Path, disk: Disk) -> None:
 
 
 def prune(folder: Path, newest: int, *, keep_last: int, keep_every: int, disk: Disk) -> None:
-    """Remove all checkpoints except the newest `keep_last` and multiples of `keep_every` steps (0: none).
+    """Remove checkpoints, but keep the newest `keep_last`, and all at multiples of `keep_every` (0: none).
 
     `newest`: steps of the checkpoint that was just written. Checkpoints of more steps belong to another run:
     they are not counted, and stay. With `keep_last` 0 all stay. Raises OSError.

@@ -57,7 +57,7 @@ class Summary:
 
 
 def summary(path: Path, *, check: bool = False) -> Summary:
-    """Return the contents of the checkpoint `path`, or of the newest one in that folder.
+    """Return a summary of the checkpoint `path`, or of the newest one in that folder.
 
     Checks the sizes and headers of files; with `check` also the checksums of all bytes. CheckpointError where
     there is no checkpoint.

@@ -66,7 +66,7 @@ def load(engine: Checkpointable, optimizer: torch.optim.Optimizer | None, path: 
 
 
 def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, manifest: Manifest) -> None:
-    """Raise CheckpointError, on all ranks, unless the optimizer has the same groups as the saved one."""
+    """Raise CheckpointError, on all ranks, unless the optimizer has the parameter groups of the saved one."""
     names = {id(piece): name for name, piece in engine.named_parameters()}
     saved = manifest.optimizer or {}
     sources = json.dumps(group_sources(optimizer, names, saved))
@@ -75,7 +75,7 @@ def _compare_groups(engine: Checkpointable, optimizer: torch.optim.Optimizer, ma
 
 
 def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
-    """Check all files for damage: in each round each rank checks one portion, then all synchronise."""
+    """Check all files for damage: each rank checks one portion of a file, then all synchronise, and so on."""
     everything = portions(manifest.files)
     for first in range(0, len(everything), mesh.world):
         with _raising_on_all_ranks(mesh):
@@ -84,7 +84,7 @@ def _check_files(folder: Path, manifest: Manifest, mesh: Mesh) -> None:
 
 @contextmanager
 def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
-    """Raise on all ranks the CheckpointError of the first rank on which the block raises one."""
+    """Context: a CheckpointError within it, on any rank, is raised on all ranks (that of the first rank)."""
     own = ""
     try:
         yield
@@ -96,7 +96,7 @@ def _raising_on_all_ranks(mesh: Mesh, remark: str = "") -> Iterator[None]:
 
 
 def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
-    """Read this rank's tensors by exhausting `sizes`, which yields the bytes read; synchronise regularly.
+    """Exhaust `sizes`, which reads tensors and yields the bytes of each; synchronise the ranks regularly.
 
     No rank waits for the others longer than one round, even where they have much more to read.
     """
@@ -116,7 +116,7 @@ def _read_in_rounds(sizes: Iterator[int], mesh: Mesh) -> None:
 def _read(
     engine: Checkpointable, optimizer: torch.optim.Optimizer | None, manifest: Manifest, folder: Path
 ) -> Iterator[int]:
-    """Read all tensors of this rank's pieces; yield the bytes of each after it is read."""
+    """Read this rank's parameters, optimizer state and buffers; yield the bytes of each tensor when read."""
     boxes, where = BoxReader(folder, manifest), engine.mesh.coordinate
     states = state_keys(manifest.tensors)
     saved = manifest.optimizer or {}

@@ -42,7 +42,7 @@ _MOST_LEVELS = 200
 
 
 class StoredBox(NamedTuple):
-    """A box of a global tensor in a file."""
+    """A box (offset and size per dim) of a global tensor, as stored in a file."""
 
     tensor: str
     offsets: tuple[Size, ...]
@@ -64,7 +64,7 @@ class StoredBox(NamedTuple):
 
 @dataclass(frozen=True)
 class FileEntry:
-    """A safetensors file of a checkpoint, in its manifest."""
+    """Entry of a manifest: a safetensors file of the checkpoint."""
 
     name: str
     bytes: Size
@@ -75,7 +75,7 @@ class FileEntry:
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A global tensor of a checkpoint, in its manifest."""
+    """Entry of a manifest: shape and dtype of a global tensor of the checkpoint."""
 
     shape: tuple[Size, ...]
     dtype: Dtype
@@ -94,7 +94,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of a checkpoint's manifest."""
+    """Content of a checkpoint's manifest: its tensors, files, state of the run, and what wrote it."""
 
     tensors: Mapping[str, TensorEntry]
     """By key: `model.NAME` of a parameter or buffer, `optim.state.NAME.KEY` of optimizer state."""
@@ -112,7 +112,10 @@ class Manifest:
     """For each further name of a shared parameter, the name under which it is saved, without `model.`."""
 
     def boxes_by_tensor(self) -> dict[str, list[tuple[str, StoredBox]]]:
-        """Return the stored boxes of each tensor, each with the name of its file; empty where it has none."""
+        """Return each tensor's stored boxes (ranges of indices per dim), with the names of their files.
+
+        The list is empty for a tensor without elements.
+        """
         boxes: dict[str, list[tuple[str, StoredBox]]] = {name: [] for name in self.tensors}
         for file in self.files:
             for box in file.boxes:
@@ -183,7 +186,7 @@ def _require_inside(folder: Path, name: str) -> None:
 
 
 def require_form(manifest: Manifest, where: Path) -> None:
-    """Raise CheckpointError where a manifest, imported from `where`, breaks the schema."""
+    """Raise CheckpointError where a manifest, made from the foreign checkpoint `where`, breaks the schema."""
     try:
         _parse(json.loads(json.dumps(manifest, default=vars)))
     except ValueError as error:
@@ -247,7 +250,7 @@ class _Content(_Form):
 
 
 def _parse(content: object) -> Manifest:
-    """Return the manifest with this content. Raises ValueError, with the first error as "KEY: …".
+    """Return the manifest with this JSON content. Raises ValueError, with the first error as "KEY: …".
 
     A valid checksum does not make a manifest well formed; all code that reads checkpoints relies on these
     checks.

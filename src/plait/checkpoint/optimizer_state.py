@@ -55,12 +55,12 @@ def state_of(
 
 
 def is_number(key: str, shape: Iterable[int], parameter: tuple[int, ...]) -> bool:
-    """Return whether a state tensor is a scalar, equal on all ranks that hold the parameter."""
+    """Return whether a state tensor is one number for the whole parameter, such as its step count."""
     return not tuple(shape) and (parameter != () or key in NUMBERS)
 
 
 def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict[str, Any]:
-    """Return the optimizer's class, groups and non-tensor state by parameter name, as JSON values.
+    """Return the optimizer's class, parameter groups and non-tensor state by parameter name, as JSON values.
 
     `names`: of this rank's parameters, by `id`. Raises CheckpointError for values that JSON cannot hold.
     """
@@ -83,7 +83,7 @@ def describe(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> dict
 
 
 def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int, str]) -> None:
-    """Raise CheckpointError for a parameter that is not among this rank's (`names`, by `id`)."""
+    """Raise CheckpointError if the optimizer has a parameter that is not this rank's (`names`, by `id`)."""
     for number, group in enumerate(optimizer.param_groups):
         for parameter in group["params"]:
             if id(parameter) not in names:
@@ -96,7 +96,7 @@ def require_own_parameters(optimizer: torch.optim.Optimizer, names: Mapping[int,
 def restore_options(
     optimizer: torch.optim.Optimizer, names: Mapping[int, str], saved: Mapping[str, Any]
 ) -> None:
-    """Set the options of each group, such as the learning rate, to the saved ones of its parameters.
+    """Set the options of each parameter group, such as `lr`, to those saved for the group's parameters.
 
     `require_same_groups` has checked that all parameters of a group have the same saved options.
     """

@@ -30,15 +30,15 @@ class Checkpointable(Protocol):
         """Raise PlanError if the optimizer's update of a parameter depends on parameters of another rank."""
 
     def named_parameters(self) -> Iterator[tuple[str, nn.Parameter]]:
-        """Yield this rank's pieces of parameters by name."""
+        """Yield the name and this rank's piece (local shard) of each parameter of the rank's stages."""
 
     def named_buffers(self) -> Iterator[tuple[str, Tensor]]:
-        """Yield this rank's saved buffers, which are not sharded, by name."""
+        """Yield name and value of each saved buffer of this rank's stages; buffers are not sharded."""
 
 
 @dataclass(frozen=True)
 class RankPiece:
-    """A rank's piece of a global tensor."""
+    """A rank's piece (its local shard) of a global tensor, and all ranks that hold the same one."""
 
     name: str
     layout: Layout
@@ -58,7 +58,7 @@ def state_key(name: str, key: str = "") -> str:
 
 
 def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return the keys of the optimizer state of each parameter that has any among `tensors`."""
+    """Return the names of parameters with optimizer state among the keys `tensors`, and its entries."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
     for full in tensors:
@@ -69,7 +69,7 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
-    """Yield the tensors that this rank holds, in an order that is the same on all ranks that hold a piece."""
+    """Yield this rank's pieces of the tensors to save, in the same order on all ranks with equal pieces."""
     mesh, shard_plan = engine.mesh, engine.shard_plan
 
     def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:
@@ -105,6 +105,6 @@ class WriterAssignment:
 
 
 def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
-    """Yield the pieces that `rank` writes."""
+    """Yield the pieces that `rank` writes, and not another rank that holds the same piece."""
     writers = WriterAssignment()
     return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)

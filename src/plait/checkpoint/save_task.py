@@ -55,12 +55,12 @@ class ManifestPart:
 
 @cache
 def _part_reader() -> TypeAdapter[ManifestPart]:
-    """Return the reader of parts from JSON."""
+    """Return the pydantic adapter that reads a `ManifestPart` from JSON."""
     return TypeAdapter(ManifestPart)
 
 
 def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
-    """Return `head` with the tensors, files and optimizer of the parts of all ranks."""
+    """Return the manifest `head` with the tensors, files and optimizer that the ranks' `parts` list."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         tensors |= part.tensors
@@ -71,7 +71,7 @@ def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
 
 
 def _merge_optimizers(optimizers: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the union of the ranks' optimizers, whose groups are numbered differently on each rank.
+    """Return the union of the ranks' optimizers, whose parameter groups each rank numbers differently.
 
     Groups of two ranks are the same if their options are. Where one rank has several groups with the same
     options, the first of them is the first of every rank, and so on.
@@ -135,7 +135,7 @@ class PendingSave:
 
     @property
     def error(self) -> str:
-        """The error so far, "" if none, before `wait`: on rank 0 that of any rank, else this rank's."""
+        """The error message so far, "" if none: on rank 0 that of any rank, on other ranks only their own."""
         return self._error
 
     def wait(self) -> None:
@@ -189,7 +189,7 @@ class PendingSave:
 
 
 def wait_for_folder(folder: Path, timeout: float) -> bool:
-    """Block until a folder that rank 0 has just made is visible here; return whether it is."""
+    """Block until this host sees a folder that rank 0 has just made; return False after `timeout` seconds."""
     until = time.monotonic() + timeout
     while not folder.is_dir():
         if time.monotonic() > until:
@@ -212,7 +212,10 @@ def write_rank_file(task: SaveTask) -> None:
 
 
 def commit(task: SaveTask) -> None:
-    """Complete a checkpoint from all ranks' files. Raises OSError; _AbandonedError if another rank failed."""
+    """On rank 0, wait for the files of all ranks, write the manifest, and give the folder its final name.
+
+    Raises OSError; _AbandonedError if another rank failed or made no progress.
+    """
     folder = unfinished_path(task.path)
     parts = [folder / f"{_stem(rank)}.json" for rank in range(task.mesh.world)]
 
@@ -238,7 +241,7 @@ def _stalled(ranks: str, task: SaveTask) -> _AbandonedError:
 
 
 def _wait_until(done: Callable[[], bool], task: SaveTask) -> bool:
-    """Block until `done`; return False where the unfinished folder does not change for `timeout` seconds."""
+    """Block until `done()`; return False if the unfinished folder does not change for `timeout` seconds."""
     began = changed = looked = time.monotonic()
     last_size = -1
     while not done():
@@ -254,7 +257,7 @@ def _wait_until(done: Callable[[], bool], task: SaveTask) -> bool:
 
 
 def _folder_size(folder: Path) -> int:
-    """Return the number of files plus their bytes; 0 where the folder is removed meanwhile."""
+    """Return the number of files in a folder plus their bytes; 0 if the folder does not exist."""
     try:
         return sum(1 + entry.stat().st_size for entry in folder.iterdir())
     except OSError:
@@ -262,7 +265,7 @@ def _folder_size(folder: Path) -> int:
 
 
 def _abandon(task: SaveTask, message: str) -> None:
-    """Rank 0: remove the folder. Others: report the error to rank 0 and wait for the removal."""
+    """Rank 0: remove the unfinished folder. Others: report the error to rank 0 and wait for the removal."""
     folder = unfinished_path(task.path)
     with suppress(OSError):  # the first error is reported
         if task.mesh.rank == 0:
@@ -281,7 +284,7 @@ def _message(error: Exception, rank: int) -> str:
 
 
 def file_name(rank: int) -> str:
-    """Return the name of a rank's file."""
+    """Return the name of the safetensors file that `rank` writes."""
     return f"{_stem(rank)}.safetensors"
 
 

@@ -72,7 +72,7 @@ def start_save(
     before_commit: Callable[[], None] = lambda: None,
     after_commit: Callable[[], None] = lambda: None,
 ) -> PendingSave:
-    """Write a checkpoint as `save` does; with `staging` in the background.
+    """Write a checkpoint as `save` does; if `staging` is given, from copies in it, in the background.
 
     Rank 0 calls `on_start` before anything is written, `before_commit` when the checkpoint is complete but
     does not have its name yet, and `after_commit` when it has; all may raise OSError.
@@ -120,7 +120,7 @@ def start_save(
 
 
 def _make_folder(path: Path, disk: Disk) -> None:
-    """Make the folder to write in. Raises CheckpointError where `path` exists and is no checkpoint."""
+    """Make the hidden folder to write in. Raises CheckpointError where `path` exists and is no checkpoint."""
     if path.exists() and not (path / FILE).is_file() and (not path.is_dir() or any(path.iterdir())):
         raise CheckpointError(f"{path} is there and is no checkpoint: choose a path that is free")
     restore_name(path, disk)
@@ -160,7 +160,10 @@ def _require_text_keys(state: object) -> None:
 
 
 def local_boxes(pieces: Iterable[RankPiece], coordinate: Mapping[str, int]) -> list[LocalBox]:
-    """Return the boxes of pieces, with views. Raises CheckpointError for a dtype that files cannot store."""
+    """Return the boxes (ranges of global tensors) that make up `pieces`, each with a view of its memory.
+
+    Raises CheckpointError for a dtype that files cannot store.
+    """
     found = []
     for piece in pieces:
         if piece.piece.dtype not in DTYPES:
@@ -186,7 +189,7 @@ class StagingBuffer:
         return self._memory.nbytes
 
     def stage(self, boxes: Sequence[LocalBox]) -> list[BoxToWrite]:
-        """Copy the boxes and return the copies; they are valid until the next call."""
+        """Start to copy the boxes; return items that read the copies, which are valid until the next call."""
         devices = {view.device for _, view in boxes if is_accelerator(view)}
         self._allocate(sum(_aligned_bytes(view) for _, view in boxes), pinned=bool(devices))
         copies, start = [], 0
@@ -212,7 +215,7 @@ def _aligned_bytes(view: Tensor) -> int:
 
 
 def _after(events: Sequence[StreamEvent], copy: Tensor) -> Tensor:
-    """Block until `events` are over, and return `copy`."""
+    """Block until the device has reached `events`, which follow the copying, and return `copy`."""
     for event in events:
         event.wait()
     return copy

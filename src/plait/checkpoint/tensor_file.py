@@ -50,7 +50,7 @@ _FILE_ROOM, _ENTRY_ROOM, _DIM_ROOM = 128, 100, 21
 
 @dataclass(frozen=True)
 class BoxToWrite:
-    """A box of a tensor to be written to a file."""
+    """A box (a range per dim) of a global tensor, with a function that reads its values, to be written."""
 
     tensor: str
     box: Box
@@ -103,7 +103,7 @@ def write_file(
 def write_files(
     folder: Path, stem: str, items: Sequence[BoxToWrite], *, max_bytes: int | None, disk: Disk
 ) -> list[FileEntry]:
-    """Write `STEM.safetensors`, or `STEM-00001-of-00003.safetensors` …, each of at most `max_bytes`.
+    """Write `items` to `STEM.safetensors`, or to `STEM-00001-of-00003.safetensors` … of at most `max_bytes`.
 
     A larger tensor has a file of its own. Raises OSError.
     """
@@ -119,13 +119,13 @@ def write_files(
 
 
 def _bytes_in_file(item: BoxToWrite) -> int:
-    """Return the most bytes that a box takes, with its entry in the header."""
+    """Return an upper bound on the bytes that `item` adds to a safetensors file, header entry included."""
     return item.bytes + len(json.dumps(item.key)) + _ENTRY_ROOM + _DIM_ROOM * len(item.box.sizes)
 
 
 @dataclass(frozen=True)
 class Portion:
-    """Some of the boxes of a file, to be checked at once."""
+    """Some of the stored boxes of a file, whose checksums one call of `find_damage` checks."""
 
     file: FileEntry
     boxes: Sequence[int]
@@ -133,7 +133,7 @@ class Portion:
 
 
 def portions(files: Sequence[FileEntry]) -> list[Portion]:
-    """Return all boxes of the files in portions of at most `BETWEEN_SYNCS` bytes, or of one larger box."""
+    """Divide the stored boxes of files into portions of at most `BETWEEN_SYNCS` bytes, or one larger box."""
     found: list[Portion] = []
     for file in files:
         sizes = [stop - box.start for box, stop in zip(file.boxes, _stops(file), strict=True)]
@@ -193,7 +193,7 @@ class TensorFileReader:
     def read(
         self, file: str, key: str, within: tuple[slice, ...], dtype: torch.dtype | None = None
     ) -> Tensor:
-        """Return a part of a box on the CPU, in new memory of the size of that part.
+        """Return the tensor `key` of a file, or the part `within` these slices, on the CPU in new memory.
 
         Raises CheckpointError where it cannot be read, or has another dtype than `dtype`, if given.
         """
@@ -258,7 +258,7 @@ def _chunks(tensor: Tensor) -> Iterator[memoryview]:
 
 
 def _stops(file: FileEntry) -> Iterator[int]:
-    """Yield the end position of each box in the file."""
+    """Yield the byte position at which each stored box of a file ends."""
     yield from (box.start for box in file.boxes[1:])
     if file.boxes:
         yield file.bytes

@@ -46,7 +46,7 @@ def export_own(
     max_bytes: int | None = None,
     disk: Disk | None = None,
 ) -> None:
-    """Write the parameters of one of plait's own models to the new folder `target`.
+    """Write the parameters of plait's own `gpt2` or `llama` to the new folder `target`, for transformers.
 
     `config.json` and `model.safetensors`, or with `max_bytes` several files of at most that size and an
     index. `dtype`: of the parameters; None: as saved. Memory: one tensor of transformers and one of plait.
@@ -65,9 +65,10 @@ def export_adapted(
     dtype: torch.dtype | None = None,
     max_bytes: int | None = None,
 ) -> None:
-    """Export a `model` of transformers, made by `from_huggingface`, with the `config.json` of `folder`.
+    """Write the parameters of `model`, made by `from_huggingface`, to the new folder `target`.
 
-    `folder`: of the original model. Its tokenizer files are copied. Otherwise as `export_own`.
+    `folder`: of the original model. Its tokenizer files are copied, and its `config.json` with the new dtype.
+    Otherwise as `export_own`.
     """
     names: Mapping[str, str] = model.huggingface_names  # type: ignore[assignment]
     pairs = [TensorPair(names[name], (name,), tuple(one.shape)) for name, one in model.named_parameters()]
@@ -108,7 +109,7 @@ def _item(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype | None) -> 
 
 
 def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of transformers, concatenated from tensors of plait."""
+    """Return a tensor of the transformers model, concatenated from tensors of the checkpoint."""
     if len(pair.ours) == 1 and not pair.transposed:
         return tensors.read(parameter_key(pair.ours[0]), dtype)
     joined = torch.empty(pair.their_shape, dtype=dtype)
@@ -119,7 +120,7 @@ def _theirs(tensors: FullTensors, pair: TensorPair, dtype: torch.dtype) -> Tenso
 
 
 def _dtype_name(tensors: FullTensors, dtype: torch.dtype | None) -> str:
-    """Return the name of `dtype`, or of the dtype of most parameters."""
+    """Return the name of `dtype`, such as `bfloat16`; if it is None, that of most saved parameters."""
     if dtype is not None:
         return str(dtype).removeprefix("torch.")
     saved = [one.dtype for name, one in tensors.manifest.tensors.items() if name.startswith("model.")]

@@ -70,7 +70,10 @@ class Weights:
             self._known |= self._reader.contents(file)
 
     def require_compatible(self, pairs: Iterable[TensorPair], *, tied: bool) -> None:
-        """Raise CheckpointError unless the folder has these tensors and, if `tied`, no separate head."""
+        """Raise CheckpointError unless the folder has exactly the tensors of `pairs`.
+
+        If `tied`, the folder may also have a head, which must equal the embedding.
+        """
         wanted = {self.key(pair.theirs): pair for pair in pairs}
         errors = [f"{pair.theirs} is missing" for key, pair in wanted.items() if key not in self._known]
         for key, (shape, _) in self._known.items():
@@ -89,7 +92,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return the name of a tensor in the files, which omit the prefix for models without a head."""
+        """Return the name in the files of a tensor of transformers: models without a head omit the prefix."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 
@@ -98,7 +101,7 @@ class Weights:
         return self._known[key][1]
 
     def read(self, key: str, within: tuple[slice, ...] = ()) -> Tensor:
-        """Return a tensor, or a part of it."""
+        """Return a tensor, or only the part `within` the given slices."""
         return self._reader.read(self._files[key], key, within)
 
 
@@ -112,7 +115,7 @@ def _items(weights: Weights, pairs: Iterable[TensorPair], dtype: torch.dtype | N
 
 
 def _ours(weights: Weights, key: str, pair: TensorPair, number: int, dtype: torch.dtype) -> Tensor:
-    """Return a tensor of plait: a tensor of transformers, or part `number` of it along the last dim."""
+    """Return a tensor of the plait model: part `number`, along the last dim, of a tensor of transformers."""
     *others, width = reversed(pair.shape) if pair.transposed else pair.shape
     within = (*(slice(0, size) for size in others), slice(number * width, (number + 1) * width))
     part = weights.read(key, within)

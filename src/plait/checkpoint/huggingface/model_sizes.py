@@ -59,7 +59,7 @@ SIZES: Mapping[str, Mapping[str, str]] = {
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """The arguments of `gpt2` or `llama`."""
+    """Sizes of a model: the arguments with which plait's `gpt2` or `llama` builds it."""
 
     family: Literal["gpt2", "llama"]
     layers: int
@@ -140,7 +140,7 @@ def _kv_heads(key: TensorEntry, hidden: int, heads: int) -> int:
 
 
 def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
-    """Return the configuration with which transformers builds the same model."""
+    """Return the content of the config.json with which transformers builds a model of these sizes."""
     is_gpt2 = sizes.family == "gpt2"
     config = {
         "architectures": ["GPT2LMHeadModel" if is_gpt2 else "LlamaForCausalLM"],
@@ -159,7 +159,7 @@ def config_json(sizes: ModelSizes, dtype: str) -> dict[str, Any]:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """Return the configuration in a folder. Raises CheckpointError where there is none."""
+    """Return the content of config.json in `folder`. Raises CheckpointError if missing or not readable."""
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -174,7 +174,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def sizes_from_config(config: Mapping[str, Any], where: Path) -> ModelSizes:
-    """Return the sizes of the model with this configuration, read in the folder `where`.
+    """Return the sizes of the model that `config`, the config.json in the folder `where`, describes.
 
     Raises CheckpointError for a model that is not exactly plait's own `gpt2` or `llama`.
     """

@@ -33,7 +33,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Template:
-    """A `TensorPair` for models of any size: `#` in names is the block number; `shape` has names of sizes."""
+    """A `TensorPair` of a model of any size: `#` in names is the block number; `shape` has names of sizes."""
 
     theirs: str
     ours: tuple[str, ...]
@@ -89,7 +89,7 @@ HEAD = "lm_head.weight"
 
 
 def tensor_pairs(sizes: ModelSizes) -> list[TensorPair]:
-    """Return all tensors of a model, block by block."""
+    """Return, for each tensor of the transformers model, its name there and its names in plait."""
     templates = [
         one for one in (GPT2 if sizes.family == "gpt2" else LLAMA) if not (sizes.tied and one.theirs == HEAD)
     ]
