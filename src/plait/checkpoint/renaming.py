@@ -27,7 +27,7 @@ def inverse(table: Mapping[str, str]) -> dict[str, str]:
 
 
 def renamed(names: Iterable[str], table: Mapping[str, str]) -> dict[str, str]:
-    """Return the new name in `table`, by the old one, of each of `names`. Raises CheckpointError if unknown."""
+    """Return a dict from each of `names` to its name in `table`. Raises CheckpointError for unknown names."""
     found = {name: _in_table(name, table) for name in names}
     unknown = [name for name, other in found.items() if other is None]
     if unknown:

@@ -25,7 +25,10 @@ TRACE_FILES = {"trace": "trace.json", "svg": "trace.svg", "html": "trace.html"}
 
 
 def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
-    """Return the plan with stages cut by measured layer times if `parallel.balance` is set."""
+    """Return the plan with stages cut by measured layer times if `parallel.balance` is "measured".
+
+    A plan with a cut of its own (`layers_per_stage`) stays as it is.
+    """
     if config.parallel.balance == "counted" or plan.layers_per_stage is not None:
         return plan
     rows = rank_rows(mesh.index("dp"), mesh.size("dp"), config.train.batch)
@@ -34,7 +37,7 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
 
 
 def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
-    """Reschedule for the costs of the recorded `step`, counted from 1; return a line of text about it.
+    """Search a shorter schedule for the times measured in `step`, from 1, and set it; return text about it.
 
     All ranks call it. Raises `ConfigError` when the file cannot be written. Communication: that of
     `Recording.costs` and `Engine.reorder`.
@@ -52,7 +55,7 @@ def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh:
 
 
 def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None = None) -> None:
-    """Write the current schedule on rank 0, in the format of `plait schedule --json`.
+    """Write the engine's schedule to a file in `folder`, on rank 0, in the format of `plait schedule --json`.
 
     `costs` are those that it was searched for; times are then in milliseconds. Raises `ConfigError` when the
     file cannot be written.
@@ -69,7 +72,7 @@ def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None
 
 
 def write_trace(recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
-    """Draw the recorded `step`, counted from 1, to files in `folder` on rank 0; return a line about it.
+    """Write the timeline measured in `step`, from 1, as pictures to `folder` on rank 0; return text about it.
 
     All ranks call it. Of ranks that differ in `dp` or `tp` the files show those of rank 0's pipeline. Raises
     `ConfigError` when they cannot be written. Communication: two all-gathers over `pp`.

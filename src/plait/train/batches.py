@@ -33,7 +33,7 @@ def rank_rows(rank: int, ranks: int, batch: int) -> slice:
 
 @dataclass(frozen=True)
 class TokenWindows:
-    """Tokens in windows of `context` + 1 that overlap by one, so that each token is a target once.
+    """The tokens of a corpus in windows of `context` + 1, which overlap by one: each token is a target once.
 
     `start` is the position of the first token in `source`, for error messages.
     """
@@ -139,7 +139,7 @@ def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
 
 
 def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:
-    """Return elements `positions` (`[n]`) of a random permutation of `count` numbers, not stored.
+    """Return the numbers at `positions` (`[n]`) of a random permutation of 0 … `count` − 1, not stored.
 
     `seed` and `epoch`, `[n]`, choose the permutation of each position. A Feistel network permutes the next
     power of four; a result of `count` or more is mapped again until it is below (cycle walking), which keeps
@@ -157,7 +157,7 @@ def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any])
 
 
 def _network(values: UInt64s, keys: UInt64s, half: np.uint64) -> UInt64s:
-    """Permute all numbers of 2 × `half` bits by a Feistel network."""
+    """Return `values`, numbers of 2 × `half` bits, mapped one to one by Feistel networks with `keys`."""
     mask = np.uint64((1 << int(half)) - 1)
     left, right = values >> half, values & mask
     for round_ in range(_ROUNDS):
@@ -166,7 +166,7 @@ def _network(values: UInt64s, keys: UInt64s, half: np.uint64) -> UInt64s:
 
 
 def _mix(values: UInt64s) -> UInt64s:
-    """Apply the finalizer of SplitMix64."""
+    """Return a 64-bit hash of each value: the finalizer of the generator SplitMix64."""
     values = values + np.uint64(0x9E3779B97F4A7C15)
     values = (values ^ (values >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     values = (values ^ (values >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -33,12 +33,12 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return the weights in the folder of `model` by name, or None where weights are random."""
+    """Return the weights in the folder that `model.name` names, by name in `model`, or None without any."""
     return None if config.folder is None else weights_in(config.folder, model)
 
 
 def build_optimizer(groups: list[dict[str, Any]], settings: TrainConfig) -> torch.optim.Optimizer:
-    """Return AdamW for parameter groups that set their own weight decay."""
+    """Return AdamW with the options in `settings`; the parameter groups set their own weight decay."""
     return torch.optim.AdamW(groups, lr=settings.lr, betas=settings.betas, eps=settings.eps, fused=True)
 
 

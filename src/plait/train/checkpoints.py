@@ -41,7 +41,7 @@ _TOKEN_EMBEDDING = "model.embedding.token.weight"
 
 
 class RunCheckpoints:
-    """Saves and resumes a run; every rank makes one and calls the same methods."""
+    """Saves checkpoints of a training run and resumes it; every rank makes one and calls the same methods."""
 
     def __init__(self, config: Config, trainer: Trainer, mesh: Mesh, progress: ProgressReporter) -> None:
         self._config = config
@@ -161,13 +161,13 @@ class RunCheckpoints:
                 self._progress.print(f"WARNING: {error}")
 
     def _warn_early(self) -> None:
-        """Warn once of a failure on rank 0, before all ranks wait for the checkpoint."""
+        """On rank 0, print once that the background save has failed; other ranks learn it when they wait."""
         if self._manager.error and not self._warned:
             self._warned = True
             self._progress.print(f"WARNING: {self._manager.error}")
 
     def _require_same_data(self, state: Mapping[str, Any], path: Path) -> None:
-        """Raise `ConfigError` where the values of `DATA_FIELDS` differ from the checkpoint's."""
+        """Raise `ConfigError` where a field that decides the training data differs from the checkpoint's."""
         now = json.loads(self._config.model_dump_json())
         for field in DATA_FIELDS:
             part, _, name = field.partition(".")

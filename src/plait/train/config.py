@@ -66,7 +66,7 @@ class Config(Section):
         return self
 
     def plan(self) -> Plan:
-        """Return the plan from `parallel`, `train.microbatches` and `train.precision`."""
+        """Return the plan: the `parallel` section, and the micro-batches and precisions in `train`."""
         return Plan(
             **self.parallel.model_dump(exclude={"balance", "reorder"}),
             microbatches=self.train.microbatches,
@@ -130,7 +130,7 @@ def _check_heads(model: ModelConfig) -> None:
 
 
 def _check_family(model: ModelConfig) -> None:
-    """Raise ConfigError for fields of llama in other models."""
+    """Raise ConfigError if fields that only llama has are given for another model."""
     for name in ("kv_heads", "inner"):
         value = getattr(model, name)
         if model.name != "llama" and value is not None:
@@ -141,7 +141,7 @@ def _check_family(model: ModelConfig) -> None:
 
 
 def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
-    """Raise ConfigError for numbers of heads and MLP features that `tp` does not divide.
+    """Raise ConfigError if `tp` ranks cannot share the model's attention heads and MLP features equally.
 
     GPT-2's MLP has 4 · hidden features, which divide where the heads do; a vocabulary may be cut unevenly.
     """
@@ -168,7 +168,7 @@ def _check_tensor_parallel(model: ModelConfig, tp: int) -> None:
 
 
 def _heads_for(model: ModelConfig, tp: int) -> str:
-    """Return as advice the nearest multiples of `tp` that divide model.hidden, for model.heads, or ""."""
+    """Return advice for an error: numbers of heads near `model.heads` that `tp` divides, or "" if none."""
     fitting = [heads for heads in range(tp, model.hidden + 1, tp) if model.hidden % heads == 0]
     nearest = sorted(sorted(fitting, key=lambda heads: abs(heads - model.heads))[:2])
     return f", or model.heads to {' or '.join(map(str, nearest))}" if nearest else ""

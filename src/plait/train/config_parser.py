@@ -42,7 +42,7 @@ _SHOWN = 60  # characters of a bad value in an error message
 
 @dataclass(frozen=True)
 class GivenValue:
-    """A value of a field, and its origin: a file name, or "the command line"."""
+    """A value of a configuration field, and its origin: a file name, or "the command line"."""
 
     value: object
     origin: str
@@ -71,7 +71,7 @@ def fields() -> Mapping[str, Schema]:
 
 
 def takes(field: Schema) -> str:
-    """Return a description of a field's values, such as "a whole number of at least 1 or none"."""
+    """Return a description of the values of a field, such as "a whole number of at least 1 or none"."""
     if "anyOf" in field:
         return " or ".join(takes(option) for option in field["anyOf"])
     options = field.get("enum") or ([field["const"]] if "const" in field else [])
@@ -188,7 +188,7 @@ def _read(text: str, kind: str) -> object:
 
 
 def _field(name: str, origin: str) -> Schema:
-    """Return the schema of a field. Raises `ConfigError`, with the nearest name, for an unknown one."""
+    """Return the JSON schema of a field. Raises `ConfigError`, with the nearest name, for an unknown one."""
     if name in fields():
         return fields()[name]
     if name in sections():

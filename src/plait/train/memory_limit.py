@@ -40,7 +40,7 @@ def predict_memory(config: Config, model: nn.Module, plan: Plan, device: torch.d
 
 
 def prediction_line(memory: Memory) -> str:
-    """Return a line of text about the rank with the largest memory."""
+    """Return a line of text about the rank with the largest predicted memory."""
     fullest = max(memory.ranks, key=lambda rank: rank.peak)
     parts = sorted(fullest.at_peak.items(), key=lambda part: -part[1])
     shown = ", ".join(f"{category.value} {size / 1e6:,.1f}" for category, size in parts if size)

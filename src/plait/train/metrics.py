@@ -41,7 +41,7 @@ class Metrics:
         self._failed = False
 
     def begin(self, steps: int) -> None:
-        """Open all sinks, and keep the rows of the first `steps` steps, made before a resumption."""
+        """Open all files and logs; keep the rows of the first `steps` steps, written before a resumption."""
         try:
             for sink in self._sinks:
                 sink.begin(steps)
@@ -150,7 +150,7 @@ def _json_line(row: MetricsRow) -> str:
 
 
 def _json_step(line: str) -> float:
-    """Return the step of a line of JSON; infinity for a damaged line."""
+    """Return the training step of a line of `metrics.jsonl`; infinity for a damaged line."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
@@ -164,7 +164,7 @@ def _csv_line(row: MetricsRow) -> str:
 
 
 def _csv_step(line: str) -> float:
-    """Return the step of a line of CSV; infinity for the header and for a damaged line."""
+    """Return the training step of a line of `metrics.csv`; infinity for the header and for a damaged line."""
     step = line.partition(",")[0]
     return int(step) if step.isdigit() else math.inf
 

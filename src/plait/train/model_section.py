@@ -53,7 +53,7 @@ def with_folder_sizes(given: Any) -> dict[str, Any]:
 
 
 def invalid_path(text: str) -> str | None:
-    """Return the reason why `text` is not a valid path, as "which …", or None."""
+    """Return the reason why `text` is not a valid path, as a clause "which …", or None."""
     if "\0" in text:
         return "which has a zero byte in it"
     try:

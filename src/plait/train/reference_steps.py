@@ -34,7 +34,7 @@ class Comparison:
 
     @property
     def matches(self) -> bool:
-        """Whether rounding explains the differences."""
+        """Whether rounding explains the differences: both are at most `tolerance`."""
         return self.loss <= self.tolerance and self.grad_norm <= self.tolerance  # False for NaN
 
     def __str__(self) -> str:
@@ -71,7 +71,7 @@ def compare_steps(config: Config, data: Data, mesh: Mesh, steps: Sequence[LossAn
 
 
 def _tolerance(plan: Plan) -> float:
-    """Return the tolerance for the coarsest precision in which the plan computes, accumulates or reduces."""
+    """Return the largest relative difference that the coarsest number format of the plan explains."""
     used = plan.precision, plan.master_precision, plan.gradient_precision, plan.reduce_precision
     return max(_TOLERANCE[precision] for precision in used if precision is not None)
 
@@ -90,7 +90,7 @@ def single_rank_plan(plan: Plan) -> Plan:
 
 
 def reference_step(trainer: Trainer, step: int) -> LossAndNorm:
-    """Train a single rank on the batch of `step`, with PyTorch's gradient clipping; return loss and norm.
+    """Train a single rank on the batch of `step`, with PyTorch's clipping; return loss and gradient norm.
 
     `Engine.step` does not run here, so that a mistake in it changes the losses of later steps.
     """

@@ -15,7 +15,7 @@ Tokens = NDArray[Any]  # one dim, of an unsigned integer type (a .npy file may h
 
 
 class ByteTokenizer:
-    """Each byte is a token."""
+    """Tokenizer whose tokens are single bytes."""
 
     name = "bytes"
     """The name shown to the user."""
@@ -34,7 +34,7 @@ class ByteTokenizer:
 
 
 class FileTokenizer:
-    """A Hugging Face `tokenizer.json`; needs the `tokenizers` extra."""
+    """Tokenizer from a Hugging Face `tokenizer.json`; needs the `tokenizers` extra."""
 
     def __init__(self, path: Path) -> None:
         if not path.is_file():

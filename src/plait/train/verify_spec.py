@@ -13,7 +13,7 @@ from plait.verification.options import Mode, VerifyOptions, usual_steps
 
 
 def verification_case(config: Config, *, mode: Mode, steps: int | None, isolate: bool) -> Case:
-    """Return what `plait verify` compares for a configuration: model, optimizer and the first steps' batches.
+    """Return the `Case` for `plait verify`: a configuration's model, optimizer and first batches.
 
     The learning rate stays at its peak. Raises `DataError` and the other errors of `load_data`.
     """
