@@ -23,7 +23,7 @@ class CommandParser(ArgumentParser):
         )
 
     def error(self, message: str) -> NoReturn:
-        """Raise ConfigError."""
+        """Raise ConfigError with `message`."""
         raise ConfigError(f"{message}; see `{self.prog} --help`.")
 
 

@@ -123,7 +123,7 @@ def _exchange_with_torch(options: Namespace) -> None:
 
 
 def _names_of(model: str | None) -> Mapping[str, str] | None:
-    """Return the parameter names in transformers by the names in plait; None if names do not change."""
+    """Return transformers' parameter names by plait's, for `--model`; None if names do not change."""
     if model is None:
         return None
     if model == "gpt2":

@@ -27,7 +27,7 @@ _MOST_SHOWN = 80
 
 @dataclass(frozen=True)
 class Command:
-    """A command, and the module whose `run(argv)` runs it and returns the exit code."""
+    """A command of `plait`, and the module whose `run(argv)` runs it and returns the exit code."""
 
     name: str
     module: str

@@ -39,7 +39,7 @@ def importing() -> Iterator[None]:
 
 @contextmanager
 def stoppable(*, local: bool) -> Iterator[list[int]]:
-    """Within the block, the first SIGINT or SIGTERM stops a run after the current step, the second at once.
+    """Context in which the first SIGINT or SIGTERM stops a run after its current step, the second at once.
 
     Yield the list of signals that this process has received and forwarded to its `local` ranks.
     """
@@ -65,7 +65,7 @@ def stoppable(*, local: bool) -> Iterator[list[int]]:
 
 @contextmanager
 def local_ranks(ranks: int, subject: str) -> Iterator[bool]:
-    """Context in which `ranks` ranks can be started here, or have been started by a launcher.
+    """Context for `ranks` ranks; checks that they can be started here, or that a launcher has started them.
 
     Yield whether this process prints the results. `subject` is the subject of "… needs 4 ranks" in errors.
     Raises ConfigError for a world of another size, and for too many local ranks.

@@ -75,7 +75,7 @@ def _names(text: str) -> tuple[str, ...]:
 
 
 def run(argv: Sequence[str]) -> int:
-    """Run the command and return 0. Raises `PlaitError` for errors that the user can correct."""
+    """Run `plait schedule`, and return 0. Raises `PlaitError` for errors that the user can correct."""
     if "--help" in argv or "-h" in argv:
         print(parser().format_help(), end="")
         return 0
@@ -97,7 +97,7 @@ def run(argv: Sequence[str]) -> int:
 
 
 def _schedule_of(policy: str, options: Namespace, costs: Costs) -> Schedule:
-    """Return the schedule named by `policy`, which is a policy or a file."""
+    """Return the schedule that the policy named `policy` makes, or that the CSV file of this name holds."""
     if _is_file(policy):
         return _read(Path(policy), options, costs)
     require_policy(policy)
@@ -124,7 +124,7 @@ def _schedule_of(policy: str, options: Namespace, costs: Costs) -> Schedule:
 
 
 def _is_file(policy: str) -> bool:
-    """Return whether the argument names a file, not a policy."""
+    """Return whether the argument POLICY names a file, not a policy."""
     return policy not in POLICY_NAMES and (
         policy.endswith(".csv") or os.sep in policy or Path(policy).is_file()
     )
@@ -200,7 +200,7 @@ def _compare(options: Namespace, costs: Costs) -> None:
 
 
 def _comparison(results: Mapping[str, Timeline | ScheduleError], measure: str) -> str:
-    """Return the table of `--compare`, with `× best` by `measure`, then bounds and errors of other schedules.
+    """Return the table of `--compare`, a row per schedule, then notes on lower bounds and failed schedules.
 
     policy              chunks  makespan  span  bubble  of span  peak  × best
     1f1b                     1        33    33   27.3%    27.3%     4    1.29
