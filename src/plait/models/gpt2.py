@@ -104,7 +104,7 @@ class Attention(InitializedLayer):
         self.output = nn.Linear(hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output with the residual connection. The linears may hold only some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -130,6 +130,6 @@ class MLP(InitializedLayer):
         self.down = nn.Linear(4 * hidden, hidden)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection."""
+        """Return x plus the MLP's output."""
         result: Tensor = x + self.down(functional.gelu(self.up(self.norm(x)), approximate="tanh"))
         return result

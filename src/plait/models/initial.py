@@ -83,7 +83,7 @@ def initial_value(layer: nn.Module, path: str, name: str, seed: int) -> Tensor:
 
 
 def _reset(owner: nn.Module, attribute: str, path: str, seed: int) -> Tensor:
-    """Return a tensor of `owner` as initialized by `reset_parameters`; `owner` stays on the meta device."""
+    """Return tensor `attribute` of `owner` as `reset_parameters` sets it; `owner` itself is unchanged."""
     copied = copy.deepcopy(owner).to_empty(device="cpu")
     digest = hashlib.blake2b(f"{seed}/{path}".encode(), digest_size=7).digest()
     with torch.random.fork_rng(devices=[]):

@@ -128,7 +128,7 @@ class Attention(InitializedLayer):
         self.output = nn.Linear(hidden, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection. The linears may hold only some of the heads."""
+        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
         normed = self.norm(x)
         query, key, value = (
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
@@ -162,7 +162,7 @@ class MLP(InitializedLayer):
         self.down = nn.Linear(inner, hidden, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection."""
+        """Return x plus the MLP's output."""
         normed = self.norm(x)
         result: Tensor = x + self.down(functional.silu(self.gate(normed)) * self.up(normed))
         return result

@@ -58,7 +58,7 @@ def block(attention: nn.Module, mlp: nn.Module) -> nn.Sequential:
 def assemble(
     embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, *, context: int, rules: Rules
 ) -> nn.Sequential:
-    """Return the sequence embedding → blocks.0 … → head, with the attributes `context` and `rules`."""
+    """Return the model, embedding → blocks.0 … → head, with the attributes `context` and `rules`."""
     model = nn.Sequential(OrderedDict(embedding=embedding, blocks=nn.Sequential(*blocks), head=head))
     model.context = context  # type: ignore[assignment]  # the longest sequence of Engine.generate
     model.rules = rules  # type: ignore[assignment]

@@ -61,7 +61,7 @@ def locate_tensors(layers: Sequence[tuple[str, nn.Module]]) -> dict[str, TensorL
 
 @dataclass
 class LocalSource:
-    """Source that each rank reads alone: given tensors, else the model's own, else random ones by `seed`."""
+    """Initial values that each rank reads alone: given tensors, else the model's own, else random ones."""
 
     locations: Mapping[str, TensorLocation]
     seed: int
@@ -72,7 +72,7 @@ class LocalSource:
     """
 
     def read(self, name: str) -> Tensor:
-        """Return the whole tensor, which must not be written to. Raises ModelError if it has no value.
+        """Return the whole tensor `name`, not to be written to. Raises ModelError if it has no value.
 
         Its floating-point dtype may differ from the model's.
         """
@@ -98,7 +98,7 @@ class LocalSource:
 
     @cached_property
     def _found(self) -> Mapping[str, str]:
-        """The name in `given` of each tensor. Raises ModelError if the given tensors do not fit the model."""
+        """For each tensor of the model its name in `given`. Raises ModelError if the two do not fit."""
         if self.given is None:
             return {}
         if not isinstance(self.given, Mapping):
@@ -115,7 +115,7 @@ class LocalSource:
 
 @dataclass(frozen=True)
 class RankZeroSource:
-    """A source that reads tensors on rank 0 of a group and broadcasts them to all its ranks.
+    """Initial values that rank 0 of a group reads and broadcasts to all its ranks.
 
     Reading and skipping are collective: a broadcast of the dtype or an error message, then of the tensor.
     """
@@ -162,7 +162,7 @@ Every rank iterates over all names of the model in one order, and reads or skips
 def _match(
     given: Mapping[str, Any], locations: Mapping[str, TensorLocation]
 ) -> tuple[dict[str, str], list[str]]:
-    """Return the name in `given` of each tensor, and a list of errors, one text per kind."""
+    """Return for each tensor of the model its name in `given`, and the errors found, one text per kind."""
     found: dict[str, str] = {}
     missing, misfits, unequal = [], [], []
     for name, location in locations.items():
@@ -199,7 +199,7 @@ def _shape_of(value: Any) -> tuple[int, ...]:
 
 
 def _whole(value: Any) -> Tensor:
-    """Return a value as a tensor: itself, or the content of a slice of a file."""
+    """Return a given value as a tensor: the tensor itself, or the content of a lazy slice of a file."""
     whole: Tensor = value if isinstance(value, Tensor) else value[...]
     return whole.detach()
 

@@ -54,7 +54,7 @@ class MLP(InitializedLayer):
         self.mlp = mlp
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection."""
+        """Return x plus the MLP's output."""
         result: Tensor = x + self.mlp(self.get_submodule(self.name)(x))
         return result
 

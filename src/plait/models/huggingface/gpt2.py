@@ -31,7 +31,7 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. Raises ModelError for cross-attention."""
+    """Return a `GPT2LMHeadModel` as a sequence of layers. Raises ModelError for cross-attention."""
     config, body = model.config, model.transformer
     if config.add_cross_attention:
         raise ModelError(
@@ -78,7 +78,7 @@ class Attention(InitializedLayer):
         self.ln_1, self.attn, self.context = ln_1, attn, context
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection. The projections may have only some heads."""
+        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
         attn = self.attn
         projected = attn.c_attn(self.ln_1(x)).chunk(3, dim=-1)
         query, key, value = (heads_of(one, attn.head_dim) for one in projected)

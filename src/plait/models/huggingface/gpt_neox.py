@@ -35,7 +35,10 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. Raises ModelError for rotary embeddings that depend on the length."""
+    """Return `model` as a sequence of layers. Raises ModelError for unsupported rotary embeddings.
+
+    Unsupported are those whose angles depend on the length of the sequence.
+    """
     config, body = model.config, model.gpt_neox
     std, context = config.initializer_range, config.max_position_embeddings
     embedding = Embedding("embed_in", body.embed_in, context, std, body.emb_dropout)
@@ -62,7 +65,7 @@ class Block(InitializedLayer):
         self.parallel: bool = block.use_parallel_residual
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with residual connections. The projections may hold only some of the heads."""
+        """Return x plus the outputs of attention and MLP. With `tp` above 1, linears hold some heads only."""
         after_attention = x + self.post_attention_dropout(self._attention(self.input_layernorm(x)))
         mlp_input = x if self.parallel else after_attention
         result: Tensor = after_attention + self.post_mlp_dropout(

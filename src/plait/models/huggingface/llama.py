@@ -40,7 +40,10 @@ RULES: Rules = {
 
 
 def adapt(model: Any) -> nn.Sequential:
-    """Return `model` as a sequence. Raises ModelError for rotary embeddings that depend on the length."""
+    """Return `model` as a sequence of layers. Raises ModelError for unsupported rotary embeddings.
+
+    Unsupported are those whose angles depend on the length of the sequence.
+    """
     config, body = model.config, model.model
     std, context = config.initializer_range, config.max_position_embeddings
     blocks = [
@@ -70,7 +73,7 @@ class Attention(InitializedLayer):
         self.window: int | None = getattr(self_attn, "sliding_window", of_config)
 
     def forward(self, x: Tensor) -> Tensor:
-        """Return the output, with the residual connection. The projections may have only some heads."""
+        """Return x plus the attention's output. With `tp` above 1, the linears hold some of the heads."""
         attn, normed = self.self_attn, self.input_layernorm(x)
         query, key, value = (
             heads_of(project(normed), attn.head_dim) for project in (attn.q_proj, attn.k_proj, attn.v_proj)
