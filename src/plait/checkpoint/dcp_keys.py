@@ -46,7 +46,7 @@ class DcpKeys:
 
 
 def parse_keys(source: DcpReader) -> DcpKeys:
-    """Return the keys of `source`, grouped by what they hold.
+    """Return the keys of the DCP checkpoint `source`, grouped by what they hold.
 
     Raises CheckpointError without a model, for several optimizers, and for state of unknown parameters.
     """
@@ -175,7 +175,7 @@ def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) ->
 
 
 def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
-    """Return for each key its outermost dictionary that contains none of `kept`, or else the key itself."""
+    """Return for each key the largest dictionary around it without a key of `kept`, or the key itself."""
 
     def prefixes(key: str) -> list[str]:
         path = source.paths.get(key, ()) or (key,)

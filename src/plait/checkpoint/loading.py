@@ -158,7 +158,7 @@ def _empty_state(
     *,
     same_dtype: bool,
 ) -> tuple[Tensor, Layout]:
-    """Return an uninitialised tensor for a parameter's state under `key`, and its layout.
+    """Return an uninitialised tensor for the optimizer state `key` of a parameter, and its layout.
 
     `same_dtype`: it was saved in the dtype of its parameter, so it gets the dtype of the piece.
     """

@@ -24,7 +24,7 @@ class Checkpointable(Protocol):
 
     @property
     def shard_plan(self) -> ShardPlan:
-        """The distribution of parameters and buffers over ranks, with all names of shared ones."""
+        """The distribution of parameters and buffers over ranks, with all names of shared parameters."""
 
     def check_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """Raise PlanError if the optimizer's update of a parameter depends on parameters of another rank."""
@@ -58,7 +58,7 @@ def state_key(name: str, key: str = "") -> str:
 
 
 def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
-    """Return the names of parameters with optimizer state among the keys `tensors`, and its entries."""
+    """Return by parameter name the entries of its optimizer state that are among the keys `tensors`."""
     prefix = "optim.state."
     found: dict[str, list[str]] = {}
     for full in tensors:

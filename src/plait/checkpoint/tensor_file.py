@@ -184,7 +184,7 @@ def find_damage(folder: Path, portion: Portion) -> str | None:
 
 
 class TensorFileReader:
-    """Reads parts of boxes from the safetensors files of a folder, and opens each file once."""
+    """Reads stored tensors, or parts of them, from the safetensors files of a folder; opens a file once."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder

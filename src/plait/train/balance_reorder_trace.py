@@ -37,10 +37,10 @@ def balanced(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Plan:
 
 
 def reorder(engine: Engine, recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
-    """Search a shorter schedule for the times measured in `step`, from 1, and set it; return text about it.
+    """Search a shorter schedule for the times measured in `step`, and set it; return a line of text about it.
 
-    All ranks call it. Raises `ConfigError` when the file cannot be written. Communication: that of
-    `Recording.costs` and `Engine.reorder`.
+    `step` is counted from 1. All ranks call it. Raises `ConfigError` when the file cannot be written.
+    Communication: that of `Recording.costs` and `Engine.reorder`.
     """
     before, costs = engine.schedule, recording.costs()
     after = engine.reorder(costs)
@@ -72,10 +72,11 @@ def write_schedule(engine: Engine, folder: Path, mesh: Mesh, costs: Costs | None
 
 
 def write_trace(recording: Recording, step: int, folder: Path, mesh: Mesh) -> str:
-    """Write the timeline measured in `step`, from 1, as pictures to `folder` on rank 0; return text about it.
+    """Write pictures of the timeline measured in `step` to `folder`, on rank 0; return a line about it.
 
-    All ranks call it. Of ranks that differ in `dp` or `tp` the files show those of rank 0's pipeline. Raises
-    `ConfigError` when they cannot be written. Communication: two all-gathers over `pp`.
+    `step` is counted from 1. All ranks call it. Of ranks that differ in `dp` or `tp` the files show those of
+    rank 0's pipeline. Raises `ConfigError` when they cannot be written. Communication: two all-gathers over
+    `pp`.
     """
     timeline, costs = recording.timeline(), recording.costs()
     if mesh.rank == 0:

@@ -33,7 +33,7 @@ def build_model(model: ModelConfig, vocab: int) -> nn.Sequential:
 
 
 def initial_weights(config: ModelConfig, model: nn.Sequential) -> dict[str, Any] | None:
-    """Return the weights in the folder that `model.name` names, by name in `model`, or None without any."""
+    """Return the weights in the folder `model.name` by their names in `model`, or None if there are none."""
     return None if config.folder is None else weights_in(config.folder, model)
 
 

@@ -92,7 +92,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return the name in the files of a tensor of transformers: models without a head omit the prefix."""
+        """Return a tensor's name in the files, which omit a prefix of `theirs` for models without a head."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 
