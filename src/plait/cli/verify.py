@@ -55,7 +55,7 @@ def run(argv: Sequence[str]) -> int:
         raise ConfigError("--ranks goes with --all: without it the ranks are those of the configuration.")
     config = config_from_arguments(rest)
     with importing():  # late, so that help and errors do not wait for torch
-        from plait.train.verify_spec import verification_case
+        from plait.train.verification_case import verification_case
         from plait.verification.verify import verify_all, verify_case
 
     plan, threads = config.plan(), config.run.threads

@@ -35,7 +35,7 @@ class CandidateRun:
         self.checker: InstructionChecker | None = None
 
     def start(self, change: ValueChange) -> None:
-        """Check the initial parameters and loss scale, then replace each parameter by `change` of it."""
+        """Check the initial parameters and loss scale; then apply `change` to the value of each parameter."""
         sequence, formats = self.comparison.sequence, self.comparison.formats
         for name, parameter in self.comparison.parameters.items():
             layer = sequence.layers[sequence.users[name][0]]
@@ -55,7 +55,7 @@ class CandidateRun:
             self.engine.run_state = self.engine.run_state | {"loss_scale": state}
 
     def train(self, step: int, inputs: Value, targets: Value) -> None:
-        """Run one training step and compare each instruction, the gradients, the norm and the update."""
+        """Run a training step; compare each instruction, gradient, norm and update with the reference run."""
         comparison = self.comparison
         if self.engine.mesh.rank == 0:
             mean = self.recording.values[RecordScope(step)][RecordKey("mean")].clone()
@@ -68,7 +68,7 @@ class CandidateRun:
         self.engine.observe(None)
 
         def inherited(name: str) -> float:
-            """Return the part of a gradient's tolerance that comes from its summands' tolerances."""
+            """Return the part of a gradient's tolerance that its micro-batches' tolerances contribute."""
             if not self.comparison.options.resynchronizes:
                 return 0.0
             assert self.checker is not None
@@ -79,7 +79,7 @@ class CandidateRun:
         self.update.run(step)
 
     def evaluate(self, step: int, inputs: Value, targets: Value) -> None:
-        """Compare the evaluation loss of a batch with the recording."""
+        """Compare the evaluation loss of a batch with that of the reference run."""
         mean = self.engine.evaluate(self._rows_of_rank(inputs), self._rows_of_rank(targets))
         self.comparison.compare(step, StepPhase.EVALUATION, RecordKey("evaluation"), mean)
 
@@ -99,7 +99,7 @@ class CandidateRun:
 
 
 class CandidateUpdate:
-    """The optimizer of the candidate run; `run` performs one update and compares it with the recording."""
+    """Optimizer of the parallel run; `run` performs one update and compares it with the reference run's."""
 
     def __init__(self, comparison: StepComparison) -> None:
         options = comparison.options
@@ -115,7 +115,7 @@ class CandidateUpdate:
         """Whether a norm has differed in this step."""
 
     def run(self, step: int) -> None:
-        """Clip the gradients and step: by `Engine.step` in even steps, else with `optimizer.step()`.
+        """Clip the gradients and update: in even steps by `Engine.step`, else by `optimizer.step()`.
 
         Calls each before with a bound above the norm, which must change nothing; not under a dynamic loss
         scale, which counts the checks of gradients.
@@ -137,7 +137,7 @@ class CandidateUpdate:
         self.comparison.compare_update(step, before, self.optimizer)
 
     def overflow(self, step: int) -> None:
-        """Set a gradient of one stage to infinity and step; check that every rank skips the update.
+        """Set a parameter's gradient to infinity, call `Engine.step`, and check that no rank updates.
 
         Compares parameters and optimizer state with their values before, and the loss scale with half of its
         value if it is dynamic. `step` is the number after the last training step.
@@ -161,7 +161,7 @@ class CandidateUpdate:
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
     def _clip_above_norm(self, step: int, clip: Callable[[], Tensor]) -> None:
-        """Call `clip`, whose bound is above the norm; check the norm, and that gradients are unchanged."""
+        """Call `clip`, whose bound is above the gradient norm; check the norm, and that gradients stay."""
         trained = [name for name, p in self.parameters.items() if p.requires_grad]
         before = {name: self.comparison.gradient(name).clone() for name in trained}
         self._compare_norm(step, clip(), "norm")
@@ -173,7 +173,7 @@ class CandidateUpdate:
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
-        """Call `Engine.step` with an optimizer without any of the engine's parameters; return the norm."""
+        """Call `Engine.step` with an optimizer of a foreign parameter; check its update; return the norm."""
         other = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
@@ -201,13 +201,13 @@ class CandidateUpdate:
             self._compare_clipped(step)
 
     def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
-        """Compare a returned gradient norm with the recorded one, unless one of this step has differed."""
+        """Compare a gradient norm with the reference run's, unless an earlier one of the step differed."""
         if not self.norm_differs:
             equal = self.comparison.compare(step, StepPhase.NORM, RecordKey(kind), norm)
             self.norm_differs = not equal
 
     def _compare_clipped(self, step: int) -> None:
-        """Compare the clipped gradients that the optimizer receives."""
+        """Compare the clipped gradients that the optimizer receives with those of the reference run."""
         if self.norm_differs and self.comparison.options.isolate:  # they were scaled by the wrong norm
             self.comparison.set_gradients(step, "clipped")
             return

@@ -27,7 +27,7 @@ from plait.verification.start_values import ValueChange, add_offsets, unchanged,
 
 @dataclass(frozen=True)
 class Case:
-    """A model, its loss, and a global batch for each step."""
+    """Input of a verification: a model, its loss, a global batch for each step, and options."""
 
     model: nn.Module | Callable[[], nn.Module]
     """The model, or a function that builds it in each rank, for a model that cannot be pickled."""
@@ -56,7 +56,7 @@ class Case:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Case]:
-    """Yield the case with its model built, and with the values, loss and options of its mode.
+    """Context: yield the case with its model built, and the initial values, loss and options of its mode.
 
     Both runs take place within this context, because mode exact replaces operations of torch.
     """

@@ -19,7 +19,7 @@ GROWTH_INTERVAL = 2000
 
 @dataclass(frozen=True)
 class NumberFormats:
-    """Dtypes of a run, and its loss scale. None is the parameter's own dtype."""
+    """Dtypes of a run's layers, updates and gradients, and its loss scale. None: each parameter's own."""
 
     compute: torch.dtype | None = None
     """Dtype of activations, and of parameters as layers use them."""
@@ -56,7 +56,7 @@ class NumberFormats:
         return _or(self.reduce, self.gradient_of(parameter), parameter)
 
     def epsilon_of_gradient(self, parameter: nn.Parameter) -> float:
-        """Return the largest machine epsilon among the dtypes through which a final gradient passes."""
+        """Return the largest machine epsilon of the dtypes in which a gradient is added, reduced or used."""
         passed = (self.gradient_of(parameter), self.reduce_of(parameter), self.master_of(parameter))
         return max(epsilon_of(dtype) for dtype in passed)
 
@@ -100,7 +100,7 @@ class ReferenceLossScale:
     """Starts one step before a dynamic scale grows, so that a verification compares its growth."""
 
     def update(self, *, finite: bool) -> None:
-        """Update the scale after a step."""
+        """Halve a dynamic scale after a step that is not `finite`; double it after many that are."""
         if not self.dynamic:
             return
         self.finite_steps = self.finite_steps + 1 if finite else 0

@@ -201,7 +201,7 @@ def one_alternative(text: str, value: Tensor) -> Iterable[tuple[str, Tensor]]:
 
 
 def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: Alternatives) -> str:
-    """Return a sentence on a wrong shape or dtype, or on the alternative that `actual` equals; else ""."""
+    """Return a sentence on a wrong shape or dtype, or on the mistake whose value `actual` equals; else ""."""
     if misfit := _misfit(actual, expected):
         return misfit
     fitting = (
@@ -213,7 +213,7 @@ def _hint(actual: Tensor, expected: Tensor, tolerance: Tolerance, alternatives: 
 def _describe(
     location: Location, actual: Tensor, expected: Tensor, tolerance: Tolerance, piece: Piece | None, hint: str
 ) -> Difference:
-    """Return the difference of two tensors: its location, size and position."""
+    """Return a `Difference`: where in the tensor, and by how much, `actual` differs from `expected`."""
     if _misfit(actual, expected) or not actual.numel():
         nowhere, shape = (math.nan, math.nan), tuple(actual.shape)
         return Difference(

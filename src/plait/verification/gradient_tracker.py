@@ -62,7 +62,7 @@ class GradientTracker:
     """Contributions of uses whose `I` is done, and whose `W` may still follow."""
 
     def begin_step(self) -> None:
-        """Reset all gradients to zero at the start of a step."""
+        """Expect all gradients to be zero, as at the start of a step."""
         self.settled.clear()
         self.open.clear()
 
@@ -75,7 +75,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Return the gradient if the input backward `I` added `contribution`; None if `W` may still do so.
+        """Return the gradient to compare if the input backward (`I`) added `contribution` to it; else None.
 
         `until_weight`: leave the comparison to `W`.
         """
@@ -133,7 +133,7 @@ class GradientTracker:
         self.settled[gradient] = tracked.actual.detach().clone(), tolerance
 
     def is_partial(self, gradient: GradientKey) -> bool:
-        """Return whether `I` has added only a part of a contribution not yet confirmed."""
+        """Return whether an input backward (`I`) has added only a part of its contribution so far."""
         return any(use.partial for use in self.open.get(gradient, {}).values())
 
     def allowed(self, name: str) -> float:

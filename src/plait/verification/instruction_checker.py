@@ -24,7 +24,11 @@ from plait.schedules.program import (
     SeedGradient,
     TakeBatch,
 )
-from plait.verification.diagnosis.alternatives import NamedTensors, with_another_loss, with_other_parameters
+from plait.verification.diagnosis.values_after_mistakes import (
+    NamedTensors,
+    with_another_loss,
+    with_other_parameters,
+)
 from plait.verification.findings import Piece
 from plait.verification.location import Location, RecordKey, RecordScope, StepPhase
 from plait.verification.reference_recording import NO_TOLERANCE
@@ -60,7 +64,7 @@ class InstructionChecker:
             }
 
     def check(self, instruction: Instruction) -> None:
-        """Compare the result of an instruction that has just run."""
+        """Compare the result of an instruction that has just run with that of the reference run."""
         match instruction:
             case TakeBatch(action):
                 self._compare_value(StepPhase.INPUT, action, -1)
@@ -90,7 +94,7 @@ class InstructionChecker:
                     self.sketches.popitem()[1].close()
 
     def _compare_parameters(self, unit: str) -> None:
-        """Compare a sharding unit's gathered parameters with those recorded after the previous step."""
+        """Compare a sharding unit's gathered parameters with the reference run's after the previous step."""
         users = self.blueprint.lowering_spec.units[unit]
         layer = min(self.blueprint.stage_layers[user.stage][user.layer] for user in users)
         for name, parameter in self.runtime.units[unit].parameters.items():
@@ -134,13 +138,13 @@ class InstructionChecker:
         self.weights.after_backward(action.kind, action.stage, number, use)
 
     def _compare_value(self, phase: StepPhase, action: Action, layer: int) -> None:
-        """Compare the output of `layer` for an action's micro-batch with the recorded one."""
+        """Compare the output of `layer` for the action's micro-batch with that of the reference run."""
         value = self.runtime.pipeline.stages[action.stage].values[action.microbatch]
         for number, tensor in enumerate(tensors_of(value)):
             self._compare(phase, action, layer, RecordKey("output", layer, str(number)), tensor)
 
     def _compare_gradient(self, phase: StepPhase, action: Action, source: int, layer: int) -> None:
-        """Compare the gradient of the output of layer `source`; `layer` is where a difference is reported."""
+        """Compare the gradient of layer `source`'s output with the reference run's; report it at `layer`."""
         scope = RecordScope(self.step, self._global_microbatch(action))
         for number, tensor in enumerate(
             self.runtime.pipeline.stages[action.stage].gradients[action.microbatch]
@@ -182,7 +186,7 @@ class InstructionChecker:
     def _alternatives(
         self, phase: StepPhase, action: Action, scope: RecordScope, key: RecordKey, actual: Tensor
     ) -> NamedTensors:
-        """Yield the values that a tensor would have after common mistakes; none without a recording."""
+        """Yield the values that a tensor would have after common mistakes; none if it is not recorded."""
         recorded = self.recording.find(scope, key)
         if recorded is None:
             return
@@ -225,7 +229,7 @@ class InstructionChecker:
     def _expected(
         self, recorded: Tensor | None, actual: Tensor, key: RecordKey
     ) -> tuple[Tensor, Piece | None]:
-        """Return the expected values: this rank's piece of `recorded`, or zeros if nothing is recorded."""
+        """Return the values to compare with: this rank's piece of the tensor `recorded`, or zeros if None."""
         dim = self._partition_dim(key)
         if recorded is None or dim is None:
             return torch.zeros_like(actual) if recorded is None else recorded, None
@@ -236,7 +240,7 @@ class InstructionChecker:
         return piece.of(recorded), piece
 
     def _partition_dim(self, key: RecordKey) -> int | None:
-        """Return the dim along which a recorded tensor is partitioned over `tp`: classes or sequence."""
+        """Return the dim along which `tp` partitions a recorded tensor (classes or sequence), or None."""
         if key.kind == "total":
             return None
         if self.runtime.vocabulary is not None and key.layer == self.blueprint.stage_layers[-1][-1]:

@@ -143,7 +143,7 @@ STAND_INS: Mapping[Any, Callable[..., Tensor]] = {
 
 
 class IntegerMode(TorchFunctionMode):
-    """Context that replaces operations by integer-valued ones, also in recomputed forwards."""
+    """Context that replaces torch operations by integer-valued ones, also in recomputed forwards."""
 
     def __torch_function__(self, func: Any, types: Iterable[type], args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -152,7 +152,7 @@ class IntegerMode(TorchFunctionMode):
         return STAND_INS.get(func, func)(*args, **kwargs)
 
     def _backward(self, roots: Tensor | Sequence[Tensor], *gradients: Any, **options: Any) -> None:
-        """Run backward within the mode.
+        """Run `torch.autograd.backward` with the mode on, for the forwards that it recomputes.
 
         The mode is off inside of `__torch_function__`, where backward would run, and entered again here;
         gradient edges in place of tensors keep backward from dispatching to `__torch_function__` once more.

@@ -67,7 +67,7 @@ def verify_rank(case: Case, plan: Plan, recordings: RecordingCache | None = None
 
 
 def _compared(case: Case, plan: Plan, mesh: Mesh, recordings: RecordingCache) -> tuple[Findings, float]:
-    """Run the reference and the candidate; return the findings, and the bound of the gradient norm."""
+    """Run the reference, then the parallel run; return the findings and the maximum gradient norm."""
     formats = formats_of(plan)
     batches = [
         (_on_device(inputs, mesh, formats.compute), _on_device(targets, mesh, None))
@@ -123,7 +123,7 @@ def _recorded(
 
 @contextmanager
 def _barrier_per_scope(mesh: Mesh, count: int) -> Iterator[Callable[[], None]]:
-    """Yield a barrier function that rank 0 calls while it works; the other ranks enter all `count` at exit.
+    """Yield a barrier that rank 0 calls for each recorded scope; other ranks pass all `count` at exit.
 
     Raises an error of rank 0 on every rank. Communication: a barrier over the world for each call.
     """
@@ -155,7 +155,10 @@ def record(
     microbatches: int,
     tick: Callable[[], None],
 ) -> ReferenceRecording:
-    """Record one unperturbed and `runs - 1` perturbed runs; call `tick` after each micro-batch and step."""
+    """Record one reference run, and widen its tolerances by `runs - 1` perturbed runs.
+
+    `tick` is called after each micro-batch and step.
+    """
     recording, scale = ReferenceRecording(), None
     for number in range(runs):
         baseline = recording if number else None

@@ -24,7 +24,7 @@ TableEntry = tuple[RecordKey, tuple[int, ...], torch.dtype, Tolerance]
 def distribute_recording(
     recording: ReferenceRecording | None, mesh: Mesh, wanted: Wanted
 ) -> ReferenceRecording:
-    """Return the wanted part of rank 0's `recording`; rank 0 passes the recording and gets all of it.
+    """Return the part of rank 0's `recording` for which `wanted` is true; on rank 0 all of it.
 
     Communication: broadcasts over the world, for each scope: its table, then its tensors, packed by dtype.
     """

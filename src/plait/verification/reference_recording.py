@@ -89,7 +89,7 @@ class ReferenceRecording:
                 tolerances[key] = Tolerance(size, max(allowed, shown, least * epsilon * size))
 
     def require_exact(self) -> None:
-        """Raise ModelError unless all tensors are integers; give the norm, a square root, a tolerance."""
+        """Raise ModelError unless all tensors are integers; the norm, a square root, gets a tolerance."""
         for scope, values in self.values.items():
             for key, value in values.items():
                 if key.kind == "norm":
@@ -102,7 +102,7 @@ class ReferenceRecording:
                     require_integers(value, f"the reference's {key.kind}{of}{named}", grain)
 
     def find(self, scope: RecordScope, key: RecordKey) -> Tensor | None:
-        """Return a recorded tensor, or None."""
+        """Return a recorded tensor, or None if it is not recorded."""
         return self.values.get(scope, {}).get(key)
 
     def number(self, step: int, kind: str) -> float:
@@ -124,7 +124,7 @@ class ReferenceRecording:
 
 
 def _family(key: RecordKey) -> object:
-    """Return the group of tensors with related magnitudes that a tensor belongs to: see `SIZE_FLOOR`."""
+    """Return a key that tensors of related magnitudes have in common: see `SIZE_FLOOR`."""
     if key.kind == "state":
         return key.kind, key.name.rpartition("/")[2]
     if key.kind in ("output", "inside"):
@@ -133,7 +133,7 @@ def _family(key: RecordKey) -> object:
 
 
 def largest_magnitude(tensor: Tensor) -> float:
-    """Return the largest finite magnitude; 0 for an empty tensor."""
+    """Return the largest finite magnitude of an element; 0 for an empty tensor."""
     if not tensor.numel():
         return 0.0
     sizes = _wide(tensor).abs()

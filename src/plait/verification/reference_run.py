@@ -44,7 +44,7 @@ Batch = tuple[Value, Value]
 
 
 class ReferenceRun:
-    """One run on one device, which yields the tensors of each micro-batch and of each step."""
+    """One training run on one device, which yields the tensors of each micro-batch and of each step."""
 
     def __init__(
         self,
@@ -203,7 +203,7 @@ class ReferenceRun:
         return records | self._contributions(scope)
 
     def _contributions(self, scope: RecordScope) -> Records:
-        """Return the gradient of each layer's use of a parameter, and add it to the parameter's gradient."""
+        """Return each layer's contribution to a parameter's gradient, and add it to the gradient's sum."""
         records: Records = {}
         for number, aliases in enumerate(self.aliases):
             for name, alias in aliases.items():
@@ -243,7 +243,7 @@ class ReferenceRun:
 
 @contextmanager
 def failure_named(what: str) -> Iterator[None]:
-    """Convert an error to a ModelError, which says that `what` fails on a single device already."""
+    """Context: convert an error to a ModelError, which says that `what` fails on a single device already."""
     try:
         yield
     except PlaitError:
@@ -258,7 +258,7 @@ def failure_named(what: str) -> Iterator[None]:
 
 @contextmanager
 def random_refused(path: str) -> Iterator[None]:
-    """Raise ModelError where a layer draws random numbers, which differ between ranks and runs."""
+    """Context: raise ModelError if a layer draws random numbers, which differ between ranks and runs."""
     before = torch.get_rng_state()
     yield
     if not torch.equal(before, torch.get_rng_state()):

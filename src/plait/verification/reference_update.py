@@ -54,7 +54,7 @@ class ReferenceUpdate:
         self.optimizer = options.optimizer(groups)
 
     def apply(self, step: int) -> Records:
-        """Update the parameters from their `.grad`, which includes the loss scale; return the records."""
+        """Update the parameters from their `.grad`, scaled by the loss scale; return tensors to record."""
         records = {RecordKey("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None

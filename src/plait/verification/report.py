@@ -268,7 +268,7 @@ def _line(title: str, text: str) -> str:
 
 
 def _table(tallies: Mapping[StepPhase, Tally]) -> list[str]:
-    """Return a line per phase; if any phase differs, one line for all equal phases."""
+    """Return the table of compared tensors as lines, one per phase; equal phases share one if any differs."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
     shown = dict(list(wrong.items())[:ROWS]) if wrong else tallies

@@ -24,7 +24,7 @@ ValueChange = Callable[[str, Tensor], Tensor]
 
 
 def add_offsets(seed: int) -> ValueChange:
-    """Return a function that adds normally distributed offsets, which depend on name, seed and index only."""
+    """Return a function that adds random offsets to a tensor, which depend on name, seed and index only."""
 
     def change(name: str, value: Tensor) -> Tensor:
         if not value.is_floating_point():
@@ -56,5 +56,5 @@ def with_values(model: nn.Module, seed: int, parameters: ValueChange, buffers: V
 
 
 def unchanged(name: str, value: Tensor) -> Tensor:
-    """Return `value`."""
+    """Return `value`: the change of initial values that leaves them as they are."""
     return value

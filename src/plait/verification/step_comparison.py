@@ -110,7 +110,7 @@ class StepComparison:
         mistakes: Sequence[tuple[str, float]] = (),
         inherited: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
-        """Compare this rank's gradients with the recorded ones of `kind`.
+        """Compare this rank's gradients with the reference run's, `final` or `clipped` by `kind`.
 
         `mistakes`: sentences, each with the factor of the gradients that the mistake would cause.
         """
@@ -128,7 +128,7 @@ class StepComparison:
             self.compare(step, phase, key, gradient, name, alternatives, inherited=inherited(name))
 
     def compare_update(self, step: int, before: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
-        """Compare the parameters (previously `before`) and their state after an optimizer step."""
+        """Compare the parameters (previously `before`) and optimizer state with the reference run's."""
         for name, parameter in self.parameters.items():
             alternatives = [("it was not updated", before[name])]
             key = RecordKey("value", name=name)
@@ -149,7 +149,7 @@ class StepComparison:
         return torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
 
     def set_gradients(self, step: int, kind: str) -> None:
-        """Overwrite all gradients with the records of `kind`."""
+        """Overwrite this rank's gradients with the recorded gradients of `kind`."""
         for name, parameter in self.parameters.items():
             if parameter.grad is not None:
                 recorded = self.recording.values[RecordScope(step)][RecordKey(kind, name=name)]

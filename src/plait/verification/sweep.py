@@ -21,7 +21,7 @@ SCHEDULE_WIDTH = max(map(len, POLICY_NAMES))
 
 @dataclass(frozen=True)
 class RefusedPlan:
-    """The reason why a plan cannot run this model."""
+    """Outcome of a plan that cannot run this model: the reason."""
 
     reason: str
 
@@ -57,7 +57,7 @@ class Sweep:
         return "\n".join([self.headline(), "", *lines])
 
     def headline(self) -> str:
-        """Return one line: the number of equal plans, and the largest differences."""
+        """Return one line: whether all plans that can run are equal to one rank, and how closely."""
         reports, refused = self.reports, len(self.rows) - len(self.reports)
         rest = f" ({refused} more are not possible for this model)" if refused else ""
         wrong = sum(not report for report in reports)

@@ -27,7 +27,7 @@ LISTED = 4
 
 
 class ModuleSketches:
-    """Records by forward hooks sketches of the first input and the output of each module within a layer.
+    """Records a sketch (weighted sum) of the first input and the output of each module within a layer.
 
     `found` has those of the latest run, in the order of execution, by `path|side|call|rows`. Tensors that are
     not floating-point, have fewer than two dims or are nested in other values have none.
@@ -75,7 +75,7 @@ def sketch_of(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def sketched(layer: nn.Module, *, wanted: bool) -> Iterator[dict[str, Tensor]]:
-    """Yield a dictionary that contains at exit the sketches of one run of `layer`; empty unless `wanted`."""
+    """Context: yield a dict that at exit holds the sketches of a run of `layer`; empty unless `wanted`."""
     found: dict[str, Tensor] = {}
     if not wanted:
         yield found
@@ -101,7 +101,7 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return the first module of a layer whose input or output differs from the reference's.
+    """Return the first difference within a layer: in which module's input or output, or in none.
 
     None where no module was compared: a layer without modules, or whose modules have other shapes.
     """
@@ -129,18 +129,18 @@ def _sentence(name: str, equal: list[str], *, all_compared: bool) -> str:
 
 
 def _given(equal: list[str]) -> list[str]:
-    """Return the modules with equal output sketches, each once."""
+    """Return the paths of the modules whose output sketches are equal, each once."""
     return list(dict.fromkeys(name.split("|")[0] for name in equal if "|gives|" in name))
 
 
 def _listed(equal: list[str]) -> str:
-    """Return the last equal modules as the start of a sentence: `query, key and value give`."""
+    """Return the last of the equal modules as the start of a sentence: `query, key and value give`."""
     *most, last = _given(equal)[-LISTED:]
     return f"{', '.join(most)} and {last} give" if most else f"{last} gives"
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether a sketch equals the expected one; for a shard's, whether its values occur in it."""
+    """Return whether a sketch equals the expected one, or, for a shard's, whether its values occur in it."""
     if found.shape == expected.shape:
         return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):

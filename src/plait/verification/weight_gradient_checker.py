@@ -18,7 +18,7 @@ from plait.verification.step_comparison import StepComparison
 
 
 class WeightGradientChecker:
-    """Compares the accumulated gradients of one rank after each backward of a layer."""
+    """Compares a rank's accumulated gradients with the reference run's after each backward of a layer."""
 
     def __init__(self, runtime: Runtime, comparison: StepComparison) -> None:
         self.runtime, self.blueprint = runtime, runtime.blueprint
@@ -67,7 +67,7 @@ class WeightGradientChecker:
                 self._compare(key, use, self.tracker.after_weight(key, use))
 
     def before_scatter(self, parameters: Iterable[str]) -> None:
-        """Before a reduction, compare gradients that have unconfirmed contributions; then expect zeros."""
+        """Before gradients are reduced, compare those not fully compared yet; then expect zeros."""
         names = set(parameters)
         keys = [key for key in self.tracker.gradients if key[0] in names]
         if not self.adds_late:  # else open contributions are added after the reduction
@@ -75,7 +75,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare those gradients of `keys` (default: all) that have unconfirmed contributions."""
+        """Compare those gradients of `keys` (None: all) that still have contributions to be confirmed."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):

@@ -19,7 +19,7 @@ IN_PIECES = (StepPhase.INITIAL, StepPhase.PARAMETERS, StepPhase.REDUCTION, StepP
 
 
 def summands(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensors of ranks along one or two axes sum to the expected one; else None."""
+    """Return a sentence if the tensors of ranks, summed over mesh axes, give the expected one; else None."""
     first = symptoms.first
     if symptoms.phase in NOT_SUMMED:
         return None
@@ -66,7 +66,7 @@ def later_pieces(symptoms: Symptoms) -> str | None:
 
 
 def norm(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the gradient norm is wrong, on which parts it omits or repeats; else None."""
+    """Return a sentence on what a wrong gradient norm leaves out or counts twice; None if it is right."""
     if symptoms.phase is not StepPhase.NORM:
         return None
     actual, expected = symptoms.difference.values

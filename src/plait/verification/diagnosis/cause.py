@@ -45,7 +45,7 @@ HYPOTHESES: tuple[Hypothesis, ...] = (
 
 
 def likely_cause(symptoms: Symptoms) -> str:
-    """Return the probable cause as one sentence: a matching hypothesis, the module, and what is equal."""
+    """Return the probable cause of the first difference as a sentence, with what is known to be equal."""
     difference = symptoms.difference
     fitting = (hypothesis(symptoms) for hypothesis in HYPOTHESES)
     found = difference.hint or next((text for text in fitting if text), None)
@@ -58,7 +58,7 @@ def likely_cause(symptoms: Symptoms) -> str:
 
 
 def circumstances(symptoms: Symptoms) -> Iterator[str]:
-    """Yield phrases for what is equal: other ranks, and micro-batches and steps before the difference."""
+    """Yield phrases that name the ranks, and the earlier micro-batches and steps, that have no difference."""
     location = symptoms.difference.location
     equal = [rank for rank in symptoms.compared_on if rank not in symptoms.evidence]
     if equal:
@@ -70,7 +70,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return the excluded and the remaining possible causes, where no hypothesis matches.
+    """Return the causes that remain possible in this phase of a step, as text, if no hypothesis matches.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """

@@ -45,7 +45,7 @@ def shifted(symptoms: Symptoms) -> str | None:
 
 
 def permuted(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the values are permuted, with the permuted dim if it is one; else None."""
+    """Return a sentence if the values are the expected ones in another order, of a dim or all; else None."""
     actual, expected = symptoms.pair
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None
@@ -75,7 +75,7 @@ def _order_along(dim: int, actual: Tensor, expected: Tensor, slack: float) -> li
 
 
 def part_of_a_dim(symptoms: Symptoms) -> str | None:
-    """Return a sentence if only a single range of a single dim differs; else None."""
+    """Return a sentence if the tensor differs in a single range of a single dim only; else None."""
     part = range_of(symptoms)
     return None if part is None else f"only {part[1]}:{part[2]} of dim {part[0]} differs"
 
@@ -106,7 +106,7 @@ def positions(symptoms: Symptoms) -> str | None:
 
 
 def range_of(symptoms: Symptoms) -> tuple[int, int, int, int] | None:
-    """Return (dim, start, stop, size) of the difference if it is in one range of one dim."""
+    """Return (dim, start, stop, size of the dim) if the tensor differs in one range of one dim; else None."""
     difference = symptoms.difference
     if difference.whole_box or len(difference.box) != len(difference.shape):
         return None

@@ -48,7 +48,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor, or its change, is a multiple of the expected one; else None."""
+    """Return a sentence if the tensor, or what was added to it, is a multiple of the expected; else None."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
@@ -105,7 +105,7 @@ def _reason(ratio: float, symptoms: Symptoms) -> str:
 
 
 def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
-    """Return the sentence for a factor that equals a degree of the plan or its reciprocal; else ""."""
+    """Return the sentence for a factor that equals a parallel degree or one over it; else ""."""
     degrees = _degrees(symptoms)
     more = [name for name, size in degrees.items() if abs(ratio - size) < slack * size]
     less = [name for name, size in degrees.items() if abs(ratio * size - 1) < slack]
@@ -123,7 +123,7 @@ def _degrees_of(ratio: float, symptoms: Symptoms, slack: float) -> str:
 
 
 def _degrees(symptoms: Symptoms) -> dict[str, int]:
-    """Return by name the degrees above 1 (tp, dp, micro-batches, pp) over which this phase may sum."""
+    """Return by name the degrees above 1 (tp, dp, micro-batches, pp) over which tensors may be summed."""
     plan, phase = symptoms.plan, symptoms.phase
     if phase in (
         StepPhase.INITIAL,
@@ -143,7 +143,7 @@ def _degrees(symptoms: Symptoms) -> dict[str, int]:
 
 
 def multiple_of_input(symptoms: Symptoms) -> str | None:
-    """Return a sentence if a layer's input (or the old value) was added too often or never; else None."""
+    """Return a sentence if a layer's input (or a parameter's old value) is added a wrong number of times."""
     base = symptoms.first.base
     actual, expected = symptoms.pair
     if base is None or len(actual) < ENOUGH or actual.shape != expected.shape:

@@ -20,7 +20,7 @@ AXES = ("tp", "dp", "pp")
 
 @dataclass(frozen=True)
 class Symptoms:
-    """The first difference, with the tensors of all ranks that have this difference."""
+    """The first difference from the reference run, with the tensors of all ranks that have it."""
 
     difference: Difference
     evidence: Mapping[int, Evidence]
@@ -46,12 +46,12 @@ class Symptoms:
 
     @property
     def first(self) -> Evidence:
-        """The tensors of the first differing rank."""
+        """Actual and expected tensor of the lowest rank that has the difference."""
         return self.evidence[min(self.evidence)]
 
     @property
     def pair(self) -> tuple[Tensor, Tensor]:
-        """Actual and expected values on the first differing rank, flat float64."""
+        """Actual and expected values on the lowest rank that has the difference, flat float64."""
         return self.first.actual.double(), self.first.expected.double()
 
     @property
@@ -64,7 +64,7 @@ class Symptoms:
         return actual.view(shape), expected.view(shape)
 
     def neighbours(self, axes: Sequence[str]) -> list[int]:
-        """Return the ranks whose coordinates differ from the first differing rank's along `axes` only."""
+        """Return the ranks whose coordinates equal the lowest differing rank's, except along `axes`."""
         own = self.coordinates[min(self.evidence)]
         free = {part for axis in axes for part in axes_of(axis)}
         return [
@@ -75,7 +75,7 @@ class Symptoms:
 
     @property
     def axes(self) -> Sequence[str]:
-        """Axes over which a tensor may be summed: with hybrid sharding also `replicate` alone."""
+        """Mesh axes over which a tensor may be summed: with hybrid sharding also `replicate` alone."""
         is_hybrid = self.plan.shards and self.plan.replicate > 1
         return ("tp", "replicate", "dp", "pp") if is_hybrid else AXES
 

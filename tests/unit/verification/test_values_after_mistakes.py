@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from plait.tensor.losses import cross_entropy
-from plait.verification.diagnosis.alternatives import with_another_loss, with_other_parameters
+from plait.verification.diagnosis.values_after_mistakes import with_another_loss, with_other_parameters
 
 OUTPUT = torch.randn(2, 3, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 TARGETS = [torch.tensor([[0, 1, 2], [3, 4, 0]]), torch.tensor([[4, 4, 1], [2, 0, 3]])]

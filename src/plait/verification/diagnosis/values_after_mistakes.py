@@ -1,4 +1,4 @@
-"""Values that a tensor would have after common mistakes, each with a sentence that names the mistake."""
+"""Tensor values that common mistakes would produce, each with a sentence that names the mistake."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def with_other_parameters(expected: Tensor, parameters: Mapping[str, Tensor], tp
 def with_another_loss(
     loss: Loss, output: Tensor, targets: list[Value], number: int, total: Tensor
 ) -> NamedTensors:
-    """Yield the loss of micro-batch `number` with shifted targets, with other targets, and as a mean.
+    """Yield the loss of micro-batch `number` with shifted or other targets, and as a mean instead of a sum.
 
     `targets` are those of each of the rank's micro-batches. Targets that the loss refuses are skipped.
     """
