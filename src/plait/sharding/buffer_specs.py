@@ -21,7 +21,7 @@ from plait.sharding.offsets import Offsets, compute_offsets
 
 @dataclass(frozen=True)
 class BufferKind:
-    """The dtypes and flags shared by all parameters of a buffer."""
+    """Properties that all parameters of a flat buffer share: dtypes, whether they train and are sharded."""
 
     dtype: torch.dtype
     """Layers compute with it."""
@@ -61,24 +61,24 @@ class StoragePolicy:
     """Whether reduced gradients are on the CPU, and so the optimizer's state and the pieces between steps."""
 
     def dtype_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype that layers compute with."""
+        """Return the dtype in which layers use `parameter`."""
         return self._or(self.compute, parameter.dtype, parameter)
 
     def master_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype of the optimizer's copy; for a frozen parameter, the dtype of the layers."""
+        """Return the dtype in which the optimizer updates `parameter`; if frozen, that of the layers."""
         dtype = self.dtype_of(parameter)
         return self._or(self.master, dtype, parameter) if parameter.requires_grad else dtype
 
     def gradient_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype that gradients are accumulated in."""
+        """Return the dtype in which the gradient of `parameter` is accumulated."""
         return self._or(self.gradient, self.master_of(parameter), parameter)
 
     def reduce_of(self, parameter: nn.Parameter) -> torch.dtype:
-        """Return the dtype that gradients are reduced in."""
+        """Return the dtype in which the gradient of `parameter` is reduced between ranks."""
         return self._or(self.reduce, self.gradient_of(parameter), parameter)
 
     def kind_of(self, parameter: nn.Parameter, summands: int) -> BufferKind:
-        """Return the kind of buffer for a parameter with a gradient summed over `summands` ranks of `tp`."""
+        """Return the `BufferKind` of a parameter whose gradient is summed over `summands` ranks of `tp`."""
         return BufferKind(
             dtype=self.dtype_of(parameter),
             master=self.master_of(parameter),
@@ -114,7 +114,7 @@ class FlatSpec:
 
 @dataclass(frozen=True)
 class BufferSpec:
-    """One flat buffer: the offsets of its parameters, and the flat tensors it consists of."""
+    """Specification of one flat buffer: offsets of its parameters; size, dtype and device of its tensors."""
 
     kind: BufferKind
     offsets: Offsets
@@ -127,19 +127,19 @@ class BufferSpec:
 
     @cached_property
     def whole(self) -> FlatSpec:
-        """Spec of the flat tensor of whole parameters, which layers use."""
+        """Spec of the flat tensor of the whole (gathered) parameters, which layers use."""
         kept = not self.kind.sharded or self.policy.keeps_parameters
         return FlatSpec(self.offsets.size, self.kind.dtype, kept)
 
     @cached_property
     def has_pieces(self) -> bool:
-        """Whether the optimizer updates tensors other than those that layers use."""
+        """Whether the optimizer has its own parameters: shards, copies or views of those of the layers."""
         kind = self.kind
         return kind.sharded or kind.master != kind.dtype or (kind.trains and kind.gradient != kind.master)
 
     @cached_property
     def piece(self) -> FlatSpec | None:
-        """Spec of the parameters that the optimizer updates; None where they are `whole` or a view of it."""
+        """Spec of the flat tensor that the optimizer updates; None where that is `whole` or a view of it."""
         offloaded = self.policy.offloads_parameters
         is_view = self.whole.kept and self.kind.master == self.kind.dtype and not offloaded
         if is_view or not self.has_pieces:
@@ -148,14 +148,14 @@ class BufferSpec:
 
     @cached_property
     def device_copy(self) -> FlatSpec | None:
-        """Spec of an offloaded piece's copy on the layers' device, which the optimizer updates; or None."""
+        """Spec of an offloaded piece's copy on the layers' device, for the optimizer; None without one."""
         if self.piece is None or not self.kind.trains or not self.policy.offloads_parameters:
             return None
         return None if self.policy.offloads_gradients else FlatSpec(self.offsets.piece, self.kind.master)
 
     @cached_property
     def gradient(self) -> FlatSpec | None:
-        """Spec of the gradient that layers add to, one per stage of a rank; None if no parameter trains."""
+        """Spec of the flat gradient that backwards add to, one per stage of a rank; None if frozen."""
         if not self.kind.trains:
             return None
         kept = not self.kind.sharded or self.policy.keeps_gradients
@@ -163,7 +163,7 @@ class BufferSpec:
 
     @cached_property
     def piece_gradient(self) -> FlatSpec | None:
-        """Spec of the gradient that the optimizer reads; None where it is `gradient` or a view of it."""
+        """Spec of the flat gradient that the optimizer reads; None where it is `gradient` or a view of it."""
         if self.gradient is None or not self.has_pieces:
             return None
         offloaded = self.policy.offloads_gradients
@@ -178,7 +178,7 @@ class BufferSpec:
 
     @cached_property
     def summed(self) -> FlatSpec | None:
-        """Spec of the gradient that ranks with the same parameters all-reduce: the piece's, if sharded."""
+        """Spec of the gradient that replicas all-reduce: the shard's, if sharded; None if frozen."""
         if self.gradient is None or not self.kind.sharded:
             return self.gradient
         return self.piece_gradient or FlatSpec(self.offsets.piece, self.kind.gradient)
@@ -196,9 +196,10 @@ def build_buffer_specs(
     policy: StoragePolicy,
     ranks: int,
 ) -> BufferSpecs:
-    """Return the specs of each unit's flat buffers, one per kind of parameter, sharded over `ranks` ranks.
+    """Return by unit (parameters gathered together) the specs of its flat buffers, one per `BufferKind`.
 
-    `units`: the parameters of each unit. `layouts` are over `tp`. `summed` gives for each parameter how many
+    Sharded buffers are cut into `ranks` pieces. `units`: the parameters of each unit. `layouts` are over
+    `tp`. `summed` gives for each parameter how many
     neighbours along `tp` have a summand of its gradient each.
     Offsets are those of the first rank along `tp`, which has the largest pieces; so they are equal on all.
     """
@@ -217,7 +218,7 @@ def build_buffer_specs(
 
 
 def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the pieces that optimizers update: `layouts` over `tp`, cut over `shard` too."""
+    """Return the layouts of the shards that optimizers update: the `tp` layouts, cut over `shard` too."""
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:

@@ -33,7 +33,7 @@ from plait.sharding.offsets import Slot
 
 @dataclass(eq=False)
 class StageView:
-    """A buffer's parameters for one stage: all stages share their memory but have separate gradients."""
+    """A buffer's parameters as one stage uses them: a rank's stages share their memory, not gradients."""
 
     parameters: dict[str, nn.Parameter]
     """By full name: views of the buffer's `whole`."""
@@ -104,20 +104,20 @@ class FlatBuffer:
             self.whole_gradients[0].add_(gradient)
 
     def copy_to_device(self) -> None:
-        """After a step, copy offloaded parameters to their gradients' device, for the optimizer's update."""
+        """After a backward, copy offloaded parameters to their gradients' device, for the optimizer."""
         if self.spec.device_copy is not None and self.device_copy is None:
             self.device_copy = moved_later(self.piece, self.whole.device, copy=True)
             self._point_to(self.device_copy)
 
     def copy_back(self) -> None:
-        """Before a step, copy the parameters updated on the device to `piece`, and free the device copy."""
+        """Before a forward, copy what the optimizer updated on the device back to `piece`; free the copy."""
         if self.device_copy is not None:
             copy_later(self.piece, self.device_copy)
             self._point_to(self.piece)
             self.device_copy = None
 
     def detach(self) -> None:
-        """After a failed step, copy parameters out of `whole`, which a pending all-gather may still write."""
+        """After a failed step, copy parameters out of `whole`, where a pending all-gather may still write."""
         if self.spec.piece is None:
             self.device_copy = self.piece.clone()
             self._point_to(self.device_copy)
@@ -127,7 +127,7 @@ class FlatBuffer:
             piece.data = self.piece_slots[name].view_of(flat)
 
     def current_gradients(self, wanted: Collection[str]) -> list[Tensor]:
-        """Return the `.grad` of the `wanted` pieces; the whole flat gradient if `wanted` has all pieces."""
+        """Return the gradients of the `wanted` optimizer parameters; as one flat tensor where possible."""
         if self.piece_gradient is None:
             return []
         names = [name for name in self.pieces if name in wanted]
@@ -163,7 +163,7 @@ class FlatBuffer:
                 )
 
     def share_data(self) -> None:
-        """Before a step, where the first stage's `.data` was replaced, set it on the rank's other stages."""
+        """If a parameter's `.data` was replaced on the first stage, set it on the rank's other stages."""
         for view in self.stage_views[1:]:
             for name, parameter in view.parameters.items():
                 if parameter.data_ptr() != self.parameters[name].data_ptr():
@@ -196,7 +196,7 @@ class FlatBuffer:
         return carried
 
     def finish_gradients(self, carried: Tensor | None, scale: float) -> None:
-        """After a step, add `carried` to the reduced gradient, and make each piece's `.grad` a view of it.
+        """Add `carried` (earlier steps' gradients) to the reduced gradient; make each `.grad` a view of it.
 
         The reduced gradient is divided by `scale`, by which this step's loss was multiplied.
         """

@@ -54,7 +54,7 @@ class Gatherer:
         }
 
     def begin(self) -> None:
-        """Begin a step: mark all parameters as not gathered, since pieces may have changed."""
+        """Begin a step: mark all parameters as not gathered, since optimizers may have updated the pieces."""
         self.states = dict.fromkeys(self.units, ParameterState.SHARDED)
         for handle, buffer in self._stale:
             handle.wait()
@@ -66,7 +66,7 @@ class Gatherer:
             buffer.copy_back()
 
     def finish(self) -> None:
-        """End a step: move the optimizer's parameters to the device of their gradients; wait for copies."""
+        """End a step: copy offloaded parameters to their gradients' device, or wait for the GPU's reads."""
         for buffer in self._buffers:
             buffer.copy_to_device()
         for device in self._read_by_device[:1]:  # the optimizer's step, on the CPU, does not wait for copies
@@ -118,7 +118,7 @@ def _release(buffer: FlatBuffer) -> None:
 
 @torch.no_grad()
 def _gather(buffer: FlatBuffer) -> Handle[Tensor] | None:
-    """Copy this rank's piece to its position in `whole`, and start the in-place all-gather."""
+    """Copy this rank's piece to its position in `buffer.whole`, and start the in-place all-gather."""
     allocate_storage(buffer.whole)
     if buffer.spec.piece is not None:
         copy_later(buffer.own, buffer.piece)

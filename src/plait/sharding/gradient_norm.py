@@ -21,7 +21,7 @@ ROW = 1024
 def start_norm(
     units: Iterable[Unit], counted: Collection[str], group: Group, device: torch.device, order: float = 2.0
 ) -> Callable[[], Tensor]:
-    """Start to compute the norm of all gradients of a group; return a function that waits for the norm.
+    """Start computing the gradient norm over the ranks of `group`; return a function that waits for it.
 
     `counted`: the parameters whose gradients this rank adds; each piece that several ranks of the group hold
     has to be added by one of them. The function returns the norm, 0-d float64; it is not finite where

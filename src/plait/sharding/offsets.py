@@ -25,7 +25,7 @@ MOST_PADDING = 0.005
 
 @dataclass(frozen=True)
 class Slot:
-    """The elements of one parameter in a flat tensor: `start … start + numel`."""
+    """The range of one parameter's elements in a flat tensor: `start … start + numel`."""
 
     name: str
     shape: torch.Size
@@ -55,14 +55,14 @@ class Offsets:
         return self.size // self.pieces
 
     def bounds(self, slot: Slot) -> tuple[int, ...]:
-        """Return the cuts of a parameter: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
+        """Return where a parameter is cut: rank `i` holds its elements `bounds[i] … bounds[i + 1]`."""
         cuts = (number * self.piece - slot.start for number in range(1, self.pieces))
         within = (min(max(cut, 0), slot.shape.numel()) for cut in cuts)
         return (0, *within, slot.shape.numel())
 
 
 def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return the offsets of parameters in a flat buffer of `pieces` equal pieces; for one, in given order."""
+    """Return the offsets of parameters of these `shapes` in a flat buffer of `pieces` equal pieces."""
     if pieces > 1:
         elements = sum(shape.numel() for shape in shapes.values())
         by_rows = _offsets_by_rows(shapes, pieces)
@@ -76,9 +76,10 @@ def compute_offsets(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
 
 
 def _offsets_by_rows(shapes: Mapping[str, torch.Size], pieces: int) -> Offsets:
-    """Return offsets that are multiples of the parameters' rows, parameters with longer rows first.
+    """Return offsets at multiples of each parameter's row length, so that cuts fall between rows.
 
-    No padding is needed where long rows are multiples of shorter ones.
+    Parameters with longer rows come first. No padding is needed where long rows are multiples of shorter
+    ones.
     """
     rows = {name: max(1, prod(shape[1:])) for name, shape in shapes.items()}
     starts, stop = {}, 0

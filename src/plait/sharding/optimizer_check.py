@@ -41,7 +41,7 @@ COUPLING = {torch.optim.LBFGS: "moves all parameters along one line"}
 
 @dataclass(frozen=True)
 class Partitioning:
-    """The partitioning of a plan's parameters over the optimizers of ranks."""
+    """How a plan divides the parameters between the ranks' optimizers: by stage, and into pieces."""
 
     pp: int
     """Ranks of `pp`, each with the parameters of its own stages."""
@@ -50,12 +50,12 @@ class Partitioning:
 
     @staticmethod
     def of(plan: Plan) -> Partitioning:
-        """Return the partitioning of a plan; `offload` alone shards nothing."""
+        """Return the partitioning under `plan`; a plan that only offloads shards nothing."""
         return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
 
 
 def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> None:
-    """Raise PlanError where an update would depend on parameters or elements on another rank.
+    """Raise PlanError if `optimizer`'s updates depend on parameters or elements that other ranks hold.
 
     A class can declare `elementwise = True` or `parameterwise = True` (for itself, not for subclasses). A
     class that does not, and is none of torch's, is tested, see `probe`.
@@ -80,7 +80,7 @@ def require_elementwise(optimizer: Optimizer, partitioning: Partitioning) -> Non
 
 
 def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, str]:
-    """Return what an element's update depends on, and the reason why the plan does not allow it, or ""."""
+    """Return the `Reach` that an element's update depends on, and why the plan does not allow it, or ""."""
     kind = type(optimizer)
     if kind in ELEMENTWISE or vars(kind).get("elementwise") is True:
         return "element", ""
@@ -95,7 +95,7 @@ def _reach_of(optimizer: Optimizer, partitioning: Partitioning) -> tuple[Reach, 
 
 
 def _plan_for(reach: Reach, partitioning: Partitioning) -> str:
-    """Return, for an error, the change of the plan that gives an optimizer all that its update depends on."""
+    """Return, for an error message, the change of the plan with which an optimizer of this `reach` works."""
     if not partitioning.sharded:
         return "set plan.pp to 1 and leave plan.tp at 1 and plan.strategy at 'none'"
     if reach == "parameter":
@@ -119,7 +119,7 @@ class OptimizerGuard:
         weakref.finalize(self, handle.remove)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise PlanError as `require_elementwise`, if the optimizer has some of the watched parameters."""
+        """Raise PlanError as `require_elementwise` does, if `optimizer` has parameters of the engine."""
         self._check(optimizer, (), {})
 
 
@@ -131,7 +131,7 @@ def _check(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Check an optimizer of watched parameters once, and again after groups were added."""
+    """Check an optimizer of `watched` parameters once, and again after parameter groups were added."""
     groups = getattr(optimizer, "param_groups", ())
     if checked.get(optimizer) == len(groups):
         return

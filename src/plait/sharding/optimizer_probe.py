@@ -48,7 +48,7 @@ Division: TypeAlias = Callable[[RankTensors], Sequence[RankTensors]]
 
 
 def probe(optimizer: Optimizer, reach: Reach) -> str | None:
-    """Test if updates depend on `reach` only; return None, or else the reason as the end of a sentence.
+    """Test whether updates depend on no more than `reach`; return None, or else the reason as text.
 
     Tested with the settings of all of its groups together, on the device of its first parameter. Neither the
     optimizer nor random states change.
@@ -69,7 +69,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return None if all `changes` agree, else how the first (all parameters together) differs, as text."""
+    """Return None if updates together and divided between ranks agree, else text on what they depend on."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -85,7 +85,7 @@ def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) 
 def _changes(
     make: OptimizerFactory, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
-    """Return the changes of parameters that are updated together, then of those divided between ranks."""
+    """Return the parameters' changes in test steps: updated together, then in each division between ranks."""
     generator = torch.Generator().manual_seed(0)
 
     def random_group() -> GroupTensors:
@@ -109,7 +109,7 @@ def _changes(
 def _change(
     make: OptimizerFactory, start: Sequence[RankTensors], gradients: Sequence[Sequence[RankTensors]]
 ) -> RankTensors:
-    """Take the steps with one optimizer per rank; return each parameter's change, flattened, by group."""
+    """Run the test steps with one optimizer per rank; return by parameter group each parameter's change."""
     changes: list[dict[str, list[Tensor]]] = [{} for _ in start[0]]
     for rank, groups in enumerate(start):
         held = [{name: nn.Parameter(tensor.clone()) for name, tensor in group.items()} for group in groups]
@@ -130,7 +130,7 @@ def _parameters_apart(groups: RankTensors) -> Sequence[RankTensors]:
 
 
 def _groups_apart(groups: RankTensors) -> Sequence[RankTensors]:
-    """Divide groups between ranks: rank i gets the tensors of group i, and none of the other groups."""
+    """Divide parameter groups between ranks: rank i gets the tensors of group i and of no other."""
     return [
         [group if number == rank else {} for number, group in enumerate(groups)]
         for rank in range(len(groups))
@@ -157,7 +157,7 @@ CUTS: Mapping[Reach, tuple[Division, ...]] = {
 
 
 def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
-    """Return the settings of the optimizer's groups, without groups that differ only in learning rate."""
+    """Return the settings of the parameter groups, once for groups that differ in learning rate only."""
     found: dict[str, Settings] = {}
     for group in optimizer.param_groups:
         settings = {key: group[key] for key in group if key not in ("params", "param_names", "initial_lr")}
@@ -171,7 +171,7 @@ def _settings_of(optimizer: Optimizer) -> Iterable[Settings]:
 def _copy_of(
     optimizer: Optimizer, settings: Sequence[Settings], parameters: Sequence[Sequence[nn.Parameter]]
 ) -> Optimizer:
-    """Return a new optimizer of the same class, whose groups have these settings and parameters."""
+    """Return a new optimizer of the same class, whose parameter groups have these settings and parameters."""
     settings = copy.deepcopy([dict(group) for group in settings])
     known = {**optimizer.defaults, **settings[0]}
     names = _arguments(type(optimizer), optimizer.defaults)
@@ -181,7 +181,7 @@ def _copy_of(
 
 
 def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
-    """Return the names of an optimizer class's and its bases' constructor arguments except the parameters."""
+    """Return the names of the constructor arguments of an optimizer class and its bases, without `params`."""
     names: set[str] = set()
     for base in kind.__mro__:
         if base is Optimizer:
@@ -199,7 +199,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return the value of constructor argument `name` from the optimizer's attribute; LookupError if none."""
+    """Return the value of constructor argument `name`, read from an attribute; LookupError if none."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

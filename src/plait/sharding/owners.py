@@ -23,13 +23,13 @@ Owners: TypeAlias = Mapping[str, tuple[int, ...]]
 def pp_owners(
     units: Mapping[str, str], users: Mapping[str, Iterable[LayerIndex]], rank_of: Sequence[int]
 ) -> Owners:
-    """Return the ranks of `pp` that hold each parameter: those that run a layer which uses its unit."""
+    """Return the ranks of `pp` that hold each parameter: those that run a layer which uses it."""
     ranks = {unit: tuple(sorted({rank_of[at.stage] for at in places})) for unit, places in users.items()}
     return {name: ranks[unit] for name, unit in units.items()}
 
 
 def reduction_axis(plan: Plan) -> str:
-    """Return the axis of the gradients' all-reduce: `replicate` after a reduce-scatter, else `dp`."""
+    """Return the mesh axis of the gradients' all-reduce: `replicate` after a reduce-scatter, else `dp`."""
     return "replicate" if plan.shards else "dp"
 
 
@@ -42,7 +42,7 @@ def replica_count(name: str, owners: Owners, summed: Mapping[str, int], plan: Pl
 def reduction_groups(
     owners: Owners, summed: Mapping[str, int], mesh: Mesh, axis: str = "dp"
 ) -> dict[str, Group]:
-    """Return for each parameter of this rank the group over which its gradient is all-reduced.
+    """Return for each parameter of this rank the process group over which its gradient is all-reduced.
 
     The ranks of `axis` (see `reduction_axis`); for a parameter tied across stages also those of each rank of
     `pp` that holds it; and along `tp` as many neighbours as `summed` gives.
@@ -88,7 +88,7 @@ def reduction_ranks(
 
 
 def counted_parameters(owners: Owners, layouts: Mapping[str, Layout], mesh: Mesh) -> frozenset[str]:
-    """Return the parameters whose gradients this rank adds to the norm, so that each piece is added once.
+    """Return the parameters whose gradients this rank adds to the gradient norm: each piece is added once.
 
     Those that are whole along `dp` count for all of its ranks: a sum over them is one over `pp` and `tp`.
     """

@@ -34,7 +34,7 @@ class GradientState(Enum):
 
 
 class Reducer:
-    """Sums the gradients of units over the ranks that hold the unit, buffer by buffer."""
+    """Reduces gradients between the ranks that hold the same parameters, unit by unit, buffer by buffer."""
 
     def __init__(self, units: Mapping[str, Unit]) -> None:
         self.units = units
@@ -62,7 +62,7 @@ class Reducer:
 
     @property
     def starts_anew(self) -> bool:
-        """Whether a parameter trains and no `.grad` is set: the next step's gradients then start at zero."""
+        """Whether the next step's gradients start at zero: parameters train and no `.grad` is set."""
         pieces = [piece for unit in self.units.values() for piece in unit.pieces.values()]
         trains = any(piece.requires_grad for piece in pieces)
         return trains and all(piece.grad is None for piece in pieces)
@@ -74,7 +74,7 @@ class Reducer:
                 piece.grad = None
 
     def begin(self, scale: float = 1.0) -> None:
-        """Begin a step whose loss is multiplied by `scale`: set gradients to views of zeros.
+        """Begin a step whose loss is multiplied by `scale`: set each `.grad` to a view of zeros.
 
         Gradients of earlier steps are set aside and added in `finish`.
         """
@@ -94,7 +94,7 @@ class Reducer:
                 self.states[name] = GradientState.ACCUMULATING
 
     def open(self, name: str) -> None:
-        """Allocate a unit's whole gradient, of zeros."""
+        """Allocate a unit's whole gradient, filled with zeros."""
         self.states[name] = GradientState.ACCUMULATING
         for buffer in self.units[name].trainable:
             for gradient in buffer.whole_gradients:
@@ -133,7 +133,7 @@ class Reducer:
             piece_gradient.add_(read())
 
     def reduce(self, name: str) -> None:
-        """Start the all-reduce of a unit's gradients, or pieces, over the replica group."""
+        """Start the all-reduce of a unit's gradients (its shards, if sharded) over the replica group."""
         self.states[name] = GradientState.REDUCING
         for buffer in self.units[name].trainable:
             if buffer.shard_group is None:  # else `scatter` has added them up
@@ -186,7 +186,7 @@ def _release(buffer: FlatBuffer) -> None:
 
 
 def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the reduce-scatter of a whole gradient; in place where this rank's piece is a view of it."""
+    """Start the reduce-scatter of a buffer's whole gradient; the result is a view of it where it can be."""
     assert buffer.shard_group is not None
     assert buffer.gradient is not None
     out = buffer.piece_gradient if buffer.spec.scatters_in_place else None
@@ -196,7 +196,7 @@ def _scatter(buffer: FlatBuffer) -> Handle[Tensor]:
 
 
 def _reduce(buffer: FlatBuffer) -> Handle[Tensor]:
-    """Start the all-reduce over the replica group; in place unless the reduction dtype differs."""
+    """Start the all-reduce of a buffer's gradient over the replica group; in place where possible."""
     assert buffer.replica_group is not None
     assert buffer.gradient is not None
     # An offloaded gradient is in pinned memory, and is next written when this all-reduce has ended.

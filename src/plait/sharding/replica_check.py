@@ -57,7 +57,7 @@ def check_replicas(
     mesh: Mesh,
     optimizer: torch.optim.Optimizer | None = None,
 ) -> None:
-    """Raise `ReplicaError`, on every rank of the world, where replicas differ.
+    """Raise `ReplicaError` on every rank if replicas of a parameter or its optimizer state differ.
 
     `parameters` are this rank's pieces, `layouts` and `owners` those of the whole model. The error names the
     first parameter of the model that differs. Every rank calls it, with its optimizer or none.
@@ -102,7 +102,7 @@ def _replicas_along(
 
 
 def _fingerprints(parameter: nn.Parameter, optimizer: torch.optim.Optimizer | None) -> list[Fingerprint]:
-    """Return the fingerprints of a parameter, and of its optimizer state by key."""
+    """Return the fingerprints of a parameter and of the tensors of its optimizer state, sorted by key."""
     tensors = {"value": parameter.detach()}
     state = {} if optimizer is None else optimizer.state.get(parameter, {})
     for key in sorted(state, key=str):

@@ -22,7 +22,9 @@ CPU = torch.device("cpu")
 
 @dataclass(eq=False)
 class Unit:
-    """A layer's parameters, or one parameter shared by several layers; named after the layer or parameter."""
+    """Parameters that are gathered and reduced together: a layer's, or one that several layers share.
+
+    Named after the layer or the parameter."""
 
     name: str
     buffers: tuple[FlatBuffer, ...]
@@ -61,7 +63,7 @@ class Unit:
 
 @dataclass(frozen=True)
 class UnitFactory:
-    """Builds the `Unit`s of one rank, with memory and initial values; see the module.
+    """Builds the `Unit`s of one rank: allocates their flat buffers, and writes the initial values.
 
     All ranks of a group build the same units in the same order, as `shared_zeros` requires.
     """
@@ -130,13 +132,13 @@ class UnitFactory:
         return buffer
 
     def _gradient(self, spec: BufferSpec, group: Group | None) -> Tensor | None:
-        """Return a whole gradient of zeros; if it is kept between steps, in memory shared by `group`."""
+        """Return a flat gradient of zeros, in memory that `group` shares if kept; None if frozen."""
         if spec.gradient is None or group is None or not spec.gradient.kept:
             return None if spec.gradient is None else self._allocate(spec.gradient)
         return shared_zeros(spec.gradient.elements, spec.gradient.dtype, self.device, group)
 
     def _allocate(self, flat: FlatSpec) -> Tensor:
-        """Return zeros; in pinned memory if offloaded, so that copies do not block."""
+        """Return a flat tensor of zeros; in pinned memory if offloaded, so that copies do not block."""
         if flat.offloaded:
             return host_zeros(flat.elements, flat.dtype, beside=self.device)
         return torch.zeros(flat.elements, dtype=flat.dtype, device=self.device)
@@ -172,7 +174,7 @@ class UnitFactory:
         buffer.copy_to_device()
 
     def _interval(self, slot: Slot) -> range:
-        """Return the elements of the layers' parameter, flattened, that are in this rank's piece."""
+        """Return the range of a parameter's elements, flattened, that are in this rank's piece."""
         interval = self.layouts[slot.name].interval(self.coordinate)
         return range(slot.shape.numel()) if interval is None else interval
 
