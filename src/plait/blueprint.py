@@ -69,19 +69,19 @@ class Blueprint:
 
     @cached_property
     def stage_layers(self) -> tuple[range, ...]:
-        """The layers of the model that each stage runs."""
+        """The range of layer numbers that each stage runs, counted over the model."""
         bounds = accumulate(self.layers_per_stage, initial=0)
         return tuple(range(first, stop) for first, stop in pairwise(bounds))
 
     @cached_property
     def lowering_spec(self) -> LoweringSpec:
-        """The layers, units and sharding that are needed to lower a schedule to programs."""
+        """The input of `lower` besides the schedule: layers per stage, units' users, sharding, overlap."""
         users = unit_users(self.sequence, self.layers_per_stage)
         return LoweringSpec(self.layers_per_stage, users, self.plan.overlap, sharding_of(self.plan))
 
     @cached_property
     def programs(self) -> StepPrograms:
-        """The programs of all ranks of `pp`, in the order of `schedule`."""
+        """The instructions of each rank of `pp`, lowered from `schedule`, for training and inference."""
         return StepPrograms(self.schedule, self.lowering_spec)
 
     @cached_property
@@ -114,7 +114,7 @@ class Blueprint:
         )
 
     def stages_with(self, unit: str, stages: Iterable[int]) -> tuple[int, ...]:
-        """Return those of `stages` whose layers use the parameters of `unit`, in order."""
+        """Return the stages among `stages` whose layers use the parameters of `unit`, in model order."""
         users = {place.stage for place in self.lowering_spec.units[unit]}
         return tuple(sorted(users.intersection(stages)))
 
@@ -125,7 +125,7 @@ class Blueprint:
         return any(torch.float16 in (kind.dtype, kind.gradient, kind.reduce) for kind in kinds if kind.trains)
 
     def tensor_parallel(self, group: Group) -> TensorParallelism:
-        """Return the rules, ready to be applied to layers on a rank of `group`."""
+        """Return the tensor-parallel rules, ready to be applied to the layers of a rank of `group`."""
         paths = (layer.path for layer in self.sequence.layers)
         sequence_dims = dict(zip(paths, self.sequence_dims, strict=True))
         return TensorParallelism(
@@ -152,10 +152,10 @@ class Blueprint:
 def shared_blueprint(
     model: nn.Module, plan: Plan, rules: Rules | None, results: dict[Hashable, Any]
 ) -> Blueprint:
-    """Return the blueprint without the model's values, which the engine must not keep alive.
+    """Return the blueprint of `model`, without its values; ranks that are threads of one process share it.
 
-    Ranks that are threads of one process share `results`, where the latest blueprint stays: the first rank
-    builds it for all that call with an equal model.
+    The engine must not keep the values alive. The latest blueprint stays in `results`, which these ranks
+    share: the first one builds it for all that call with an equal model.
     """
     sequence = sequence_of(model)
     chosen = chosen_rules(model, rules)
@@ -266,7 +266,7 @@ def rules_of_partitioned_modules(
 
 
 def chosen_rules(model: nn.Module, rules: Rules | None) -> Rules | None:
-    """Return `rules`, or the model's own where there are none."""
+    """Return `rules`, or the model's own (`model.rules`, or None) where `rules` is None."""
     return getattr(model, "rules", None) if rules is None else rules
 
 

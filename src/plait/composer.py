@@ -130,7 +130,7 @@ def agreed_source(
 
 
 def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
-    """Return the loss stage, for whole logits or this rank's shard of them."""
+    """Return the stage that computes the loss, of whole logits or of this rank's shard of the vocabulary."""
     if vocabulary is None:
         return LossStage(loss)
     return LossStage(loss_of_pieces(loss, vocabulary), writes_output=True)
@@ -139,7 +139,7 @@ def loss_stage(loss: Loss, vocabulary: Vocabulary | None) -> LossStage:
 def build_units(
     blueprint: Blueprint, spans: Mapping[int, range], mesh: Mesh, source: TensorSource
 ) -> dict[str, Unit]:
-    """Return the units of this rank's layers, with values from `source`, which may broadcast from rank 0."""
+    """Return by name the `Unit`s of this rank, with values from `source`, which may broadcast from rank 0."""
     plan = blueprint.plan
 
     def value_of(name: str) -> Tensor:

@@ -154,7 +154,7 @@ class Plan:
 
     @property
     def cuts_sequence(self) -> bool:
-        """Whether layers may run on pieces of the sequence."""
+        """Whether sequence parallelism is on: layers may run on pieces of the sequence."""
         return self.tp > 1 and self.sequence_parallel != "none"
 
     @property

@@ -33,7 +33,7 @@ Crossing: TypeAlias = Sequence[Sequence[Sequence[TensorInfo]]]
 
 
 def buffer_sizes(crossing: Crossing) -> list[list[int]]:
-    """Return the bytes of each stage's receive buffers: the size needed by the longest micro-batch."""
+    """Return by sending stage the bytes of each tensor's receive buffer: those of the longest micro-batch."""
     return [
         [max(info.nbytes for info in column if info is not None) for column in zip_longest(*microbatches)]
         for microbatches in crossing
@@ -56,7 +56,7 @@ def receive_buffers(
 
 @dataclass
 class BufferPool:
-    """Receive buffers that are reused, by their size in bytes."""
+    """Pool of receive buffers, which are reused by size in bytes."""
 
     device: torch.device
     free: dict[int, list[Tensor]] = field(default_factory=lambda: defaultdict(list))
@@ -106,10 +106,10 @@ class BufferPool:
 
 
 class Exchange:
-    """The sends and receives of one rank of `pp`."""
+    """Sends and receives the activations and gradients of one rank of `pp`."""
 
     def __init__(self, rank: int, channels: Mapping[Channel, Group], device: torch.device) -> None:
-        """Take the index of this rank along `pp`, and the group of each channel: the sender, the receiver."""
+        """`rank`: this rank's index along `pp`; `channels`: each channel's group of sender and receiver."""
         self._rank, self._channels = rank, channels
         self.pool = BufferPool(device)
         self.crossing: Crossing = ()
@@ -119,7 +119,7 @@ class Exchange:
         self._sends: dict[Channel, list[list[Handle[None]]]] = defaultdict(list)
 
     def begin(self, crossing: Crossing) -> None:
-        """Set the tensors exchanged in later steps, and adapt the receive buffers to them.
+        """Set shapes and dtypes of the tensors that later steps exchange, and adapt the receive buffers.
 
         The gradients of the differentiable tensors are sent back.
         """
@@ -129,7 +129,7 @@ class Exchange:
         self._sizes = [[fits[need] for need in needs] for needs in longest]
 
     def post(self, action: Action, peer: int) -> None:
-        """Start receiving the input of `action` from `peer` of the `pp` axis."""
+        """Start receiving the input of `action` from rank `peer` of the `pp` axis."""
         received = receive_buffers(action, self.crossing, self._sizes)
         buffers = [self.pool.take(info, size) for info, size in received]
         group = self._channels[peer, self._rank, action.kind]
@@ -145,7 +145,7 @@ class Exchange:
         return buffers
 
     def send(self, action: Action, tensors: Sequence[Tensor], peer: int) -> None:
-        """Start sending the result of `action`; wait until fewer than `SENDS_IN_FLIGHT` sends remain."""
+        """Start sending the result of `action`, once fewer than `SENDS_IN_FLIGHT` sends are pending."""
         channel = self._rank, peer, action.kind
         in_flight, group = self._sends[channel], self._channels[channel]
         while len(in_flight) >= SENDS_IN_FLIGHT:
@@ -155,7 +155,7 @@ class Exchange:
         in_flight.append([send(tensor, group, RECEIVER, label=str(action)) for tensor in outgoing])
 
     def safe_to_keep(self, tensor: Tensor) -> Tensor:
-        """Return `tensor`, or a copy if it is in a receive buffer, as when a layer returns its input."""
+        """Return `tensor`, or a copy if it is in a receive buffer, which will be reused."""
         return tensor.clone() if self.pool.owns(tensor) else tensor
 
     def send_gradients(self, action: Action, gradients: Gradients, peer: int) -> None:

@@ -36,7 +36,7 @@ REMEMBERED_PROGRAMS = 8
 
 
 class _BoundSegment(NamedTuple):
-    """A program segment, with the function to call for each of its instructions."""
+    """A segment of a program (consecutive instructions), with the function that runs each instruction."""
 
     segment: Segment
     run: Callable[[_Calls], None]
@@ -47,7 +47,7 @@ class Executor:
     """Runs programs by calling a handler for each instruction."""
 
     def __init__(self, *handlers: Handlers, bind_layer: BindLayer | None = None) -> None:
-        """Bind the handlers. An instruction handled by several suppliers is passed to each of them in order.
+        """`handlers`: functions by instruction type; where several have a type, all are called, in order.
 
         `bind_layer` returns the call that runs a layer, once per program; `RunLayer` handlers run after it.
         """

@@ -17,7 +17,7 @@ GROWS_AFTER = 2000
 
 @dataclass
 class LossScale:
-    """The loss scale of the next step."""
+    """The loss scale of the next step, and the state by which a dynamic scale adapts."""
 
     value: float = 1.0
     dynamic: bool = False
@@ -26,9 +26,9 @@ class LossScale:
     """Whether the gradients of the latest step were checked for finite values."""
 
     def begin(self, *, anew: bool) -> None:
-        """Begin a step. `anew`: the gradients of the previous step were used or dropped.
+        """Begin a step; PlanError if gradients of the last one were used (`anew`) without an overflow check.
 
-        Raises PlanError where these were not checked: the optimizer may have used values that are not finite.
+        With a dynamic scale only: the optimizer may have used values that are not finite.
         """
         if self.dynamic and anew and not self.checked:
             raise PlanError(
@@ -37,7 +37,7 @@ class LossScale:
             )
 
     def end(self) -> None:
-        """End a successful step, which made new gradients."""
+        """End a successful step: its gradients are not checked for overflow yet."""
         self.checked = False
 
     @property
@@ -46,7 +46,7 @@ class LossScale:
         return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:
-        """Update the scale after a check that gradients are finite."""
+        """Adapt a dynamic scale: halve it if gradients were not finite, double it after many finite steps."""
         self.checked = True
         self.good_steps = self.good_steps + 1 if finite else 0
         if not self.dynamic:
@@ -58,7 +58,7 @@ class LossScale:
 
 
 def loss_scale(given: float | None, *, in_fp16: bool) -> LossScale:
-    """Return the initial scale: `given`, else dynamic if anything is in fp16, and 1 otherwise."""
+    """Return the initial loss scale: `given`, else dynamic if anything is in fp16, and 1 otherwise."""
     if given is not None:
         return LossScale(given)
     return LossScale(FIRST, dynamic=True) if in_fp16 else LossScale()

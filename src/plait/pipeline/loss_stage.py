@@ -14,7 +14,7 @@ from plait.pipeline.stage import Gradients
 
 
 class LossLike(Protocol):
-    """Interface of losses: a sum per micro-batch, which the scale of `LossStage.begin` turns into a mean."""
+    """Interface of losses: sums over a micro-batch; the engine scales the gradient to the mean loss's."""
 
     def total(self, output: Any, targets: Any) -> Tensor:
         """Return the summed loss of one micro-batch, 0-d."""
@@ -34,7 +34,7 @@ class LossStage:
         self._open: dict[int, tuple[Tensor, list[Tensor]]] = {}
 
     def begin(self, targets: Sequence[Value], scale: Tensor | None) -> None:
-        """Begin a step, with the targets of each micro-batch and the factor of the gradient (0-d)."""
+        """Begin a step, with the targets of each micro-batch and the factor of the loss's gradient, 0-d."""
         self._totals, self._outputs = {}, {}
         self._targets, self._scale = targets, scale
 

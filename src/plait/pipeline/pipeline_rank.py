@@ -66,7 +66,7 @@ class PipelineRank:
         }
 
     def bind_layer(self, instruction: RunLayer) -> Callable[[], None]:
-        """Return the call that runs a layer."""
+        """Return a function without arguments that runs the layer and micro-batch of `instruction`."""
         (number, kind, microbatch), layer = instruction.action, instruction.layer
         stage = self.stages[number]
         run = {
@@ -78,7 +78,7 @@ class PipelineRank:
         return partial(run[kind], microbatch, layer)
 
     def begin(self, batch: Sequence[Value], infos: Sequence[Sequence[LayerInfo]]) -> None:
-        """Start a step on a batch, with `infos` for all layers of the model; both per micro-batch."""
+        """Start a step; per micro-batch, `batch` has the input and `infos` the output info of every layer."""
         self.batch = batch
         self.input_gradients = {}
         if list(map(id, infos)) == list(map(id, self._infos)):
@@ -92,7 +92,7 @@ class PipelineRank:
 
     @property
     def output_infos(self) -> Sequence[LayerInfo]:
-        """The output info of the model's last layer per micro-batch of the latest step, on every rank."""
+        """Shapes and dtypes of the model's output per micro-batch of the latest step; known on every rank."""
         return self._stage_outputs[-1]
 
     def clear(self) -> None:

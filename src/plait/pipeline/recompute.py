@@ -53,7 +53,7 @@ def recomputing(mode: Recompute, run: Callable[..., Value]) -> Callable[..., Val
 
 
 def _selective_contexts() -> Callable[[], tuple[RecordOperations, ReplayOperations]]:
-    """Return a function that makes the contexts of a layer's first and second forward, per micro-batch."""
+    """Return a `context_fn` for `checkpoint`: it makes the contexts of a layer's first and second forward."""
     most: int | None = None  # operations that a second run has replayed; None before the first backward
 
     def note(replayed: int) -> None:
@@ -68,7 +68,7 @@ def _selective_contexts() -> Callable[[], tuple[RecordOperations, ReplayOperatio
 
 
 class RecordOperations(TorchDispatchMode):
-    """Context of a layer's first run: stores the results of cached operations in order."""
+    """Context of a layer's first forward: stores the results of matrix products, convolutions, attention."""
 
     def __init__(self, most: int | None) -> None:
         """`most`: the maximum number of stored results; None: all."""
@@ -109,7 +109,7 @@ class RecordOperations(TorchDispatchMode):
 
 
 class ReplayOperations(TorchDispatchMode):
-    """Context of a layer's second run: returns stored results of the first, and counts them."""
+    """Context of a layer's second forward: returns the results that the first one stored."""
 
     def __init__(self, recorded: RecordOperations, note: Callable[[int], None]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -132,7 +132,7 @@ class ReplayOperations(TorchDispatchMode):
         self._note(self._replayed)
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None) -> Any:
-        """Return the stored result of `func`, once, or run it."""
+        """Return the stored result of `func` and forget it; run `func` where no result is stored."""
         found, results = None, self._recorded.results
         if _is_cached(func):
             if self._replayed < len(results):

@@ -36,7 +36,7 @@ Gradients = list[Tensor | None]
 
 @dataclass
 class LayerRun:
-    """One layer's forward of one micro-batch, kept until its backward has run."""
+    """Tensors of one layer's forward of one micro-batch, kept until its backward has run."""
 
     inputs: list[Tensor]
     outputs: list[Tensor]
@@ -89,7 +89,7 @@ class Stage:
         self.values[microbatch] = map_tensors(lambda tensor: leaf_of(tensor, tensor.requires_grad), output)
 
     def backward_input(self, microbatch: int, layer: int) -> None:
-        """Compute the gradient of the layer's input from its output's; queue its weight gradients."""
+        """Compute the gradient of the layer's input from that of its output; defer its weight gradients."""
         run = self.runs[microbatch, layer]
         roots, seeds = _with_gradient(run.outputs, self.gradients.pop(microbatch))
         computed: list[WeightWork] = []
@@ -107,13 +107,13 @@ class Stage:
         run.inputs, run.outputs = [], []
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
-        """Add the layer's weight gradients to their buffers, and discard its run."""
+        """Compute the layer's deferred weight gradients, add them to their buffers, and discard its run."""
         with torch.no_grad():
             for work in self.runs.pop((microbatch, layer)).work:
                 work()
 
     def backward(self, microbatch: int, layer: int) -> None:
-        """Compute input and weight gradients; weight gradients may overlap the reduction of the input's."""
+        """Compute input and weight gradients; the latter may overlap the former's reduction over `tp`."""
         with self.queue.overlapping():
             self.backward_input(microbatch, layer)
         self.backward_weight(microbatch, layer)
@@ -130,7 +130,7 @@ class Stage:
             held.clear()
 
     def _run(self, microbatch: int, layer: int, value: Value) -> Value:
-        """Return the layer's output. With recomputation, called again in the layer's backward."""
+        """Run one layer and return its output; with recomputation its backward calls this again."""
         named, info, names = self.layers[layer], self.infos[microbatch][layer], self._dropouts[layer]
         given = map_tensors(torch.clone, value) if info.writes_input else value
         dropout = self.dropout.running(microbatch, named.path, names) if self.dropout and names else None
@@ -170,7 +170,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Within the block set `.grad` to None; at exit restore it, and queue in `work` what to add to it."""
+    """Within the context set `.grad` to None; at exit restore it, and append to `work` the additions."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None
