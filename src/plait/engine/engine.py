@@ -188,7 +188,7 @@ class Engine:
         return state_dict(self._runtime, everywhere=everywhere)
 
     def load_state_dict(self, state: Mapping[str, Any] | None, *, broadcast: bool = False) -> None:
-        """Copy whole tensors, by the names of `model.state_dict()`, into the pieces of all ranks.
+        """Load whole parameters and buffers, by the names of `model.state_dict()`, into all ranks' pieces.
 
         Every rank passes the same ones; with `broadcast` rank 0's are used, and the others may pass None.
         Slices of safetensors files work, too. The optimizer's state does not change. ModelError on every
@@ -220,7 +220,7 @@ class Engine:
             yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return two groups for an optimizer: weight decay for matrices and tables, none for the others."""
+        """Return two parameter groups for an optimizer: `weight_decay` for 2 or more dims, 0 for less."""
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -264,7 +264,7 @@ class Engine:
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:
-        """Return the gradients of the last step's inputs, nested like them, if it was asked to compute them.
+        """Return the gradients of the last step's inputs, nested like them; None if it computed none.
 
         None for integer tensors. On the ranks of the first stage; None on the others.
         """
@@ -312,7 +312,7 @@ class Engine:
         self._runner.steps = replace(self._runner.steps, schedule=order)
 
     def reorder(self, costs: Costs, memory_limit: float | None = None) -> Schedule:
-        """Search for an order with shorter steps for `costs` (those of a `recording`); set and return it.
+        """Search for a schedule with shorter steps at these `costs` (of a `recording`); set and return it.
 
         Only rank 0's `costs` are used. `memory_limit` is by default that of the plan. Where nothing shorter
         is found the order does not change. Returns the order of later steps. All ranks call it and wait for
@@ -335,18 +335,18 @@ class Engine:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """For each further name of a shared parameter in the model's `state_dict`, its name in the engine."""
+        """Mapping from further names of shared parameters in the `state_dict` to their names here."""
         return self.shard_plan.aliases
 
     @property
     def tied(self) -> Mapping[str, tuple[int, ...]]:
-        """For each parameter that several ranks of `pp` hold, those ranks."""
+        """Mapping from each parameter that several ranks of `pp` hold (a tied one) to these ranks."""
         owners = self._runtime.blueprint.owners
         return {name: ranks for name, ranks in owners.items() if len(ranks) > 1}
 
     @property
     def run_state(self) -> dict[str, Any]:
-        """What to save for resuming a run, besides parameters and optimizer state, as JSON values.
+        """State to save for resuming a run, besides parameters and optimizer state, as JSON values.
 
         The number of steps, the loss scale, the order of actions. Set it, on all ranks, to continue another
         run; an order of other stages or micro-batches is ignored, and there may be none.
@@ -389,7 +389,7 @@ class Engine:
 
     @property
     def layouts(self) -> Mapping[str, Layout]:
-        """For every parameter of the model, by name: the layout of the pieces that ranks update."""
+        """Mapping from every parameter of the model, by name, to the layout of its pieces on the ranks."""
         return self._runtime.blueprint.layouts
 
     def traffic(self) -> Counts:

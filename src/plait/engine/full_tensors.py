@@ -77,7 +77,7 @@ def load_state_dict(runtime: Runtime, given: Mapping[str, Any] | None, *, from_r
 
 
 def _agreed(runtime: Runtime, values: LocalSource, *, from_rank_zero: bool) -> TensorSource:
-    """Check on all ranks that the given values fit and agree; return the source to read them from.
+    """Check that the values given on all ranks fit the model and agree; return the source to read them from.
 
     ModelError on every rank where one has values that do not fit; CommunicationError where they differ.
     """
@@ -129,7 +129,7 @@ def _full(
 
 
 def _places(runtime: Runtime) -> dict[str, TensorLocation]:
-    """Return the location and full shape of each parameter and saved buffer, by the first of its names."""
+    """Return by name the location in the model, and the full shape, of each parameter and saved buffer."""
     found = {}
     for name, place in locate_tensors(named(runtime.meta_layers.layers)).items():
         if place.saved_as:

@@ -60,7 +60,7 @@ def _require_rows(runner: Runner, batch: Sequence[Value]) -> None:
 
 
 def _broadcast(runner: Runner, outputs: Sequence[Value]) -> Iterator[Value]:
-    """Yield the last stage's `outputs` on every rank of `pp`; the other ranks pass no outputs."""
+    """Broadcast the last stage's `outputs` to every rank of `pp`, and yield them; other ranks pass none."""
     group, source = runner.mesh.group("pp"), runner.steps.schedule.rank_of[-1]
     given = iter(outputs)
     for info in runner.pipeline.output_infos:
@@ -93,7 +93,7 @@ def _concatenated(outputs: Sequence[Value]) -> Value:
 def generated(
     runner: Runner, prompt: Tensor, tokens: int, *, temperature: float, top_k: int | None, seed: int
 ) -> Tensor:
-    """Return `prompt` `[rows, length]` extended by `tokens` tokens; see `Engine.generate`."""
+    """Return `prompt` `[rows, length]` extended by `tokens` generated tokens; see `Engine.generate`."""
     require_prompt(prompt, tokens, temperature, top_k)
     start = f"a prompt {tuple(prompt.shape)} of tokens {fingerprint_of_tokens(prompt.cpu())}"
     runner.require_same_call(f"{start}, {tokens} more at {temperature}, top_k {top_k}, seed {seed}", "model")

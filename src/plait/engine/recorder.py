@@ -34,7 +34,7 @@ _NEVER = -1
 
 
 class HostClock:
-    """The clock of the CPU, whose computations end before the call that started them returns."""
+    """Clock for computations on the CPU, which are complete when the call that starts them returns."""
 
     def stamp(self) -> int:
         """Return the time in nanoseconds of `time.perf_counter_ns`."""
@@ -46,9 +46,9 @@ class HostClock:
 
 
 class DeviceClock:
-    """The clock of the current stream of a GPU.
+    """Clock for computations on a GPU: a time stamp is an event on its current stream.
 
-    Making one synchronises with the device, and so does `read`; `stamp` does not.
+    Making a clock synchronises with the device, and so does `read`; `stamp` does not.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -61,7 +61,7 @@ class DeviceClock:
         """When the base event was recorded, on the host's clock, to a few microseconds."""
 
     def stamp(self) -> StreamEvent:
-        """Return an event after all work submitted to the stream so far."""
+        """Record an event after all work submitted to the GPU's stream so far, and return it."""
         return StreamEvent(self._device, timed=True)
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
@@ -79,17 +79,17 @@ def clock_on(device: torch.device) -> Clock:
 
 
 class Recorder:
-    """Records the clock before and after each segment of the training steps that an executor runs."""
+    """Records start and end of each segment (consecutive instructions) of the training steps of a rank."""
 
     def __init__(self, start_clock: Callable[[], Clock]) -> None:
-        """`start_clock` is called at the start of each step."""
+        """`start_clock` returns a new clock; it is called at the start of each step."""
         self._start_clock = start_clock
         self.step: Callable[[], tuple[MeasuredAction, ...]] | None = None
         """Returns the actions of the last training step that ended; waits for the device on a GPU."""
 
     @contextmanager
     def recording_step(self) -> Iterator[AroundSegment]:
-        """Record one step: yields a function from a segment to the context manager that times it.
+        """Context manager that records one step: yields a function that returns the context of a segment.
 
         A step that fails is not recorded.
         """
@@ -106,7 +106,7 @@ class Recorder:
 
 
 class Recording:
-    """Measured times, in milliseconds, of the last training step within a block of `Engine.recording`.
+    """Measured times, in milliseconds, of the last training step within the context `Engine.recording`.
 
     An action lasts from its first layer's start to its last layer's end (on a GPU: on the stream where it
     computes), with the loss and the gradient that it starts from; waiting for messages and sending is not in
@@ -117,7 +117,7 @@ class Recording:
     """
 
     def __init__(self, mesh: Mesh, schedule: Callable[[], Schedule]) -> None:
-        """`schedule` returns the current order of actions."""
+        """`schedule` returns the engine's current schedule."""
         self._mesh = mesh
         self._schedule = schedule
         self.recorder = Recorder(partial(clock_on, mesh.device))
@@ -140,7 +140,7 @@ class Recording:
         return measured_costs(self._schedule(), self._rows())
 
     def waits(self) -> tuple[float, ...]:
-        """Return the time that each rank of `pp` waited for other ranks. Raises DataError as `timeline`."""
+        """Return the milliseconds that each rank of `pp` waited for messages; DataError as for `timeline`."""
         return measured_waits(self._rows())
 
     def _rows(self) -> tuple[tuple[MeasuredAction, ...], ...]:
@@ -163,7 +163,7 @@ def _row(clock: Clock, notes: Sequence[tuple[Segment, Any, Any]]) -> tuple[Measu
 def joined(
     segments: Sequence[Segment], starts: Sequence[int], ends: Sequence[int]
 ) -> tuple[MeasuredAction, ...]:
-    """Return measured actions: each lasts from the start of its first to the end of its last segment.
+    """Join timed segments to actions: each lasts from its first segment's start to its last one's end.
 
     What runs between the segments of an action counts as part of it: waiting for parameters, for example. The
     gradient that a backward starts from is a segment of an `I`, also where the action is a `B`.
@@ -184,7 +184,7 @@ def joined(
 
 
 def _gathered(row: tuple[MeasuredAction, ...], mesh: Mesh) -> tuple[tuple[MeasuredAction, ...], ...]:
-    """Return the measured actions of each rank of `pp`, converted to the clock of the first rank's host."""
+    """All-gather the measured actions of the ranks of `pp`, with times of the first rank's host clock."""
     group = mesh.group("pp")
     if group.size == 1:
         return (row,)

@@ -20,7 +20,7 @@ from plait.schedules.simulation.timeline import simulate
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
-    """Return a schedule with shorter steps for `costs` and the same stages on each rank, else `now`.
+    """Return a schedule that is shorter than `now` at these `costs`, with the same `rank_of`, else `now`.
 
     `limit` is that of `plait.schedule`; `now` is not returned if it exceeds it. Raises ScheduleError where no
     schedule is within it.
@@ -45,13 +45,13 @@ def schedule_from_rank_zero(now: Schedule, choose: Callable[[], Schedule], mesh:
 
 
 def to_json(order: Schedule) -> dict[str, Any]:
-    """Return a schedule as JSON values: its policy, the actions of each rank, and its dimensions."""
+    """Return a schedule as JSON values: policy, actions of each rank, micro-batches, rank of each stage."""
     lines = [order.policy, *(" ".join(row) for row in order.order)]
     return {"microbatches": order.microbatches, "rank_of": list(order.rank_of), "order": "\n".join(lines)}
 
 
 def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
-    """Return the schedule that `to_json` wrote; None if it equals `now` or has other dimensions."""
+    """Return the schedule that `to_json` wrote; None if it equals `now` or is for other stages."""
     if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
         return None
     policy, *rows = state["order"].split("\n")

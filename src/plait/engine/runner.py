@@ -46,7 +46,7 @@ class LossBatch:
 
 
 class Runner:
-    """Runs the programs of an engine's steps; `Engine` is the interface that users call."""
+    """Runs the steps of an engine: batch, program (instructions) and loss; users call `Engine` instead."""
 
     def __init__(self, runtime: Runtime) -> None:
         blueprint = runtime.blueprint
@@ -184,7 +184,7 @@ class Runner:
         input_gradients: bool = False,
         parameters_changed: bool = True,
     ) -> None:
-        """Carry out this rank's program of `programs`, one per rank of `pp`.
+        """Run this rank's program on a batch; `programs` has one for each rank of `pp`.
 
         `scale`: the factor of the summed loss for the backward. `parameters_changed`: an optimizer may have
         stepped since the last program.
@@ -214,7 +214,7 @@ class Runner:
             raise
 
     def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
-        """Return for each micro-batch the `LayerInfo` (output shapes) of all layers; cached by its shape."""
+        """Return for each micro-batch the `LayerInfo` (output shapes) of all layers; cached by shape."""
         trains = torch.is_grad_enabled()
         keys = [(signature(one), input_gradients, trains) for one in batch]
         for key, one in zip(keys, batch, strict=True):
