@@ -51,7 +51,10 @@ def to_json(order: Schedule) -> dict[str, Any]:
 
 
 def from_json(state: Mapping[str, Any], now: Schedule) -> Schedule | None:
-    """Return the schedule that `to_json` wrote; None if it equals `now` or is for other stages."""
+    """Return the schedule that `to_json` wrote; None if it equals `now` or is for another pipeline.
+
+    Another pipeline has another number of micro-batches, or a stage on another rank.
+    """
     if (state["microbatches"], tuple(state["rank_of"])) != (now.microbatches, tuple(now.rank_of)):
         return None
     policy, *rows = state["order"].split("\n")

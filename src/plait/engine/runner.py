@@ -214,7 +214,7 @@ class Runner:
             raise
 
     def _layer_infos(self, batch: Sequence[Value], input_gradients: bool) -> list[list[LayerInfo]]:
-        """Return for each micro-batch the `LayerInfo` (output shapes) of all layers; cached by shape."""
+        """Return per micro-batch the `LayerInfo` (output shapes) of all layers; cached by input shape."""
         trains = torch.is_grad_enabled()
         keys = [(signature(one), input_gradients, trains) for one in batch]
         for key, one in zip(keys, batch, strict=True):

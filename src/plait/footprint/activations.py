@@ -26,7 +26,7 @@ from plait.schedules.program import (
 
 
 class ReceiveBufferAccount:
-    """Records in a ledger the allocations of the `Exchange` of one rank."""
+    """Records in a memory ledger what the `Exchange` of one rank allocates for sends and receives."""
 
     def __init__(self, ledger: MemoryLedger, crossing: Crossing) -> None:
         """`crossing`: the tensors that stages exchange, with the same shapes for all micro-batches."""
@@ -41,7 +41,7 @@ class ReceiveBufferAccount:
         self._sent = 0
 
     def post(self, action: Action) -> None:
-        """Post the receives of `action` into buffers of the pool."""
+        """Record the receives of `action`'s input, into buffers of the pool."""
         received = receive_buffers(action._replace(microbatch=0), self._crossing, self._sizes)
         self._posted[action] = [self._take(size) for _, size in received]
 
@@ -52,7 +52,7 @@ class ReceiveBufferAccount:
         return blocks
 
     def send(self, action: Action, blocks: Sequence[MemoryBlock], peer: int) -> None:
-        """Start a send, which holds its blocks until `SENDS_IN_FLIGHT` later sends have started."""
+        """Record a send, which holds its memory blocks until `SENDS_IN_FLIGHT` later sends have started."""
         under_way = self._sends[peer, action.kind]
         if len(under_way) == SENDS_IN_FLIGHT:
             self._ledger.drop(("send", under_way.pop(0)))
@@ -61,7 +61,7 @@ class ReceiveBufferAccount:
         under_way.append(self._sent)
 
     def send_gradients(self, action: Action, gradients: Sequence[MemoryBlock | None], peer: int) -> None:
-        """Start a send of gradients, with zeros for gradients that are None."""
+        """Record a send of gradients, with zeros for gradients that are None."""
         pairs = zip(self._crossing[action.stage - 1][0], gradients, strict=True)
         blocks = [
             MemoryBlock(info.nbytes, Category.MESSAGES) if gradient is None else gradient
@@ -71,16 +71,16 @@ class ReceiveBufferAccount:
         self.send(action, blocks, peer)
 
     def safe_to_keep(self, block: MemoryBlock) -> MemoryBlock:
-        """Return a block that a send may hold: `block` itself, or a new one if it is a receive buffer."""
+        """Return a memory block that a send may hold: `block`, or a new one if that is a receive buffer."""
         return MemoryBlock(block.nbytes, Category.MESSAGES) if block in self._pool else block
 
     def release(self, stage: int, microbatch: int) -> None:
-        """Return the buffers of a stage's micro-batch to the pool."""
+        """Return the receive buffers of a stage's micro-batch to the pool."""
         for block in self._lent.pop((stage, microbatch), ()):
             self._free[block.nbytes].append(block)
 
     def finish(self) -> None:
-        """Finish all sends."""
+        """Record that all sends are finished: release the memory blocks that they hold."""
         for under_way in self._sends.values():
             for number in under_way:
                 self._ledger.drop(("send", number))
@@ -100,7 +100,7 @@ Blocks = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Records in a ledger the tensors that a `PipelineRank` allocates for each micro-batch."""
+    """Records in a memory ledger the tensors that a `PipelineRank` allocates for each micro-batch."""
 
     def __init__(
         self,
@@ -110,7 +110,7 @@ class ActivationAccount:
         traces: ModelTraces,
         inputs: Sequence[MemoryBlock],
     ) -> None:
-        """`stages`: the memory of the layers of each local stage; `inputs`: the blocks of the batch."""
+        """`stages`: traces of the layers of each local stage; `inputs`: the memory blocks of the batch."""
         self._ledger = ledger
         self._messages = messages
         self._stages = stages
@@ -138,13 +138,13 @@ class ActivationAccount:
         }
 
     def _put(self, action: Action, blocks: Sequence[MemoryBlock | None]) -> None:
-        """Store `blocks` as the current activations or gradients of a stage's micro-batch, until `_take`."""
+        """Store memory `blocks` as activations or gradients of a stage's micro-batch, until `_take`."""
         key = _key(action)
         self._current[key] = blocks
         self._ledger.hold(key, blocks)
 
     def _take(self, action: Action) -> Sequence[MemoryBlock | None]:
-        """Return the blocks that `_put` stored for a stage's micro-batch, and release them in the ledger."""
+        """Return the memory blocks that `_put` stored for a stage's micro-batch; release them."""
         key = _key(action)
         self._ledger.drop(key)
         return self._current.pop(key)
@@ -184,7 +184,7 @@ class ActivationAccount:
     def _phase(
         self, run: tuple[int, int, int], action: Action, phase: PhaseTrace, given: Iterable[int | None]
     ) -> None:
-        """Simulate one phase of a layer: take its input, allocate and save tensors, and store its results."""
+        """Simulate a layer's forward or backward: take input, allocate and save tensors, store results."""
         self._ledger.record_temporary(phase.peak)
         known = self._runs[run]
         known |= _named(given, self._take(action)) | _made(phase)

@@ -110,13 +110,13 @@ class MemoryEstimator:
         )
 
     def rows_of(self, plan: Plan) -> int | None:
-        """Return the batch size per data-parallel rank, or None if the estimator was given no batch."""
+        """Return the batch size per data-parallel rank, or None where it is unknown."""
         batch = self._batch(plan)
         return None if batch is None else next(tensors_of(batch)).shape[0]
 
     @property
     def where(self) -> torch.device:
-        """The device that the layers would run on."""
+        """The device on which the layers would run."""
         if self.device is None:
             return default_device()
         return torch.device(self.device)
@@ -160,7 +160,7 @@ def simulate_step(
     moments: int,
     observer: MemoryObserver | None = None,
 ) -> RankMemory:
-    """Simulate two steps of a rank of `pp` with layers on `device`, and return its memory in the second.
+    """Simulate two steps of a rank of `pp`, with layers on `device`; return its memory in the second step.
 
     What the first step leaves allocated, such as receive buffers, is included. Without `traces` activations
     are not. `moments`: tensors of optimizer state per parameter.
@@ -231,7 +231,7 @@ def _activations(
 
 
 def _described(instruction: Instruction, blueprint: Blueprint) -> str:
-    """Return a short description of the instruction."""
+    """Return a short description of `instruction` for reports, such as `2F0 of layer head`."""
     name = type(instruction).__name__
     if isinstance(instruction, RunLayer):
         action = instruction.action

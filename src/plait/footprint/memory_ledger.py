@@ -1,4 +1,4 @@
-"""A ledger of the memory blocks that are allocated on a rank, and of their peak."""
+"""A ledger of the memory blocks that are allocated on a rank, and of the peak of their bytes."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Category(StrEnum):
 
 @dataclass(eq=False, slots=True, frozen=True)
 class MemoryBlock:
-    """An allocation. Tensors that share memory share a block."""
+    """An allocation of memory on a rank; tensors that share memory share a block."""
 
     nbytes: int
     category: Category
@@ -42,7 +42,7 @@ class MemoryBlock:
 
 @dataclass(frozen=True)
 class MemorySnapshot:
-    """The allocated bytes after an instruction."""
+    """The bytes allocated on a rank after an instruction."""
 
     after: Instruction
     held: Counter[Category]
@@ -57,7 +57,7 @@ class MemorySnapshot:
 
 
 class MemoryLedger:
-    """The memory blocks allocated on a rank, by holder (any key); without a holder a block is freed."""
+    """Ledger of a rank's memory blocks: a block stays allocated while some holder (any key) holds it."""
 
     def __init__(self) -> None:
         self._holds: dict[Hashable, tuple[MemoryBlock, ...]] = {}
@@ -71,7 +71,7 @@ class MemoryLedger:
         """The most bytes on the device, within instructions too."""
 
     def hold(self, holder: Hashable, blocks: Iterable[MemoryBlock | None]) -> None:
-        """Make `holder` hold exactly `blocks`, and release those it held before; None is no memory."""
+        """Make `holder` hold exactly `blocks`, and release what it held before; a block None is no memory."""
         held = tuple(block for block in blocks if block is not None)
         for block in held:
             self._holders[block] += 1
@@ -89,11 +89,11 @@ class MemoryLedger:
                 self._count(block, -block.nbytes)
 
     def record_temporary(self, extra: int) -> None:
-        """Record that an instruction temporarily allocates `extra` more bytes on the device."""
+        """Update `most`, the peak within instructions: `extra` more bytes are allocated temporarily."""
         self.most = max(self.most, self._held.total() + extra)
 
     def record(self, instruction: Instruction) -> None:
-        """Record the allocated bytes after `instruction`."""
+        """Update the peaks with the bytes that are allocated after `instruction`."""
         self.record_temporary(0)
         self.host_peak = max(self.host_peak, self._host)
         if self.peak is None or self._held.total() > self.peak.total:

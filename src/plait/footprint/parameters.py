@@ -48,7 +48,7 @@ class RankBuffer:
 
     @property
     def converted(self) -> int:
-        """Bytes of a copy of the whole gradient in the reduction dtype; 0 where it has that dtype already."""
+        """Bytes of the whole gradient's copy in the reduction dtype; 0 where the gradient has that dtype."""
         kind = self.spec.kind
         converts = kind.trains and kind.reduce != kind.gradient
         return self.spec.offsets.size * kind.reduce.itemsize if converts else 0
@@ -79,7 +79,7 @@ class RankBuffer:
         return summed.elements * dtype.itemsize if moves or summed.dtype != dtype else 0
 
     def allocated(self, moments: int) -> Iterator[MemoryBlock]:
-        """Yield the permanently allocated blocks; `moments`: optimizer state tensors per parameter."""
+        """Yield the memory blocks that stay allocated; `moments`: optimizer-state tensors per parameter."""
         spec = self.spec
         yield self._kept(spec.whole, Category.PARAMETERS)
         yield self._kept(spec.piece, Category.PARAMETERS)
@@ -89,7 +89,7 @@ class RankBuffer:
         yield MemoryBlock(moments * self.moment, Category.STATE, offloaded)
 
     def _kept(self, flat: FlatSpec | None, category: Category, count: int = 1) -> MemoryBlock:
-        """Return the block of `count` flat tensors: 0 bytes if not permanent, on the host if offloaded."""
+        """Return the memory block of `count` flat tensors: 0 bytes if not kept, on the host if offloaded."""
         if flat is None or not flat.kept:
             return MemoryBlock(0, category)
         return MemoryBlock(count * flat.nbytes, category, flat.offloaded and self.device.type != "cpu")
@@ -98,7 +98,7 @@ class RankBuffer:
 def rank_buffers(
     blueprint: Blueprint, stages: Collection[int], device: torch.device
 ) -> dict[str, list[RankBuffer]]:
-    """Return the flat buffers, by unit of parameters, of a rank that runs `stages` on `device`."""
+    """Return by unit (parameters gathered together) the flat buffers of a rank with `stages` on `device`."""
     buffers = {}
     decided = blueprint.owners, blueprint.summed, blueprint.plan
     for unit, specs in blueprint.buffer_specs.items():
@@ -111,10 +111,10 @@ def rank_buffers(
 
 
 class ParameterAccount:
-    """Records in a ledger the allocations of `Gatherer` and `Reducer` for the units of one rank."""
+    """Records in a memory ledger what the `Gatherer` and the `Reducer` of one rank allocate."""
 
     def __init__(self, ledger: MemoryLedger, units: Mapping[str, Sequence[RankBuffer]], moments: int) -> None:
-        """Record the permanent allocations. `moments`: optimizer state tensors per parameter."""
+        """Record the memory that stays allocated. `moments`: optimizer-state tensors per parameter."""
         self._ledger = ledger
         self._units = units
         for name, buffers in units.items():

@@ -22,7 +22,7 @@ from plait.layers.nested import tensors_of
 
 
 class StorageTracker(TorchFunctionMode):
-    """Numbers the storages that operations and autograd make, and records after each which are alive."""
+    """Numbers the storages that operations and autograd make; records which are alive after each of these."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +36,7 @@ class StorageTracker(TorchFunctionMode):
 
     @contextmanager
     def tracking(self) -> Iterator[None]:
-        """Track all operations on the meta device within the block, with gradients enabled."""
+        """Track all operations on the meta device within the context, with gradients enabled."""
         saving = saved_tensors_hooks(self._save, lambda saved: saved)
         with torch.device("meta"), torch.enable_grad(), saving, self:
             yield
@@ -57,7 +57,7 @@ class StorageTracker(TorchFunctionMode):
         return frozenset(number for _, number in self._numbers.values())
 
     def track_backward(self, roots: Iterable[Tensor]) -> None:
-        """Track the backward of the graph that ends in `roots`."""
+        """Track the storages that the backward of the autograd graph of `roots` will make, by hooks."""
         seen: set[Node] = set()
         waiting = [root.grad_fn for root in roots]
         while waiting:

@@ -61,7 +61,7 @@ class Trace:
 
 
 def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
-    """Return the memory that a stage's only layer allocates and saves for `given`, and the layer's output.
+    """Return the memory that a one-layer stage allocates and saves for the input `given`, and its output.
 
     It runs on the meta device. A layer whose backward does not run there is assumed to save for `W` all that
     it saves for `I`.
@@ -98,7 +98,7 @@ def trace_layer(stage: Stage, given: Value) -> tuple[Trace, Value]:
 
 
 def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
-    """Return the memory that the loss allocates and saves; where it fails on meta, a copy of its input."""
+    """Return the memory that the loss allocates and saves; if it fails on meta, that of an input copy."""
     try:
         return _trace_loss(loss, given, targets)
     except Exception:
@@ -108,7 +108,7 @@ def trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 def _trace_backward(
     tracker: StorageTracker, stage: Stage, next_inputs: StorageNumbers
 ) -> _PhaseRecorder | None:
-    """Run the backward for input gradients, and record its memory; return None where it fails on meta."""
+    """Run the backward for input gradients, and record its memory; None where it fails on the meta device."""
     backward = _PhaseRecorder(tracker)
     try:
         stage.backward_input(0, 0)
@@ -122,7 +122,7 @@ def _trace_backward(
 
 
 def _unknown_backward(forward: PhaseTrace, given: Value) -> PhaseTrace:
-    """Return the memory assumed of a backward that fails on meta: all saved tensors plus input gradients."""
+    """Return the memory assumed for a backward that fails on meta: all saved tensors, and input gradients."""
     first = max((*forward.saved, *forward.allocated), default=0) + 1
     tensors = dict(enumerate(tensors_of(given), start=first))
     allocated = {number: tensor.nbytes for number, tensor in tensors.items() if tensor.requires_grad}
@@ -151,7 +151,7 @@ def _trace_loss(loss: LossLike, given: Value, targets: Value) -> Trace:
 
 
 def _copying_loss(given: Value) -> Trace:
-    """Return the memory assumed of a loss that fails on meta: a copy of its input, in float32 at least."""
+    """Return the memory assumed for a loss that fails on meta: a copy of its input, in float32 at least."""
     tensors = list(tensors_of(given))
     count = len(tensors)
     learning = [index for index, tensor in enumerate(tensors) if tensor.requires_grad]
@@ -165,7 +165,7 @@ def _copying_loss(given: Value) -> Trace:
 
 
 class _PhaseRecorder:
-    """Records the storages that are alive during a phase, from its construction to `end`."""
+    """Records the storages alive in a phase (forward or backward), from the recorder's start to `end`."""
 
     def __init__(self, tracker: StorageTracker) -> None:
         self._tracker = tracker
@@ -182,7 +182,7 @@ class _PhaseRecorder:
         self._results = _numbers(self._tracker, results)
 
     def phase(self, resident: Collection[int]) -> PhaseTrace:
-        """Return the phase's memory without `resident` storages (always allocated, such as parameters)."""
+        """Return the memory of the phase without `resident` storages: always allocated, as parameters are."""
         sizes = self._tracker.sizes
 
         def total(numbers: Iterable[int]) -> int:
@@ -289,7 +289,7 @@ def _layers_on_meta(
 
 
 def as_input(tensor: Tensor, precision: torch.dtype | None) -> Tensor:
-    """Return `tensor` on the meta device, if floating-point in dtype `precision`, as the engine does."""
+    """Return an empty tensor like `tensor` on the meta device, in dtype `precision` if floating-point."""
     dtype = precision if tensor.is_floating_point() else None
     return torch.empty_like(tensor, dtype=dtype, device="meta")
 
