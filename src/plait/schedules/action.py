@@ -10,7 +10,7 @@ from plait.errors import ScheduleError
 
 
 class Kind(StrEnum):
-    """Kind of work of an action. `B` is `I` followed by `W`."""
+    """Kind of work of an action: forward, input gradient, weight gradient, or both gradients."""
 
     F = "F"
     """forward"""
@@ -30,7 +30,7 @@ SPLIT_KINDS = (Kind.F, Kind.I, Kind.W)
 
 
 class Action(NamedTuple):
-    """`Action(2, Kind.F, 0)`: forward of micro-batch 0 on stage 2; as text `2F0`, as in PyTorch."""
+    """One kind of work on one micro-batch of one stage: `Action(2, Kind.F, 0)` or `2F0`, as in PyTorch."""
 
     stage: int
     kind: Kind
@@ -41,18 +41,18 @@ class Action(NamedTuple):
 
     @property
     def message_key(self) -> Action:
-        """Key of the messages that this action receives and sends: `I` for a full backward, else itself."""
+        """The action under which messages are matched: the `I` of a full backward `B`, else this action."""
         return Action(self.stage, Kind.I, self.microbatch) if self.kind is Kind.B else self
 
     def source_stage(self, stages: int) -> int | None:
-        """Return the neighbour stage whose result this action needs, or None."""
+        """Return the neighbour stage whose result this action needs, or None if it needs none."""
         if self.kind is Kind.W:
             return None
         source = self.stage - 1 if self.kind is Kind.F else self.stage + 1
         return source if 0 <= source < stages else None
 
     def consumer(self, stages: int) -> Action | None:
-        """Return the forward or input gradient of the neighbour stage that needs this result, or None."""
+        """Return the action of the neighbour stage, `F` or `I`, that needs this action's result, or None."""
         if self.kind is Kind.F and self.stage + 1 < stages:
             return Action(self.stage + 1, Kind.F, self.microbatch)
         if self.kind in (Kind.I, Kind.B) and self.stage > 0:
@@ -61,7 +61,7 @@ class Action(NamedTuple):
 
     @staticmethod
     def parse(text: str) -> Action:
-        """Return the action that `text` names. Raises ScheduleError where the text is not an action."""
+        """Return the action that `text` names, such as `2F0`. Raises ScheduleError for any other text."""
         match = re.fullmatch(r"([0-9]{1,9})([FIWB])([0-9]{1,9})", text.strip())
         if match is None:
             raise ScheduleError(

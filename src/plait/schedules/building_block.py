@@ -22,7 +22,7 @@ PerStage = Sequence[int]
 
 
 class Lengths(NamedTuple):
-    """Number of time cells for the forward, input gradient and weight gradient of each stage."""
+    """Lengths in time cells of the forward, input gradient and weight gradient of each stage."""
 
     F: PerStage
     I: PerStage  # noqa: E741 (the field's letter)
@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Delays between the actions of micro-batch 0, in cells."""
+    """Delays between the actions of micro-batch 0, in time cells."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""
@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The start of each action of micro-batch 0; later micro-batches start `period` cells apart."""
+    """The start of each action of micro-batch 0, in time cells; the others follow every `period` cells."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths
@@ -51,11 +51,11 @@ class BuildingBlock:
 
     @property
     def latency(self) -> int:
-        """Cells between the start of a micro-batch's first forward and the end of its last input gradient."""
+        """Time cells from the start of a micro-batch's first forward to its last input gradient's end."""
         return self.starts.I[0] + self.lengths.I[0]
 
     def peak(self, until_input: PerStage, until_weight: PerStage) -> int:
-        """Return the largest peak memory of any rank, in the steady state.
+        """Return the peak memory of the rank that needs most, in the pipeline's steady state.
 
         A micro-batch takes `until_input[s]` on stage `s` from its forward to its input gradient, and from
         there to its weight gradient `until_weight[s]`.
@@ -102,13 +102,13 @@ class BuildingBlock:
 def build_block(
     rank_of: Sequence[int], lengths: Lengths, period: int, delays: Delays
 ) -> BuildingBlock | None:
-    """Return the building block with these delays, or None where the period is too short for it."""
+    """Return the building block with these delays, or None if `period` is too short for its actions."""
     stages, ranks = len(rank_of), max(rank_of) + 1
     taken, full = [0] * ranks, False  # per rank, the occupied cells of the period as bits of an integer
     turns = iter(delays.turns)
 
     def place(rank: int, ready: int, length: int) -> int:
-        """Occupy the first `length` consecutive free cells at or after `ready`, and return their start."""
+        """Occupy the first `length` consecutive free time cells from `ready` on; return their start."""
         nonlocal full
         for start in range(ready, ready + period):
             cells = ((1 << length) - 1) << start % period
@@ -141,10 +141,11 @@ def build_block(
 
 
 def smallest_block(rank_of: Sequence[int], pause: int) -> BuildingBlock:
-    """Return the V-shaped block of two chunks per rank, unit times and delay `pause` with the least memory.
+    """Return the building block of least memory with 2 chunks per rank in a V, and this delay `pause`.
 
-    `pause` is the delay before the forwards of the second chunk and the input gradients of the first: the
-    larger it is, the longer a micro-batch of either chunk stays on a rank, the same on all ranks.
+    Every action takes one cell. `pause` is the delay before the forwards of the second chunk and the input
+    gradients of the first: the larger it is, the longer a micro-batch of either chunk stays on a rank, the
+    same on all ranks.
     """
     ones = (1,) * len(rank_of)
     turns = product(range(3), repeat=3)

@@ -17,7 +17,7 @@ from plait.schedules.step_grid import draw_grid
 
 
 class Violation(NamedTuple):
-    """A broken rule: the rank, the action, the reason, and the position in the rank's order to display."""
+    """A broken rule of schedules: the rank, its action, the reason, and the position to display."""
 
     rank: int
     action: Action

@@ -25,7 +25,7 @@ from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, dead
 
 
 def own(channel: Channel) -> Hashable:
-    """Return the channel itself as the key of its communicator: no two channels share one."""
+    """Return the channel itself as the key of its communicator: no two channels have the same one."""
     return channel
 
 
@@ -52,7 +52,7 @@ def check_programs(
 def stream_calls(
     programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable]
 ) -> list[list[Call]]:
-    """Return what the host of each rank of `pp` queues: messages, and the reductions of tied parameters.
+    """Return each `pp` rank's host calls that start or await messages and tied parameters' reductions.
 
     Collectives along the other axes are left out: all ranks along them run the same program.
     """
@@ -114,7 +114,7 @@ def _check_rendezvous(programs: Sequence[Program]) -> None:
 
 
 class _ProgramRun:
-    """A simulated run of all programs: each rank's next instruction, and each channel's messages."""
+    """Simulated run of all ranks' programs: each rank's next instruction, and each channel's messages."""
 
     def __init__(self, programs: Sequence[Program]) -> None:
         self.programs = programs
@@ -124,7 +124,7 @@ class _ProgramRun:
         self.arrived: set[tuple[int, Action]] = set()
 
     def advance(self, rank: int) -> int:
-        """Run a rank until it blocks, and return the number of instructions that it has run."""
+        """Run the program of `rank` until it blocks; return the number of instructions that were run."""
         program, start = self.programs[rank], self.counters[rank]
         while self.counters[rank] < len(program) and self._run(rank, program[self.counters[rank]]):
             self.counters[rank] += 1

@@ -23,17 +23,17 @@ class Timing(NamedTuple):
 
 
 class EventTimes(NamedTuple):
-    """The end of each action that can run, per rank; and the action that each deadlocked rank waits for."""
+    """End times of each rank's actions; for each deadlocked rank, the action that it waits for."""
 
     ends: list[list[int]]
     missing: dict[int, Action]
 
 
 def simulate_events(rows: ActionRows, timing: Timing) -> EventTimes:
-    """Return the end times of the actions of `rows`. Linear in the number of actions.
+    """Return the end time of each action if each rank runs its row of `rows` in order, as early as possible.
 
     A forward needs the previous stage's, a backward its own forward and the next stage's backward, a weight
-    gradient its own input gradient.
+    gradient its own input gradient. Linear in the number of actions.
     """
     stages = len(timing.forward_hops)
     ends: list[list[int]] = [[] for _ in rows]

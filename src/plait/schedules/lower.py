@@ -40,7 +40,7 @@ Ending = Literal["loss", "output"]
 
 
 def lower(schedule: Schedule, spec: LoweringSpec, ending: Ending = "loss") -> tuple[Program, ...]:
-    """Return one program per rank of the `pp` axis. `ending`: what happens to the last stage's output."""
+    """Return one program (instructions) per rank of `pp`; `ending`: compute the loss or keep the output."""
     return tuple(
         _lower_rank(schedule, spec, ending, rank, inbox)
         for rank, inbox in enumerate(inboxes(schedule, late=spec.posts_late))
@@ -80,7 +80,7 @@ def _lower_action(
 
 
 def _backward(action: Action, schedule: Schedule, spec: LoweringSpec) -> list[Instruction]:
-    """Return the instructions of a backward action; of `B` layer by layer, or all `I` first to send early."""
+    """Return the instructions of a backward; of a `B` layer by layer, or all `I` first to send early."""
     sends = _sends(action, schedule)
     layerwise = not sends if spec.overlap is None else spec.overlap
     first, *later = [action]
@@ -112,7 +112,7 @@ def _input_of(action: Action, schedule: Schedule) -> list[Instruction]:
 
 
 def _tied_units(schedule: Schedule, spec: LoweringSpec, rank: int) -> Iterator[str]:
-    """Yield the units of `rank` that other ranks of the `pp` axis also use: parameters tied across stages."""
+    """Yield the units of `rank` that other ranks of `pp` also use: parameters tied across stages."""
     for unit, layers in spec.units.items():
         owners = {schedule.rank_of[layer.stage] for layer in layers}
         if rank in owners and len(owners) > 1:

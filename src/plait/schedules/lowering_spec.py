@@ -35,7 +35,7 @@ WHOLE = Sharding()
 
 
 def sharding_of(plan: Plan) -> Sharding:
-    """Return the sharding instructions for the plan's strategy.
+    """Return which gather and reduction instructions the plan's strategy needs, and how often.
 
     A strategy that keeps whole gradients gains nothing by reducing them early: they are reduced last.
     """
@@ -51,7 +51,7 @@ def sharding_of(plan: Plan) -> Sharding:
 
 @dataclass(frozen=True)
 class LoweringSpec:
-    """Layers, units and sharding of a model that is cut into stages."""
+    """Layers per stage, units' users, sharding and overlap: the input of `lower` besides the schedule."""
 
     layers: tuple[int, ...]
     """Number of layers per stage."""
@@ -64,7 +64,7 @@ class LoweringSpec:
     """Whether receives are posted one action ahead, for NCCL; else as early as rendezvous sends need it."""
 
     def units_of_layers(self) -> dict[LayerIndex, tuple[str, ...]]:
-        """Return the units that each layer uses."""
+        """Return for each layer the units (parameters gathered together) that it uses."""
         found: dict[LayerIndex, tuple[str, ...]] = {}
         for unit, layers in self.units.items():
             for layer in layers:

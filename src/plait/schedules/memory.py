@@ -38,7 +38,7 @@ def even_memory_costs(schedule: Schedule) -> MemoryCosts:
 
 
 def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[int, int]]:
-    """Yield for each action of a rank the peak memory during it and the memory after it, in units."""
+    """Yield for each action of a rank the peak memory during it and the memory after it, in `costs.unit`."""
     use = 0
     for stage, kind, _ in actions:
         if kind is Kind.F:

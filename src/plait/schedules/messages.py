@@ -33,7 +33,7 @@ posted ahead."""
 
 
 class StageMessage(NamedTuple):
-    """A message with the input of `consumer`, made by action number `made` of rank `sender`."""
+    """A message: the input of action `consumer`, computed by action number `made` of rank `sender`."""
 
     consumer: Action
     sender: int
@@ -47,13 +47,13 @@ Inbox: TypeAlias = Mapping[int, tuple[StageMessage, ...]]
 
 
 def channels_of(schedule: Schedule) -> tuple[Channel, ...]:
-    """Return the channels of all messages between the stages of a placement, sorted."""
+    """Return the channels (sender, receiver, `F` or `I`) between the ranks of neighbouring stages, sorted."""
     pairs = {(a, b) for a, b in pairwise(schedule.rank_of) if a != b}
     return tuple(sorted({*((a, b, Kind.F) for a, b in pairs), *((b, a, Kind.I) for a, b in pairs)}))
 
 
 def inboxes(schedule: Schedule, *, late: bool = False) -> tuple[Inbox, ...]:
-    """Return the messages to every rank, by the position at which their receives are posted.
+    """Return the messages to every rank, by the position in its actions at which to post their receives.
 
     `late`: one action ahead, as on NCCL.
     """
@@ -118,7 +118,7 @@ Entry = TypeVar("Entry", bound=_HasAction)
 
 
 def sends_and_receives(rows: Sequence[Sequence[Entry]], schedule: Schedule) -> Iterator[tuple[Entry, Entry]]:
-    """Yield for each message between ranks the entries of its sending and of its receiving action."""
+    """Yield for each message between ranks the two entries of `rows` whose actions send and receive it."""
     receivers = {entry.action.message_key: entry for row in rows for entry in row}
     rank_of = schedule.rank_of
     for entry in (entry for row in rows for entry in row):

@@ -30,7 +30,7 @@ from plait.schedules.schedule import Placement, Schedule
 
 
 class RankPosition(NamedTuple):
-    """A rank, and the size of its pipeline: numbers of ranks, of micro-batches, and of chunks per rank."""
+    """A rank, and its pipeline's numbers of ranks, of micro-batches, and of chunks (stages) per rank."""
 
     rank: int
     ranks: int
@@ -39,7 +39,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Groups of micro-batches that pass through a chunk together: one per rank, or a few more."""
+        """Groups of micro-batches that pass a chunk together, each of `ranks` or a few more, if there are."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]
@@ -47,7 +47,7 @@ class RankPosition(NamedTuple):
 
 @dataclass(frozen=True)
 class AlternatingPolicy:
-    """A policy that begins with forwards, then alternates backward and forward, then ends with backwards."""
+    """Policy by which a rank runs forwards, then backwards and forwards in turn, then backwards."""
 
     placement: Placement
     chunks: int
@@ -60,7 +60,7 @@ class AlternatingPolicy:
 
 @dataclass(frozen=True)
 class BlockPolicy:
-    """A policy that repeats a building block of two chunks per rank in a V (see `smallest_block`)."""
+    """Policy by which ranks repeat a building block of two chunks (stages) in a V; see `smallest_block`."""
 
     pause: int
     peak: Callable[[int], int]
@@ -141,7 +141,7 @@ def _alternating(policy: AlternatingPolicy, at: RankPosition) -> Iterator[Action
 
 
 def _by_groups(at: RankPosition, kind: Kind) -> Iterator[Action]:
-    """Yield the actions of one kind of a rank: group by group, and within a group chunk by chunk."""
+    """Yield a rank's actions of one kind: by group of micro-batches, within it chunk by chunk."""
     stages = range(at.rank, at.ranks * at.chunks, at.ranks)
     for group in at.groups:
         for stage in stages if kind is Kind.F else reversed(stages):
@@ -150,7 +150,7 @@ def _by_groups(at: RankPosition, kind: Kind) -> Iterator[Action]:
 
 
 def forward_only(rank_of: tuple[int, ...], *, ranks: int, microbatches: int) -> Schedule:
-    """Return a forward-only schedule for evaluation and generation, ordered by micro-batch, then by stage."""
+    """Return a schedule of forwards for evaluation and generation, ordered by micro-batch, then by stage."""
     require_positive(ranks=ranks, microbatches=microbatches)
     actions = tuple(
         tuple(

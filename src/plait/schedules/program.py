@@ -14,7 +14,7 @@ from plait.schedules.action import Action
 
 @dataclass(frozen=True)
 class ActionInstruction:
-    """Base class of the instructions that belong to an action of the schedule."""
+    """Base class of the instructions that belong to an action (such as `2F0`) of the schedule."""
 
     verb: ClassVar[str] = ""
     action: Action
@@ -22,7 +22,7 @@ class ActionInstruction:
 
 @dataclass(frozen=True)
 class UnitInstruction:
-    """Base class of the instructions for a unit: a layer's parameters, or one parameter of several layers."""
+    """Base class of instructions for a unit: a layer's parameters, or one that several layers share."""
 
     verb: ClassVar[str] = ""
     unit: str
@@ -51,7 +51,7 @@ class AwaitReceive(ActionInstruction):
 
 
 class LocalTransfer(ActionInstruction):
-    """Pass the result of the previous (`F`) or next (`I`) stage on this rank on to this stage, not copied."""
+    """Pass the result of the previous (`F`) or next (`I`) stage on the same rank to this stage, uncopied."""
 
     verb = "transfer"
 
@@ -82,19 +82,19 @@ class KeepOutput(ActionInstruction):
 
 
 class SeedGradient(ActionInstruction):
-    """Start the last stage's backward with the gradient of the global mean loss."""
+    """Start a micro-batch's backward, on the last stage, with the gradient of the global mean loss."""
 
     verb = "seed"
 
 
 class ReleaseBuffers(ActionInstruction):
-    """Free the buffers of `action.microbatch` on `action.stage`: no later action needs them."""
+    """Free the receive buffers of `action.microbatch` on `action.stage`: no later action needs them."""
 
     verb = "release"
 
 
 class GatherParameters(UnitInstruction):
-    """Start the all-gather of a unit's parameters over `shard`."""
+    """Start the all-gather of a unit's parameters over the axis `shard`."""
 
     verb = "gather"
 
@@ -118,7 +118,7 @@ class AllocateGradient(UnitInstruction):
 
 
 class ScatterGradient(UnitInstruction):
-    """Start the reduce-scatter of a unit's whole gradient over `shard`."""
+    """Start the reduce-scatter of a unit's whole gradient over the axis `shard`."""
 
     verb = "scatter"
 
@@ -137,7 +137,7 @@ class ReduceGradient(UnitInstruction):
 
 @dataclass(frozen=True)
 class Finish:
-    """Wait for all sends and reductions that have started and are not complete."""
+    """Last instruction of a step: wait for all sends and reductions that are still pending."""
 
     verb: ClassVar = "finish"
 

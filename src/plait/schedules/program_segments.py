@@ -38,7 +38,7 @@ class Segment(NamedTuple):
 
 
 def segments_of(program: Program) -> tuple[Segment, ...]:
-    """Return the segments of `program`, in order."""
+    """Divide `program` into segments (instructions with one purpose), and return these in order."""
     segments = [_segment(name, tuple(same)) for name, same in groupby(program, _name)]
     computing: dict[Action, list[int]] = {}
     for position, segment in enumerate(segments):

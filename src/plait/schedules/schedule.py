@@ -13,7 +13,7 @@ from plait.schedules.step_grid import Grid, draw_grid, fill_grid
 
 
 class Placement(StrEnum):
-    """The assignment of `ranks * chunks` stages to ranks, in model order.
+    """How the `ranks * chunks` stages, in model order, are assigned to ranks.
 
     ranks 0 1 2 3, two chunks a rank
 
@@ -77,12 +77,12 @@ class Schedule:
 
     @cached_property
     def trains(self) -> bool:
-        """Whether the schedule has backward actions; evaluation and generation run forwards only."""
+        """Whether the schedule has backward actions, unlike schedules for evaluation and generation."""
         return any(action.kind is not Kind.F for rank in self.actions for action in rank)
 
     @cached_property
     def grid(self) -> Grid:
-        """The step of each action, where every action takes one step and runs as early as it can."""
+        """The time step of each action, if every action takes one step and runs as early as possible."""
         return fill_grid(self.actions, self.stages)
 
     def stages_of(self, rank: int) -> tuple[int, ...]:
@@ -90,7 +90,7 @@ class Schedule:
         return tuple(stage for stage, owner in enumerate(self.rank_of) if owner == rank)
 
     def split_backward(self) -> Schedule:
-        """Return the same schedule with each `B` split into the `I` and `W` that the executor runs."""
+        """Return the schedule with each full backward `B` split into `I` and `W`, as the executor runs it."""
         return replace(self, actions=tuple(tuple(_split(row)) for row in self.actions), bound=None)
 
     def __str__(self) -> str:

@@ -23,14 +23,14 @@ _AROUND = 6
 
 @dataclass(frozen=True)
 class Grid:
-    """The step of each action that can run, per rank; the remaining actions are in a deadlock."""
+    """The time step of each action that can run, per rank; the remaining actions are in a deadlock."""
 
     steps: tuple[tuple[int, ...], ...]
     missing: Mapping[int, Action]
     """For each rank in the deadlock, the action that it waits for."""
 
     def step(self, cell: GridCell) -> int:
-        """Return the step of an action; for an action in a deadlock, the step after those before it."""
+        """Return the time step of an action; for one in a deadlock, count on from the rank's last step."""
         rank, position = cell
         steps = self.steps[rank]
         if position < len(steps):
@@ -39,7 +39,7 @@ class Grid:
 
 
 def fill_grid(rows: ActionRows, stages: int) -> Grid:
-    """Return the grid of `rows`, each cut before the first action of a stage outside `range(stages)`."""
+    """Return the grid of `rows`, actions per rank; a row ends at the first stage outside `range(stages)`."""
     ones, zeros = (1,) * stages, (0,) * stages
     known = [list(takewhile(lambda action: 0 <= action.stage < stages, row)) for row in rows]
     ends, missing = simulate_events(known, Timing(dict.fromkeys(Kind, ones), zeros, zeros))
@@ -49,7 +49,7 @@ def fill_grid(rows: ActionRows, stages: int) -> Grid:
 def draw_grid(
     rows: ActionRows, grid: Grid, around: GridCell | None = None, mark: Action | None = None
 ) -> str:
-    """Return the grid as text, one line per rank: all, or the steps around a cell; `mark` in brackets."""
+    """Return the grid as text, a line per rank: all steps or those around a cell; `mark` is in brackets."""
     cells = {
         (rank, grid.step((rank, position))): f"[{action}]" if action == mark else str(action)
         for rank, row in enumerate(rows)

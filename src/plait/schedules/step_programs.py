@@ -19,7 +19,7 @@ from plait.schedules.schedule import Schedule
 
 @dataclass(frozen=True)
 class StepPrograms:
-    """The programs of all ranks of the `pp` axis, for training, evaluation and generation."""
+    """The programs (instructions) of all ranks of `pp` for training, evaluation and generation."""
 
     schedule: Schedule
     spec: LoweringSpec
@@ -45,11 +45,11 @@ class StepPrograms:
 
     @cached_property
     def output_of_one(self) -> Sequence[Program]:
-        """The programs that compute the model's output for a single micro-batch."""
+        """The programs that compute the model's output for a batch of one micro-batch."""
         return self._lower_forward(1, "output")
 
     def posting_late(self) -> StepPrograms:
-        """Return the same programs with receives posted one action ahead, for NCCL.
+        """Return programs for NCCL: each receive is posted only one action before the action that uses it.
 
         They are posted as early as on a CPU where that would deadlock, as for some searched orders: a rank
         waits for a send before it sends more than `SENDS_IN_FLIGHT` others.

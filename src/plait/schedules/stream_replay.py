@@ -21,7 +21,7 @@ from typing import NamedTuple, TypeAlias
 
 
 class Operation(NamedTuple):
-    """A collective, or a message from one rank to another, identified alike on all its ranks."""
+    """A collective, or a message between two ranks; all its ranks identify it by equal `Operation`s."""
 
     communicator: Hashable
     """Operations of one communicator run in order on each rank; different ones are independent."""
@@ -31,13 +31,13 @@ class Operation(NamedTuple):
 
 
 class Queued(NamedTuple):
-    """The start of an operation on the stream of its communicator."""
+    """Call by which the host queues an operation on its communicator's stream; it may start later."""
 
     operation: Operation
 
 
 class Awaited(NamedTuple):
-    """The compute stream's wait for an operation that the rank has queued."""
+    """Call by which the host makes the compute stream wait for an operation that the rank has queued."""
 
     operation: Operation
 
@@ -46,7 +46,7 @@ Call: TypeAlias = Queued | Awaited
 
 
 def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
-    """Return as text the deadlock in which the ranks' calls end; None if all operations complete.
+    """Return a text that describes the deadlock of the ranks' calls; None if all operations complete.
 
     `calls` are what each rank's host queues in a step, in order; up to a wait, if the host blocks there.
     """
@@ -81,16 +81,16 @@ class _RankStreams:
         return streams
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
-        """Return a stream's first incomplete operation, and the number of waits queued before it."""
+        """Return the first incomplete operation on a communicator's stream, and how many waits precede it."""
         queue, done = self.queued.get(communicator, ()), self.completed[communicator]
         return queue[done] if done < len(queue) else None
 
     def awaited(self) -> Operation | None:
-        """Return the operation that the compute stream waits for."""
+        """Return the operation that the compute stream waits for; None if it waits for none."""
         return self.waits[self.passed] if self.passed < len(self.waits) else None
 
     def has_started(self, operation: Operation) -> bool:
-        """Return whether `operation`, complete on no rank, has started on this rank."""
+        """Return whether `operation`, which is incomplete, has started on this rank."""
         head = self.head(operation.communicator)
         return head is not None and head[0] == operation and head[1] <= self.passed
 
@@ -117,7 +117,7 @@ class _Replay:
                     todo.extend(head[0].ranks)
 
     def cycle(self) -> str | None:
-        """Describe the cycle of operations that wait for each other; None if nothing is stuck."""
+        """Return as text why operations never complete (a cycle of waits); None if all complete."""
         stuck = next((one for one in (self._stuck_at(rank) for rank in range(len(self.ranks))) if one), None)
         chain: dict[Operation, str] = {}
         while stuck is not None and stuck not in chain:
@@ -131,13 +131,13 @@ class _Replay:
         return "; ".join(links[list(chain).index(stuck) :])
 
     def _stuck_at(self, rank: int) -> Operation | None:
-        """Return an operation that never completes on `rank`: awaited, or first of a queue; or None."""
+        """Return an operation of `rank` that never completes: awaited, or first on a stream; None if none."""
         streams = self.ranks[rank]
         heads = (streams.head(communicator) for communicator in streams.queued)
         return streams.awaited() or next((head[0] for head in heads if head is not None), None)
 
     def _reason(self, operation: Operation) -> tuple[str, Operation | None]:
-        """Return why an operation never completes, and the operation that holds it up."""
+        """Return why `operation` never completes, and the operation that blocks it."""
         rank = next(each for each in operation.ranks if not self.ranks[each].has_started(operation))
         streams, name = self.ranks[rank], operation.name
         head, awaited = streams.head(operation.communicator), streams.awaited()

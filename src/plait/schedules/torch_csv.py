@@ -20,7 +20,7 @@ _PAIR = re.compile(r"\(([^;]*);([^;]*)\)OVERLAP_F_B")
 
 
 class _CsvPosition(NamedTuple):
-    """Line and column of an action. Both count from 1; a column is a cell, as in a spreadsheet."""
+    """Line and column of an action in the CSV. Both count from 1; a column is a cell, as in a spreadsheet."""
 
     line: int
     column: int
@@ -42,7 +42,7 @@ def to_csv(schedule: Schedule) -> str:
 
 
 def from_csv(text: str, name: str = "csv") -> Schedule:
-    """Return the schedule in `text`, as PyTorch's `_dump_csv` writes it with `format="compute_only"`.
+    """Return the schedule in CSV `text`, as PyTorch's `_dump_csv` writes it with `format="compute_only"`.
 
     Its policy is `name`, its ranks are the lines, in order. Empty cells are idle steps and left out. The two
     actions of a pair of DualPipeV, such as `(0F7;7B1)OVERLAP_F_B`, follow each other as written: their

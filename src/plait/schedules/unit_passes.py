@@ -42,7 +42,7 @@ from plait.schedules.program import (
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
-    """Return `program` with the parameter gathers and releases of `spec.sharding`."""
+    """Return `program` with the gathers and releases of parameters inserted that `spec.sharding` asks for."""
     uses = {} if spec.sharding.gathers == "never" else _uses(program, spec)
     if not uses:
         return program
@@ -70,7 +70,7 @@ def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
 
 
 def _uses(program: Program, spec: LoweringSpec) -> dict[int, tuple[str, ...]]:
-    """Return the units that each instruction uses, by the instruction's position."""
+    """Return by position of an instruction the units whose parameters it needs."""
     units = spec.units_of_layers()
     uses: dict[int, tuple[str, ...]] = {}
     for position, instruction in enumerate(program):
@@ -82,7 +82,7 @@ def _uses(program: Program, spec: LoweringSpec) -> dict[int, tuple[str, ...]]:
 
 
 def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str]) -> Program:
-    """Return the training program `program` with the reduction of every unit that its layers use.
+    """Return the training `program` with the gradient reduction of every unit of its layers inserted.
 
     `tied` are the units of this rank that other ranks of the `pp` axis use too.
     """
@@ -110,7 +110,7 @@ class _ReductionBuilder:
     """The units whose scatter has started, and whether it is the step's last."""
 
     def allocate(self, units: Collection[str]) -> None:
-        """Insert allocations of those gradients of `units` that are not allocated yet."""
+        """Append allocations of the gradients of `units` that are not allocated yet."""
         if not self.sharding.allocates:
             return
         for unit in units:
@@ -121,7 +121,7 @@ class _ReductionBuilder:
                 self.allocated.add(unit)
 
     def end(self, unit: str, *, final: bool) -> None:
-        """Insert the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
+        """Append the reduction of a unit's gradient, complete for a micro-batch or (`final`) for the step."""
         if self.sharding.scatters == "never":
             if unit not in self.tied:
                 self.program.append(ReduceGradient(unit))
@@ -132,7 +132,7 @@ class _ReductionBuilder:
         self.in_flight = {unit: final}
 
     def await_scatters(self) -> None:
-        """Insert waits for all unfinished reduce-scatters, and all-reduces of gradients that are final."""
+        """Append waits for pending reduce-scatters, and the all-reduces of those gradients that are final."""
         for unit, final in self.in_flight.items():
             self.program.append(AwaitScatter(unit))
             if final and unit not in self.tied:
@@ -141,7 +141,7 @@ class _ReductionBuilder:
 
 
 def _accumulates(kind: Kind, sharding: Sharding) -> bool:
-    """Return whether an action of this kind adds to gradients; `I` adds those not deferred to `W`.
+    """Return whether an action of this kind adds to weight gradients; `I` adds those not left to `W`.
 
     Where each micro-batch is reduced by itself it leaves all to `W`: sums are then the same in any schedule.
     """
@@ -151,7 +151,7 @@ def _accumulates(kind: Kind, sharding: Sharding) -> bool:
 def _ends(
     program: Program, units: Mapping[LayerIndex, tuple[str, ...]], *, each: bool
 ) -> dict[int, list[tuple[str, bool]]]:
-    """Return by position the units whose gradient is complete there: the step's (True) or a micro-batch's."""
+    """Return by position the units whose gradient is complete there: for the step (True) or a micro-batch."""
     last: dict[str, dict[int, int]] = defaultdict(dict)
     stages: dict[str, set[int]] = defaultdict(set)
     for position, instruction in enumerate(program):
