@@ -39,7 +39,7 @@ class RankPosition(NamedTuple):
 
     @property
     def groups(self) -> list[range]:
-        """Groups of micro-batches that pass a chunk together, each of `ranks` or a few more, if there are."""
+        """Groups of micro-batches that pass a chunk together: `ranks` or a few more in each, if possible."""
         count = max(self.microbatches // self.ranks, 1)
         firsts = [-(-self.microbatches * number // count) for number in range(count + 1)]
         return [range(first, after) for first, after in pairwise(firsts)]

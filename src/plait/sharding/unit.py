@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 class Unit:
     """Parameters that are gathered and reduced together: a layer's, or one that several layers share.
 
-    Named after the layer or the parameter."""
+    Named after the layer or the parameter.
+    """
 
     name: str
     buffers: tuple[FlatBuffer, ...]

@@ -45,7 +45,7 @@ def search_schedule(
     measure: Measure,
     rank_of: Sequence[int] | None = None,
 ) -> Schedule:
-    """Return the schedule with the least `measure` found within the memory `limit`.
+    """Return the schedule with the least `measure` (makespan or span) found within the memory `limit`.
 
     Its `policy` has the placement of its stages, or the name of the policy; its `bound` is a lower bound,
     equal to its own measure where nothing better exists. The result is the same on every machine. `chunks`:
@@ -93,7 +93,7 @@ def _problems(
     layouts: Iterable[StageLayout],
     measure: Measure,
 ) -> list[Problem]:
-    """Return a search problem for each stage layout that has a schedule within the memory limit."""
+    """Return a search problem for each stage layout (placement, chunks) that fits into the memory limit."""
     problems, least = [], Fraction(0)
     for placement, count in layouts:
         stages = ranks * count
@@ -115,7 +115,7 @@ def _problems(
 
 
 def chunk_counts(ranks: int, layers: int | None = None) -> Sequence[int]:
-    """Return the numbers of chunks per rank to try; with `layers`, each stage has at least one layer."""
+    """Return the numbers of chunks (stages) per rank to try; `layers`: at least one layer per stage."""
     most = MOST_CHUNKS if layers is None else min(MOST_CHUNKS, layers // ranks)
     return range(1, max(most, 1) + 1)
 
@@ -148,7 +148,7 @@ def _schedule(problem: Problem, orders: Orders) -> Schedule:
 
 
 def _fitting_policies(problems: Sequence[Problem], costs: Costs, limit: float) -> Iterator[Schedule]:
-    """Yield those schedules of named policies that stay within the memory limit."""
+    """Yield the schedules of named policies that stay within the memory limit."""
     for problem in problems:
         for name in policies_for(problem.placement, problem.chunks):
             policy = POLICIES[name]

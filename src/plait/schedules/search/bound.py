@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 def lower_bound(problem: Problem) -> int:
-    """Return a lower bound on the length of every schedule of the problem, in ticks: the largest of three.
+    """Return a lower bound, in ticks, on the length of any schedule of the problem: the best of three bounds.
 
     - the work of a rank and its idle time: before its first input gradient it can run no more forwards than
       the memory limit allows, and after its last one no more weight gradients, so that it idles while the
@@ -45,7 +45,7 @@ def lower_bound(problem: Problem) -> int:
 
 
 def _input_starts(problem: Problem) -> list[int]:
-    """Return the earliest start of each stage's first input gradient."""
+    """Return for each stage the earliest possible start of its first input gradient, in ticks."""
     durations = problem.ticks.durations
     start = problem.first_starts[-1] + durations[Kind.F][-1]
     starts = [start]
@@ -68,7 +68,7 @@ def _drains(problem: Problem) -> list[int]:
 def _most_time(
     stages: Sequence[int], times: Sequence[int], memory: Sequence[int], problem: Problem
 ) -> Fraction:
-    """Return the most time that operations of a rank can take with their summed `memory` within the limit.
+    """Return the longest total time of operations of a rank whose summed `memory` is within the limit.
 
     Parts of operations count where their sizes differ, so that the bound holds.
     """

@@ -36,7 +36,7 @@ class NextOperation(NamedTuple):
 
 
 def exact_search(problem: Problem, known: int, nodes: int) -> SearchResult:
-    """Search for schedules shorter than `known` ticks, in at most `nodes` nodes."""
+    """Search by branch and bound for schedules shorter than `known` ticks; visit at most `nodes` nodes."""
     search = _Search(problem, known, nodes)
     try:
         search.descend()

@@ -22,7 +22,7 @@ ROUNDS = 6
 
 
 def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> Schedule:
-    """Return `schedule` rescheduled for `costs` within the policy's memory, for the shortest span.
+    """Return a building block's `schedule` rescheduled for `costs`: the shortest span in its policy's memory.
 
     Where rescheduling makes the span longer, return `schedule` itself.
     """
@@ -53,7 +53,7 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
 
 
 def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:
-    """Yield only those `rules` that can give different schedules of `problem`.
+    """Yield `rules` without those that give the same schedule of `problem` as an earlier rule.
 
     All times are multiples of one unit. Where a rule fills a gap of one unit with the longest operation, it
     fills every gap, and rules that differ only in `gap` give the same schedule, as with the default costs.

@@ -31,7 +31,7 @@ class BlockParameters(NamedTuple):
 
 
 class InitialOrder(NamedTuple):
-    """The parameters from which an initial order is built."""
+    """Parameters from which initial orders of the operations of all ranks are built."""
 
     origin: str | BlockParameters
     """Name of a policy, or parameters of a building block."""
@@ -50,7 +50,7 @@ SHIFTS = ((0, 0.0), (0, 0.5), (1, 0.5), (0, 1.0))
 
 
 def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
-    """Yield initial orders, without end: named policies, then building blocks from simple to complex."""
+    """Yield initial orders, endlessly: named policies, then simple building blocks, then random ones."""
     policies = policies_for(problem.placement, problem.chunks)
     for shift, name in product(SHIFTS, reversed(policies)):
         yield InitialOrder(name, *shift)
@@ -64,7 +64,7 @@ def initial_orders(problem: Problem, rng: Random) -> Iterator[InitialOrder]:
 
 
 def orders_from(problem: Problem, start: InitialOrder) -> Orders:
-    """Return the orders built from `start`, modified where they deadlock or exceed the memory limit."""
+    """Return each rank's operations ordered by `start`, modified where they deadlock or exceed the limit."""
     if isinstance(start.origin, str):
         rows = policy_schedule(start.origin, problem.ranks, problem.microbatches, problem.chunks).actions
         keys = positions_in(problem.orders_of(rows), problem.size)
@@ -76,7 +76,7 @@ def orders_from(problem: Problem, start: InitialOrder) -> Orders:
 
 
 def _shifted(problem: Problem, keys: list[int], orders: Orders, start: InitialOrder) -> list[int]:
-    """Return sort keys with forwards moved earlier and weight gradients later, as far as memory allows."""
+    """Return sort `keys` with forwards moved earlier and weight gradients later, as far as memory allows."""
     tables, count = problem.tables, problem.microbatches
     latest = max(keys) + 1
     changed = list(keys)
@@ -135,7 +135,7 @@ def _lengths(problem: Problem, cells: int) -> Lengths:
 
 
 def _times(problem: Problem, block: BuildingBlock) -> list[int]:
-    """Return the start of each operation when `block` is repeated."""
+    """Return the start of each operation, in time cells, if building `block` is repeated."""
     rows = [row[stage] for stage in range(problem.stages) for row in block.starts]
     return [start + number * block.period for start in rows for number in range(problem.microbatches)]
 

@@ -26,7 +26,7 @@ PATIENCE = 2
 
 @dataclass(frozen=True)
 class DispatchRule:
-    """The rule by which a rank chooses an operation to fill a gap."""
+    """The rule by which an idle rank chooses an operation to fill a gap."""
 
     gap: float = 0.5
     """Fill a gap that is at least this part of the operation; the rest delays the following operations."""
@@ -39,7 +39,7 @@ class DispatchRule:
 
 
 class TimedOrders(NamedTuple):
-    """Each rank's operations in order, with their ends; of a problem or of the problem reversed in time."""
+    """Each rank's operations in order, with end times; of a problem, or of it reversed in time."""
 
     length: int
     """From the first start to the last end."""
@@ -54,7 +54,7 @@ class TimedOrders(NamedTuple):
 
 @dataclass
 class Budget:
-    """The number of operations left to schedule: a limit by which results do not depend on a clock."""
+    """Search budget: the number of operations that may still be scheduled; independent of a clock."""
 
     left: float
 
@@ -67,9 +67,10 @@ def list_schedule(
     rng: Random | None = None,
     overrides: Mapping[int, DispatchRule] | None = None,
 ) -> TimedOrders:
-    """List-schedule `orders`, which must be runnable within the memory `limit`; return orders with ends.
+    """Return orders with end times after list scheduling: where a rank would wait, it runs a later operation.
 
-    Without `rng`, `swap_chance` and `gap_noise` have no effect. `overrides`: rules of single ranks.
+    `orders` must be runnable within the memory `limit`. Without `rng`, `swap_chance` and `gap_noise` have no
+    effect. `overrides`: rules of single ranks.
     """
     rules = [(overrides or {}).get(rank, rule) for rank in range(len(orders))]
     scheduler = _ListScheduler(tables, orders, limit, rules, rng)
@@ -85,7 +86,7 @@ def list_schedule(
 def justify(
     problem: Problem, start: TimedOrders, rule: DispatchRule, rounds: int, budget: Budget | None = None
 ) -> TimedOrders:
-    """Return the best of `rounds` list schedules, each backward, then forward in time (justification)."""
+    """Return the shortest of `rounds` list schedules, each backward, then forward in time (justification)."""
     budget = budget or Budget(float("inf"))
     best = now = start
     patience = PATIENCE
@@ -101,7 +102,7 @@ def justify(
 
 
 class _ListScheduler:
-    """State of a list-scheduling run: the ends of operations, and the next ones of each rank and stage."""
+    """State of a list-scheduling run: operations' end times, and the next operations of ranks and stages."""
 
     def __init__(
         self,
@@ -185,7 +186,7 @@ class _ListScheduler:
             heappush(self.events, (time, rank))
 
     def _filler(self, rank: int, following: int, now: int, ready: int) -> int:
-        """Return the operation to run at `now`: one in place of `following`, or `following`; -1 to wait."""
+        """Return the operation to run at time `now`: `following`, or another one in its place; -1 to wait."""
         tables, ends, rule = self.tables, self.ends, self.rules[rank]
         needs, after, memory_change = tables.needs, tables.after, tables.memory_change
         gap, soonest = rule.gap, ready
@@ -231,7 +232,7 @@ class _ListScheduler:
         return heads
 
     def _has_memory(self, rank: int, place: int) -> bool:
-        """Return whether there is memory to run the operation at `place` of the order early."""
+        """Return whether memory allows to run the operation at `place` before those ahead in the order."""
         tables, order = self.tables, self.orders[rank]
         held = self.held[rank]
         free = self.limit - tables.memory_change[order[place]]

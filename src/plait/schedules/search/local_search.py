@@ -55,7 +55,7 @@ class Candidate:
 
 
 def local_search(problems: Sequence[Problem], budget: float) -> list[Candidate]:
-    """Return the best candidates, at least one, shortest first. Schedules about `budget` operations."""
+    """Return the best schedules found, at least one, shortest first; `budget`: operations to schedule."""
     full = {problem.layout: problem for problem in problems}
     refinement = Budget(REFINEMENT * budget)
     candidates = [
@@ -85,7 +85,7 @@ def shortened_problem(problem: Problem) -> Problem:
 
 
 def _screened(problems: Sequence[Problem], budget: float) -> list[Candidate]:
-    """Return the best candidates after justification on a short run, and the best of each layout."""
+    """Return the candidates that are best with few micro-batches, and the best of each stage layout."""
     shorts = [shortened_problem(problem) for problem in problems]
     # With n candidates n, n, n / 2, n / 4 … orders are scheduled.
     each = min(max(int(budget / 3 / sum(short.size for short in shorts)), LEAST), MOST)
@@ -145,7 +145,7 @@ def _perturbed(candidate: Candidate, budget: float) -> Candidate:
 
 
 def _perturb_once(candidate: Candidate, now: TimedOrders, rng: Random) -> TimedOrders:
-    """Reschedule backward, then forward in time, with random rules for all ranks or the last to finish."""
+    """Return `now` rescheduled backward, then forward, with random rules for all ranks or the last to end."""
     problem, rule = candidate.problem, candidate.rule
     if rng.random() < FOCUS:
         late = list_schedule(problem.mirrored_tables, now.reversed(), problem.limit, rule)
@@ -164,7 +164,7 @@ def _last_rank(problem: Problem, timed: TimedOrders) -> int:
 
 
 def _perturbed_rule(candidate: Candidate, rng: Random) -> DispatchRule:
-    """Return a random rule, or the candidate's rule with a few operations out of order."""
+    """Return a random dispatch rule, or the candidate's rule with a few operations out of order."""
     if rng.random() < 0.5:
         swap_chance = min(rng.choice(FEW_SWAPS) / candidate.problem.size, 1.0)
         return replace(candidate.rule, swap_chance=swap_chance, gap_noise=rng.choice(SMALL_GAP_NOISES))

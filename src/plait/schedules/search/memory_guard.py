@@ -11,7 +11,7 @@ from plait.schedules.search.problem import Problem
 
 
 class MemoryGuard:
-    """The memory in use on each rank, and the number of finished operations of each stage and kind."""
+    """Decides which operations a rank may run within its memory limit and without causing a deadlock."""
 
     def __init__(self, problem: Problem) -> None:
         self.problem = problem
@@ -27,13 +27,13 @@ class MemoryGuard:
         return self.held[tables.rank[operation]] + tables.memory_change[operation] <= self.problem.limit
 
     def admits(self, operation: int) -> bool:
-        """Return whether the operation fits, and all remaining ones can still run after it."""
+        """Return whether `operation` fits into its rank's memory and all others can still run after it."""
         tables = self.problem.tables
         lane = tables.lane[operation]
         return self.fits(operation) and (lane % 3 > 0 or self._is_safe(tables.rank[operation], lane))
 
     def _is_safe(self, rank: int, lane: int) -> bool:
-        """Return whether all micro-batches can finish, one by one, after one more forward of `lane`."""
+        """Return whether all micro-batches can finish, one by one, after one more forward (of `lane`)."""
         alone, stages = self._alone[rank], self.problem.stages_of[rank]
         limit, until_input = self.problem.limit, self.problem.memory_costs.until_input
         if self.inside[rank] + until_input[lane // 3] + alone[0] <= limit:
@@ -75,7 +75,7 @@ def least_memory(problem: Problem, rank: int) -> int:
 
 
 def _microbatch_peaks(problem: Problem, rank: int) -> list[int]:
-    """Return the peak memory of a single micro-batch, by the number of its finished input gradients."""
+    """Return for n = 0, 1, … the memory peak of one micro-batch after n of its input gradients."""
     until_input, until_weight = problem.memory_costs.until_input, problem.memory_costs.until_weight
     inside, most = 0, [0]
     for stage in problem.stages_of[rank]:

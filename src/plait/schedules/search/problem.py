@@ -29,7 +29,7 @@ Orders: TypeAlias = list[list[int]]
 
 
 class OperationTables(NamedTuple):
-    """Integer tables of a problem, or of it reversed in time, by operation unless stated; -1 is none."""
+    """Integer tables of a problem, or of it reversed in time, by operation unless stated; -1: none."""
 
     duration: Sequence[int]
     rank: Sequence[int]
@@ -58,7 +58,7 @@ class OperationTables(NamedTuple):
 
 @dataclass(frozen=True)
 class Problem:
-    """A pipeline of stages on ranks, its micro-batches, their costs, and a memory limit."""
+    """A search problem: a pipeline of stages on ranks, its micro-batches, their costs, and a memory limit."""
 
     placement: Placement
     ranks: int
@@ -78,7 +78,7 @@ class Problem:
 
     @property
     def layout(self) -> StageLayout:
-        """The placement and number of chunks, which differ between the problems of one search."""
+        """Placement of stages, and their number per rank, which differ between the problems of one search."""
         return self.placement, self.chunks
 
     @property
@@ -88,7 +88,7 @@ class Problem:
 
     @property
     def size(self) -> int:
-        """Number of operations of all ranks."""
+        """Number of operations of all ranks: `F`, `I` and `W` of each micro-batch on each stage."""
         return 3 * self.stages * self.microbatches
 
     @cached_property
@@ -114,7 +114,7 @@ class Problem:
 
     @cached_property
     def head_starts(self) -> tuple[int, ...]:
-        """Per rank, the tick from which its time counts: its earliest start for the span, else 0."""
+        """For each rank the tick from which its time counts: its earliest start for the span, else 0."""
         if not self.of_span:
             return (0,) * self.ranks
         return tuple(min(self.first_starts[stage] for stage in stages) for stages in self.stages_of)
@@ -134,7 +134,7 @@ class Problem:
 
     @cached_property
     def mirrored_tables(self) -> OperationTables:
-        """The same tables for the problem with time reversed: dependencies point the other way."""
+        """`tables` of the problem with time reversed: dependencies point the other way."""
         return _mirror(self.tables)
 
     def shortened(self, microbatches: int) -> Problem:

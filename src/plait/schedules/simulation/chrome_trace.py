@@ -93,11 +93,11 @@ def _inside(timeline: Timeline, cell: Cell) -> int:
 
 
 def _nanoseconds(timeline: Timeline, tick: int) -> int:
-    """Return the time in the trace, rounded so that an action ends exactly at the start of the next one."""
+    """Return the trace time of `tick`, rounded so that an action ends exactly where the next one starts."""
     numerator, denominator = timeline.tick.as_integer_ratio()
     return (2 * (tick - timeline.first) * numerator * _NANOSECONDS + denominator) // (2 * denominator)
 
 
 def _microseconds(nanoseconds: int) -> float:
-    """Return microseconds, the unit of the format; integral values as int."""
+    """Convert `nanoseconds` to microseconds, the unit of the trace format; an integral value is an int."""
     return nanoseconds / 1000 if nanoseconds % 1000 else nanoseconds // 1000

@@ -47,7 +47,7 @@ TERMINAL = {Kind.F: (111, 75), Kind.B: (215, 209), Kind.I: (218, 175), Kind.W: (
 
 
 def shade(kind: Kind, part: float) -> str:
-    """Return the colour of a kind as `#rrggbb`; `part` is 0 for the first micro-batch and 1 for the last."""
+    """Return the colour of a kind of action as `#rrggbb`; `part`: from 0, first micro-batch, to 1, last."""
     (hue, saturation), (low, high) = _HUES[kind], _LIGHTNESS
     lightness = low + part * (high - low)
     red, green, blue = hls_to_rgb(hue / 360, lightness / 100, saturation / 100)

@@ -23,7 +23,7 @@ Cost = float | Sequence[float]
 
 
 class Ticks(NamedTuple):
-    """Times as integer multiples of `tick`, their greatest common divisor, so that sums are exact."""
+    """Durations of actions and messages, as integer multiples of `tick`, so that sums are exact."""
 
     tick: Fraction
     durations: Mapping[Kind, tuple[int, ...]]
@@ -31,7 +31,7 @@ class Ticks(NamedTuple):
     comm: int
 
     def timing(self, rank_of: Sequence[int]) -> Timing:
-        """Return the timing for `simulate_events`: messages within one rank take no time."""
+        """Return the durations for `simulate_events`, where messages within one rank take no time."""
         hops = [0 if here == there else self.comm for here, there in pairwise(rank_of)]
         return Timing(self.durations, [0, *hops], [*hops, 0])
 
@@ -69,7 +69,7 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, ranks: int, stages: int) -> Ticks:
-        """Return exact times per stage. Raises ScheduleError for a sequence of costs of another length."""
+        """Return durations per stage in integer ticks. Raises ScheduleError for costs of another length."""
         names = ("F", "I", "W")
         tick, (*times, (comm,)) = _whole(
             *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]

@@ -36,7 +36,7 @@ MeasuredRows: TypeAlias = Sequence[Sequence[MeasuredAction]]
 
 
 def measured_timeline(schedule: Schedule, rows: MeasuredRows) -> Timeline:
-    """Return `rows` as a timeline that starts at 0.
+    """Return the measured actions of all ranks, `rows`, as a timeline that starts at 0.
 
     Its schedule has the actions that were run: a `B` of `schedule` that sends early is `I` and `W`.
     Its `hop` is the shortest time in which a message arrived. Memory is counted as in a simulation.
@@ -80,7 +80,7 @@ def measured_costs(schedule: Schedule, rows: MeasuredRows) -> Costs:
 
 
 def measured_waits(rows: MeasuredRows) -> tuple[float, ...]:
-    """Return the time that each rank waited for messages."""
+    """Return the time that each rank waited for messages, in milliseconds."""
     return tuple(
         _milliseconds(sum(done.start - done.wait_start for done in row if done.wait_start is not None))
         for row in rows

@@ -78,7 +78,7 @@ def _heading(frame: Frame, name: str, *, crowded: bool) -> SvgPart:
 
 
 def _legend(frame: Frame, y: float, *, crowded: bool) -> SvgPart:
-    """Return a legend of the kinds that occur, in lines from `y` down."""
+    """Return the legend, with the kinds of action that occur, in lines from `y` down."""
     elements: list[str] = []
     first, x = y, float(MARGIN)
     notes = ["height: share of the time; empty: idle"] if crowded else []

@@ -83,7 +83,7 @@ class Frame:
 
     @property
     def average(self) -> float:
-        """The smallest average width of an action in pixels over all ranks."""
+        """Average width of an action in pixels, on the rank where it is smallest."""
         rows = [row for row in self.timeline.cells if row and self.timeline.length]
         return min((self.wide(row[-1].end - row[0].start) / len(row) for row in rows), default=self.plot)
 
@@ -147,7 +147,7 @@ class Cells:
 
     @cached_property
     def written(self) -> Mapping[Kind, Callable[[Action], str]]:
-        """The cell text of each kind: the longest form that fits into all its cells."""
+        """Mapping from a kind of action to a function that returns a cell's text, the longest that fits."""
         return {kind: self._fitting(kind) for kind in kinds_of(self.timeline)}
 
     def _fitting(self, kind: Kind) -> Callable[[Action], str]:
@@ -165,7 +165,7 @@ class Cells:
 
 
 def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
-    """Yield the start and end of each stretch without idle time."""
+    """Yield the start and end of each stretch of a rank's `row` without idle time."""
     for position, (_, start, end) in enumerate(row):
         if position == 0:
             first, last = start, end
@@ -179,7 +179,7 @@ def _busy(row: Sequence[Cell]) -> Iterator[tuple[int, int]]:
 
 @dataclass(frozen=True)
 class Bands:
-    """One band per rank with the share of each kind over time, for actions too narrow to draw.
+    """Draws long timelines: a band per rank, with the share of F, I, W or B actions in each time slice.
 
     Every column shows the share of each kind of action in its time, from the bottom up; the rest is idle.
     """
@@ -189,12 +189,12 @@ class Bands:
 
     @property
     def pitch(self) -> float:
-        """Distance from one band to the next."""
+        """Distance from the top of one band to that of the next, in pixels."""
         return max(_LOWEST, min(_HIGHEST, _HEIGHT // len(self.frame.labels)))
 
     @property
     def row_height(self) -> float:
-        """Height of a band, without the space below it."""
+        """Height of a band in pixels, without the space below it."""
         return self.pitch - (1 if self.pitch < 12 else 3)
 
     @property
@@ -205,7 +205,7 @@ class Bands:
 
     @cached_property
     def kinds(self) -> list[Kind]:
-        """The kinds that occur, from bottom to top."""
+        """The kinds of action that occur, from the bottom of a band to its top."""
         return kinds_of(self.frame.timeline)
 
     def rows(self) -> SvgPart:
@@ -221,7 +221,7 @@ class Bands:
         return SvgPart(elements, len(self.frame.labels) * self.pitch - (self.pitch - self.row_height))
 
     def band(self, name: str, rank: int, y: float) -> Iterator[str]:
-        """Yield the SVG elements of a rank's band: its background, and stacked areas of the kinds' shares."""
+        """Yield the SVG elements of a rank's band: background, and a stacked area for each kind of action."""
         frame, timeline = self.frame, self.frame.timeline
         row = timeline.cells[rank]
         idle = amount(timeline, timeline.idle[rank])
@@ -242,7 +242,7 @@ class Bands:
         yield "</g>"
 
     def shares(self, row: Sequence[Cell]) -> Mapping[Kind, list[float]]:
-        """Return the share of each kind of action in each column."""
+        """Return the share of each kind of action in the time slice of each column."""
         timeline, columns = self.frame.timeline, self.columns
         column = max(timeline.length, 1) / columns
         shares = {kind: [0.0] * columns for kind in Kind}

@@ -53,7 +53,7 @@ def amount(timeline: Timeline, time: float) -> str:
 
 
 def kinds_of(timeline: Timeline) -> list[Kind]:
-    """Return the kinds of action that occur, forward first."""
+    """Return the kinds of action that occur in `timeline`, forward first."""
     present = {action.kind for row in timeline.cells for action, _, _ in row}
     return [kind for kind in KIND_NAMES if kind in present]
 
@@ -72,7 +72,7 @@ def _head(rank: int) -> str:
 
 
 def _columns(timeline: Timeline, available: int) -> tuple[int, bool]:
-    """Return the number of columns, and whether every label fits, with a space if possible."""
+    """Return how many columns the makespan takes, and whether every label fits, with a space if possible."""
     letters: dict[int, int] = {}
     for action, start, end in (cell for row in timeline.cells for cell in row):
         if end > start:

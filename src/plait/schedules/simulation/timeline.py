@@ -35,7 +35,7 @@ class Cell(NamedTuple):
 
 
 class MemoryPoint(NamedTuple):
-    """Memory from `tick` on, until the next point, in units of `memory_costs`."""
+    """Memory of a rank from `tick` on, until the next point, in units of `memory_costs`."""
 
     tick: int
     held: int
@@ -130,7 +130,7 @@ class Timeline:
         return min((row[0].start for row in self.cells if row), default=0)
 
     def time(self, ticks: int) -> float:
-        """Return `ticks` in the unit of the costs."""
+        """Convert integer `ticks` to a time in the unit of the costs."""
         return ticks * self.tick.numerator / self.tick.denominator
 
     def as_json(self) -> dict[str, object]:

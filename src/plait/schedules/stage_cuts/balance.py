@@ -11,7 +11,7 @@ from plait.errors import PlanError
 
 
 def balance(costs: Sequence[float], parts: int) -> tuple[int, ...]:
-    """Return the number of consecutive layers in each of `parts` stages, at least one per stage.
+    """Return the number of consecutive layers in each of `parts` stages of even cost, at least one each.
 
     The cost of the most expensive stage is least; among such cuts the sum of squared stage costs is least,
     and among those the earlier stages have more layers: `balance([1, 1, 1, 1, 1], 2)` is `(3, 2)`. `costs`
@@ -52,7 +52,7 @@ def _least_peak(total: Sequence[int], parts: int) -> int:
 
 
 def _evenest(total: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
-    """Return the cut with the least sum of squares among those whose stages cost at most `limit`."""
+    """Return the cut with the least sum of squared stage costs, where no stage costs more than `limit`."""
     layers = len(total) - 1
     never = total[-1] ** 2 + 1  # more than any sum of squares
 

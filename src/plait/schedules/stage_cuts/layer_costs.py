@@ -30,7 +30,7 @@ class LayerCosts:
         return cls(thirds, thirds, thirds)
 
     def with_messages(self, ranks: int) -> LayerCosts:
-        """Return these costs with estimates `HOP` and `MESSAGE` for messages between `ranks` ranks."""
+        """Return a copy with estimated message times: `HOP` and `MESSAGE` times a rank's mean work."""
         work = sum(self.total) / ranks
         return replace(self, comm=HOP * work, message=MESSAGE * work)
 
@@ -40,7 +40,7 @@ class LayerCosts:
         return tuple(map(sum, zip(self.F, self.I, self.W, strict=True)))
 
     def of_stages(self, cut: Sequence[int]) -> Costs:
-        """Return the costs of the stages of a cut."""
+        """Return the costs of stages; `cut` has the number of layers of each."""
         return Costs(
             F=_sums(self.F, cut, self.message),
             I=_sums(self.I, cut, self.message),

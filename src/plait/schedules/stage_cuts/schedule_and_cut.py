@@ -79,7 +79,7 @@ def _automatic(
 
 
 def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
-    """Return the cut with the least simulated makespan under `schedule`, found by local search.
+    """Return the layers per stage with the least simulated makespan of `schedule`, found by local search.
 
     From the even cut (`balance`), boundaries move by one layer as long as that helps.
     Raises `PlanError` as `balance` does.
@@ -102,7 +102,7 @@ def fastest_cut(costs: LayerCosts, schedule: Schedule) -> StageCut:
 
 
 def _neighbours(cut: StageCut) -> Iterator[StageCut]:
-    """Yield every cut that differs by one boundary moved by one layer."""
+    """Yield every cut into stages that differs from `cut` by one boundary moved by one layer."""
     for stage in range(len(cut) - 1):
         for step in (1, -1):
             moved = list(cut)
