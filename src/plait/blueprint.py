@@ -152,7 +152,7 @@ class Blueprint:
 def shared_blueprint(
     model: nn.Module, plan: Plan, rules: Rules | None, results: dict[Hashable, Any]
 ) -> Blueprint:
-    """Return the blueprint of `model`, without its values; ranks that are threads of one process share it.
+    """Return the blueprint of `model`, without tensor values; ranks that are threads of one process share it.
 
     The engine must not keep the values alive. The latest blueprint stays in `results`, which these ranks
     share: the first one builds it for all that call with an equal model.

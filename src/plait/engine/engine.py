@@ -220,7 +220,7 @@ class Engine:
             yield name, as_dtensor(piece, self.layouts[name], self.mesh)
 
     def parameter_groups(self, weight_decay: float) -> list[dict[str, Any]]:
-        """Return two parameter groups for an optimizer: `weight_decay` for 2 or more dims, 0 for less."""
+        """Return two optimizer parameter groups: `weight_decay` for tensors of 2 or more dims, else 0."""
         trainable: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in self.named_parameters():
             if parameter.requires_grad:
@@ -264,7 +264,7 @@ class Engine:
         return self._runner.non_finite()
 
     def input_gradients(self) -> Value | None:
-        """Return the gradients of the last step's inputs, nested like them; None if it computed none.
+        """Return the gradients of the last step's inputs, nested like them; None if not computed.
 
         None for integer tensors. On the ranks of the first stage; None on the others.
         """
@@ -335,7 +335,7 @@ class Engine:
 
     @property
     def aliases(self) -> Mapping[str, str]:
-        """Mapping from further names of shared parameters in the `state_dict` to their names here."""
+        """Mapping from further names of shared parameters in the `state_dict` to their engine names."""
         return self.shard_plan.aliases
 
     @property

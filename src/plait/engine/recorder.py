@@ -41,7 +41,7 @@ class HostClock:
         return time.perf_counter_ns()
 
     def read(self, stamps: Sequence[Any]) -> list[int]:
-        """Return the stamps unchanged."""
+        """Return the stamps, which are nanoseconds already."""
         return list(stamps)
 
 

@@ -20,7 +20,7 @@ from plait.schedules.simulation.timeline import simulate
 
 
 def shortest_schedule(now: Schedule, costs: Costs, limit: float | None) -> Schedule:
-    """Return a schedule that is shorter than `now` at these `costs`, with the same `rank_of`, else `now`.
+    """Return a schedule shorter than `now` at these `costs`, with the same stages on each rank, else `now`.
 
     `limit` is that of `plait.schedule`; `now` is not returned if it exceeds it. Raises ScheduleError where no
     schedule is within it.

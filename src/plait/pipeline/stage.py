@@ -107,7 +107,7 @@ class Stage:
         run.inputs, run.outputs = [], []
 
     def backward_weight(self, microbatch: int, layer: int) -> None:
-        """Compute the layer's deferred weight gradients, add them to their buffers, and discard its run."""
+        """Compute the layer's deferred weight gradients, add them to the buffers; discard its `LayerRun`."""
         with torch.no_grad():
             for work in self.runs.pop((microbatch, layer)).work:
                 work()
@@ -170,7 +170,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Within the context set `.grad` to None; at exit restore it, and append to `work` the additions."""
+    """Within the context set `.grad` to None; at exit restore it, and let `work` add the new gradients."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None

@@ -42,7 +42,7 @@ class Delays(NamedTuple):
 
 @dataclass(frozen=True)
 class BuildingBlock:
-    """The start of each action of micro-batch 0, in time cells; the others follow every `period` cells."""
+    """The start in time cells of micro-batch 0's actions; later micro-batches follow every `period` cells."""
 
     rank_of: tuple[int, ...]
     lengths: Lengths

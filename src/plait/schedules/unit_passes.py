@@ -42,7 +42,7 @@ from plait.schedules.program import (
 
 
 def insert_gathers(program: Program, spec: LoweringSpec) -> Program:
-    """Return `program` with the gathers and releases of parameters inserted that `spec.sharding` asks for."""
+    """Return `program` with inserted gathers and releases of parameters, as `spec.sharding` asks for."""
     uses = {} if spec.sharding.gathers == "never" else _uses(program, spec)
     if not uses:
         return program
@@ -82,7 +82,7 @@ def _uses(program: Program, spec: LoweringSpec) -> dict[int, tuple[str, ...]]:
 
 
 def insert_reductions(program: Program, spec: LoweringSpec, tied: Collection[str]) -> Program:
-    """Return the training `program` with the gradient reduction of every unit of its layers inserted.
+    """Return the training `program` with an inserted gradient reduction for every unit of its layers.
 
     `tied` are the units of this rank that other ranks of the `pp` axis use too.
     """

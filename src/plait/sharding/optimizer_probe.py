@@ -69,7 +69,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return None if updates together and divided between ranks agree, else text on what they depend on."""
+    """Return None if the changes in all divisions agree within `tolerance`, else the reason as text."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -199,7 +199,7 @@ def _arguments(kind: type[Optimizer], defaults: Iterable[str]) -> set[str]:
 
 
 def _attribute(optimizer: Optimizer, name: str) -> Any:
-    """Return the value of constructor argument `name`, read from an attribute; LookupError if none."""
+    """Return constructor argument `name` as an attribute of the optimizer keeps it; LookupError if none."""
     for kept in (name, f"_{name}"):
         if kept in vars(optimizer) and isinstance(vars(optimizer)[kept], PLAIN):
             return vars(optimizer)[kept]

@@ -69,7 +69,7 @@ def search_schedule(
 
 
 def _score(timeline: Timeline, measure: Measure) -> tuple[Fraction, Fraction, int]:
-    """Return the sort key of a timeline: the measure, the other measure, the number of stages."""
+    """Return the sort key of a timeline: `measure`, the other of makespan and span, number of stages."""
     first, second = timeline.length, timeline.longest
     if measure == "span":
         first, second = second, first
@@ -115,7 +115,7 @@ def _problems(
 
 
 def chunk_counts(ranks: int, layers: int | None = None) -> Sequence[int]:
-    """Return the numbers of chunks (stages) per rank to try; `layers`: at least one layer per stage."""
+    """Return the numbers of chunks (stages) per rank to try; with `layers`, at least a layer per stage."""
     most = MOST_CHUNKS if layers is None else min(MOST_CHUNKS, layers // ranks)
     return range(1, max(most, 1) + 1)
 
@@ -208,7 +208,7 @@ def fuse_backward(schedule: Schedule, costs: Costs) -> Schedule:
 def _joined(
     before: Action | None, cell: Cell, timeline: Timeline, starts: Mapping[Action, int]
 ) -> Action | None:
-    """Return the `B` that replaces the `I` of `before` and the `W` of `cell`; None if they cannot join."""
+    """Return the `B` that replaces the `I` of `before` and the `W` of `cell`; None if that is impossible."""
     stage, kind, microbatch = cell.action
     if kind is not Kind.W or before != (stage, Kind.I, microbatch):
         return None

@@ -17,7 +17,7 @@ from plait.schedules.search.problem import Orders, Problem
 
 
 class SearchResult(NamedTuple):
-    """The shortest orders found, whether they are proven optimal, and the number of nodes visited."""
+    """Result of an exact search: the shortest orders of operations, proven optimal or not; nodes visited."""
 
     orders: Orders | None
     """Orders of the shortest schedule found, or None where none is shorter than the known one."""
@@ -74,7 +74,7 @@ class _Search:
         self.tails = _tails(problem)
 
     def descend(self) -> None:
-        """Visit this node and all its descendants."""
+        """Visit this node of the search tree and all its descendants."""
         self.nodes -= 1
         if self.nodes < 0:
             raise _BudgetExceeded

@@ -53,7 +53,7 @@ def fit_block_policy(schedule: Schedule, policy: BlockPolicy, costs: Costs) -> S
 
 
 def _different(rules: Sequence[DispatchRule], problem: Problem) -> Iterator[DispatchRule]:
-    """Yield `rules` without those that give the same schedule of `problem` as an earlier rule.
+    """Yield the dispatch `rules` without those that give the same schedule of `problem` as an earlier one.
 
     All times are multiples of one unit. Where a rule fills a gap of one unit with the longest operation, it
     fills every gap, and rules that differ only in `gap` give the same schedule, as with the default costs.

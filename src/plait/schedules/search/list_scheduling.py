@@ -54,7 +54,7 @@ class TimedOrders(NamedTuple):
 
 @dataclass
 class Budget:
-    """Search budget: the number of operations that may still be scheduled; independent of a clock."""
+    """Search budget: how many operations may still be scheduled; unlike a time, this is reproducible."""
 
     left: float
 
@@ -130,7 +130,7 @@ class _ListScheduler:
         heapify(self.events)
 
     def run(self) -> None:
-        """Run each rank in its order when it is woken, and fill gaps where it has to wait.
+        """Schedule each rank's operations in order, and fill gaps where the rank would wait.
 
         The loop reads local variables only, for speed: a search spends most of its time here.
         """
@@ -232,7 +232,7 @@ class _ListScheduler:
         return heads
 
     def _has_memory(self, rank: int, place: int) -> bool:
-        """Return whether memory allows to run the operation at `place` before those ahead in the order."""
+        """Return whether memory allows to run the operation at `place` before those ahead of it."""
         tables, order = self.tables, self.orders[rank]
         held = self.held[rank]
         free = self.limit - tables.memory_change[order[place]]

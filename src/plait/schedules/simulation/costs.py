@@ -69,7 +69,7 @@ class Costs:
         _require_time("comm", self.comm)
 
     def ticks(self, ranks: int, stages: int) -> Ticks:
-        """Return durations per stage in integer ticks. Raises ScheduleError for costs of another length."""
+        """Return durations per stage in integer ticks. Raises ScheduleError for a wrong number of costs."""
         names = ("F", "I", "W")
         tick, (*times, (comm,)) = _whole(
             *(self._per_stage(name, ranks, stages) for name in names), [_exact(self.comm)]

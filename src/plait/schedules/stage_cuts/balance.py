@@ -52,7 +52,7 @@ def _least_peak(total: Sequence[int], parts: int) -> int:
 
 
 def _evenest(total: Sequence[int], parts: int, limit: int) -> tuple[int, ...]:
-    """Return the cut with the least sum of squared stage costs, where no stage costs more than `limit`."""
+    """Return the layers per stage with the least sum of squared stage costs, none of them above `limit`."""
     layers = len(total) - 1
     never = total[-1] ** 2 + 1  # more than any sum of squares
 
