@@ -99,6 +99,7 @@ PRIVATE_USES = {
         "_new_process_group_helper",
     ): "new_group reuses the names of destroyed groups, or needs every rank of the world",
     ("comm/transport/torch_distributed.py", "new_process_group", "_world"): "likewise",
+    ("comm/transport/torch_distributed.py", "_nccl_options", "_timeout"): "torch warns where it differs",
     ("comm/operation_watch.py", "write_flight_record", "_C"): "no public way to the flight record",
     ("comm/operation_watch.py", "write_flight_record", "_distributed_c10d"): "likewise",
     (

@@ -35,6 +35,9 @@ from plait.errors import MeshError
 from plait.plan import Plan
 from plait.schedules.messages import Channel
 
+CHANNEL_CTAS = 8
+"""Thread blocks of a send or receive on NCCL: one that waits for its peer keeps them from computing."""
+
 
 class GridMesh:
     """All ranks of the world as a row-major grid of any number of named axes, the last innermost.
@@ -240,9 +243,11 @@ class GridMesh:
         assert group is not None
         return group
 
-    def _make_group(self, groups: Sequence[tuple[int, ...]], name: str) -> Group | None:
+    def _make_group(
+        self, groups: Sequence[tuple[int, ...]], name: str, max_ctas: int | None = None
+    ) -> Group | None:
         ranks = self._ranks
-        transport = None if ranks is None else ranks.connect(groups, name, self.timeout)
+        transport = None if ranks is None else ranks.connect(groups, name, self.timeout, max_ctas)
         mine = next((group for group in groups if self.rank in group), None)
         if mine is None:
             return None
@@ -325,7 +330,8 @@ class Mesh(GridMesh):
         for channel in channels:
             if channel not in self._channels:
                 sender, receiver, _ = channel
-                group = self._make_group([(line[sender], line[receiver]) for line in lines], "pp")
+                pairs = [(line[sender], line[receiver]) for line in lines]
+                group = self._make_group(pairs, "pp", CHANNEL_CTAS)
                 self._channels[channel] = group
                 if group is not None and self.uses_nccl:
                     _send_first_message(group, self.device)

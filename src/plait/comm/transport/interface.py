@@ -122,10 +122,17 @@ class Ranks(Protocol):
         """
         return
 
-    def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
+    def connect(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        name: str,
+        timeout: float,
+        max_ctas: int | None = None,
+    ) -> Transport | None:
         """Return the transport of this rank's group among `groups`; None if it is in none, or alone in one.
 
-        All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait.
+        All ranks call it with the same arguments. `timeout`, in seconds, holds for every wait. `max_ctas`:
+        the most thread blocks of an operation on NCCL; None: as many as NCCL chooses.
         """
 
     def close(self) -> None:

@@ -195,13 +195,14 @@ def splits_communicators() -> bool:
 
 
 def new_process_group(
-    ranks: tuple[int, ...], name: str, description: str, timeout: float
+    ranks: tuple[int, ...], name: str, description: str, timeout: float, max_ctas: int | None = None
 ) -> dist.ProcessGroup | None:
     """Return a process group with the world's backends; None if this rank is not among `ranks`.
 
     Only `ranks` take part, in this order of indices (with `splits_communicators` all ranks of the world). In
     place of `dist.new_group`, which gives a group of its members the name of an earlier one that is
-    destroyed, whose addresses are still in the store. `timeout`: seconds.
+    destroyed, whose addresses are still in the store. `timeout`: seconds. `max_ctas`: the most thread blocks
+    of a kernel of NCCL; None: as many as NCCL chooses.
     """
     c10d, rank = dist.distributed_c10d, dist.get_rank()
     world = c10d._get_default_group()
@@ -215,6 +216,7 @@ def new_process_group(
         store,
         cast(Any, name),
         timeout=timedelta(seconds=timeout),
+        backend_options=_nccl_options(max_ctas, timedelta(seconds=timeout)),
         device_id=world.bound_device_id,
         group_desc=description,
     )
@@ -222,6 +224,16 @@ def new_process_group(
         return None
     c10d._world.pg_group_ranks[made] = {each: number for number, each in enumerate(ranks)}
     return cast(dist.ProcessGroup, made)
+
+
+def _nccl_options(max_ctas: int | None, timeout: timedelta) -> Any:
+    """Return NCCL's options with at most `max_ctas` thread blocks a kernel; None for the defaults."""
+    if max_ctas is None or "nccl" not in backends_of(None):
+        return None
+    options = dist.ProcessGroupNCCL.Options()
+    options.config.max_ctas = max_ctas
+    options._timeout = timeout
+    return options
 
 
 def set_timeout(process_group: dist.ProcessGroup, device: torch.device, seconds: float) -> None:

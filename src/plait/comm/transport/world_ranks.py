@@ -59,7 +59,13 @@ class Processes:
         self._failure_log = failure_log_of_world(self.rank, timeout)
         self._host = discover_host(TorchTransport(dist.group.WORLD, self.rank))
 
-    def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> Transport | None:
+    def connect(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        name: str,
+        timeout: float,
+        max_ctas: int | None = None,
+    ) -> Transport | None:
         """Create this rank's process group; return its transport, or None for a rank in no group or alone.
 
         Only the ranks of a group take part, so that a rank's start does not depend on the size of the world;
@@ -72,7 +78,7 @@ class Processes:
         for ranks in groups:
             if len(ranks) == 1 or (self.rank not in ranks and not splits_communicators()):
                 continue
-            made = self._new_group(ranks, name, f"{key}/{ranks[0]}", timeout)
+            made = self._new_group(ranks, name, f"{key}/{ranks[0]}", timeout, max_ctas)
             if made is not None:
                 self._made.append(made)
                 index, host = ranks.index(self.rank), self._host
@@ -83,11 +89,11 @@ class Processes:
         return mine
 
     def _new_group(
-        self, ranks: tuple[int, ...], name: str, key: str, timeout: float
+        self, ranks: tuple[int, ...], name: str, key: str, timeout: float, max_ctas: int | None
     ) -> dist.ProcessGroup | None:
         """Return the process group of `ranks`, whose name is `key`; None on other ranks."""
         try:
-            made = new_process_group(ranks, key, name, timeout)
+            made = new_process_group(ranks, key, name, timeout, max_ctas)
         except RuntimeError as error:
             others = ", ".join(str(rank) for rank in ranks if rank != self.rank)
             raise CommunicationError(

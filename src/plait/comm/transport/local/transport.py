@@ -171,7 +171,13 @@ class LocalRank(Ranks):
         self._scheduler, self._groups = scheduler, groups
         self._made: dict[tuple[int, ...], int] = {}
 
-    def connect(self, groups: Sequence[tuple[int, ...]], name: str, timeout: float) -> LocalTransport | None:
+    def connect(
+        self,
+        groups: Sequence[tuple[int, ...]],
+        name: str,
+        timeout: float,
+        max_ctas: int | None = None,
+    ) -> LocalTransport | None:
         """Return this rank's transport in the group of `groups` that contains it, or None."""
         mine = next((ranks for ranks in groups if self.rank in ranks and len(ranks) > 1), None)
         if mine is None:

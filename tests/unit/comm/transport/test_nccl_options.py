@@ -1,0 +1,45 @@
+"""The options of NCCL's process groups, without NCCL: its classes and torch's helper are stand-ins."""
+
+from datetime import timedelta
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch.distributed as dist
+
+import plait
+from plait.comm import mesh
+from plait.comm.transport import torch_distributed
+
+
+class Options:
+    def __init__(self) -> None:
+        self.config, self._timeout = SimpleNamespace(max_ctas=None), None
+
+
+def test_blocks_of_kernels_are_bounded_where_there_is_nccl(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dist, "ProcessGroupNCCL", SimpleNamespace(Options=Options), raising=False)
+    monkeypatch.setattr(torch_distributed, "backends_of", lambda group: "cpu:gloo,cuda:nccl")
+    bounded = torch_distributed._nccl_options(8, timedelta(seconds=5))
+    assert (bounded.config.max_ctas, bounded._timeout) == (8, timedelta(seconds=5))
+    assert torch_distributed._nccl_options(None, timedelta(seconds=5)) is None
+    monkeypatch.setattr(torch_distributed, "backends_of", lambda group: "cpu:gloo")
+    assert torch_distributed._nccl_options(8, timedelta(seconds=5)) is None
+
+
+def test_only_channels_are_bounded(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An all-reduce is never posted before its data is there: it may have all blocks."""
+    asked: dict[str, set[int | None]] = {}
+    connect = plait.Mesh._make_group
+
+    def make_group(self: plait.Mesh, groups: Any, name: str, max_ctas: int | None = None) -> Any:
+        asked.setdefault(name, set()).add(max_ctas)
+        return connect(self, groups, name, max_ctas)
+
+    def channels() -> None:
+        plait.Mesh(pp=2, tp=2).channel_groups([(0, 1, "F"), (1, 0, "I")])
+
+    monkeypatch.setattr(plait.Mesh, "_make_group", make_group)
+    thread_ranks.run(channels, ranks=4)
+    assert asked.pop("pp") == {None, mesh.CHANNEL_CTAS}
+    assert set().union(*asked.values()) == {None}
