@@ -152,8 +152,8 @@ class Engine:
         """Clip the gradients and call `optimizer.step()`, on each rank as soon as the norm is known.
 
         `clip_grad_norm_` and `optimizer.step()` in one call, without a barrier: a rank sums its own gradients
-        as soon as they are final, and waits only for the sum over ranks; on a GPU the host does not wait.
-        Returns the norm before clipping; `float("inf")` clips nothing.
+        as soon as they are final, and waits only for the sum over ranks; on a GPU the host waits only with
+        a loss scale or offloaded gradients. Returns the norm before clipping; `float("inf")` clips nothing.
         Communication: as `clip_grad_norm_`.
         """
         self.check_optimizer(optimizer)
