@@ -27,6 +27,17 @@ def is_accelerator(where: torch.device | Tensor) -> bool:
     return device.type == "cuda"
 
 
+def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
+    """Return whether a device adds a product of `dtype` matrices to a float32 matrix in one operation.
+
+    That is `torch.addmm` with `out_dtype`: for 16-bit matrices, on CUDA of compute capability 8.0 or higher.
+    """
+    device = where.device if isinstance(where, Tensor) else where
+    if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
+        return False
+    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+
+
 def visible_accelerators() -> int:
     """Return the number of GPUs that this process sees and NCCL can connect."""
     return torch.cuda.device_count() if dist.is_nccl_available() else 0

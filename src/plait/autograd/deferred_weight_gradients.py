@@ -19,7 +19,7 @@ from torch.nn import functional
 from plait.autograd.regather import Gather
 from plait.autograd.split_backward import SplitBackward, refuse_other_orders, require_static, run_split
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
-from plait.device import is_accelerator
+from plait.device import is_accelerator, multiplies_into_float32
 
 
 def defer_weight_gradients(layer: nn.Module, queue: WeightGradientQueue) -> None:
@@ -193,9 +193,14 @@ def _rows_out(weight: Tensor, transposed: bool) -> Tensor:
 
 
 def _add_product(total: Tensor, a: Tensor, b: Tensor) -> None:
-    """Add the matrix product `a @ b` to `total` in place; the dtype of `total` may be wider."""
+    """Add the matrix product `a @ b` to `total` in place, whose dtype may be wider.
+
+    Where the device can, without a temporary.
+    """
     if total.dtype == a.dtype:
         total.addmm_(a, b)
+    elif total.dtype == torch.float32 and multiplies_into_float32(total, a.dtype):
+        torch.addmm(total, a, b, out_dtype=torch.float32, out=total)
     else:
         total.add_(a @ b)
 

@@ -7,10 +7,11 @@ from collections.abc import Callable, Collection, Iterable
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
-from plait.device import sent
+from plait.device import is_accelerator, sent
 from plait.errors import PlanError
 from plait.sharding.unit import Unit
 
@@ -30,11 +31,14 @@ def start_norm(
     """
     if not order > 0:
         raise PlanError(f"the norm's order is {order!r}: give a number above 0, or float('inf').")
+    gradients = [gradient for unit in units for gradient in _gradients(unit, counted)]
+    on_accelerator = [gradient for gradient in gradients if is_accelerator(gradient) and gradient.numel()]
+    powers = [_power_of_all(on_accelerator, order)] if on_accelerator else []
+    powers += [_power(gradient, order) for gradient in gradients if not is_accelerator(gradient)]
     total = torch.zeros((), dtype=torch.float64, device=device)
-    for unit in units:
-        for gradient in _gradients(unit, counted):
-            power = sent(_powers(gradient, order), device)
-            total = torch.maximum(total, power) if math.isinf(order) else total + power
+    for power in powers:
+        power = sent(power, device)
+        total = torch.maximum(total, power) if math.isinf(order) else total + power
     if math.isinf(order):
         # The maximum of a backend may ignore NaN.
         largest = total.nan_to_num(nan=math.inf, posinf=math.inf)
@@ -49,9 +53,13 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     # A factor of NaN would spread to every gradient and hide where it began.
     factor = torch.where(norm.isfinite(), factor, 1.0)
+    factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for unit in units:
         for gradient in _gradients(unit, unit.pieces):
-            gradient.mul_(factor.to(gradient.device, gradient.dtype))
+            kind = gradient.device, gradient.dtype
+            if kind not in factors:
+                factors[kind] = factor.to(*kind)
+            gradient.mul_(factors[kind])
 
 
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
@@ -67,7 +75,21 @@ def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
     return ~torch.stack(largest).isfinite().all()
 
 
-def _powers(gradient: Tensor, order: float) -> Tensor:
+def _power_of_all(gradients: Iterable[Tensor], order: float) -> Tensor:
+    """Return what `_power` returns, of all elements of several gradients that are not empty, on a GPU.
+
+    In few kernels for all gradients together, and one more for each gradient in 16 bits. A GPU sums in a
+    tree, in which float32 keeps its digits.
+    """
+    wide = [
+        gradient if gradient.itemsize >= 4 else torch.linalg.vector_norm(gradient, order, dtype=torch.float32)
+        for gradient in gradients
+    ]
+    norm = get_total_norm(wide, order, foreach=True).double()
+    return norm if math.isinf(order) else norm.pow(order)
+
+
+def _power(gradient: Tensor, order: float) -> Tensor:
     """Return the sum of |element|^order, or for the maximum norm the largest |element|; 0-d float64.
 
     By rows: a CPU sums squares in float32 sequentially, which loses three digits over the elements of a large
