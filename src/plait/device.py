@@ -27,6 +27,11 @@ def is_accelerator(where: torch.device | Tensor) -> bool:
     return device.type == "cuda"
 
 
+def captures_graph(device: torch.device) -> bool:
+    """Return whether this thread's current stream of a GPU records its work into a CUDA graph."""
+    return is_accelerator(device) and torch.cuda.is_current_stream_capturing()
+
+
 def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
     """Return whether a device adds a product of `dtype` matrices to a float32 matrix in one operation.
 

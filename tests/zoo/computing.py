@@ -83,7 +83,7 @@ def query_positions_shifted() -> Any:
 
 def rotary_base_of_another_model() -> Any:
     return _instead(
-        LLAMA, "rotary_angles", lambda call, n, size, base, x: call(n, size, base * 50, x), ATTENTION
+        LLAMA, "rotary_angles", lambda call, n, size, base, *rest: call(n, size, base * 50, *rest), ATTENTION
     )
 
 

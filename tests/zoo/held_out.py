@@ -26,7 +26,7 @@ def rotary_scaled() -> Any:
     return _instead(
         computing.LLAMA,
         "rotary_angles",
-        lambda call, n, size, base, x: tuple(t[::2] for t in call(2 * n, size, base, x)),  # type: ignore[arg-type,return-value]
+        lambda call, n, *rest: tuple(t[::2] for t in call(2 * n, *rest)),  # type: ignore[arg-type,return-value]
         cases.ATTENTION,
     )
 

@@ -172,6 +172,8 @@ def simulate_step(
     ledger.hold("buffers", [MemoryBlock(_buffer_bytes(blueprint, layers), Category.PARAMETERS)])
     handlers = [dict.fromkeys(INSTRUCTION_TYPES, lambda _: None), units.handlers()]
     if traces is not None:
+        cached = sum(_cache_bytes(traces, stage) for stage in spans.values())
+        ledger.hold("caches", [MemoryBlock(cached, Category.PARAMETERS)])
         handlers.append(_activations(ledger, blueprint, spans, traces, device).handlers())
     Executor(*handlers).run(program)
     ledger.reset_peaks()
@@ -206,6 +208,14 @@ def _buffer_bytes(blueprint: Blueprint, layers: Iterable[int]) -> int:
         buffer.numel() * (precision if precision and buffer.is_floating_point() else buffer.dtype).itemsize
         for buffer in buffers.values()
     )
+
+
+def _cache_bytes(traces: ModelTraces, layers: Iterable[int]) -> int:
+    """Return the bytes that the layers of a stage keep in caches, which they may share."""
+    found: dict[int, int] = {}
+    for layer in layers:
+        found |= traces.caches[layer]
+    return sum(found.values())
 
 
 def _activations(

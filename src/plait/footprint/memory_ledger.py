@@ -14,7 +14,7 @@ class Category(StrEnum):
     """The purpose that a memory block is allocated for."""
 
     PARAMETERS = "parameters"
-    """Whole parameters that are kept, pieces that the optimizer updates, and the model's buffers."""
+    """Whole parameters that are kept, pieces that the optimizer updates, buffers, and what layers cache."""
     GATHERED = "gathered"
     """Whole parameters between all-gather and release."""
     GRADIENTS = "gradients"

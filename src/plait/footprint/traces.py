@@ -22,6 +22,7 @@ from plait.footprint.storage_tracker import StorageTracker
 from plait.layers.layer_sequence import NamedLayer, on_meta, private_copy
 from plait.layers.nested import Value, leaf_of, map_tensors, tensors_of
 from plait.layers.precision import DTYPES
+from plait.layers.result_cache import result_caches
 from plait.layers.shape_inference import LayerInfo, infer
 from plait.pipeline.loss_stage import LossLike, LossStage
 from plait.pipeline.stage import Gradients, Stage
@@ -229,6 +230,8 @@ class ModelTraces:
     inputs: Sequence[int]
     """Bytes of each tensor of the input."""
     targets: Sequence[int]
+    caches: Sequence[Mapping[int, int]]
+    """Of each layer the bytes that its `ResultCache`s hold, by a number of the cache."""
 
 
 def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, loss: Loss) -> ModelTraces:
@@ -266,6 +269,7 @@ def trace_model(blueprint: Blueprint, microbatch: Value, targets: Value | None, 
         sum(_bytes(value)) if copies else 0,
         _bytes(given),
         _bytes(classes),
+        [{id(cache): cache.nbytes for cache in result_caches(layer.module)} for layer in layers],
     )
 
 

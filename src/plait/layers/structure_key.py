@@ -10,6 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from plait.layers.result_cache import ResultCache
+
 _PLAIN = (
     *(int, float, complex, bool, str, bytes, type(None), type(Ellipsis), range, type, Enum),
     *(FunctionType, BuiltinFunctionType, torch.dtype, torch.device, torch.memory_format),
@@ -23,8 +25,9 @@ def structure_of(*modules: nn.Module) -> Hashable:
     """Return a description of modules: types, attributes, shapes and dtypes, and which objects recur in them.
 
     Modules with equal descriptions give outputs of equal shapes and dtypes for such inputs, and equal
-    autograd graphs: parameters and buffers count by shape and dtype only. Attributes other than numbers,
-    strings, functions, tensors, modules and containers of these compare by identity.
+    autograd graphs: parameters and buffers count by shape and dtype only, what a `ResultCache` holds does not
+    count. Attributes other than numbers, strings, functions, tensors, modules and containers of these compare
+    by identity.
     """
     return _described(modules, {})
 
@@ -55,6 +58,9 @@ def _described(thing: Any, numbers: dict[int, int]) -> Hashable:
     if isinstance(thing, Tensor):
         numbers[id(thing)] = len(numbers)
         return kind, tuple(thing.shape), thing.stride(), thing.dtype, thing.requires_grad
+    if isinstance(thing, ResultCache):
+        numbers[id(thing)] = len(numbers)
+        return (kind,)
     if isinstance(thing, tuple):
         numbers[id(thing)] = len(numbers)
         return kind, tuple(_described(item, numbers) for item in thing)

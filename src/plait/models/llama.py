@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.layers.result_cache import ResultCache
 from plait.model_size_rules import default_inner
 from plait.models.model_helpers import (
     INITIAL_STD,
@@ -80,10 +81,13 @@ def llama(
         raise ModelError(f"model.rope_base is {rope_base}: give a number above 0, such as 10000.")
     # A smaller start for residual projections, as in GPT-2 (Radford et al. 2019, section 2.3).
     std = INITIAL_STD / math.sqrt(2 * layers)
+    angles = ResultCache()
     with torch.device("meta"):
         embedding = Embedding(vocab, hidden, context)
         blocks = [
-            block(Attention(hidden, heads, kv_heads, context, rope_base, std), MLP(hidden, inner, std))
+            block(
+                Attention(hidden, heads, kv_heads, context, rope_base, std, angles), MLP(hidden, inner, std)
+            )
             for _ in range(layers)
         ]
         head = Head(nn.RMSNorm(hidden, eps=EPSILON), hidden, vocab)
@@ -114,13 +118,22 @@ class Attention(InitializedLayer):
     """
 
     def __init__(
-        self, hidden: int, heads: int, kv_heads: int, context: int, rope_base: float, std: float
+        self,
+        hidden: int,
+        heads: int,
+        kv_heads: int,
+        context: int,
+        rope_base: float,
+        std: float,
+        angles: ResultCache | None = None,
     ) -> None:
+        """`angles`: the cache of rotary angles that the layers of a model share; None: one of its own."""
         super().__init__(INITIAL_STD, {"output": std})
         self.heads, self.kv_heads = heads, kv_heads  # read by the rules
         self.head_size = hidden // heads
         self.context = context
         self.rope_base = rope_base
+        self.angles = ResultCache() if angles is None else angles
         self.norm = nn.RMSNorm(hidden, eps=EPSILON)
         self.query = nn.Linear(hidden, hidden, bias=False)
         self.key = nn.Linear(hidden, kv_heads * self.head_size, bias=False)
@@ -134,7 +147,7 @@ class Attention(InitializedLayer):
             linear(normed).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
             for linear in (self.query, self.key, self.value)
         )
-        angles = rotary_angles(query.shape[2], self.head_size, self.rope_base, query)
+        angles = rotary_angles(query.shape[2], self.head_size, self.rope_base, query, self.angles)
         mixed = functional.scaled_dot_product_attention(
             rotate(query, *angles),
             rotate(key, *angles),

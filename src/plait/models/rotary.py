@@ -8,14 +8,21 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from plait.layers.result_cache import ResultCache
 
-def rotary_angles(length: int, size: int, base: float, like: Tensor) -> tuple[Tensor, Tensor]:
+
+def rotary_angles(
+    length: int, size: int, base: float, like: Tensor, cache: ResultCache | None = None
+) -> tuple[Tensor, Tensor]:
     """Return cosines and sines `[length, size / 2]` of position · base^(-2i / size).
 
     See Su et al. 2021, section 3.2.2. In float32, or in the dtype of `like` where that is wider, and on its
-    device.
+    device. `cache` keeps them for the next call with equal arguments.
     """
     dtype = torch.promote_types(like.dtype, torch.float32)
+    if cache is not None:
+        key = length, size, base, dtype
+        return cache.get(key, like, lambda: rotary_angles(length, size, base, like))
     positions = torch.arange(length, dtype=dtype, device=like.device)
     exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / size
     angles = torch.outer(positions, base**-exponents)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from plait.errors import ModelError
+from plait.layers.result_cache import ResultCache
 from plait.models.model_helpers import InitializedLayer, require_length
 from plait.models.rotary import rotate
 
@@ -83,7 +84,10 @@ def attention_cost(layer: nn.Module, context: int, width: int) -> float:
 
 
 class Rotary(nn.Module):
-    """The angles of rotary positions, equal to those computed by a rotary module of transformers."""
+    """The angles of rotary positions, equal to those computed by a rotary module of transformers.
+
+    All layers of a model share one, so that they compute the angles once.
+    """
 
     bits: Tensor
 
@@ -102,9 +106,13 @@ class Rotary(nn.Module):
         # As int32, which a plan's precision does not cast: 16-bit angles are wrong at distant positions.
         frequencies = source.inv_freq.detach().to(torch.float32, copy=True)
         self.register_buffer("bits", frequencies.view(torch.int32), persistent=False)
+        self.angles = ResultCache()
 
     def forward(self, like: Tensor) -> tuple[Tensor, Tensor]:
         """Return cosines and sines `[length, frequencies]` for `like` `[batch, heads, length, size]`."""
+        return self.angles.get((like.shape[2], like.dtype), like, lambda: self._computed(like))
+
+    def _computed(self, like: Tensor) -> tuple[Tensor, Tensor]:
         positions = torch.arange(like.shape[2], dtype=torch.float32, device=like.device)
         angles = torch.outer(positions, self.bits.view(torch.float32))
         return (angles.cos() * self.scaling).to(like.dtype), (angles.sin() * self.scaling).to(like.dtype)

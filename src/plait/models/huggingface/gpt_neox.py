@@ -42,7 +42,8 @@ def adapt(model: Any) -> nn.Sequential:
     config, body = model.config, model.gpt_neox
     std, context = config.initializer_range, config.max_position_embeddings
     embedding = Embedding("embed_in", body.embed_in, context, std, body.emb_dropout)
-    blocks = [Block(block, body.rotary_emb, std) for block in body.layers]
+    rotary = Rotary(body.rotary_emb)
+    blocks = [Block(block, rotary, std) for block in body.layers]
     head = Head("final_layer_norm", body.final_layer_norm, model.lm_head, std)
     return assemble(embedding, blocks, head, context=context, rules=RULES)
 
@@ -50,7 +51,7 @@ def adapt(model: Any) -> nn.Sequential:
 class Block(InitializedLayer):
     """`[batch, length, hidden]` → the same shape: x + attention + MLP, in parallel or one after the other."""
 
-    def __init__(self, block: Any, rotary: Any, std: float) -> None:
+    def __init__(self, block: Any, rotary: Rotary, std: float) -> None:
         super().__init__(std)
         self.input_layernorm, self.attention = block.input_layernorm, block.attention
         self.post_attention_layernorm, self.mlp = block.post_attention_layernorm, block.mlp
@@ -58,7 +59,7 @@ class Block(InitializedLayer):
             block.post_attention_dropout,
             block.post_mlp_dropout,
         )
-        self.rotary = Rotary(rotary)
+        self.rotary = rotary
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(block.attention.attention_dropout)
         self.attention_dropout.train(block.training)

@@ -46,9 +46,10 @@ def adapt(model: Any) -> nn.Sequential:
     """
     config, body = model.config, model.model
     std, context = config.initializer_range, config.max_position_embeddings
+    rotary = Rotary(body.rotary_emb)
     blocks = [
         block(
-            Attention(one.input_layernorm, one.self_attn, body.rotary_emb, std),
+            Attention(one.input_layernorm, one.self_attn, rotary, std),
             MLP("post_attention_layernorm", one.post_attention_layernorm, one.mlp, std),
         )
         for one in body.layers
@@ -61,10 +62,10 @@ def adapt(model: Any) -> nn.Sequential:
 class Attention(InitializedLayer):
     """`[batch, length, hidden]` → the same shape: x + causal attention of norm(x), with rotary positions."""
 
-    def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Any, std: float) -> None:
+    def __init__(self, input_layernorm: nn.Module, self_attn: Any, rotary: Rotary, std: float) -> None:
         super().__init__(std)
         self.input_layernorm, self.self_attn = input_layernorm, self_attn
-        self.rotary = Rotary(rotary)
+        self.rotary = rotary
         # A module instead of transformers' function, so that it can be replaced and has a name.
         self.attention_dropout = nn.Dropout(self_attn.attention_dropout)
         self.attention_dropout.train(self_attn.training)
