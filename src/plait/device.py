@@ -35,12 +35,15 @@ def captures_graph(device: torch.device) -> bool:
 def multiplies_into_float32(where: torch.device | Tensor, dtype: torch.dtype) -> bool:
     """Return whether a device adds a product of `dtype` matrices to a float32 matrix in one operation.
 
-    That is `torch.addmm` with `out_dtype`: for 16-bit matrices, on CUDA of compute capability 8.0 or higher.
+    That is `torch.addmm` with `out_dtype`: for 16-bit matrices, on CUDA of compute capability 8.0 or higher,
+    unless torch tunes its products (`PYTORCH_TUNABLEOP_ENABLED`).
     """
     device = where.device if isinstance(where, Tensor) else where
     if not is_accelerator(device) or dtype not in (torch.bfloat16, torch.float16):
         return False
-    return torch.version.hip is None and torch.cuda.get_device_capability(device) >= (8, 0)
+    if torch.version.hip is not None or torch.cuda.tunable.is_enabled():
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def visible_accelerators() -> int:

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import combinations
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from parity.live_bytes import LiveBytes
 from plait.footprint.estimate import MemoryEstimator
 from plait.footprint.memory_report import RankMemory
 from plait.layers.nested import tensors_of
+from plait.layers.result_cache import ResultCache, result_caches
 from plait.plan import Plan
 
 ROWS, CONTEXT, VOCAB = 16, 64, 256
@@ -190,6 +192,30 @@ def test_users_models(case: Case) -> None:
     for (name, held), (other, alive) in zip(moments, counted.after, strict=True):
         assert name == other
         assert held == pytest.approx(alive, abs=FEW), f"after {name}"
+
+
+@pytest.mark.parametrize(
+    ("plan", "stages"), [(make(), 1), (make(pp=2, schedule="zb-v"), 2)], ids=["1f1b", "zb-v"]
+)
+def test_what_layers_cache(thread_ranks: Any, plan: Plan, stages: int) -> None:
+    """The angles of a model of rotary positions: of each stage once, between steps, too."""
+    angles = 2 * CONTEXT * (SIZES["hidden"] // SIZES["heads"] // 2) * 4
+    assert thread_ranks.run(cached_in_a_rank, plan, ranks=plan.world) == [[angles] * stages] * plan.pp
+    with_angles, _ = foretold(LLAMA, plan, 2)
+    with patch.object(ResultCache, "nbytes", 0):
+        without, _ = foretold(LLAMA, plan, 2)
+    for one, other in zip(with_angles, without, strict=True):
+        assert one.at_rest - other.at_rest == one.peak - other.peak == stages * angles
+
+
+def cached_in_a_rank(plan: Plan) -> list[int]:
+    """The bytes in each cache of this rank after a step."""
+    engine = plait.parallelize(LLAMA.build(), plan, plait.Mesh(plan), LLAMA.loss)
+    ((inputs, targets),) = LLAMA.batches(plan.microbatches, 1, torch.float32)
+    for _ in range(2):
+        engine.forward_backward(inputs, targets)
+    caches = {id(cache): cache for module in engine._runner.modules for cache in result_caches(module)}
+    return [cache.nbytes for cache in caches.values()]
 
 
 def test_strategies_differ_by_more_than_the_tolerance() -> None:

@@ -31,6 +31,39 @@ def test_the_cpu_is_never_behind() -> None:
     assert not device.is_accelerator(tensor)
 
 
+@pytest.mark.parametrize(
+    ("where", "dtype", "capability", "multiplies"),
+    [
+        (CUDA, torch.bfloat16, (9, 0), True),
+        (CUDA, torch.float16, (8, 0), True),
+        (CUDA, torch.bfloat16, (7, 5), False),
+        (CUDA, torch.float32, (9, 0), False),
+        (CPU, torch.bfloat16, (9, 0), False),
+    ],
+)
+def test_which_devices_add_narrow_products_to_wide_sums(
+    monkeypatch: pytest.MonkeyPatch,
+    where: torch.device,
+    dtype: torch.dtype,
+    capability: tuple[int, int],
+    multiplies: bool,
+) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda.tunable, "is_enabled", lambda: False)
+    assert device.multiplies_into_float32(where, dtype) is multiplies
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.cuda.tunable, "is_enabled", lambda: True)
+        assert not device.multiplies_into_float32(where, dtype)
+    monkeypatch.setattr(torch.version, "hip", "6.4")
+    assert not device.multiplies_into_float32(where, dtype)
+
+
+def test_a_graph_is_captured_on_gpus_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert device.captures_graph(CUDA)
+    assert not device.captures_graph(CPU)
+
+
 @pytest.mark.parametrize(("visible", "local", "index"), [(8, 3, 3), (4, 0, 0), (1, 0, 0), (1, 3, 0)])
 def test_a_rank_has_the_gpu_of_its_number_or_the_only_one(
     monkeypatch: pytest.MonkeyPatch, visible: int, local: int, index: int

@@ -8,8 +8,10 @@ arithmetic, which is the same on every device.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import product
 from math import prod
+from operator import mul
 from typing import NamedTuple
 
 import torch
@@ -22,7 +24,8 @@ _GOLDEN = 0x9E3779B97F4A7C15 - 2**64
 _FIRST, _SECOND = 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64
 BLOCK = {"cpu": 2**15, "meta": 2**15}
 """Elements per block, so that temporaries stay in a CPU's cache."""
-BLOCK_ON_ACCELERATORS = 2**20
+BLOCK_ON_ACCELERATORS = 2**21
+"""Elements per block on a GPU: 48 MiB of temporaries, and kernels that take longer than their launch."""
 
 
 class DimPiece(NamedTuple):
@@ -49,14 +52,22 @@ def keep_mask(
     """
     dims = _joined(_dims(shape, pieces))
     keep = torch.empty(prod(shape), dtype=torch.bool, device=device)
-    if p >= 1.0:
+    if p >= 1.0 or not len(keep):
         return keep.fill_(False).view(tuple(shape))
-    block = BLOCK.get(device.type, BLOCK_ON_ACCELERATORS)
-    # On meta one block suffices to trace the memory.
-    for first in range(0, min(len(keep), block) if keep.is_meta else len(keep), block):
-        block_mask = keep[first : first + block]
-        bits = _mixed(_indexes(first, len(block_mask), dims, device), key)
+    blocks = _Blocks.of(dims, BLOCK.get(device.type, BLOCK_ON_ACCELERATORS))
+    tile = blocks.tile(device)
+    # A single block may overwrite the tile.
+    work = tile, tile if len(tile) == len(keep) else torch.empty_like(tile)
+    done = 0
+    for count, first in blocks:
+        steps, bits = work if count == len(tile) else (one[:count] for one in work)
+        torch.add(steps, _signed(first * _GOLDEN + key), out=bits)
+        _mix(bits, key)
+        block_mask = keep if count == len(keep) else keep[done : done + count]
         torch.ge(bits, int(p * 2**64) - 2**63, out=block_mask)
+        done += count
+        if keep.is_meta:
+            break  # one block suffices to trace the memory
     return keep.view(tuple(shape))
 
 
@@ -94,32 +105,76 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
     return joined
 
 
-def _indexes(first: int, count: int, dims: Sequence[_Dim], device: torch.device) -> Tensor:
-    """Return the global indexes of the elements `first … first + count - 1` of a piece: int64 `[count]`."""
-    left = torch.arange(first, first + count, dtype=torch.int64, device=device)
-    if len(dims) <= 1:
-        return left.add_(dims[0].start if dims else 0)
-    index, stride = torch.zeros_like(left), 1
-    for dim in reversed(dims[1:]):
-        index += (left % dim.size).add_(dim.start).mul_(stride)
-        left //= dim.size
-        stride *= dim.whole
-    return index.add_(left.add_(dims[0].start), alpha=stride)
+class _Blocks(NamedTuple):
+    """The blocks of a piece, row-major: some indexes of one dim, and all of the dims behind it.
+
+    Indexes in a block are those of the first block plus a constant, so that one tile serves all blocks.
+    """
+
+    dims: Sequence[_Dim]
+    strides: Sequence[int]
+    """The distance of neighbours along each dim, in the whole tensor."""
+    cut: int
+    """The dim that is cut into blocks; the dims before it have one index in a block."""
+    rows: int
+    """The number of indexes of that dim in a block."""
+    inner: int
+    """The number of elements of a block for one index of that dim."""
+
+    @staticmethod
+    def of(dims: Sequence[_Dim], most: int) -> _Blocks:
+        """Return blocks of at most `most` elements."""
+        dims = dims or [_Dim(1, 0, 1)]
+        strides = [1]
+        for dim in reversed(dims[1:]):
+            strides.insert(0, strides[0] * dim.whole)
+        cut, inner = len(dims) - 1, 1
+        while cut and inner * dims[cut].size <= most:
+            inner *= dims[cut].size
+            cut -= 1
+        return _Blocks(dims, strides, cut, min(dims[cut].size, most // inner), inner)
+
+    def tile(self, device: torch.device) -> Tensor:
+        """Return the global indexes of a block's elements, relative to its first, times `_GOLDEN`."""
+        tile = _steps(self.rows, self.strides[self.cut], device)
+        for number in range(self.cut + 1, len(self.dims)):
+            tile = tile.unsqueeze(1) + _steps(self.dims[number].size, self.strides[number], device)
+            tile = tile.view(-1)
+        return tile
+
+    def __iter__(self) -> Iterator[tuple[int, int]]:
+        """Yield of each block its number of elements and the global index of its first."""
+        start = sum(dim.start * stride for dim, stride in zip(self.dims, self.strides, strict=True))
+        size, stride = self.dims[self.cut].size, self.strides[self.cut]
+        for indexes in product(*(range(dim.size) for dim in self.dims[: self.cut])):
+            first = start + sum(map(mul, indexes, self.strides))
+            for row in range(0, size, self.rows):
+                yield min(self.rows, size - row) * self.inner, first + row * stride
 
 
-def _mixed(index: Tensor, key: int) -> Tensor:
-    """Return 64 random bits for each element index, a function of index and `key`. Overwrites `index`."""
-    bits = index.mul_(_GOLDEN).add_(key)
-    _fold(bits, 30).mul_(_FIRST)
+def _steps(size: int, stride: int, device: torch.device) -> Tensor:
+    """Return `0, stride, 2 · stride, …`, `size` numbers, times `_GOLDEN`: int64, with overflow."""
+    return torch.arange(size, dtype=torch.int64, device=device).mul_(_signed(stride * _GOLDEN))
+
+
+def _mix(bits: Tensor, key: int) -> None:
+    """Replace `bits`, the indexes times `_GOLDEN` plus `key`, by 64 random bits for each."""
+    _fold(bits, 30)
+    bits *= _FIRST
     # The key again: else one key's numbers would be another key's at shifted indexes.
     bits ^= key
-    _fold(bits, 27).mul_(_SECOND)
-    return _fold(bits, 31)
+    _fold(bits, 27)
+    bits *= _SECOND
+    _fold(bits, 31)
 
 
-def _fold(bits: Tensor, count: int) -> Tensor:
-    """Return `bits ^ bits >> count`, in place, with a logical shift."""
+def _fold(bits: Tensor, count: int) -> None:
+    """Replace `bits` by `bits ^ bits >> count`, with a logical shift."""
     shifted = bits >> count
     shifted &= (1 << (64 - count)) - 1
     bits ^= shifted
-    return bits
+
+
+def _signed(number: int) -> int:
+    """Return `number` modulo 2^64 as a signed 64-bit integer."""
+    return (number + 2**63) % 2**64 - 2**63

@@ -19,10 +19,10 @@ def rotary_angles(
     See Su et al. 2021, section 3.2.2. In float32, or in the dtype of `like` where that is wider, and on its
     device. `cache` keeps them for the next call with equal arguments.
     """
-    dtype = torch.promote_types(like.dtype, torch.float32)
     if cache is not None:
-        key = length, size, base, dtype
+        key = length, size, base, like.dtype
         return cache.get(key, like, lambda: rotary_angles(length, size, base, like))
+    dtype = torch.promote_types(like.dtype, torch.float32)
     positions = torch.arange(length, dtype=dtype, device=like.device)
     exponents = torch.arange(0, size, 2, dtype=dtype, device=like.device) / size
     angles = torch.outer(positions, base**-exponents)

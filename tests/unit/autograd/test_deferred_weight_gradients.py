@@ -5,14 +5,18 @@ import gc
 import weakref
 from contextlib import suppress
 from functools import partial
+from typing import Any, Self
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from plait.autograd.deferred_weight_gradients import defer_weight_gradients
+from plait.autograd import deferred_weight_gradients
+from plait.autograd.deferred_weight_gradients import defer_weight_gradients, linear
 from plait.autograd.weight_gradient_queue import WeightGradientQueue
+from plait.device import multiplies_into_float32
 from plait.errors import ModelError
 
 
@@ -302,6 +306,86 @@ def test_a_gradient_may_have_more_digits_than_its_weight(module: nn.Module, give
         assert parameter.grad.dtype == torch.float32
         assert set(parameter.grad.flatten().tolist()) <= {0.0, 257.0}
         assert parameter.grad.any()
+
+
+class WideProducts(TorchDispatchMode):
+    """Computes `aten.addmm.dtype_out`, which CPUs do not have, as GPUs do; counts all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[Any] = []
+
+    def __enter__(self) -> Self:
+        super().__enter__()
+        return self
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if not func.is_view:
+            self.found.append(func)
+        if func is torch.ops.aten.addmm.dtype_out:
+            (total, a, b, dtype), out = args, (kwargs or {})["out"]
+            assert (total.dtype, dtype) == (torch.float32, torch.float32)
+            assert a.dtype == b.dtype
+            assert total.data_ptr() == out.data_ptr()
+            assert total.stride() == out.stride()
+            return out.copy_(total + a.float() @ b.float())
+        return func(*args, **(kwargs or {}))
+
+
+def add_product_of_halves(*, transposed: bool) -> tuple[list[Any], Tensor, Tensor, Tensor]:
+    """Add a linear's weight gradient in bfloat16 to ones in float32.
+
+    Returns the operations, the sum as `[out, in]`, and the gradient and the input of the linear.
+    """
+    given, gradient = torch.randn(7, 4).bfloat16(), torch.randn(7, 3).bfloat16()
+    shape = (4, 3) if transposed else (3, 4)
+    weight, queue = nn.Parameter(torch.randn(shape).bfloat16()), WeightGradientQueue()
+    queue.buffers[id(weight)] = total = torch.ones(shape)
+    leaf = given.detach().requires_grad_()
+    linear(leaf, weight, None, queue, transposed=transposed).backward(gradient)
+    with WideProducts() as products:
+        do(queue)
+    return products.found, total.t() if transposed else total, gradient, given
+
+
+@pytest.mark.parametrize("transposed", [False, True])
+def test_on_an_accelerator_the_product_is_added_without_a_temporary(
+    monkeypatch: pytest.MonkeyPatch, transposed: bool
+) -> None:
+    """In one operation of torch's, and to the digits of the sum."""
+    monkeypatch.setattr(deferred_weight_gradients, "multiplies_into_float32", lambda *_: True)
+    found, total, gradient, given = add_product_of_halves(transposed=transposed)
+    assert found == [torch.ops.aten.addmm.dtype_out]
+    torch.testing.assert_close(total, 1 + gradient.float().t() @ given.float())
+
+
+def test_a_cpu_adds_a_rounded_product() -> None:
+    """The bits of a run there stay what they were."""
+    found, total, gradient, given = add_product_of_halves(transposed=False)
+    assert found == [torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor]
+    assert torch.equal(total, 1 + (gradient.t() @ given).float())
+
+
+def test_torch_adds_products_in_a_wider_dtype() -> None:
+    """The overload that `_add_product` relies on; only CUDA has a kernel for it."""
+    arguments = torch.ops.aten.addmm.dtype_out._schema.arguments
+    assert [one.name for one in arguments] == ["self", "mat1", "mat2", "out_dtype", "beta", "alpha", "out"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_adds_products_without_a_temporary() -> None:
+    if not multiplies_into_float32(torch.device("cuda", 0), torch.bfloat16):
+        pytest.skip("compute capability below 8.0")
+    a, b = (torch.randn(512, 512, device="cuda").bfloat16() for _ in range(2))
+    for total in (torch.ones(512, 512, device="cuda"), torch.ones(512, 512, device="cuda").t()):
+        expected = total + a.float() @ b.float()
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated()
+        deferred_weight_gradients._add_product(total, a, b)
+        assert torch.cuda.max_memory_allocated() - before < total.nbytes
+        torch.testing.assert_close(total, expected, rtol=1e-4, atol=1e-3)
 
 
 def test_within_autocast_the_native_operation_runs() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from unittest.mock import patch
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from plait.autograd.dropout_mask import BLOCK, DimPiece, keep_mask
+from parity.kernels import Kernels
+from parity.live_bytes import LiveBytes
+from plait.autograd.dropout_mask import BLOCK, BLOCK_ON_ACCELERATORS, DimPiece, keep_mask
 from plait.errors import ModelError
 
 CPU = torch.device("cpu")
@@ -85,6 +89,46 @@ def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
     spans = {len(shape) - 1: DimPiece(half, shape[-1])}
     assert torch.equal(kept(KEY, *shape[:-1], shape[-1] - half, spans=spans), whole[..., half:])
     assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: DimPiece(2, 0)}), whole[2:3])
+
+
+@given(pieces(), st.sampled_from([1, 2, 3, 7, 16, 100]))
+def test_nor_do_their_sizes(cut: tuple[list[int], list[tuple[int, int]]], block: int) -> None:
+    """Rows that blocks do not divide, blocks of several rows, blocks within a row."""
+    shape, ends = cut
+    sizes = [stop - start for start, stop in ends]
+    spans = {
+        dim: DimPiece(start, size) for dim, ((start, _), size) in enumerate(zip(ends, shape, strict=True))
+    }
+    expected = kept(KEY, *sizes, spans=spans)
+    with patch.dict(BLOCK, cpu=block):
+        assert torch.equal(kept(KEY, *sizes, spans=spans), expected)
+
+
+@pytest.mark.parametrize(
+    ("shape", "spans"),
+    [
+        ((4, 2**21), {0: DimPiece(4, 0)}),
+        ((4, 2**11, 2**10), {0: DimPiece(4, 0), 2: DimPiece(2**10, 2**11)}),
+        ((2, 4, 2**10, 2**10), {0: DimPiece(2, 0), 1: DimPiece(4, 8), 3: DimPiece(0, 2**12)}),
+    ],
+)
+def test_a_mask_takes_fourteen_kernels_a_block(shape: tuple[int, ...], spans: dict[int, DimPiece]) -> None:
+    """Of two million elements on a GPU, however many dims are in pieces; and a few for the mask."""
+    with patch.dict(BLOCK, cpu=BLOCK_ON_ACCELERATORS), Kernels() as kernels:
+        mask = kept(KEY, *shape, spans=spans)
+    assert kernels.count <= 14 * (mask.numel() // 2**21) + 8
+    assert torch.equal(mask, kept(KEY, *shape, spans=spans))
+
+
+def test_temporaries_are_bounded() -> None:
+    """To three numbers of 64 bits for each element of a block."""
+    live, size = LiveBytes(), 2**18
+    with patch.dict(BLOCK, cpu=2**12), live:
+        live.most = 0
+        kept(KEY, 4, size // 4, spans={1: DimPiece(5, size)})
+    assert live.most is not None
+    assert live.most - size <= 3 * 8 * 2**12
+    assert 3 * 8 * BLOCK_ON_ACCELERATORS <= 64 * 2**20
 
 
 @pytest.mark.parametrize("p", [0.001, 0.1, 0.5, 0.9, 0.999])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -10,8 +11,10 @@ from torch import nn
 
 import plait
 from parity import huggingface_cases as cases
+from parity.kernels import Kernels
 from plait.errors import ModelError
 from plait.layers.layer_sequence import bits_of, layer_costs, sequence_of
+from plait.layers.result_cache import ResultCache
 from plait.models.huggingface.common import Rotary, attend
 from plait.models.initial import initial_value
 from plait.models.tensor_sources import locate_tensors
@@ -79,6 +82,17 @@ def test_a_plans_precision_does_not_round_the_angles() -> None:
     like = torch.zeros(1, 8, 24, dtype=torch.float64)
     for angles, others in zip(one(like), rounded(like), strict=True):
         assert torch.equal(angles, others)
+
+
+@pytest.mark.parametrize("make", [cases.llama, cases.gpt_neox])
+def test_angles_are_computed_once_for_all_layers(make: Any) -> None:
+    model, tokens = plait.models.from_huggingface(make()), torch.arange(8).view(2, 4)
+    with Kernels() as kernels:
+        output = model(tokens)
+    assert kernels.names["cos"] == kernels.names["sin"] == 1
+    with patch.object(ResultCache, "get", lambda self, key, like, compute: compute()), Kernels() as kernels:
+        assert torch.equal(model(tokens), output)
+    assert kernels.names["cos"] > 1
 
 
 @pytest.mark.parametrize(

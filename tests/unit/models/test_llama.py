@@ -1,14 +1,17 @@
 from __future__ import annotations
 
 import math
+from unittest.mock import patch
 
 import pytest
 import torch
 from model_cases import filled, half_of, uncut
 from torch import Tensor, nn
 
+from parity.kernels import Kernels
 from plait.errors import ModelError
 from plait.layers.layer_sequence import layer_costs, sequence_of
+from plait.layers.result_cache import ResultCache
 from plait.layers.validation import refuse_layout_dependence
 from plait.model_size_rules import default_inner
 from plait.models import llama
@@ -214,6 +217,24 @@ def test_angles_are_wide_and_what_is_turned_keeps_its_dtype(dtype: torch.dtype, 
     assert turned.dtype == dtype
     wanted = [math.cos(299) - math.sin(299), math.cos(299) + math.sin(299)]
     assert turned[299].tolist() == pytest.approx(wanted, rel=1e-2)
+
+
+def test_angles_are_computed_once_for_all_layers_and_micro_batches() -> None:
+    """Eight operations; the bits are those of angles computed anew."""
+    model, tokens = lively(layers=3), torch.arange(8).view(2, 4)
+    counts = []
+    for _ in range(3):
+        with Kernels() as kernels:
+            output = model(tokens)
+        counts.append(kernels.names)
+    first, second, third = counts
+    assert first["cos"] == first["sin"] == 1
+    assert second == third
+    assert (first - second).total() == 8
+    with patch.object(ResultCache, "get", lambda self, key, like, compute: compute()), Kernels() as kernels:
+        anew = model(tokens)
+    assert torch.equal(anew, output)
+    assert (kernels.names - second).total() == 8 * 3
 
 
 def test_initial_values() -> None:

@@ -8,9 +8,11 @@ import torch
 from sharding_cases import case_of, group_of, two_layers, unit_of
 from torch import nn
 
+from parity.kernels import Kernels
 from plait.comm.mesh import Mesh
 from plait.errors import PlanError
 from plait.plan import Plan
+from plait.sharding import gradient_norm
 from plait.sharding.gradient_norm import scale_to, start_norm
 from plait.sharding.unit import Unit
 
@@ -135,3 +137,87 @@ def test_pieces_count_once(thread_ranks: Any, plan: dict[str, int]) -> None:
     for found in thread_ranks.run(over_pieces, chosen, ranks=chosen.dp):
         assert [norm for norm, _ in found] == pytest.approx(wanted, rel=1e-12)
         assert [clipped for _, clipped in found] == pytest.approx([1.0] * len(ORDERS), rel=1e-6)
+
+
+# ── on accelerators: few kernels for all gradients together ──
+
+MANY = 12
+"""Layers, each with one flat gradient."""
+
+
+def as_on_accelerators(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gradient_norm, "is_accelerator", lambda where: True)
+
+
+def many_units(dtype: torch.dtype) -> list[Unit]:
+    torch.manual_seed(1)
+    widths = [16 * number for number in range(1, MANY + 1)]
+    return [with_random_gradients(unit_of(nn.Linear(n, 8), precision=PRECISIONS[dtype])) for n in widths]
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    ("dtype", "error"), [(torch.float64, 1e-14), (torch.float32, 1e-6), (torch.bfloat16, 1e-6)]
+)
+def test_the_norm_on_an_accelerator_is_as_close(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, error: float, order: float
+) -> None:
+    """Also in 16 bits, which `get_total_norm` would round to."""
+    units = many_units(dtype)
+    expected = norm_of(units, order)
+    as_on_accelerators(monkeypatch)
+    found = norm_of(units, order)
+    assert (found.dtype, found.shape) == (torch.float64, ())
+    assert found.item() == pytest.approx(expected.item(), rel=error)
+
+
+@pytest.mark.parametrize(("dtype", "each"), [(torch.float32, 0), (torch.bfloat16, 1)])
+def test_kernels_of_a_norm_do_not_grow_with_the_gradients(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, each: int
+) -> None:
+    """In 16 bits there is one for each; `_foreach_norm` itself runs as many as all their bytes need."""
+    units = many_units(dtype)
+    with Kernels() as kernels:
+        norm_of(units)
+    assert kernels.count >= 6 * MANY
+    as_on_accelerators(monkeypatch)
+    with Kernels() as kernels:
+        norm_of(units)
+    assert kernels.names["_foreach_norm"] == 1
+    assert kernels.count <= 8 + each * MANY
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_a_norm_that_is_no_number_is_none_on_an_accelerator(
+    monkeypatch: pytest.MonkeyPatch, value: float, order: float
+) -> None:
+    units = many_units(torch.float32)
+    gradients(units)[5][0] = value
+    as_on_accelerators(monkeypatch)
+    assert not norm_of(units, order).isfinite()
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_empty_pieces_on_an_accelerator_add_nothing(monkeypatch: pytest.MonkeyPatch, order: float) -> None:
+    """As of the last rank that shards a small layer."""
+    layer = nn.Linear(4, 4, bias=False)
+    layer.weight = nn.Parameter(torch.empty(0, 4))
+    units, empty = many_units(torch.float32), unit_of(layer)
+    expected = norm_of(units, order)
+    as_on_accelerators(monkeypatch)
+    found = norm_of([with_random_gradients(empty), *units], order)
+    assert found.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert norm_of([empty], order) == 0
+
+
+def test_gradients_are_scaled_by_one_kernel_each() -> None:
+    """The factor is cast once."""
+    units = many_units(torch.float32)
+    norm, counts = norm_of(units), []
+    for some in (units[:1], units):
+        with Kernels() as kernels:
+            scale_to(some, norm, 1e6)
+        counts.append(kernels.count)
+    assert kernels.names["mul_"] == MANY
+    assert counts[1] - counts[0] == MANY - 1
