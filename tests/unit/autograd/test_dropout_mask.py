@@ -7,7 +7,7 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from torch import Tensor
 
@@ -91,6 +91,7 @@ def test_blocks_make_no_difference(shape: tuple[int, ...]) -> None:
     assert torch.equal(kept(KEY, 1, *shape[1:], spans={0: DimPiece(2, 0)}), whole[2:3])
 
 
+@example(([3, 9], [(0, 3), (1, 6)]), 4)  # a part of a block, then whole ones again
 @given(pieces(), st.sampled_from([1, 2, 3, 7, 16, 100]))
 def test_nor_do_their_sizes(cut: tuple[list[int], list[tuple[int, int]]], block: int) -> None:
     """Rows that blocks do not divide, blocks of several rows, blocks within a row."""
