@@ -59,7 +59,7 @@ def keep_mask(
     # A single block may overwrite the tile.
     work = tile, tile if len(tile) == len(keep) else torch.empty_like(tile)
     done = 0
-    for count, first in blocks:
+    for count, first in blocks.each():
         steps, bits = work if count == len(tile) else (one[:count] for one in work)
         torch.add(steps, _signed(first * _GOLDEN + key), out=bits)
         _mix(bits, key)
@@ -142,7 +142,7 @@ class _Blocks(NamedTuple):
             tile = tile.view(-1)
         return tile
 
-    def __iter__(self) -> Iterator[tuple[int, int]]:
+    def each(self) -> Iterator[tuple[int, int]]:
         """Yield of each block its number of elements and the global index of its first."""
         start = sum(dim.start * stride for dim, stride in zip(self.dims, self.strides, strict=True))
         size, stride = self.dims[self.cut].size, self.strides[self.cut]
