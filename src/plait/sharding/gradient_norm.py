@@ -56,10 +56,10 @@ def scale_to(units: Iterable[Unit], norm: Tensor, max_norm: float) -> None:
     factors: dict[tuple[torch.device, torch.dtype], Tensor] = {}
     for unit in units:
         for gradient in _gradients(unit, unit.pieces):
-            kind = gradient.device, gradient.dtype
-            if kind not in factors:
-                factors[kind] = factor.to(*kind)
-            gradient.mul_(factors[kind])
+            device, dtype = gradient.device, gradient.dtype
+            if (device, dtype) not in factors:
+                factors[device, dtype] = factor.to(device, dtype)
+            gradient.mul_(factors[device, dtype])
 
 
 def non_finite_gradients(units: Iterable[Unit], device: torch.device) -> Tensor:
