@@ -78,7 +78,7 @@ class GatherRegistry:
         return piece, gather
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return the `Regathered` of `piece`: the same object for all callers while any of them holds it."""
+        """Return a handle that all-gathers `piece` again at its first use, shared while anyone holds it."""
         key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
         found = self._regathered.get(key)
         if found is None:

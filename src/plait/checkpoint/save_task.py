@@ -60,7 +60,7 @@ def _part_reader() -> TypeAdapter[ManifestPart]:
 
 
 def merge_parts(head: Manifest, parts: Sequence[ManifestPart]) -> Manifest:
-    """Return the manifest `head` with the tensors, files and optimizer that the ranks' `parts` list."""
+    """Return the manifest `head` with the tensors, files and optimizer listed in the ranks' `parts`."""
     tensors: dict[str, TensorEntry] = {}
     for part in parts:
         tensors |= part.tensors

@@ -133,7 +133,7 @@ class Portion:
 
 
 def portions(files: Sequence[FileEntry]) -> list[Portion]:
-    """Divide the stored boxes of files into portions of at most `BETWEEN_SYNCS` bytes, or one larger box."""
+    """Divide the tensor pieces in files into groups of at most `BETWEEN_SYNCS` bytes, or of one piece."""
     found: list[Portion] = []
     for file in files:
         sizes = [stop - box.start for box, stop in zip(file.boxes, _stops(file), strict=True)]

@@ -100,7 +100,7 @@ Blocks = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Records in a memory ledger the tensors that a `PipelineRank` allocates for each micro-batch."""
+    """Predicts activation memory: adds to a ledger what a `PipelineRank` would allocate by instruction."""
 
     def __init__(
         self,

@@ -41,7 +41,7 @@ class Shard:
 
 @dataclass(frozen=True)
 class Flat:
-    """Each rank along the axis holds an interval of the elements of the piece that all `Shard`s leave.
+    """Each rank along the axis holds an interval of the elements, after the `Shard`s of other axes.
 
     Rank `i` holds elements `bounds[i]` to `bounds[i + 1]` in row-major order, clipped to the number of
     elements; there is one bound more than ranks. The order of the axes does not matter. A piece that consists

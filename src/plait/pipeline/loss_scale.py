@@ -42,7 +42,7 @@ class LossScale:
 
     @property
     def guards(self) -> bool:
-        """Whether gradients are dropped (set to None) where they overflow."""
+        """Whether all gradients of a step are set to None if any of them overflowed (is not finite)."""
         return self.dynamic or self.value != 1
 
     def update(self, *, finite: bool) -> None:

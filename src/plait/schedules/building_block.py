@@ -30,7 +30,7 @@ class Lengths(NamedTuple):
 
 
 class Delays(NamedTuple):
-    """Delays between the actions of micro-batch 0, in time cells."""
+    """Least numbers of idle time slots between consecutive actions of micro-batch 0."""
 
     forward: Sequence[int]
     """Per chunk: before each forward but that of the chunk's first stage."""

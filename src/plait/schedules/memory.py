@@ -55,7 +55,7 @@ def memory_use(actions: Sequence[Action], costs: MemoryCosts) -> Iterator[tuple[
 
 
 def peak_memory(schedule: Schedule, costs: MemoryCosts | None = None) -> tuple[Fraction, ...]:
-    """Return each rank's peak activation memory, where 1 is a micro-batch on all of the rank's stages."""
+    """Return each rank's peak activation memory, in units of one micro-batch's on its stages."""
     costs = costs or even_memory_costs(schedule)
     return tuple(
         costs.unit * max((most for most, _ in memory_use(actions, costs)), default=0)

@@ -81,7 +81,7 @@ class _RankStreams:
         return streams
 
     def head(self, communicator: Hashable) -> tuple[Operation, int] | None:
-        """Return the first incomplete operation on a communicator's stream, and how many waits precede it."""
+        """Return a communicator's first incomplete operation, and the number of compute waits before it."""
         queue, done = self.queued.get(communicator, ()), self.completed[communicator]
         return queue[done] if done < len(queue) else None
 

@@ -131,7 +131,10 @@ def _check(
     arguments: tuple[Any, ...],
     options: dict[str, Any],
 ) -> None:
-    """Check an optimizer of `watched` parameters once, and again after parameter groups were added."""
+    """Before an optimizer's step, call `require_elementwise` if it updates `watched` parameters.
+
+    Once, and again after parameter groups were added.
+    """
     groups = getattr(optimizer, "param_groups", ())
     if checked.get(optimizer) == len(groups):
         return

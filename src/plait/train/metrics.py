@@ -79,7 +79,9 @@ class Metrics:
 
 
 def open_metrics(folder: Path, configuration: str, *, csv_too: bool, tensorboard: bool) -> Metrics:
-    """Create the run's folder and write `config.json`; earlier metrics stay until `begin`.
+    """Create the run's folder, write `config.json`, and return the metrics' writers, not yet opened.
+
+    Metrics of an earlier run in the folder stay until `Metrics.begin`.
 
     `configuration` is JSON. TensorBoard logs are written where `tensorboard` is true and it is installed.
     Raises `ConfigError` when the folder cannot be written to.

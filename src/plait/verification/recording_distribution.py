@@ -68,7 +68,7 @@ def _broadcast_scope(
 
 
 def broadcast_object(thing: Object | None, mesh: Mesh) -> Object:
-    """Return rank 0's object, pickled, on all ranks. Communication: two broadcasts over the world."""
+    """Return rank 0's object on all ranks, sent pickled. Communication: two broadcasts over the world."""
     world = mesh.group("world")
     text = b64encode(pickle.dumps(thing)).decode() if world.index == 0 else ""
     received: Object = pickle.loads(

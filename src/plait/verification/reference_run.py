@@ -92,7 +92,7 @@ class ReferenceRun:
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon of a narrower dtype that a recorded tensor was computed in, else 0."""
+        """Return the machine epsilon of a computation in a narrower dtype than the tensor's own, else 0."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":

@@ -139,7 +139,7 @@ class WeightGradientChecker:
             yield "the gradient of the step before is still in it", expected + self.piece(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return this rank's piece of what one use of a parameter adds to its gradient, or None."""
+        """Return the recorded gradient from one layer and micro-batch (this rank's piece); None if unrecorded."""
         layer, microbatch = use
         scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
         whole = self.recording.find(scope, key)

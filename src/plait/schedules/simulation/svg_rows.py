@@ -199,7 +199,7 @@ class Bands:
 
     @property
     def columns(self) -> int:
-        """Number of columns across a band; each averages over a part of the timeline."""
+        """Number of time slices that are drawn of each rank, with the share of each kind of action."""
         wide = max(_COLUMN, _ACTIONS * self.frame.average)
         return max(1, round(self.frame.plot / wide))
 

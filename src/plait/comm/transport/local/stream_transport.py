@@ -27,7 +27,10 @@ class StreamPending:
         self._transport, self._operation, self._index = transport, operation, index
 
     def wait(self, awaited: str = "") -> None:
-        """Run other ranks until the operation is complete. Raises RuntimeError for a breach of the rules."""
+        """Block, while other ranks' threads run, until the operation is complete.
+
+        Raises RuntimeError where a rank misused its tensors, or made another call.
+        """
         operation, rules = self._operation, self._transport.rules
         rules.wait(operation, self._index)
         try:
