@@ -139,7 +139,7 @@ class WeightGradientChecker:
             yield "the gradient of the step before is still in it", expected + self.piece(name).of(before)
 
     def _contribution(self, name: str, use: ParameterUse) -> tuple[Tensor, Tolerance] | None:
-        """Return the recorded gradient from one layer and micro-batch (this rank's piece); None if unrecorded."""
+        """Return this rank's piece of the recorded gradient from one layer and micro-batch, or None."""
         layer, microbatch = use
         scope, key = RecordScope(self.step, microbatch), RecordKey("contribution", layer, name)
         whole = self.recording.find(scope, key)
