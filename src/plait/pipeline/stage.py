@@ -170,7 +170,7 @@ def _with_gradient(outputs: list[Tensor], gradients: Gradients) -> tuple[list[Te
 def _without_buffers(
     parameters: Iterable[nn.Parameter], work: list[WeightWork], queue: WeightGradientQueue
 ) -> Iterator[None]:
-    """Within the context set `.grad` to None; at exit restore it, and let `work` add the new gradients."""
+    """Within, `.grad` is None; at exit restore it, append functions to `work` that add the new gradients."""
     buffers = [(parameter, parameter.grad) for parameter in parameters if parameter.grad is not None]
     for parameter, buffer in buffers:
         queue.buffers[id(parameter)], parameter.grad = buffer, None

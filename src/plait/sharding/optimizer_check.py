@@ -119,7 +119,7 @@ class OptimizerGuard:
         weakref.finalize(self, handle.remove)
 
     def check(self, optimizer: Optimizer) -> None:
-        """Raise PlanError as `require_elementwise` does, if `optimizer` has parameters of the engine."""
+        """Raise PlanError if updates of the engine's parameters would need elements that other ranks hold."""
         self._check(optimizer, (), {})
 
 

@@ -65,7 +65,7 @@ class MonitoredStep:
             self.progress.print(reorder(trainer.engine, recording, step + 1, config.run.dir, self.mesh))
 
     def finish(self) -> None:
-        """Read the metrics of the last step, unless they were read; check, validate, show and write them."""
+        """Read the last step's metrics, if unread; if due, check replicas and validate; show and write."""
         if self._unread is None:
             return
         (step, read), self._unread = self._unread, None

@@ -122,7 +122,7 @@ class GradientTracker:
                 yield gradient, next(iter(self.open.pop(gradient))), tracked
 
     def reset(self, keys: Iterable[GradientKey]) -> None:
-        """Set expected gradients to zero after their reduction; contributions not yet confirmed are kept."""
+        """Expect zero gradients, since they were reduced; keep contributions that `W` may still add."""
         for gradient in keys:
             self.settled.pop(gradient, None)
 

@@ -43,7 +43,7 @@ class ModuleSketches:
                 self._handles.append(module.register_forward_hook(partial(self._after, path)))
 
     def begin(self) -> None:
-        """Discard the sketches of the previous run."""
+        """Discard the recorded sketches (weighted sums), before the next forward of the layer."""
         self.found = {}
         self._calls.clear()
 
@@ -101,7 +101,7 @@ class InnerDifference:
 def first_inner_difference(
     found: Mapping[str, Tensor], expected: Mapping[str, Tensor], tolerances: Mapping[str, Tolerance]
 ) -> InnerDifference | None:
-    """Return the first difference within a layer: in which module's input or output, or in none.
+    """Return which module input or output in a layer differs first, or that all are equal.
 
     None where no module was compared: a layer without modules, or whose modules have other shapes.
     """

@@ -81,7 +81,7 @@ class Symptoms:
 
 
 def bases_of(evidence: Evidence, phase: StepPhase) -> Iterator[tuple[str, Tensor]]:
-    """Yield tensors that hypotheses subtract from actual and expected: zeros, then `evidence.base` if any.
+    """Yield named tensors to subtract from both actual and expected: zeros, then `evidence.base` if any.
 
     Each after the name of what remains, such as "the update" of a parameter.
     """

@@ -151,7 +151,7 @@ MakeTransport: TypeAlias = Callable[[GroupOperations, CooperativeScheduler, int,
 
 
 class LocalRank(Ranks):
-    """The `Ranks` of threads of one process, seen from one thread: no hosts, no connections."""
+    """The interface of one rank to all ranks (`Ranks`), where the ranks are threads of one process."""
 
     def __init__(
         self,
