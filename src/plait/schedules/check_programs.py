@@ -7,7 +7,8 @@ operations in order on a stream of the GPU (NCCL, see `stream_replay`).
 from __future__ import annotations
 
 from collections import defaultdict, deque
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from typing import TypeAlias
 
 from plait.errors import ScheduleError
 from plait.schedules.action import Action, Kind
@@ -21,7 +22,10 @@ from plait.schedules.program import (
     ReduceGradient,
     Send,
 )
-from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of
+from plait.schedules.stream_replay import Awaited, Call, Operation, Queued, deadlock_of, first_uses
+
+CollectiveCalls: TypeAlias = Callable[[int, Instruction], Iterable[Call]]
+"""Returns what the host of a rank of `pp` queues in an instruction, besides messages."""
 
 
 def own(channel: Channel) -> Hashable:
@@ -41,62 +45,86 @@ def check_programs(
     of a communicator block each other. Without `rendezvous` they are for GPUs only. Each channel must post
     its receives in the order of its sends, and await each posted receive.
     """
-    _check_channel_order(programs)
+    channels = _check_channel_order(programs)
     if rendezvous:
         _check_rendezvous(programs)
-    cycle = deadlock_of(stream_calls(programs, communicator_of))
+    calls = stream_calls(programs, communicator_of)
+    connected = {communicator_of(channel) for channel in channels}  # when the engine is made
+    cycle = deadlock_of(calls) or deadlock_of(first_uses(calls, connected))
     if cycle is not None:
         raise ScheduleError(f"rule 'no deadlock on GPU streams' is broken: {cycle}.")
 
 
 def stream_calls(
-    programs: Sequence[Program], communicator_of: Callable[[Channel], Hashable]
+    programs: Sequence[Program],
+    communicator_of: Callable[[Channel], Hashable],
+    collectives: CollectiveCalls | None = None,
+    ranks: Sequence[int] | None = None,
 ) -> list[list[Call]]:
-    """Return each `pp` rank's host calls that start or await messages and tied parameters' reductions.
+    """Return each `pp` rank's host calls that start or await messages and the given `collectives`.
 
-    Collectives along the other axes are left out: all ranks along them run the same program.
+    By default these are the reductions of tied parameters. Collectives along the other axes are left out: all
+    ranks along them run the same program. `ranks`: the rank that names each in operations, by default its
+    index along `pp`.
     """
+    collectives = _reductions_of_tied(programs) if collectives is None else collectives
+    ranks = range(len(programs)) if ranks is None else ranks
+
+    def message(channel: Channel, consumer: Action) -> Operation:
+        ends = (ranks[end] for end in channel[:2])
+        return Operation(communicator_of(channel), tuple(sorted(ends)), str(consumer))
+
+    return [list(_calls_of(rank, program, message, collectives)) for rank, program in enumerate(programs)]
+
+
+def tied_units(programs: Sequence[Program]) -> dict[str, tuple[int, ...]]:
+    """Return the units whose gradients several ranks of `pp` reduce, with these ranks."""
     reducers: dict[str, list[int]] = defaultdict(list)
     for rank, program in enumerate(programs):
         for instruction in program:
             if isinstance(instruction, ReduceGradient):
                 reducers[instruction.unit].append(rank)
-    tied = {unit: tuple(ranks) for unit, ranks in reducers.items() if len(ranks) > 1}
-    return [_calls_of(rank, program, tied, communicator_of) for rank, program in enumerate(programs)]
+    return {unit: tuple(ranks) for unit, ranks in reducers.items() if len(ranks) > 1}
+
+
+def _reductions_of_tied(programs: Sequence[Program]) -> CollectiveCalls:
+    """Return the calls of `ReduceGradient` and `Finish` for tied units."""
+    tied = tied_units(programs)
+    queued: dict[int, list[Operation]] = defaultdict(list)
+
+    def calls(rank: int, instruction: Instruction) -> Iterator[Call]:
+        match instruction:
+            case ReduceGradient(unit) if unit in tied:
+                queued[rank].append(Operation(tied[unit], tied[unit], f"the reduction of {unit}"))
+                yield Queued(queued[rank][-1])
+            case Finish():
+                yield from map(Awaited, queued.pop(rank, ()))
+
+    return calls
 
 
 def _calls_of(
     rank: int,
     program: Program,
-    tied: Mapping[str, tuple[int, ...]],
-    communicator_of: Callable[[Channel], Hashable],
-) -> list[Call]:
-    calls: list[Call] = []
+    message: Callable[[Channel, Action], Operation],
+    collectives: CollectiveCalls,
+) -> Iterator[Call]:
     sends: dict[Channel, deque[Operation]] = defaultdict(deque)
-    reductions: list[Operation] = []
-
-    def message(channel: Channel, consumer: Action) -> Operation:
-        return Operation(communicator_of(channel), tuple(sorted(channel[:2])), str(consumer))
-
     for instruction in program:
         match instruction:
             case PostReceive(action, peer):
-                calls.append(Queued(message((peer, rank, action.kind), action)))
+                yield Queued(message((peer, rank, action.kind), action))
             case AwaitReceive(action, peer):
-                calls.append(Awaited(message((peer, rank, action.kind), action)))
+                yield Awaited(message((peer, rank, action.kind), action))
             case Send(action, peer):
                 in_flight = sends[rank, peer, action.kind]
                 if len(in_flight) == SENDS_IN_FLIGHT:
-                    calls.append(Awaited(in_flight.popleft()))
+                    yield Awaited(in_flight.popleft())
                 in_flight.append(message((rank, peer, action.kind), _consumer(action)))
-                calls.append(Queued(in_flight[-1]))
-            case ReduceGradient(unit) if unit in tied:
-                reductions.append(Operation(tied[unit], tied[unit], f"the reduction of {unit}"))
-                calls.append(Queued(reductions[-1]))
+                yield Queued(in_flight[-1])
             case Finish():
-                calls += (Awaited(one) for in_flight in sends.values() for one in in_flight)
-                calls += map(Awaited, reductions)
-    return calls
+                yield from (Awaited(one) for in_flight in sends.values() for one in in_flight)
+        yield from collectives(rank, instruction)
 
 
 def _check_rendezvous(programs: Sequence[Program]) -> None:
@@ -150,7 +178,8 @@ def _consumer(sent: Action) -> Action:
     return Action(sent.stage + (1 if sent.kind is Kind.F else -1), sent.kind, sent.microbatch)
 
 
-def _check_channel_order(programs: Sequence[Program]) -> None:
+def _check_channel_order(programs: Sequence[Program]) -> list[Channel]:
+    """Return all channels of the programs. Raises ScheduleError for one with two orders."""
     sends: dict[Channel, list[Action]] = defaultdict(list)
     receives: dict[Channel, list[Action]] = defaultdict(list)
     waiting: dict[Channel, set[Action]] = defaultdict(set)
@@ -167,11 +196,13 @@ def _check_channel_order(programs: Sequence[Program]) -> None:
                     if action not in posted:
                         _refuse((peer, rank, action.kind), f"{action} is awaited before it is received")
                     posted.remove(action)
-    for channel in sorted({*sends, *receives}):
+    channels = sorted({*sends, *receives})
+    for channel in channels:
         if sends[channel] != receives[channel]:
             _refuse(channel, f"sent {_listed(sends[channel])}, received {_listed(receives[channel])}")
         if waiting[channel]:
             _refuse(channel, f"{_listed(sorted(waiting[channel]))} is received and never awaited")
+    return channels
 
 
 def _refuse(channel: Channel, why: str) -> None:

@@ -6,7 +6,8 @@ which they were started:
 - an operation starts on a rank when those before it on its stream are complete, and the rank's compute stream
   has reached the point at which the operation was queued;
 - it completes when it has started on all its ranks: a send or a receive is one operation of both;
-- a wait holds the compute stream, and not the host, which queues everything at once.
+- a wait holds the compute stream, and not the host, which queues everything at once;
+- the host only blocks at the first use of a communicator, until all its ranks have come there.
 
 So a receive that is posted early holds its communicator's stream until the message has arrived. Computing
 takes no time here: it holds up nobody for ever.
@@ -15,7 +16,7 @@ takes no time here: it holds up nobody for ever.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Hashable, Sequence
+from collections.abc import Container, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple, TypeAlias
 
@@ -53,6 +54,27 @@ def deadlock_of(calls: Sequence[Sequence[Call]]) -> str | None:
     replay = _Replay([_RankStreams.of(one) for one in calls])
     replay.run()
     return replay.cycle()
+
+
+def first_uses(calls: Sequence[Sequence[Call]], connected: Container[Hashable] = ()) -> list[list[Call]]:
+    """Return the points at which each rank's host blocks: its first use of each communicator.
+
+    As calls, for `deadlock_of`: hosts and streams do not wait for each other, so each have a replay of their
+    own. `connected` are the communicators that all ranks have used before. A communicator's ranks are those
+    of its first operation.
+    """
+    points: list[list[Call]] = []
+    for row in calls:
+        ranks_of: dict[Hashable, tuple[int, ...]] = {}
+        for operation in (call.operation for call in row):
+            ranks_of.setdefault(operation.communicator, operation.ranks)
+        uses = (
+            Operation(communicator, ranks, f"the connection of {communicator}")
+            for communicator, ranks in ranks_of.items()
+            if communicator not in connected
+        )
+        points.append([call for use in uses for call in (Queued(use), Awaited(use))])
+    return points
 
 
 @dataclass
@@ -102,9 +124,9 @@ class _Replay:
 
     def run(self) -> None:
         """Complete operations until no rank can make progress."""
-        todo = list(range(len(self.ranks)))
+        todo = dict.fromkeys(range(len(self.ranks)))
         while todo:
-            rank = todo.pop()
+            rank, _ = todo.popitem()
             streams = self.ranks[rank]
             while (awaited := streams.awaited()) is not None and awaited in self.complete:
                 streams.passed += 1
@@ -114,7 +136,7 @@ class _Replay:
                     self.complete.add(head[0])
                     for each in head[0].ranks:
                         self.ranks[each].completed[communicator] += 1
-                    todo.extend(head[0].ranks)
+                        todo[each] = None
 
     def cycle(self) -> str | None:
         """Return as text why operations never complete (a cycle of waits); None if all complete."""

@@ -1,10 +1,14 @@
 import pytest
 import torch.distributed as dist
+import torch.testing._internal.distributed.fake_pg  # noqa: F401 (registers the backend fake)
 
 from plait.comm import coordinates
+from plait.comm.mesh import Mesh
 from plait.comm.transport import world_ranks
 from plait.comm.world import World, find_world, join_world
 from plait.errors import CommunicationError, MeshError
+from plait.schedules.messages import channels_of
+from plait.schedules.named_schedules import policy_schedule
 
 TORCHRUN = {
     "RANK": "3",
@@ -132,3 +136,46 @@ def test_groups_that_a_rank_takes_part_in(
         ranks.connect(list(coordinates.groups_along(axis, sizes)), axis, 1.0)
     everyone = pp * dp + pp * tp + dp * tp  # tp, shard, pp
     assert len(made) == (groups or everyone + pp * tp + dp + 1)  # dp, model, world
+
+
+class CountingStore(dist.Store):
+    """A store for a rank whose world is not there; keeps the names of the operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.operations: list[str] = []
+
+    def add(self, key: str, value: int) -> int:
+        self.operations.append(f"add {key}")
+        return value
+
+    def set(self, key: str, value: str) -> None:
+        self.operations.append(f"set {key}")
+
+    def get(self, key: str) -> bytes:
+        self.operations.append(f"get {key}")
+        return b""
+
+    def check(self, keys: list[str]) -> bool:
+        self.operations.append(f"check {keys}")
+        return False
+
+    def wait(self, keys: list[str], *timeout: object) -> None:
+        self.operations.append(f"wait {keys}")
+
+
+@pytest.mark.parametrize(("pp", "dp", "tp"), [(2, 2, 2), (4, 4, 4), (16, 32, 8)], ids=["8", "64", "4096"])
+def test_store_operations_and_groups_of_a_start(pp: int, dp: int, tp: int) -> None:
+    """plait's own, as many in a world of any size; Gloo adds its own for each group, by the group's size."""
+    store = CountingStore()
+    dist.init_process_group("fake", store=store, rank=5, world_size=pp * dp * tp)
+    try:
+        before = len(store.operations)
+        mesh = Mesh(pp=pp, dp=dp, tp=tp)
+        own = mesh.channel_groups(channels_of(policy_schedule("1f1b", pp, pp)))
+        (numbers_the_mesh,) = store.operations[before:]  # for the names of groups, and the failure log
+        assert numbers_the_mesh.startswith("add ")
+        assert len(dist.distributed_c10d._world.pg_names) == 1 + 6 + len(own)
+        assert len(own) == 2  # a rank of the first or last stage
+    finally:
+        dist.destroy_process_group()
