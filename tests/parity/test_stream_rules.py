@@ -107,6 +107,21 @@ def test_axes_with_the_same_ranks_share_a_communicator(
     assert {count for _, count in shared} == {2, 4}
 
 
+def first_operations(plan: Plan) -> dict[str, int]:
+    """By axis, how many collectives have run when the mesh is made."""
+    groups = plait.Mesh(plan)._groups
+    return {axis: group.transport._count for axis, group in groups.items() if group.transport is not None}
+
+
+def test_axes_are_connected_when_the_mesh_is_made(thread_ranks: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In one order on all ranks, not at their first use in a step; `pp` only where it is used."""
+    plan = Plan(pp=2, tp=2, dp=2)
+    assert not any(thread_ranks.run(first_operations, plan, ranks=8)[5].values())
+    monkeypatch.setattr(plait.Mesh, "uses_nccl", True)
+    for counts in thread_ranks.under_rules("late").run(first_operations, plan, ranks=8):
+        assert {axis for axis, count in counts.items() if not count} == {"pp"}
+
+
 @pytest.mark.full
 @pytest.mark.parametrize("row", REST, ids=name_of)
 def test_every_row(thread_ranks: Any, row: dict[str, Any]) -> None:

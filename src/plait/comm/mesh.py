@@ -14,6 +14,7 @@ import torch
 from torch.distributed.device_mesh import DeviceMesh
 
 from plait.comm import coordinates
+from plait.comm.collectives import all_reduce
 from plait.comm.group import Group
 from plait.comm.handle import Handle
 from plait.comm.operation_watch import OperationWatch
@@ -230,7 +231,8 @@ class GridMesh:
         Each axis has a process group of its own, also where two have the same ranks: so an operation of one
         never waits for one of the other, and what a failed step has left pending on one is not matched on the
         other. On NCCL they share it, as a communicator takes memory of the GPU: operations start there in the
-        order of the program, the same on all ranks, and a failure ends the process.
+        order of the program, the same on all ranks, and a failure ends the process. Each is connected
+        there when it is made, by a first all-reduce, except `pp`, which no training step needs.
         """
         groups = coordinates.groups_along(axis, self.sizes)
         for other, group in self._groups.items() if self.uses_nccl else ():
@@ -253,7 +255,7 @@ class GridMesh:
             return None
         failure_log = None if ranks is None else ranks.failure_log
         index = mine.index(self.rank)
-        return Group(
+        group = Group(
             name,
             mine,
             index,
@@ -264,6 +266,11 @@ class GridMesh:
             self.guarded,
             self._operation_watch,
         )
+        if (
+            transport is not None and self.uses_nccl and name != "pp"
+        ):  # channels have a first message of their own
+            _reduce_first(group, self.device)
+        return group
 
     def _watch_operations(self) -> OperationWatch | None:
         """Return an `OperationWatch` for this rank's GPU; None without NCCL, where waits block the host."""
@@ -348,6 +355,10 @@ class Mesh(GridMesh):
                 f"the plan has {name} = {getattr(plan, name)} but the mesh has {name} = {self.sizes[name]}: "
                 "make the mesh from the same plan, Mesh(plan)."
             )
+
+
+def _reduce_first(group: Group, device: torch.device) -> None:
+    all_reduce(torch.zeros(1, device=device), group, checked=False).about("the first connection").wait()
 
 
 def _send_first_message(group: Group, device: torch.device) -> None:
