@@ -42,6 +42,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--completion", metavar="early|late|SEED", help="run ranks as threads under NCCL's rules"
     )
+    parser.addoption(
+        "--gpu-tests-on",
+        metavar="cuda|cpu[:RANKS]",
+        default="cuda",
+        help="run tests marked gpu on GPUs (default), or on at most RANKS CPU ranks with Gloo",
+    )
 
 
 @pytest.hookimpl(wrapper=True)
@@ -55,6 +61,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if item.get_closest_marker("transformers"):
             item.add_marker(pytest.mark.xdist_group("transformers"))
             item.add_marker(pytest.mark.skipif(is_missing, reason="transformers is not installed"))
+        elif item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.xdist_group("gpu"))
         elif "rank_pool" in getattr(item, "fixturenames", ()):
             item.add_marker(pytest.mark.xdist_group(item.nodeid.partition("::")[0]))
     yield  # -m leaves tests out

@@ -7,10 +7,11 @@ their work is done, so that waits return at once.
 
 from __future__ import annotations
 
+import subprocess
 import threading
 import time
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 
 import torch
 import torch.distributed as dist
@@ -189,13 +190,59 @@ def host_bytes(size: int, *, pinned: bool) -> Tensor:
 
 
 def peak_allocated(device: torch.device) -> int:
-    """Return the most bytes of tensors allocated on a GPU so far."""
+    """Return the most bytes of tensors allocated on a GPU so far, or since `reset_peak_allocated`."""
     return torch.cuda.max_memory_allocated(device)
+
+
+def reset_peak_allocated(device: torch.device) -> None:
+    """Set the peak of `peak_allocated` to the bytes of tensors that are allocated on a GPU now."""
+    torch.cuda.reset_peak_memory_stats(device)
 
 
 def name_of(device: torch.device) -> str:
     """Return the product name of a GPU."""
     return torch.cuda.get_device_name(device)
+
+
+def total_memory(device: torch.device) -> int:
+    """Return the bytes of memory of a GPU, whether in use or not."""
+    return torch.cuda.get_device_properties(device).total_memory
+
+
+def accelerator_versions() -> dict[str, str]:
+    """Return the versions of the GPU software: `driver`, `CUDA`, `NCCL`; only of what this machine has.
+
+    The driver's is what `nvidia-smi` prints, CUDA's and NCCL's are those that torch was built with.
+    """
+    found: dict[str, str] = {}
+    ask = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    with suppress(OSError, subprocess.SubprocessError):
+        answer = subprocess.run(ask, check=True, capture_output=True, text=True, timeout=30).stdout.split()
+        found |= {"driver": answer[0]} if answer else {}
+    if torch.version.cuda is not None:
+        found["CUDA"] = torch.version.cuda
+    if dist.is_nccl_available():
+        numbers = torch.cuda.nccl.version()  # type: ignore[no-untyped-call]
+        found["NCCL"] = ".".join(map(str, numbers))
+    return found
+
+
+@contextmanager
+def forbid_host_waits(device: torch.device) -> Iterator[None]:
+    """Within the context, torch's operations that block the host until a GPU is done raise RuntimeError.
+
+    These are reads of values (`item`, `nonzero`) and copies between a GPU and pageable memory; waits for
+    events and `synchronize` are not among them. Applies to all threads of the process; on a CPU to none.
+    """
+    if not is_accelerator(device):
+        yield
+        return
+    before = torch.cuda.get_sync_debug_mode()
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
 
 
 def keep_random_state(device: torch.device) -> AbstractContextManager[None]:

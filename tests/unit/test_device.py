@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 from typing import Any
 
 import pytest
@@ -29,6 +30,8 @@ def test_the_cpu_is_never_behind() -> None:
     assert not device.host_zeros(4, torch.float64, beside=CPU).is_pinned()
     assert not device.is_accelerator(CPU)
     assert not device.is_accelerator(tensor)
+    with device.forbid_host_waits(CPU):
+        assert tensor[1].item() == 1.0
 
 
 @pytest.mark.parametrize(
@@ -115,6 +118,39 @@ def test_cuda_that_is_not_there_is_refused(monkeypatch: pytest.MonkeyPatch, visi
     monkeypatch.setattr(worlds, "visible_accelerators", lambda: visible)
     with pytest.raises(MeshError, match=f"4 ranks on this host see {visible} usable GPUs"):
         worlds._accelerator(World(3, 4, 3, 4, "torchrun", "env://"), "cuda", {})
+
+
+def test_host_waits_are_forbidden_within_the_context_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    modes: list[object] = []
+    monkeypatch.setattr(torch.cuda, "get_sync_debug_mode", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
+    with pytest.raises(ZeroDivisionError), device.forbid_host_waits(CUDA):
+        modes.append(1 / 0)
+    assert modes == ["error", 1]
+
+
+@pytest.mark.parametrize(
+    ("printed", "cuda", "nccl", "told"),
+    [
+        ("550.54.15\n550.54.15\n", "12.6", (2, 21, 5), ["driver 550.54.15", "CUDA 12.6", "NCCL 2.21.5"]),
+        ("", "12.6", None, ["CUDA 12.6"]),
+        (FileNotFoundError("nvidia-smi"), None, None, []),
+        (subprocess.TimeoutExpired("nvidia-smi", 30), None, (2, 27), ["NCCL 2.27"]),
+    ],
+)
+def test_versions_are_those_that_there_are(
+    monkeypatch: pytest.MonkeyPatch, printed: Any, cuda: str | None, nccl: Any, told: list[str]
+) -> None:
+    def run(*_: Any, **__: Any) -> subprocess.CompletedProcess[str]:
+        if isinstance(printed, Exception):
+            raise printed
+        return subprocess.CompletedProcess([], 0, printed)
+
+    monkeypatch.setattr(subprocess, "run", run)
+    monkeypatch.setattr(torch.version, "cuda", cuda)
+    monkeypatch.setattr(torch.distributed, "is_nccl_available", lambda: nccl is not None)
+    monkeypatch.setattr(torch.cuda.nccl, "version", lambda: nccl)
+    assert [f"{name} {version}" for name, version in device.accelerator_versions().items()] == told
 
 
 def test_a_mesh_makes_its_device_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:

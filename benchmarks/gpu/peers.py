@@ -1,0 +1,94 @@
+"""PyTorch's side: one plain process, DDP and FSDP2, on the same modules."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+
+import torch
+from torch import Tensor, distributed, nn
+from torch.nn import functional
+from torch.nn.parallel import DistributedDataParallel
+from work import LIMIT, Trainee, Work, optimizer_of, with_values
+
+from plait.device import is_accelerator, sent
+
+
+def plain(work: Work, ranks: int, device: torch.device) -> Trainee:
+    """Return the step of one process without communication."""
+    assert ranks == 1
+    return _trainee(work, with_values(work, device, torch.bfloat16), device, lambda last: nullcontext())
+
+
+def ddp(work: Work, ranks: int, device: torch.device) -> Trainee:
+    """Return the step of DDP, which sums gradients in the last micro-batch's backward."""
+    model = with_values(work, device, torch.bfloat16)
+    where = [device.index] if is_accelerator(device) else None
+    replicated = DistributedDataParallel(model, device_ids=where, gradient_as_bucket_view=True)
+    return _trainee(work, replicated, device, lambda last: nullcontext() if last else replicated.no_sync())
+
+
+def fsdp2(
+    work: Work, ranks: int, device: torch.device, *, each: bool = False, masters: bool = False
+) -> Trainee:
+    """Return the step of FSDP2, with a unit for each block; embedding and head belong to the root.
+
+    Gradients are summed after `each` micro-batch, else after the last one only. With `masters` the
+    optimizer's parameters, and sums of gradients, are in fp32.
+    """
+    from torch.distributed.device_mesh import init_device_mesh  # here, since they take a second
+    from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+
+    sharded = with_values(work, device, torch.float32 if masters else torch.bfloat16)
+    mesh = init_device_mesh(device.type, (ranks,))
+    policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32) if masters else MixedPrecisionPolicy()
+    for module in (*sharded.get_submodule("blocks").children(), sharded):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
+
+    def before(last: bool) -> AbstractContextManager[object]:
+        assert isinstance(sharded, FSDPModule)
+        sharded.set_requires_gradient_sync(each or last)
+        return nullcontext()
+
+    return _trainee(work, sharded, device, before)
+
+
+PEERS: dict[str, Callable[[Work, int, torch.device], Trainee]] = {
+    "plain PyTorch": plain,
+    "DDP": ddp,
+    "FSDP2": fsdp2,
+    "FSDP2, reduced each": partial(fsdp2, each=True),
+    "FSDP2, masters fp32": partial(fsdp2, masters=True),
+}
+
+
+def _trainee(
+    work: Work,
+    model: nn.Module,
+    device: torch.device,
+    around: Callable[[bool], AbstractContextManager[object]],
+) -> Trainee:
+    """Return the step of `model`; the context `around(last)` is entered for each micro-batch."""
+    ranks, rank = distributed.get_world_size(), distributed.get_rank()
+    optimizer = optimizer_of(model.parameters())
+
+    def forward_backward(inputs: Tensor, targets: Tensor) -> Tensor:
+        inputs, targets = sent(inputs, device), sent(targets, device)
+        total = torch.zeros((), device=device)
+        for number in range(work.microbatches):
+            rows = slice(number * work.rows, (number + 1) * work.rows)
+            with around(number + 1 == work.microbatches):
+                logits = model(inputs[rows]).flatten(0, 1).float()
+                loss = functional.cross_entropy(logits, targets[rows].flatten()) / work.microbatches
+                loss.backward()
+            total += loss.detach()
+        if ranks > 1:
+            distributed.all_reduce(total)
+        return total / ranks
+
+    def update() -> None:
+        nn.utils.clip_grad_norm_(model.parameters(), LIMIT)
+        optimizer.step()
+
+    return Trainee(rank, ranks, forward_backward, update, optimizer)

@@ -1,0 +1,46 @@
+"""The ranks of the tests marked `gpu`: a GPU each with NCCL, or CPUs with Gloo to try the tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+from plait.comm.rank_pool import RankPool
+from plait.device import visible_accelerators
+
+MOST_RANKS = 8
+SECONDS = 120.0
+"""That a run may take, and a rank may wait."""
+
+
+class GpuRanks:
+    """A pool of ranks, asked as a `RankPool` is; a test that needs more of them than there are is skipped."""
+
+    def __init__(self, asked: str) -> None:
+        """`asked`: the option `--gpu-tests-on`."""
+        self.device, _, count = asked.partition(":")
+        assert self.device in ("cuda", "cpu"), f"--gpu-tests-on is {asked!r}: give cuda, cpu or cpu:RANKS"
+        self.available = visible_accelerators() if self.device == "cuda" else int(count or MOST_RANKS)
+        self._pool = RankPool(MOST_RANKS, threads=1, timeout=SECONDS, device=self.device)
+
+    def require(self, ranks: int) -> None:
+        """Skip the test if there are fewer."""
+        if ranks > self.available:
+            kind = "GPUs" if self.device == "cuda" else "CPU ranks"
+            pytest.skip(f"needs {ranks} {kind}, and there are {self.available}")
+
+    def run(self, function: Callable[..., Any], *arguments: Any, ranks: int) -> list[Any]:
+        """Return what `function(*arguments)` returns on each rank; on the CPU, for tensors."""
+        self.require(ranks)
+        return self._pool.run(function, *arguments, ranks=ranks)
+
+    def skip_on_cpu(self, reason: str) -> None:
+        """Say so where the test has run on CPUs, which cannot show what it is about."""
+        if self.device == "cpu":
+            pytest.skip(f"ran through, but {reason}")
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
