@@ -50,7 +50,7 @@ class CheckpointManager:
 
     @property
     def error(self) -> str:
-        """The error message of the save in progress, on rank 0 as soon as any rank has failed; else empty."""
+        """Error of the save in progress, "" if none: on rank 0 that of any rank, on others only their own."""
         return "" if self._pending is None else self._pending.error
 
     def save(

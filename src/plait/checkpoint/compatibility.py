@@ -124,7 +124,7 @@ def _require_same_parameters(
 def _require_states_shardable(
     pieces: Mapping[str, nn.Parameter], layouts: Mapping[str, Layout], shapes: Shapes
 ) -> None:
-    """Raise CheckpointError if a sharded parameter has saved state of another shape that is no scalar."""
+    """Raise CheckpointError if a sharded parameter has saved state neither of its shape nor scalar."""
     for name, piece in pieces.items():
         full = layouts[name].shape
         for key, shape in shapes.get(name, {}).items():

@@ -94,7 +94,7 @@ def _boxes_by_rank(shard_plan: ShardPlan, tensors: FullTensors) -> list[list[Box
 def _layouts(
     shard_plan: ShardPlan, saved: Mapping[str, TensorEntry]
 ) -> Iterator[tuple[str, Layout, tuple[int, ...]]]:
-    """Yield key, layout and owners (indices along `pp`) of each saved tensor, in the order of saving."""
+    """Yield key, layout and stages (indices along `pp`) of each saved tensor, in the order of saving."""
     states, owners = state_keys(saved), shard_plan.owners
     for name, layout in shard_plan.layouts.items():
         yield parameter_key(name), layout, owners[name]

@@ -175,7 +175,7 @@ def _common_prefix(source: DcpReader, tensors: Sequence[str], found: DcpKeys) ->
 
 
 def _outermost(keys: Iterable[str], kept: Iterable[str], source: DcpReader) -> list[str]:
-    """Return for each key the largest dictionary around it without a key of `kept`, or the key itself."""
+    """Return for each key the outermost dictionary that holds it and no key of `kept`, or the key itself."""
 
     def prefixes(key: str) -> list[str]:
         path = source.paths.get(key, ()) or (key,)

@@ -204,7 +204,7 @@ class _FileRange:
 
 
 def _metadata(pickled: object, folder: Path) -> Metadata:
-    """Build torch's `Metadata` from unpickled state. Raises any error if it is not as torch writes it."""
+    """Build torch's `Metadata` from unpickled state; malformed state raises an exception of any type."""
     state = _state(pickled, "Metadata")
     entries = {_text(key): _entry(one) for key, one in state["state_dict_metadata"].items()}
     for key, entry in entries.items():

@@ -10,7 +10,7 @@ from typing import BinaryIO
 
 
 class Disk:
-    """The file system calls that checkpoints make. Every method raises OSError."""
+    """The file system calls that checkpoints make. Every method may raise OSError."""
 
     def make_folder(self, path: Path) -> None:
         """Make a new folder and its parents."""

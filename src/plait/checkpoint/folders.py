@@ -141,7 +141,7 @@ def previous_checkpoint(path: Path) -> Path | None:
 
 
 def rename_later(folder: Path, start: int, disk: Disk) -> None:
-    """Rename checkpoints of more than `start` steps, at which this run began: another run wrote them."""
+    """Rename checkpoints of more than `start` steps, left by another run, to a free name, `NAME.aside-N`."""
     for step, path in complete_checkpoints(folder):
         name = checkpoint_name(step)
         if step > start and path.name == name:  # the checkpoint that is being written has a hidden name

@@ -69,7 +69,7 @@ def state_keys(tensors: Iterable[str]) -> dict[str, list[str]]:
 
 
 def rank_contents(engine: Checkpointable, optimizer: torch.optim.Optimizer | None) -> Iterator[RankPiece]:
-    """Yield this rank's pieces of the tensors to save, in the same order on all ranks with equal pieces."""
+    """Yield this rank's pieces of the tensors to save; ranks that hold the same pieces use the same order."""
     mesh, shard_plan = engine.mesh, engine.shard_plan
 
     def held(name: str, layout: Layout, piece: Tensor, stages: Iterable[int]) -> RankPiece:
@@ -105,6 +105,6 @@ class WriterAssignment:
 
 
 def written_by(pieces: Iterable[RankPiece], rank: int) -> Iterator[RankPiece]:
-    """Yield the pieces that `rank` writes, and not another rank that holds the same piece."""
+    """Yield those pieces of `rank` that it writes; the others are written by ranks that also hold them."""
     writers = WriterAssignment()
     return (piece for piece in pieces if writers.assign(piece.ranks, piece.piece.nbytes) == rank)

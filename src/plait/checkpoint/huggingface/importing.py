@@ -92,7 +92,7 @@ class Weights:
             )
 
     def key(self, theirs: str) -> str:
-        """Return a tensor's name in the files, which omit a prefix of `theirs` for models without a head."""
+        """Return the key in the files of transformers' tensor `theirs`, whose prefix they may omit."""
         body = theirs.partition(".")[2]
         return body if theirs not in self._known and theirs != HEAD and body in self._known else theirs
 

@@ -33,7 +33,7 @@ class TensorPair:
 
 @dataclass(frozen=True)
 class Template:
-    """A `TensorPair` of a model of any size: `#` in names is the block number; `shape` has names of sizes."""
+    """A `TensorPair` for models of any size: `#` stands for a block's index; `shape` has names ("hidden")."""
 
     theirs: str
     ours: tuple[str, ...]
