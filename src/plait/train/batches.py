@@ -139,7 +139,7 @@ def _inputs_and_targets(windows: NDArray[Any]) -> InputsAndTargets:
 
 
 def permute(positions: NDArray[Any], count: int, seed: int, epoch: NDArray[Any]) -> NDArray[np.int64]:
-    """Return the numbers at `positions` (`[n]`) of a random permutation of 0 … `count` − 1, not stored.
+    """Return elements `positions` (`[n]`) of a random permutation of 0 … `count` − 1, without storing it.
 
     `seed` and `epoch`, `[n]`, choose the permutation of each position. A Feistel network permutes the next
     power of four; a result of `count` or more is mapped again until it is below (cycle walking), which keeps

@@ -91,7 +91,7 @@ class RunCheckpoints:
         return not self._manager.complete
 
     def are_due(self, step: int) -> bool:
-        """Return whether `run.save_every` requires a checkpoint after `step` steps, be it the last or not."""
+        """Return whether a checkpoint is due because `step` is a multiple of `run.save_every`."""
         every = self._config.run.save_every
         return bool(every) and step % (every or 1) == 0
 

@@ -157,7 +157,7 @@ def _print_end(
     mesh: Mesh,
     progress: ProgressReporter,
 ) -> None:
-    """Print the lines after the last step."""
+    """Print after the last step: the sample, peak memory, the metrics' path, and how to resume if stopped."""
     if result.sample is not None:
         progress.print(f"\n{result.sample}\n")
     if memory is not None and peak:
@@ -171,7 +171,7 @@ def _print_end(
 
 
 def _predicted_memory(config: Config, plan: Plan, mesh: Mesh, data: Data) -> Memory | None:
-    """Return the predicted memory if it is to be printed or limited, else None."""
+    """Return the predicted memory if this rank prints it or `run.memory_limit` is set, else None."""
     if mesh.rank != 0 and config.run.memory_limit is None:
         return None
     return predict_memory(config, build_model(config.model, data.vocab), plan, mesh.device)

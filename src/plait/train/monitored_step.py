@@ -22,7 +22,7 @@ from plait.train.trainer import Trainer
 
 @dataclass
 class MonitoredStep:
-    """Runs the steps of a training run on one rank, with everything that happens around a step.
+    """Runs the steps of a training run on one rank, with metrics, replica checks, validation and recording.
 
     On a GPU the metrics of a step are read after the next one has been submitted, so that the host does not
     wait for the device; at once where something else needs the end of the step.
@@ -65,7 +65,7 @@ class MonitoredStep:
             self.progress.print(reorder(trainer.engine, recording, step + 1, config.run.dir, self.mesh))
 
     def finish(self) -> None:
-        """Read the last step's metrics, if unread; if due, check replicas and validate; show and write."""
+        """If a step's metrics are unread, read, show and write them; check replicas and validate if due."""
         if self._unread is None:
             return
         (step, read), self._unread = self._unread, None
@@ -88,7 +88,7 @@ class MonitoredStep:
             self.first.append((row["loss"], row["grad_norm"]))
 
     def _is_followed(self, step: int) -> bool:
-        """Return whether something that needs the end of `step` follows before the next step."""
+        """Return whether a replica check or a validation is due between `step` and the next step."""
         return self._checks_replicas(step) or self._validates(step)
 
     def _checks_replicas(self, step: int) -> bool:

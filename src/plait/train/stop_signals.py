@@ -10,7 +10,7 @@ from plait.comm.signal_handling import GracefulStop
 
 
 class StopSignals:
-    """Records whether a rank has received one of `signals`; handles them while entered.
+    """Context manager that records whether a rank has received one of `signals`.
 
     The first signal is recorded, so that the run stops between two steps; the second ends the process.
     """
