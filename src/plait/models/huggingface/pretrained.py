@@ -30,7 +30,7 @@ SIZES: Mapping[str, str] = {
 
 
 def sizes_in(folder: Path) -> dict[str, int]:
-    """Return the sizes of the model in `folder`, and whether its head is `tied`, under plait's names.
+    """Return the sizes of the model in `folder` and the flag `tied`, by plait's argument names.
 
     Raises ModelError where `config.json` is unreadable.
     """
