@@ -120,7 +120,7 @@ def _row_boxes(sizes: tuple[int, ...], index: int, start: int, stop: int) -> Ite
 
 
 def _global_boxes(held: Sequence[Box], blocked: int | None, block: Box, start: int) -> Iterator[PieceBox]:
-    """Yield the parts of a local box as boxes of the global tensor; `held`: this rank's box of each block."""
+    """Yield parts of `block`, a box of the local piece (the concatenated boxes `held`), as global boxes."""
     if blocked is None or len(held) == 1:
         yield PieceBox(_shifted(block, held[0].offsets), start, block.sizes, full_box(block.sizes).slices)
         return

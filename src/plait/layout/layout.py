@@ -213,7 +213,7 @@ class Layout:
         return boxes[0]
 
     def boxes(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Box, ...]:
-        """Return the boxes at this coordinate, one per block of a `Shard`, before a `Flat` axis divides them.
+        """Return the boxes at this coordinate before a `Flat` axis divides them: one per block, see `Shard`.
 
         They have equal sizes; the rank holds their concatenation along `blocked_dim`.
         """
@@ -242,7 +242,7 @@ class Layout:
 
     @cached_property
     def blocked_dim(self) -> int | None:
-        """The dim that is sharded block by block, or None."""
+        """The dim with a `Shard` of several `blocks`, each sharded by itself; None if there is none."""
         blocked = (p.dim for p in self.placements if isinstance(p, Shard) and p.blocks > 1)
         return next(blocked, None)
 
@@ -265,7 +265,7 @@ class Layout:
         return (len(rows), *sizes[1:])
 
     def replicas(self, where: Sequence[int] | Mapping[str, int]) -> tuple[Coordinate, ...]:
-        """Return the coordinates with the same piece as this one, itself included; not other summands."""
+        """Return the coordinates with the same piece, this one included; on `Partial` axes only its index."""
         return tuple(product(*(_same_piece(i, n, placement) for i, n, placement in self._along(where))))
 
     def owner(self, where: Sequence[int] | Mapping[str, int]) -> Coordinate:

@@ -32,7 +32,7 @@ def shard(tensor: Tensor, layout: Layout, where: Sequence[int] | Mapping[str, in
 
 @lru_cache(maxsize=4096)  # a verification takes the same pieces of values and gradients hundreds of times
 def _shape_and_boxes(layout: Layout, coordinate: Coordinate) -> tuple[tuple[int, ...], tuple[PieceBox, ...]]:
-    """Return the shape of the piece at a coordinate, and the boxes to copy into it: none for zeros."""
+    """Return a piece's shape and the boxes to copy into it: none for a later rank along a `Partial` axis."""
     is_zero = _is_later_summand(layout, coordinate)
     return layout.local_shape(coordinate), () if is_zero else piece_boxes(layout, coordinate)
 

@@ -101,7 +101,7 @@ def _by(now: Placement, then: Placement) -> By | None:
 def _is_free(
     placements: tuple[Placement, ...], place: int, then: Placement, final: tuple[Placement, ...]
 ) -> bool:
-    """Return whether the axis at index `place` can change to `then`: no other axis divides those pieces."""
+    """Return whether the axis at index `place` can change to `then` before any other axis changes."""
     others = [other for index, other in enumerate(placements) if index != place]
     dims = {one.dim for one in (placements[place], then) if isinstance(one, Shard)}
     if (dims or isinstance(then, Flat)) and any(isinstance(other, Flat) for other in others):
