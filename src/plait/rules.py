@@ -86,7 +86,7 @@ class Rule:
             )
 
     def by(self, parts: str, *, repeated: bool = False) -> Rule:
-        """Return a copy of the rule with `parts` (an attribute, such as "heads") and `repeated` set."""
+        """Return a copy that divides only between parts; `parts`: attribute that counts them ("heads")."""
         return replace(self, parts=parts, repeated=repeated)
 
     def along(self, dim: int) -> Rule:
