@@ -183,7 +183,7 @@ def scatter(
 
 
 def barrier(group: Group, *, checked: bool = True) -> Handle[None]:
-    """Start a barrier: `wait()` blocks the host, on NCCL too, until every rank of the group has called it."""
+    """Start a barrier: `wait()` blocks the host, on NCCL too, until all ranks have called `barrier`."""
     _check_and_count("barrier", None, group, error=None, checked=checked)
     if group.transport is None:
         return Handle.done(None, group)
@@ -228,7 +228,7 @@ def _check_and_count(
     checked: bool,
     payload: int | None = None,
 ) -> None:
-    """Raise CommunicationError for `error`, else count the call; `checked`: compare the ranks' calls first.
+    """Count a call in the traffic; first raise if it has an `error` or, if `checked`, differs between ranks.
 
     `payload` is in bytes, by default those of `tensor`. In a guarded group every call is checked, and the
     check counts as traffic. Raises `CommunicationError`.

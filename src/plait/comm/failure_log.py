@@ -73,13 +73,13 @@ class FailureLog:
             self._write(self._own)
 
     def seconds_left(self) -> float:
-        """Return the seconds until the deadline of all waits for the store, which the first call sets."""
+        """Return the seconds left for all further waits for the store; the first call sets the deadline."""
         if self._deadline is None:
             self._deadline = time.monotonic() + self._budget
         return max(0.0, self._deadline - time.monotonic())
 
     def search(self, suspects: tuple[int, ...], patience: float) -> FailureTrace:
-        """Return the failure records of `suspects` and the ranks they waited for, and ranks without a record.
+        """Return failure records, of `suspects` and of the ranks they waited for, and the ranks without one.
 
         `patience`: seconds to wait for missing records. Returns early where every suspected rank has a
         record, or where the search of another rank ended at one of the silent ranks: then that result counts.

@@ -130,7 +130,7 @@ class GridMesh:
         return coordinates.rank_at({**self.coordinate, **given}, self.sizes)
 
     def new_group(self, ranks_per_group: Sequence[Sequence[int]], name: str) -> Group | None:
-        """Make disjoint communication groups, which count traffic as `name`; return this rank's, or None.
+        """Make disjoint groups of ranks, whose traffic is counted as `name`; return this rank's, or None.
 
         All ranks of the world call it with the same arguments. Raises `MeshError` for ranks that overlap or
         are not in the mesh.
@@ -144,7 +144,7 @@ class GridMesh:
         return self._make_group(groups, name)
 
     def device_mesh(self, axes: Sequence[str]) -> DeviceMesh:
-        """Return torch's `DeviceMesh` of the `axes` with more than one rank, at this rank's coordinate.
+        """Return torch's `DeviceMesh` along `axes`, except those of one rank; other indices are this rank's.
 
         It uses the groups of this mesh, in the order and with the names of `axes`; where no axis has more
         than one rank, it holds this rank only, under the last name. Without communication; messages that

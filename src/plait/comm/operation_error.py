@@ -32,7 +32,7 @@ class Operation:
         self.group.abort(cause)
 
     def error_of(self, cause: Exception) -> CommunicationError:
-        """Return the error, after a search in the failure log for the rank that failed first.
+        """Return the error to raise for `cause`; search the failure log for the rank that failed first.
 
         The search takes at most `FailureLog.seconds_left`.
         """

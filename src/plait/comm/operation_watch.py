@@ -57,7 +57,7 @@ class OperationWatch:
         completion: Callable[[], StreamEvent],
         end: Callable[[int], object] = end_process,
     ) -> None:
-        """`completion()` returns an event after all work submitted so far; `end(code)` ends the process."""
+        """`completion()` records and returns an event on the current stream; `end(code)` ends the process."""
         self._rank, self._timeout = rank, timeout
         self._completion, self._end = completion, end
         self._period = min(_MOST_PERIOD, timeout / 4)

@@ -14,7 +14,7 @@ _MODULES = ("torch", "torch._dynamo", "plait.comm.rank_process", "plait.composer
 
 
 def _import_all() -> None:
-    """Import the modules without the garbage collector, which finds nothing in them to free.
+    """Import `_MODULES` with the garbage collector off: it would find nothing in them to free.
 
     Later collections pass over them too, in the fork server and in the ranks: these keep sharing the memory.
     """

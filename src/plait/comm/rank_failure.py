@@ -69,7 +69,7 @@ def from_exception(rank: int, error: BaseException) -> RankFailure:
 
 
 def from_exit(rank: int, code: int | None, stack: str) -> RankFailure:
-    """Return the failure of a rank whose process ended with `code` (negative: a signal) at `stack`."""
+    """Return the failure of a rank whose process ended with `code` (negative: a signal) and stack `stack`."""
     if code is None:
         summary = "closed its pipe"
     elif code < 0:

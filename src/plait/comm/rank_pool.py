@@ -50,7 +50,7 @@ class _RankHandle:
             self.connection.send_bytes(pickle.dumps(job))
 
     def end(self) -> None:
-        """Send `END`, on which the rank process exits, unless the pipe is full."""
+        """Send `END`, which makes the rank process exit; do nothing if the pipe is full or closed."""
         with contextlib.suppress(OSError):
             if select.select([], [self.connection], [], 0)[1]:
                 self.connection.send_bytes(pickle.dumps(END))

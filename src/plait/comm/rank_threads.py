@@ -33,7 +33,7 @@ def run_threads(
     shared_results: dict[Hashable, Any] | None = None,
     rules: StreamRules | None = None,
 ) -> list[Result]:
-    """Call `function(*arguments)` on `ranks` threads, one at a time, and return their results, rank 0 first.
+    """Call `function(*arguments)` on `ranks` threads, running one at a time; return results, rank 0 first.
 
     All ranks get the same argument objects, and share the state of the process: modules, the environment,
     torch's default dtype. torch's and Python's random generators are each rank's own, seeded with the rank.

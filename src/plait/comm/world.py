@@ -221,7 +221,7 @@ def join_world(world: World, timeout: float = 600.0, device: str = "auto") -> No
 def _accelerator(
     world: World, device: str, environment: Mapping[str, str] = os.environ
 ) -> torch.device | None:
-    """Return the GPU of this rank, or None for the CPU. Raises `MeshError` where there is none for `cuda`."""
+    """Return this rank's GPU, or None for the CPU. Raises `MeshError` for "cuda" without enough GPUs."""
     if device not in ("auto", "cpu", "cuda"):
         raise MeshError(f"the device is {device!r}: choose one of auto, cpu, cuda.")
     count = 0 if device == "cpu" else visible_accelerators()
