@@ -94,7 +94,7 @@ class Transport(Protocol):
 
 
 class Ranks(Protocol):
-    """Interface to all ranks of the world, as seen by one of them. Makes the transports of its groups."""
+    """Interface of one rank to all ranks of the world. It makes the transports of this rank's groups."""
 
     rank: int
     size: int

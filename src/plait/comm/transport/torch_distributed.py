@@ -187,7 +187,7 @@ def backends_of(process_group: dist.ProcessGroup | None) -> str:
 
 
 def splits_communicators() -> bool:
-    """Return whether new groups are split from the world's NCCL communicator, which all its ranks must do.
+    """Return whether new groups are split from the world's NCCL communicator: then all ranks must take part.
 
     So it is where `init_process_group` was given a `device_id`.
     """

@@ -91,7 +91,7 @@ class Processes:
     def _new_group(
         self, ranks: tuple[int, ...], name: str, key: str, timeout: float, max_ctas: int | None
     ) -> dist.ProcessGroup | None:
-        """Return the process group of `ranks`, whose name is `key`; None on other ranks."""
+        """Create the process group of `ranks`, named `key`; `name` is for errors. None on other ranks."""
         try:
             made = new_process_group(ranks, key, name, timeout, max_ctas)
         except RuntimeError as error:

@@ -184,7 +184,7 @@ class StreamRules:
                     yield operation
 
     def _complete_some(self) -> None:
-        """Complete all operations that can complete, or, with a seed, a random choice of them."""
+        """Complete all operations that can complete; if `completion` is a seed, a random choice of them."""
         drawn = isinstance(self._completion, int)
         while ready := list(dict.fromkeys(self._ready())):
             chosen = [one for one in ready if not drawn or self._random.random() < 0.5]

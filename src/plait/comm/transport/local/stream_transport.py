@@ -50,7 +50,7 @@ class StreamPending:
 
 
 class StreamTransport(LocalTransport):
-    """The `Transport` of a group of threads under `StreamRules`, seen from one rank."""
+    """One rank's `Transport` in a group of threads, whose operations run on the streams of `StreamRules`."""
 
     def __init__(
         self,

@@ -46,7 +46,7 @@ class LocalPending:
 
 
 class LocalTransport:
-    """The `Transport` of a group of threads, seen from one rank."""
+    """One rank's `Transport` in a group whose ranks are threads of this process."""
 
     carries_cpu_tensors = True
     on_one_host = True
@@ -64,7 +64,7 @@ class LocalTransport:
         self._count = 0
 
     def wait(self, condition: WaitCondition) -> None:
-        """Run the other ranks until `condition` is ready."""
+        """Run the other ranks until `condition` is met."""
         self._scheduler.wait(self.ranks[self.index], condition, self._timeout)
 
     def all_reduce(self, tensor: Tensor, total: Tensor, op: Op) -> Pending:
@@ -200,6 +200,6 @@ class RankThread(Thread):
 
 
 def current_local_rank() -> LocalRank | None:
-    """Return the rank that runs in the calling thread, or None outside of ranks."""
+    """Return the rank that runs in the calling thread, or None in a thread that runs no rank."""
     thread = current_thread()
     return thread.rank if isinstance(thread, RankThread) else None

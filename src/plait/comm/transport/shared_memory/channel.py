@@ -147,7 +147,7 @@ class Channel:
         return self._incoming is not None
 
     def receive_pending(self) -> None:
-        """Receive all pending messages without blocking. Before `connected`, call `accept_pending` first."""
+        """Receive pending messages without blocking. Until `connected`: `Listener.accept_pending` first."""
         if self._incoming is None:
             self._incoming = self._listener.pop_connection(self._there)
         if self._incoming is None:
@@ -185,7 +185,7 @@ class Channel:
             self._hung_up |= any(other == number and event & gone for other, event in ready)
 
     def close(self) -> None:
-        """Close both connections, and the file descriptors of messages that were not taken out."""
+        """Close both connections, and the file descriptors of messages still in `received`."""
         for end in (self._outgoing, self._incoming):
             if end is not None:
                 end.close()

@@ -68,7 +68,7 @@ def discover_host(world: TorchTransport) -> HostRanks | None:
 
 
 def host_identity() -> dict[str, str]:
-    """Return this process's host name, boot id, namespaces and user: equal for two that can connect."""
+    """Return this process's host name, boot id, namespaces and user: equal for processes that can connect."""
     try:
         with open("/proc/sys/kernel/random/boot_id") as file:
             boot = file.read().strip()

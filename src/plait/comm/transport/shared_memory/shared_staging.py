@@ -104,7 +104,7 @@ class PendingRead:
 
 
 class SharedStagingBuffers:
-    """The staging buffers of a group, as seen by one rank. All ranks make and stage in the same order."""
+    """A group's staging buffers, one segment per rank. All ranks make them and stage in the same order."""
 
     def __init__(self, channels: Channels) -> None:
         self.channels = channels
@@ -133,7 +133,7 @@ class SharedStagingBuffers:
         return pending
 
     def finish_before(self, sequence: int) -> None:
-        """Finish reads of tensors staged before `sequence`: another rank may wait for a free block."""
+        """Finish reads of tensors staged before `sequence`: another rank may wait to reuse their memory."""
         for number, pending in list(self._pending.items()):
             if number < sequence:
                 pending.wait()
@@ -155,7 +155,7 @@ class SharedStagingBuffers:
         return self._used - size
 
     def _clear(self) -> None:
-        """Finish all pending reads, on every rank, so that every block is free."""
+        """Finish all pending reads and wait until all ranks have; then the whole segment can be reused."""
         for pending in list(self._pending.values()):
             pending.wait()
         self.segments.all_segments()  # not received yet where all reads were abandoned

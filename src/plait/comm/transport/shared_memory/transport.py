@@ -117,7 +117,7 @@ def all_gather_staged(tensor: Tensor, whole: Tensor, staging: SharedStagingBuffe
 def reduce_scatter_in_place(
     tensors: Sequence[Tensor], piece: Tensor, op: Op, channels: Channels
 ) -> BarrieredStep:
-    """Start a reduce-scatter of flat tensors in shared memory, all ranks' in order, into this rank's `piece`.
+    """Start a reduce-scatter of flat tensors in shared memory, one per rank, into this rank's `piece`.
 
     `piece`, contiguous, may be this rank's piece of its own tensor, which no other rank reads.
     """
@@ -134,7 +134,7 @@ def reduce_scatter_in_place(
 
 
 def all_reduce_in_place(tensors: Sequence[Tensor], op: Op, channels: Channels) -> BarrieredStep:
-    """Start an all-reduce of flat shared-memory tensors: each rank reduces a piece and writes it to all."""
+    """Start an all-reduce of flat shared-memory tensors: each rank writes its reduced piece to every one."""
 
     def reduce_piece() -> None:
         pieces = [tensor.tensor_split(channels.size)[channels.index] for tensor in tensors]
@@ -167,13 +167,13 @@ class SharedMemoryTransport(TorchTransport):
 
     @cached_property
     def channels(self) -> Channels:
-        """The channels to the other ranks. All ranks open them at the same operation, without blocking."""
+        """The channels to the other ranks, opened without blocking in the first operation that uses them."""
         label = self.process_group.group_name
         return self._host.channels(self._ranks, self.index, label, self._timeout)
 
     @cached_property
     def staging(self) -> SharedStagingBuffers:
-        """The group's staging buffers. All ranks make them at the same operation, without blocking."""
+        """The group's staging buffers, made without blocking in the first operation that uses them."""
         return SharedStagingBuffers(self.channels)
 
     def over_torch(self) -> TorchTransport:
