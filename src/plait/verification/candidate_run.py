@@ -161,7 +161,7 @@ class CandidateUpdate:
         self.comparison.compare_loss_scale(step, StepPhase.LOSS_GRADIENT, expected)
 
     def _clip_above_norm(self, step: int, clip: Callable[[], Tensor]) -> None:
-        """Call `clip`, whose bound is above the gradient norm; check the norm, and that gradients stay."""
+        """Call `clip`, whose bound exceeds the gradient norm; check the norm and that no gradient changes."""
         trained = [name for name, p in self.parameters.items() if p.requires_grad]
         before = {name: self.comparison.gradient(name).clone() for name in trained}
         self._compare_norm(step, clip(), "norm")
@@ -173,7 +173,7 @@ class CandidateUpdate:
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
-        """Call `Engine.step` with an optimizer of a foreign parameter; check its update; return the norm."""
+        """Call `Engine.step` with an optimizer of a non-model parameter; check its update; return the norm."""
         other = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)
@@ -201,7 +201,7 @@ class CandidateUpdate:
             self._compare_clipped(step)
 
     def _compare_norm(self, step: int, norm: Tensor, kind: str) -> None:
-        """Compare a gradient norm with the reference run's, unless an earlier one of the step differed."""
+        """Compare a gradient norm with the reference run's, unless another norm of this step has differed."""
         if not self.norm_differs:
             equal = self.comparison.compare(step, StepPhase.NORM, RecordKey(kind), norm)
             self.norm_differs = not equal

@@ -75,7 +75,7 @@ class GradientTracker:
         *,
         until_weight: bool,
     ) -> TrackedGradient | None:
-        """Return the gradient to compare if the input backward (`I`) added `contribution` to it; else None.
+        """Record a layer's `contribution`; return the gradient to compare if `I` added all of it, else None.
 
         `until_weight`: leave the comparison to `W`.
         """

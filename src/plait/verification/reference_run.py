@@ -92,7 +92,7 @@ class ReferenceRun:
         self.records_sketches = options.mode != "exact"
 
     def epsilon(self, key: RecordKey) -> float:
-        """Return the machine epsilon of a computation in a narrower dtype than the tensor's own, else 0."""
+        """Return the machine epsilon with which a loss, reduced gradient or norm is computed; else 0."""
         if key.kind in LOSS_KINDS:
             return self.epsilon_of_loss
         if key.kind == "final":
@@ -282,7 +282,7 @@ def build_layers(
     *,
     always_copy: bool,
 ) -> BuiltLayers:
-    """Return a run's parameters, their copies in another dtype, the layers, and each layer's aliases.
+    """Return a run's parameters, their copies in another dtype, the layers, and each layer's leaf tensors.
 
     Aliases are a layer's own leaf tensors for its parameters, with gradients of their own. Layers use
     the parameters' own memory where that has their compute dtype, unless `always_copy`.

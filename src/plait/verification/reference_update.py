@@ -54,7 +54,7 @@ class ReferenceUpdate:
         self.optimizer = options.optimizer(groups)
 
     def apply(self, step: int) -> Records:
-        """Update the parameters from their `.grad`, scaled by the loss scale; return tensors to record."""
+        """Divide each `.grad` by the loss scale, clip, and update parameters; return tensors to record."""
         records = {RecordKey("scale"): torch.tensor(self.scale.value, dtype=torch.float64)}
         for name, parameter in self.trainable.items():
             assert parameter.grad is not None

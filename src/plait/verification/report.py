@@ -182,7 +182,7 @@ class VerificationReport:
         return lines
 
     def _also(self) -> list[str]:
-        """Return the other differences as text, one per phase and layer."""
+        """Return the differences after the first as text, one line per phase and layer."""
         kinds: dict[tuple[StepPhase, int | None], set[Location]] = {}
         for other in self.others:
             kinds.setdefault((other.location.phase, other.location.layer), set()).add(other.location)
@@ -268,7 +268,7 @@ def _line(title: str, text: str) -> str:
 
 
 def _table(tallies: Mapping[StepPhase, Tally]) -> list[str]:
-    """Return the table of compared tensors as lines, one per phase; equal phases share one if any differs."""
+    """Return the table of compared tensors, a line per phase; if any differs, the equal ones share a line."""
     wrong = {phase: tally for phase, tally in tallies.items() if tally.different}
     lines = [f"  {'phase':<22} {'compared':>9} {'different':>9} {'largest':>9}  of what rounding explains"]
     shown = dict(list(wrong.items())[:ROWS]) if wrong else tallies

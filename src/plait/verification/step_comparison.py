@@ -110,7 +110,7 @@ class StepComparison:
         mistakes: Sequence[tuple[str, float]] = (),
         inherited: Callable[[str], float] = lambda name: 0.0,
     ) -> None:
-        """Compare this rank's gradients with the reference run's, `final` or `clipped` by `kind`.
+        """Compare this rank's gradients with the reference run's gradients of `kind`: `final` or `clipped`.
 
         `mistakes`: sentences, each with the factor of the gradients that the mistake would cause.
         """

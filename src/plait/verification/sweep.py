@@ -28,7 +28,7 @@ class RefusedPlan:
 
 @dataclass(frozen=True)
 class Sweep:
-    """The reports on all plans. Its truth value is whether all runnable plans are equal; `print` shows it."""
+    """The reports on all plans. Its truth value is `equal`; `print` shows a headline, and a line per plan."""
 
     ranks: int
     rows: tuple[tuple[Plan, VerificationReport | RefusedPlan], ...]
@@ -45,7 +45,7 @@ class Sweep:
 
     @property
     def equal(self) -> bool:
-        """Whether at least one plan can run, and all that can run are equal to one rank."""
+        """Whether at least one plan can run, and all runnable plans equal the run on one rank."""
         return bool(self.reports) and all(self.reports)
 
     def __bool__(self) -> bool:
@@ -57,7 +57,7 @@ class Sweep:
         return "\n".join([self.headline(), "", *lines])
 
     def headline(self) -> str:
-        """Return one line: whether all plans that can run are equal to one rank, and how closely."""
+        """Return one line: whether all runnable plans equal the run on one rank, and how closely."""
         reports, refused = self.reports, len(self.rows) - len(self.reports)
         rest = f" ({refused} more are not possible for this model)" if refused else ""
         wrong = sum(not report for report in reports)
@@ -162,7 +162,7 @@ def _degrees(ranks: int) -> Iterator[tuple[int, int, int]]:
 
 
 def _microbatches_per_rank(microbatches: int, dp: int, rows: int) -> int:
-    """Return a dp rank's number of micro-batches: its share, or the next smaller divisor of its rows."""
+    """Return the largest divisor of a dp rank's number of rows up to `microbatches / dp`, at least 1."""
     most = max(1, microbatches // dp)
     return next(count for count in range(most, 0, -1) if rows // dp % count == 0)
 

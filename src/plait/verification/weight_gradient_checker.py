@@ -48,7 +48,7 @@ class WeightGradientChecker:
         self.tracker = GradientTracker(gradients, 8 * comparison.gradient_epsilon)
 
     def begin_step(self, step: int) -> None:
-        """Start a step with gradients of zero."""
+        """Start a step: expect all gradients to be zero."""
         self.step = step
         self.tracker.begin_step()
 
@@ -75,7 +75,7 @@ class WeightGradientChecker:
         self.tracker.reset(keys)
 
     def compare_open(self, keys: Iterable[GradientKey] | None = None) -> None:
-        """Compare those gradients of `keys` (None: all) that still have contributions to be confirmed."""
+        """Compare those gradients of `keys` (None: all) with contributions not yet confirmed as added."""
         for key, use, tracked in list(
             self.tracker.open_gradients(self.tracker.gradients if keys is None else keys)
         ):

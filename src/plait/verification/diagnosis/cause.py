@@ -70,7 +70,7 @@ def circumstances(symptoms: Symptoms) -> Iterator[str]:
 
 
 def unexplained(symptoms: Symptoms) -> str:
-    """Return the causes that remain possible in this phase of a step, as text, if no hypothesis matches.
+    """Return, as text, the possible causes of a difference in its phase if no hypothesis explains it.
 
     Only features that the plan uses are named: no partition at tp 1, no gather without sharding.
     """

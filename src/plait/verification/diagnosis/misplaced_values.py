@@ -45,7 +45,7 @@ def shifted(symptoms: Symptoms) -> str | None:
 
 
 def permuted(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the values are the expected ones in another order, of a dim or all; else None."""
+    """Return a sentence if the values are the expected ones, permuted along a dim or overall; else None."""
     actual, expected = symptoms.pair
     if len(actual) < 2 or not close(actual.sort().values, expected.sort().values, symptoms.slack):
         return None

@@ -48,7 +48,7 @@ def zero(symptoms: Symptoms) -> str | None:
 
 
 def factor(symptoms: Symptoms) -> str | None:
-    """Return a sentence if the tensor, or what was added to it, is a multiple of the expected; else None."""
+    """Return a sentence if the tensor, or what a phase added to it, is wrong by a factor; else None."""
     first, phase = symptoms.first, symptoms.phase
     if first.actual.shape != first.expected.shape:
         return None
