@@ -218,7 +218,7 @@ def build_buffer_specs(
 
 
 def piece_layouts(specs: BufferSpecs, layouts: Mapping[str, Layout]) -> dict[str, Layout]:
-    """Return the layouts of the shards that optimizers update: the `tp` layouts, cut over `shard` too."""
+    """Return the layouts of the shards that optimizers update: `tp` layouts, divided over `shard` too."""
     pieces = dict(layouts)
     for spec in (spec for buffers in specs.values() for spec in buffers if spec.kind.sharded):
         for slot in spec.offsets.slots:

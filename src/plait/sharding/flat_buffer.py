@@ -170,7 +170,7 @@ class FlatBuffer:
                     parameter.data = self.parameters[name].data
 
     def attach_gradients(self) -> Tensor | None:
-        """Before a step, make every parameter's `.grad` a view of its flat gradient, filled with zeros.
+        """Before a step, make each `.grad` a view of a flat gradient of zeros; return the earlier gradients.
 
         Returns a copy of the gradients of earlier steps, to be added when this step's are reduced, or None
         where there are none (as after `zero_grad()`).

@@ -50,7 +50,7 @@ class Partitioning:
 
     @staticmethod
     def of(plan: Plan) -> Partitioning:
-        """Return the partitioning under `plan`; a plan that only offloads shards nothing."""
+        """Return the partitioning under `plan`; offload without sharding divides no parameter."""
         return Partitioning(plan.pp, plan.tp > 1 or (plan.strategy != "none" and plan.shard > 1))
 
 

@@ -69,7 +69,7 @@ def probe(optimizer: Optimizer, reach: Reach) -> str | None:
 
 
 def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) -> str | None:
-    """Return None if the changes in all divisions agree within `tolerance`, else the reason as text."""
+    """Return None if parameters change alike however divided between ranks, else the reason as text."""
     whole, *others = changes
     for number, group in enumerate(whole):
         largest = max(change.abs().max() for change in group.values())
@@ -85,7 +85,7 @@ def _difference(changes: Sequence[RankTensors], tolerance: float, reach: Reach) 
 def _changes(
     make: OptimizerFactory, groups: int, reach: Reach, dtype: torch.dtype, device: torch.device
 ) -> list[RankTensors]:
-    """Return the parameters' changes in test steps: updated together, then in each division between ranks."""
+    """Return the parameters' changes in test steps: all on one rank, then in each division between ranks."""
     generator = torch.Generator().manual_seed(0)
 
     def random_group() -> GroupTensors:
