@@ -100,7 +100,7 @@ Blocks = dict[int, MemoryBlock | None]
 
 
 class ActivationAccount:
-    """Predicts activation memory: adds to a ledger what a `PipelineRank` would allocate by instruction."""
+    """Predicts activation memory: records in a ledger what each instruction of a `PipelineRank` allocates."""
 
     def __init__(
         self,
