@@ -27,7 +27,7 @@ Rotate = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
 class TensorParallelMLP(nn.Module):
-    """MLP `down(activation(up(x)))`, or gated `down(activation(gate(x)) · up(x))`, partitioned by `inner`.
+    """MLP `down(activation(up(x)))` or `down(activation(gate(x)) · up(x))` with partitioned inner features.
 
     Maps `[..., hidden]`, the same on every rank of `group`, to the same shape. Its linears are `up`, `gate`
     (None unless gated) and `down`; each has `layouts`, and `load_from` copies its shards of a full

@@ -220,7 +220,7 @@ class _Proof:
         return results.get(collective, ValueState.INSIDE)
 
     def _after_operation(self, node: Node, read: set[ValueState]) -> ValueState:
-        """Return the `ValueState` of another operation's output, given the states `read` of its inputs."""
+        """Return the `ValueState` of a non-collective's output, given the states `read` of its inputs."""
         if ValueState.INSIDE in read and read & {ValueState.WHOLE, ValueState.PIECE}:
             raise self._meets_whole(node)
         if read & {ValueState.INSIDE, ValueState.PIECE} and ValueState.NEUTRAL in read:

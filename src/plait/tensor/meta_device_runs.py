@@ -23,7 +23,7 @@ MOST_RESULTS = 4096
 
 
 class MetaLayers:
-    """Runs a model's layers on the meta device, for shape inference and proofs; equal layers run once."""
+    """Runs layers of a model on the meta device, to infer shapes and prove gradients; equal ones run once."""
 
     def __init__(
         self,
@@ -111,7 +111,7 @@ class MetaLayers:
         return run
 
     def _claims(self, number: int, layer: NamedLayer) -> Claims:
-        """Return the claims of rules and layouts about layer `number`, whose copy to be proved is `layer`."""
+        """Return the claims of rules and layouts about layer `number`; `layer`: a copy with rules applied."""
         dims = self._rules.sequence_dims[layer.path]
         return Claims(
             sharded=self._sharded[number],

@@ -235,7 +235,7 @@ class MeanLoss:
     over: Over | Callable[[Any], Tensor | float] = "rows"
 
     def total(self, output: Any, targets: Any) -> Tensor:
-        """Return the sum: the mean times the number it is over; on the CPU, zero where that is zero."""
+        """Return the sum: the mean times `weight(targets)`; on the CPU, zero where that weight is zero."""
         mean, weight = self.function(output, targets), self.weight(targets)
         if not isinstance(mean, Tensor) or mean.dim():
             shape = list(mean.shape) if isinstance(mean, Tensor) else type(mean).__name__
