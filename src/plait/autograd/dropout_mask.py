@@ -106,7 +106,7 @@ def _joined(dims: Sequence[_Dim]) -> list[_Dim]:
 
 
 class _Blocks(NamedTuple):
-    """The blocks of a piece, row-major: some indexes of one dim, and all of the dims behind it.
+    """A piece divided into blocks: one index of each dim before `cut`, a range of `cut`, all of later dims.
 
     Indexes in a block are those of the first block plus a constant, so that one tile serves all blocks.
     """

@@ -78,7 +78,7 @@ class GatherRegistry:
         return piece, gather
 
     def again(self, piece: Tensor, gather: Gather) -> Regathered:
-        """Return a handle that all-gathers `piece` again at its first use, shared while anyone holds it."""
+        """Return a `Regathered` of `piece`: that of an earlier call if it still exists, else a new one."""
         key = id(piece.untyped_storage()), piece.storage_offset(), piece.shape, piece.stride()
         found = self._regathered.get(key)
         if found is None:
