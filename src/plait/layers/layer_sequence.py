@@ -41,7 +41,7 @@ class NamedLayer:
 
 @dataclass(frozen=True)
 class LayerSequence:
-    """A model as a sequence: its layers, its parameters by first name, and each parameter's layers."""
+    """A model's layers in order, its parameters by their first full name, and each parameter's layers."""
 
     layers: tuple[NamedLayer, ...]
     parameters: dict[str, nn.Parameter]

@@ -47,7 +47,7 @@ class ResultCache:
         return 0 if self._latest is None else sum(tensor.nbytes for tensor in self._latest[1])
 
     def __reduce__(self) -> tuple[type[ResultCache], tuple[()]]:
-        """Return what makes a copy: an empty cache."""
+        """Return the class without arguments, so that a copied or unpickled cache is empty."""
         return ResultCache, ()
 
 
