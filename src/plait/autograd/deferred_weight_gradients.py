@@ -177,7 +177,7 @@ def _saved_input(saved: Tensor, gather: Gather | None, queue: WeightGradientQueu
 
 
 def _saved_gradient(gradient: Tensor, rows: Tensor, queue: WeightGradientQueue) -> Callable[[], Tensor]:
-    """Return a function that returns a linear's output gradient: `rows`, or its pieces gathered again."""
+    """Return a function that returns a linear's output gradient: `rows`, or gathered again from pieces."""
     # Where the work follows at once, the whole gradient is still in memory.
     source = None if queue.overlaps else queue.gathered.of(gradient)
     return (lambda: rows) if source is None else queue.gathered.again(*source).whole

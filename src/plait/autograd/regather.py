@@ -56,7 +56,7 @@ class Regathered:
 
 @dataclass
 class GatherRegistry:
-    """Record of the pieces that linears' inputs and output gradients were gathered from, to regather them."""
+    """Maps each gathered tensor (input or output gradient of a linear) to its piece, to gather it again."""
 
     _pieces: MutableMapping[Tensor, tuple[Tensor, Gather, int]] = field(
         default_factory=WeakTensorKeyDictionary

@@ -173,7 +173,7 @@ class CandidateUpdate:
             self.parameters[name].grad = gradient.copy_(before[name])
 
     def _step_of_another_optimizer(self, step: int, bound: float) -> Tensor:
-        """Call `Engine.step` with an optimizer of a non-model parameter; check its update; return the norm."""
+        """Call `Engine.step` with another model's optimizer; check its update; return the gradient norm."""
         other = nn.Parameter(torch.zeros((), device=self.engine.mesh.device))
         other.grad = torch.ones_like(other)
         norm = self.engine.step(torch.optim.SGD([other], lr=1.0), bound)

@@ -56,7 +56,7 @@ class Case:
 
 @contextmanager
 def prepared(case: Case) -> Iterator[Case]:
-    """Context: yield the case with its model built, and the initial values, loss and options of its mode.
+    """Context: yield the case with its model built, and the values, loss, … that `options.mode` requires.
 
     Both runs take place within this context, because mode exact replaces operations of torch.
     """

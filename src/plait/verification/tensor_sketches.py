@@ -140,7 +140,7 @@ def _listed(equal: list[str]) -> str:
 
 
 def _is_equal(found: Tensor, expected: Tensor, allowed: float) -> bool:
-    """Return whether sketches are equal; if `found` is shorter (a shard's), whether `expected` contains it."""
+    """Return whether sketches are equal; if `found` is shorter (a shard's), whether it is in `expected`."""
     if found.shape == expected.shape:
         return largest_difference(found, expected) <= allowed
     if len(found) > len(expected):
